@@ -1,0 +1,56 @@
+# Every command is whole: it sets up what it needs, on a machine with Python >= 3.11, make, and, for the
+# real broker of the tests, Java 17 with Maven.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.set-up
+KAFKA := .cache/kafka/.set-up
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix setup kafka wheel clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(SETUP)  ## virtual environment with everything, pinned by constraints.txt
+
+$(SETUP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; say which: make PYTHON=python3.12 …")'
+	@echo "setting up $(VENV) (a minute or two)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable '.[all]'
+	@touch $@
+
+kafka: $(KAFKA)  ## the jars of a real Apache Kafka, for the tests
+
+$(KAFKA): tests/support/kafka/pom.xml
+	@if command -v mvn >/dev/null && command -v java >/dev/null; then \
+	    echo "fetching Apache Kafka (half a minute)"; \
+	    rm -rf $(dir $@) && mvn --quiet --batch-mode --file $< dependency:copy-dependencies -DoutputDirectory=$(CURDIR)/$(dir $@)libs && touch $@; \
+	else \
+	    echo "no Java 17 with Maven here: tests on a real Kafka need INTEGR8S_IDEM_TEST_KAFKA=host:port, or skip"; \
+	fi
+
+demo: $(SETUP)  ## the platform on embedded servers, with duplicates and a killed worker, and a verdict
+	@$(BIN)/python -m examples.demo
+
+test: $(SETUP) $(KAFKA)  ## all tests, on a real Redis and a real Apache Kafka
+	@$(BIN)/python -m pytest
+
+check: $(SETUP)  ## style, types, layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+fix: $(SETUP)  ## let ruff mend what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+wheel: $(SETUP)  ## dist/*.whl
+	@$(BIN)/python -m build --wheel --no-isolation
+
+clean:  ## forget everything that was set up
+	rm -rf $(VENV) .cache dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

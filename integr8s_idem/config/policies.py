@@ -1,0 +1,96 @@
+"""`IdempotencyConfig`: how the guard behaves.  A plain model, fit for nesting in settings of one's own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from enum import Enum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, StringConstraints
+
+KeyPrefix = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown names are mistakes, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class OnInProgress(str, Enum):
+    """What a duplicate does while the first run is on."""
+
+    WAIT = "wait"
+    """Wait for the outcome, bounded.  A worker parks the delivery; its offset stays uncommitted."""
+    RAISE = "raise"
+    """`InProgressError` at once.  In a worker it counts as a failure of that delivery and is retried."""
+    SKIP = "skip"
+    """Leave it, outcome unknown.  A worker acknowledges: an event whose owner dies is lost.  Know why."""
+
+
+class OnFailure(str, Enum):
+    """What a failed run means for the next delivery."""
+
+    RETRY = "retry"
+    """Release the key, up to `max_attempts` runs, then FAILED."""
+    BLOCK = "block"
+    """FAILED at once: no second run until the record's ttl ends."""
+
+
+class OnStoreError(str, Enum):
+    """What happens while the store gives no answer."""
+
+    CLOSED = "closed"
+    """Nothing is handled, nothing is acknowledged, nothing is lost."""
+    OPEN = "open"
+    """Handlers run unguarded: duplicates are possible, and counted."""
+
+
+class OnKeyReused(str, Enum):
+    """What a known key with another payload means."""
+
+    RAISE = "raise"
+    """`KeyReusedError`; a worker dead-letters the message."""
+    RUN = "run"
+    """Run the handler unguarded."""
+
+
+class IdempotencyConfig(Section):
+    """How the guard behaves: keys, times, policies."""
+
+    key_prefix: KeyPrefix = "idempotency"
+    """What all keys in the store start with."""
+    default_ttl_seconds: PositiveFloat = 3600
+    """How long an outcome is remembered, from completion, by the store's clock. Longer than the topics keep events."""
+    processing_timeout_seconds: Annotated[float, Field(ge=0.1)] = 300
+    """The lease: after this long without renewal a worker counts as dead and its events are taken over."""
+    enable_result_caching: bool = True
+    """Keep what handlers return, as the answer to duplicates."""
+    max_result_size_bytes: Annotated[int, Field(ge=0, le=64 * 1024 * 1024)] = 1_048_576
+    """A larger result is dropped and counted; the protection stays."""
+    on_in_progress: OnInProgress = OnInProgress.WAIT
+    """What a duplicate does while the first run is on: wait, raise or skip."""
+    wait_timeout_seconds: PositiveFloat = 30
+    """How long `manager.run` waits for a running twin before InProgressError. Workers park instead."""
+    on_failure: OnFailure = OnFailure.RETRY
+    """What a failed run means: retry (up to max_attempts, then FAILED) or block (FAILED at once)."""
+    max_attempts: PositiveInt = 5
+    """Runs of one event, crashed ones included, before it is given up."""
+    on_store_error: OnStoreError = OnStoreError.CLOSED
+    """While the store is down: closed (nothing is handled, nothing is lost) or open (unguarded)."""
+    on_key_reused: OnKeyReused = OnKeyReused.RAISE
+    """Same key, other payload: raise or run."""
+    hash_keys: bool = False
+    """Store keys as hashes only: for keys that hold personal data."""
+
+    @property
+    def ttl(self) -> timedelta:
+        return timedelta(seconds=self.default_ttl_seconds)
+
+    @property
+    def lease(self) -> timedelta:
+        return timedelta(seconds=self.processing_timeout_seconds)
+
+    @property
+    def wait_timeout(self) -> timedelta:
+        return timedelta(seconds=self.wait_timeout_seconds)

@@ -1,0 +1,153 @@
+"""The sections of settings.toml beside `[idempotency]`.  Each docstring is the line in settings.example.toml."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator
+
+from integr8s_idem.config.policies import Section
+
+Seconds: TypeAlias = PositiveFloat
+
+
+class KafkaSettings(Section):
+    """Where Kafka is, and how its clients behave."""
+
+    bootstrap_servers: str = "localhost:9092"
+    """Brokers to ask first, separated by commas."""
+    topic_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]*$", max_length=100)] = ""
+    """Put before each event type to make its topic."""
+    client_id: str = "integr8s-idem"
+    """How brokers name us in their logs and quotas."""
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    """How to talk to brokers."""
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
+    """How to log in where security_protocol starts with SASL."""
+    sasl_username: str | None = None
+    """User of the brokers."""
+    sasl_password: SecretStr | None = None
+    """Password of the brokers; better given by the environment."""
+    ssl_ca_file: str | None = None
+    """Certificates to trust; the system's if not given."""
+    auto_offset_reset: Literal["earliest", "latest", "none"] = "earliest"
+    """Where a group without offsets starts. latest skips what is there, none refuses to guess."""
+    session_timeout_seconds: Seconds = 45
+    """A worker silent for this long is out of its group."""
+    heartbeat_interval_seconds: Seconds = 3
+    """How often a worker tells the group that it lives; at most a third of the session timeout."""
+    max_poll_interval_seconds: Seconds = 300
+    """A worker whose loop stands for this long leaves its group. Long handlers do not count: the loop goes on."""
+    rebalance_timeout_seconds: Seconds = 60
+    """How long a rebalance waits for its members; more than drain_timeout_seconds of every service."""
+    request_timeout_seconds: Seconds = 10
+    """Longest wait for one answer of a broker: commits, publishing, closing."""
+    max_event_bytes: PositiveInt = 1_048_576
+    """Largest message that is published."""
+    dead_letter_suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = ".dlq"
+    """Put behind a topic's name to make its dead-letter topic."""
+
+
+class RedisStoreSettings(Section):
+    """Records in Redis (6.2 or newer) or Valkey."""
+
+    kind: Literal["redis"] = "redis"
+    """Which store: redis, or memory for trying things out."""
+    url: str = "redis://localhost:6379/0"
+    """redis://host:port/db, rediss:// for TLS, unix:///path for a socket."""
+    username: str | None = None
+    """ACL user."""
+    password: SecretStr | None = None
+    """Password; better given by the environment."""
+    timeout_seconds: Seconds = 2
+    """Longest wait for one answer before StoreUnavailableError."""
+    max_connections: PositiveInt = 16
+    """Most connections of one service; batching needs few."""
+    tls_ca_file: str | None = None
+    """Certificates to trust with rediss://; the system's if not given."""
+    tls_cert_file: str | None = None
+    """Our certificate, where the server asks for one."""
+    tls_key_file: str | None = None
+    """Key of our certificate."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_redis_url(cls, url: str) -> str:
+        scheme, separator, rest = url.partition("://")
+        if separator and scheme in {"redis", "rediss", "unix"} and rest:
+            return url
+        guess = url if not separator else rest
+        raise ValueError(f'"{_without_secret(url)}" is no Redis URL; write redis://{_without_secret(guess)}/0')
+
+
+class MemoryStoreSettings(Section):
+    """Records in this process: for tests and first steps.  Forgets everything at exit."""
+
+    kind: Literal["memory"]
+
+
+StoreSettings: TypeAlias = Annotated[RedisStoreSettings | MemoryStoreSettings, Field(discriminator="kind")]
+
+
+class ServiceSettings(Section):
+    """How one service consumes."""
+
+    group_id: str | None = None
+    """Consumer group; the service's name if not given."""
+    topics: tuple[str, ...] | None = None
+    """Topics to read; those of the router's events if not given."""
+    ordering: Literal["partition", "key", "none"] = "partition"
+    """What is handled in order: a partition, the events of one Kafka key, or nothing."""
+    concurrency: Annotated[int, Field(ge=1, le=10_000)] = 64
+    """Handlers running at once."""
+    max_in_flight: Annotated[int, Field(ge=1)] = 1_000
+    """Deliveries taken from the broker and not settled yet, before fetching pauses."""
+    max_in_flight_bytes: Annotated[int, Field(ge=1_024)] = 67_108_864
+    """Their bodies together, before fetching pauses."""
+    max_attempts: PositiveInt | None = None
+    """Runs of one event before it is given up; that of [idempotency] if not given."""
+    handler_timeout_seconds: Seconds | None = None
+    """A handler is cancelled after this long; less than the lease. Not given: it may run while its lease is renewed."""
+    retry_initial_seconds: Seconds = 0.5
+    """Pause before the first retry, at most; doubled each time, with full jitter."""
+    retry_max_seconds: Seconds = 30
+    """Longest pause between retries."""
+    commit_interval_seconds: Seconds = 1
+    """Offsets are committed this often."""
+    drain_timeout_seconds: Seconds = 20
+    """How long running handlers may finish at a shutdown or rebalance; less than the pod's grace period."""
+    on_in_progress: Literal["wait", "raise", "skip"] | None = None
+    """As in [idempotency], for this service."""
+    on_failure: Literal["retry", "block"] | None = None
+    """As in [idempotency], for this service."""
+    on_store_error: Literal["closed", "open"] | None = None
+    """As in [idempotency], for this service."""
+
+
+class TelemetrySettings(Section):
+    """Metrics, health and spans."""
+
+    metrics_host: str = "127.0.0.1"
+    """Address of /metrics, /healthz and /readyz; 0.0.0.0 in a container."""
+    metrics_port: Annotated[int, Field(ge=0, le=65_535)] = 9464
+    """Port of /metrics, /healthz and /readyz; 0 takes a free one."""
+    metrics_enabled: bool = True
+    """Serve /metrics, /healthz and /readyz."""
+    keys_active_interval_seconds: Seconds = 30
+    """How often the active keys are counted in the store."""
+    spans: Literal["off", "otlp", "console"] = "off"
+    """Where spans go. An otlp_endpoint alone means otlp."""
+    otlp_endpoint: str | None = None
+    """Collector for spans: http://host:4318 speaks HTTP, http://host:4317 speaks gRPC."""
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of traces recorded, where the producer has not decided."""
+    span_keys: bool = False
+    """Put idempotency keys into spans. They may hold personal data."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe log lines to show."""
+
+
+def _without_secret(url: str) -> str:
+    """`url` with whatever stands before an `@` hidden."""
+    head, separator, tail = url.rpartition("@")
+    return f"***@{tail}" if separator and head else url

@@ -1,0 +1,302 @@
+"""Every error this library raises on purpose.
+
+IdempotencyError
+├── KeyReusedError              one key, two payloads: a bug in the producer or in the key
+├── InProgressError             somebody is doing this work now; its outcome is not known   (retryable)
+├── PreviouslyFailedError       this work was given up earlier; its record blocks it
+├── LeaseLostError              our reservation was taken over, or might have been          (retryable)
+├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
+├── PermanentError              raised by handlers: trying again cannot help
+├── InvalidKeyError             nothing usable to make a key of
+├── ResultDecodeError           a stored result does not fit the type asked for
+├── EventError
+│   ├── UndecodableEventError   a message that is no event we know
+│   └── PublishError            the broker did not confirm an event                         (retryable)
+├── StoreError
+│   ├── StoreUnavailableError   no answer; nothing is known about the reservation           (retryable)
+│   │   └── ResultNotStoredError    the work is done, its record could not be written
+│   ├── StoreConfigurationError     the store refuses us: credentials, permissions, settings
+│   └── CorruptRecordError      a record that cannot be read; never taken for "absent"
+├── SettingsError               every mistake in the settings, at once
+└── ApplicationError            what was asked to run does not fit together
+
+Fields travel in `args` and the sentence is made by `__str__`, so every error survives
+pickling and copying.  Each has a section in docs/reference/errors.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+
+def _seconds(duration: timedelta) -> str:
+    return f"{duration.total_seconds():g} s"
+
+
+class IdempotencyError(Exception):
+    """Base of all errors below; catching it never catches a bug in a handler."""
+
+    retryable = False
+    """Whether the same work, asked for again later, can succeed."""
+
+    @property
+    def read_more(self) -> str:
+        """Where the documentation explains this error."""
+        return f"Read more: docs/reference/errors.md#{type(self).__name__.lower()}"
+
+
+class KeyReusedError(IdempotencyError):
+    """The key is known with another payload; the stored result is not an answer to this one."""
+
+    def __init__(self, key: str, stored: bytes, offered: bytes) -> None:
+        super().__init__(key, stored, offered)
+        self.key = key
+        self.stored = stored
+        self.offered = offered
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key} was used before with another payload (fingerprint {self.stored.hex()}, "
+            f"now {self.offered.hex()}): the work was not done. Give each payload an id of its own, "
+            f'or set [idempotency] on_key_reused = "run". {self.read_more}'
+        )
+
+
+class InProgressError(IdempotencyError):
+    """Somebody holds the key and its outcome is not known yet: do not acknowledge."""
+
+    retryable = True
+
+    def __init__(self, key: str, attempt: int, retry_after: timedelta, owner: str) -> None:
+        super().__init__(key, attempt, retry_after, owner)
+        self.key = key
+        self.attempt = attempt
+        self.retry_after = retry_after
+        self.owner = owner
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key} is being worked on by {self.owner or 'another worker'} (attempt {self.attempt}); "
+            f"its lease ends in {_seconds(self.retry_after)}. Ask again then. {self.read_more}"
+        )
+
+
+class PreviouslyFailedError(IdempotencyError):
+    """The work was given up earlier and its FAILED record blocks it until its ttl ends."""
+
+    def __init__(self, key: str, attempt: int, error: str) -> None:
+        super().__init__(key, attempt, error)
+        self.key = key
+        self.attempt = attempt
+        self.error = error
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key} was given up after attempt {self.attempt}: {self.error}. "
+            f"Delete its record to allow another try. {self.read_more}"
+        )
+
+
+class LeaseLostError(IdempotencyError):
+    """The reservation ended before the work did.
+
+    Effects of this run may have happened; its result was not stored.
+    """
+
+    retryable = True
+
+    def __init__(self, key: str, attempt: int, lease: timedelta, scope: str, owner: str = "") -> None:
+        super().__init__(key, attempt, lease, scope, owner)
+        self.key = key
+        self.attempt = attempt
+        self.lease = lease
+        self.scope = scope
+        self.owner = owner
+
+    def __str__(self) -> str:
+        after = f" and {self.owner} took over" if self.owner else " and could not be renewed in time"
+        return (
+            f"lost the reservation of {self.key} (attempt {self.attempt}, service {self.scope}): the "
+            f"handler ran longer than its lease of {_seconds(self.lease)}{after}. Its result was not "
+            "stored. Raise [idempotency] processing_timeout_seconds, or split the handler into steps. "
+            f"{self.read_more}"
+        )
+
+
+class HandlerTimeoutError(IdempotencyError):
+    """A handler ran longer than `handler_timeout_seconds` and was cancelled."""
+
+    retryable = True
+
+    def __init__(self, handler: str, limit: timedelta) -> None:
+        super().__init__(handler, limit)
+        self.handler = handler
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return (
+            f"handler {self.handler} ran longer than {_seconds(self.limit)} and was cancelled. "
+            f"Raise handler_timeout_seconds of its service, or make it faster. {self.read_more}"
+        )
+
+
+class PermanentError(IdempotencyError):
+    """Raise it from a handler when trying again cannot help: no retry, dead-letter topic at once."""
+
+
+class InvalidKeyError(IdempotencyError, ValueError):
+    """Nothing usable to make a key of: empty, not a string, or a field that does not exist."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"no key can be made: {self.reason}. {self.read_more}"
+
+
+class ResultDecodeError(IdempotencyError):
+    """The stored result does not fit the type asked for; the work itself is done."""
+
+    def __init__(self, key: str, expected: str, reason: str) -> None:
+        super().__init__(key, expected, reason)
+        self.key = key
+        self.expected = expected
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"the stored result of {self.key} does not fit {self.expected}: {self.reason}. The work is "
+            "done; read the record itself, or give the function a return type that older results fit. "
+            f"{self.read_more}"
+        )
+
+
+class EventError(IdempotencyError):
+    """Base of errors about events on their way in or out."""
+
+
+class UndecodableEventError(EventError):
+    """A message that is no event we know; `reason` is one of a closed set, fit for a metric label."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}. {self.read_more}"
+
+
+class PublishError(EventError):
+    """The broker did not confirm an event in time: it may or may not have arrived."""
+
+    retryable = True
+
+    def __init__(self, topic: str, reason: str) -> None:
+        super().__init__(topic, reason)
+        self.topic = topic
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"topic {self.topic} did not confirm an event: {self.reason}. It may have arrived; publishing "
+            f"it again is safe, its id stays the same. {self.read_more}"
+        )
+
+
+class StoreError(IdempotencyError):
+    """Base of errors of the store."""
+
+
+class StoreUnavailableError(StoreError):
+    """No usable answer. The key may or may not be reserved; nothing was handled on its account."""
+
+    retryable = True
+
+    def __init__(self, operation: str, reason: str) -> None:
+        super().__init__(operation, reason)
+        self.operation = operation
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the store did not answer {self.operation}: {self.reason}. {self.read_more}"
+
+
+class ResultNotStoredError(StoreUnavailableError):
+    """The work was done, but its completion could not be written: another worker may do it again."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__("complete", reason)
+        self.args = (key, reason)
+        self.key = key
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key} was done, but its completion could not be stored: {self.reason}. It may be done "
+            f"again once its lease ends. {self.read_more}"
+        )
+
+
+class StoreConfigurationError(StoreError):
+    """The store refuses us for a reason that waiting does not mend: credentials, permissions, settings."""
+
+    def __init__(self, operation: str, reason: str) -> None:
+        super().__init__(operation, reason)
+        self.operation = operation
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the store refuses {self.operation}: {self.reason}. {self.read_more}"
+
+
+class CorruptRecordError(StoreError):
+    """A record that cannot be read: damaged, or written by another program."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key = key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"the record of {self.key} cannot be read: {self.reason}. The work was not done. Look at the "
+            f"record and delete it once you know whether the work is done. {self.read_more}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsMistake:
+    """One mistake: where it stands (`services.billing.concurrency`) and what to do about it."""
+
+    path: str
+    message: str
+
+
+class SettingsError(IdempotencyError):
+    """Every mistake in the settings, at once."""
+
+    def __init__(self, source: str, mistakes: Sequence[SettingsMistake]) -> None:
+        super().__init__(source, mistakes)
+        self.source = source
+        self.mistakes = tuple(mistakes)
+
+    def __str__(self) -> str:
+        count = len(self.mistakes)
+        width = max((len(mistake.path) for mistake in self.mistakes), default=0)
+        lines = [f"{self.source}: {count} mistake{'' if count == 1 else 's'}"]
+        lines += [f"  {mistake.path:<{width}}  {mistake.message}" for mistake in self.mistakes]
+        return "\n".join(lines)
+
+
+class ApplicationError(IdempotencyError):
+    """What was asked to run does not fit together: an unknown service, a handler nobody can call."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.reason}. {self.read_more}"

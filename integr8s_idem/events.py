@@ -1,0 +1,171 @@
+"""Events and their form on the wire: a JSON body, and headers for those who only route.
+
+body      the event as JSON
+headers   event_type, event_id, correlation_id, and what the tracer adds (traceparent)
+key       aggregate_id, so that the events of one aggregate keep their order
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Final, TypeVar
+
+import uuid_utils
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from integr8s_idem.errors import ApplicationError, UndecodableEventError
+
+MAX_ID_LENGTH: Final = 1024
+"""Characters of an event id; a key longer than a store likes is hashed, an id longer than this is a mistake."""
+
+DERIVED_IDS: Final = uuid.UUID("6f9b7a52-54c1-5d0b-9f0e-3f3d1f0f6c1e")
+"""Namespace of the ids derived from an incoming key; changing it would make old events new."""
+
+EventId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH)]
+EventT = TypeVar("EventT", bound="BaseEvent")
+
+
+def new_event_id() -> str:
+    """A UUIDv7 (RFC 9562): unique, and roughly ordered by the producer's clock."""
+    return str(uuid_utils.uuid7())
+
+
+def derived_event_id(key: str, index: int) -> str:
+    """The id of the `index`-th event that the work named `key` publishes: the same at every rerun (UUIDv5)."""
+    return str(uuid.uuid5(DERIVED_IDS, f"{key}#{index}"))
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class EventMetadata(BaseModel):
+    """Who published an event, and in whose name.  Not part of what makes two events the same work."""
+
+    model_config = ConfigDict(frozen=True)
+
+    service_name: str = ""
+    service_version: str = ""
+    correlation_id: str = ""
+    """Shared by all events that follow from one request."""
+    user_id: str | None = None
+
+
+class BaseEvent(BaseModel):
+    """What a producer published.  Subclasses pin `event_type` with a `Literal`:
+
+    class OrderPlaced(BaseEvent):
+        event_type: Literal["order_placed"] = "order_placed"
+        order_id: str
+    """
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    event_id: EventId = Field(default_factory=new_event_id)
+    """Made once, by the producer.  A message without one is refused, never given one."""
+    event_type: str
+    event_version: str = "1.0"
+    """`major.minor`; a reader accepts any minor of the major it knows."""
+    timestamp: AwareDatetime = Field(default_factory=_now)
+    """When it happened, by the producer's clock.  Decides nothing here."""
+    aggregate_id: str | None = None
+    """What the event is about; also the Kafka key."""
+    metadata: EventMetadata = Field(default_factory=EventMetadata)
+
+
+def event_type_of(event: type[BaseEvent]) -> str:
+    """The `event_type` that a subclass pins.
+
+    Raises:
+        ApplicationError: It pins none, so no topic and no decoder can be found for it.
+    """
+    pinned = event.model_fields["event_type"].default
+    if not isinstance(pinned, str):
+        raise ApplicationError(f'{event.__name__} pins no event_type; write event_type: Literal["…"] = "…" in it')
+    return pinned
+
+
+def encode_event(event: BaseEvent) -> bytes:
+    """The body of `event` on the wire: JSON in UTF-8."""
+    return event.__pydantic_serializer__.to_json(event)
+
+
+def event_headers(event: BaseEvent) -> list[tuple[str, bytes]]:
+    """The headers of `event` on the wire, without those of a tracer."""
+    headers = [("event_type", event.event_type), ("event_id", event.event_id)]
+    if event.metadata.correlation_id:
+        headers.append(("correlation_id", event.metadata.correlation_id))
+    return [(name, value.encode("utf-8", "backslashreplace")) for name, value in headers]
+
+
+class _Envelope(BaseModel):
+    """What must be known before the class of an event is."""
+
+    model_config = ConfigDict(strict=True)
+
+    event_type: str
+    event_id: EventId
+    event_version: str = "1.0"
+
+
+_ENVELOPE_REASONS: Final[Mapping[tuple[int | str, ...], str]] = {
+    ("event_type",): "unknown_type",
+    ("event_id",): "missing_id",
+    ("event_version",): "unsupported_version",
+}
+
+
+class EventDecoder:
+    """Turns message bodies into events of known classes.  Never guesses."""
+
+    def __init__(self, events: Iterable[type[BaseEvent]]) -> None:
+        self._events: Mapping[str, type[BaseEvent]] = {event_type_of(event): event for event in events}
+
+    def decode(self, body: bytes | None) -> BaseEvent:
+        """The event in `body`.
+
+        Raises:
+            UndecodableEventError: With one of the reasons `empty`, `malformed`, `missing_id`,
+                `unknown_type`, `unsupported_version`, `invalid`.
+        """
+        if not body:
+            raise UndecodableEventError("empty", "the message has no body")
+        envelope = self._envelope(body)
+        event = self._events.get(envelope.event_type)
+        if event is None:
+            known = ", ".join(sorted(self._events)) or "none"
+            raise UndecodableEventError(
+                "unknown_type", f"event_type {envelope.event_type[:80]!r} is not one of those handled here: {known}"
+            )
+        _check_version(event, envelope.event_version)
+        try:
+            return event.model_validate_json(body)
+        except ValidationError as error:
+            raise UndecodableEventError("invalid", _first_mistake(error)) from None
+
+    @staticmethod
+    def _envelope(body: bytes) -> _Envelope:
+        try:
+            return _Envelope.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            reason = _ENVELOPE_REASONS.get(first["loc"], "malformed")
+            raise UndecodableEventError(reason, _first_mistake(error)) from None
+
+
+def _check_version(event: type[BaseEvent], version: str) -> None:
+    known = str(event.model_fields["event_version"].default)
+    if version.split(".", 1)[0] != known.split(".", 1)[0]:
+        raise UndecodableEventError(
+            "unsupported_version", f"{event.__name__} is read in version {known}, this is {version[:80]!r}"
+        )
+
+
+def _first_mistake(error: ValidationError) -> str:
+    """Where and what, without the input: a payload may hold what no log should."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:200]
+    more = error.error_count() - 1
+    return f"{where + ': ' if where else ''}{first['msg']}" + (f" (and {more} more)" if more else "")

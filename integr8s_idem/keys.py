@@ -1,0 +1,211 @@
+"""Keys, fingerprints and canonical JSON.  Pure.
+
+A full key is made of escaped components, so that no two different inputs make one key:
+
+    idempotency:billing:charge:order_placed:id:0192…       made from an event
+    ───prefix── ─scope─ handler ───type──── how ──value──
+    idempotency:billing::order:1                           given by a caller: the handler is empty
+    idempotency:billing:#9f86d081…                         hashed: too long, or `hash_keys`
+
+`integr8s_idem.keys.Key` is the part after the scope.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+from urllib.parse import quote
+
+import rfc8785
+
+from integr8s_idem.errors import InvalidKeyError
+from integr8s_idem.events import BaseEvent
+
+MAX_KEY_LENGTH: Final = 255
+"""Bytes of a full key before it is hashed: short enough for every store's index, long enough to stay readable."""
+
+VOLATILE_FIELDS: Final = frozenset({"event_id", "timestamp", "metadata"})
+"""Fields of an event that differ between two deliveries of the same work; the list of the seeds."""
+
+FINGERPRINT_BYTES: Final = 16
+"""The first half of a SHA-256: compared only within one key, 128 bits are plenty, and records stay small."""
+
+_SAFE: Final = "-._~@+,/"
+
+
+class KeyStrategy(str, Enum):
+    """What makes two events the same work."""
+
+    EVENT_BASED = "event_based"
+    """Equal ids.  The payload's fingerprint is kept beside it, so that a reused id is noticed."""
+    CONTENT_HASH = "content_hash"
+    """Equal content, whatever the id: RFC 8785 form without `event_id`, `timestamp`, `metadata`."""
+    CUSTOM = "custom"
+    """Whatever a function of the event says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One unit of work within a scope, already escaped."""
+
+    text: str
+    label: str
+    """What people see in messages: `order_placed:0192…`."""
+
+    @staticmethod
+    def of(text: str) -> Key:
+        """A key given by a caller.  Compared byte for byte: no case folding, no Unicode normalisation.
+
+        Raises:
+            InvalidKeyError: It is empty, or no string.
+        """
+        return Key(":" + _escape(_given(text), safe=_SAFE + ":"), text)
+
+    @staticmethod
+    def of_event(handler: str, event_type: str, how: str, value: str) -> Key:
+        """A key made from an event; `handler` keeps two handlers of one event apart."""
+        return Key(":".join(map(_escape, (handler, event_type, how, value))), f"{event_type}:{value}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """Where the keys of one service live in the store."""
+
+    prefix: str
+    scope: str
+    hash_keys: bool = False
+    """Hash every key: for keys that hold personal data."""
+
+    @property
+    def root(self) -> str:
+        """What all full keys of this space start with."""
+        return f"{self.prefix}:{_escape(self.scope)}:"
+
+    def full(self, key: Key) -> str:
+        """The key as the store sees it: printable ASCII, at most `MAX_KEY_LENGTH` bytes."""
+        full = self.root + key.text
+        if self.hash_keys or len(full) > MAX_KEY_LENGTH:
+            return f"{self.root}#{hashlib.sha256(key.text.encode()).hexdigest()}"
+        return full
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedWork:
+    """A key, and the fingerprint that a second use of it must match."""
+
+    key: Key
+    fingerprint: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyResolver:
+    """Makes the key of an event for one handler, once, before the handler can touch the event."""
+
+    strategy: KeyStrategy = KeyStrategy.EVENT_BASED
+    fields: frozenset[str] | None = None
+    """For `content_hash`: only these fields count."""
+    custom: Callable[[BaseEvent], str] | None = None
+    """For `custom`: makes the key from the event."""
+
+    def __post_init__(self) -> None:
+        if (self.strategy is KeyStrategy.CUSTOM) != (self.custom is not None):
+            raise InvalidKeyError("the custom strategy and a key function go together, one without the other does not")
+        if self.fields is not None and self.strategy is not KeyStrategy.CONTENT_HASH:
+            raise InvalidKeyError("fields only mean something to the content_hash strategy")
+
+    def check(self, event: type[BaseEvent]) -> None:
+        """Refuse at start what could never make a key.
+
+        Raises:
+            InvalidKeyError: A field to be hashed does not exist: all events would be equal.
+        """
+        missing = (self.fields or frozenset()) - set(event.model_fields)
+        if missing or self.fields == frozenset():
+            raise InvalidKeyError(
+                f"{event.__name__} has no field {', '.join(sorted(missing)) or '(none was named)'} to hash"
+            )
+
+    def resolve(self, handler: str, event: BaseEvent) -> KeyedWork:
+        """The key of `event` for `handler`.
+
+        Raises:
+            InvalidKeyError: The event offers nothing to make a key of.
+        """
+        if self.strategy is KeyStrategy.EVENT_BASED:
+            key = Key.of_event(handler, event.event_type, "id", event.event_id)
+            return KeyedWork(key, fingerprint_of(event))
+        if self.strategy is KeyStrategy.CONTENT_HASH:
+            digest = content_hash(event, self.fields)
+            return KeyedWork(Key.of_event(handler, event.event_type, "content", digest), None)
+        assert self.custom is not None
+        value = _given(self.custom(event))
+        return KeyedWork(Key.of_event(handler, event.event_type, "custom", value), None)
+
+
+def _given(text: object) -> str:
+    if not isinstance(text, str) or not text:
+        raise InvalidKeyError(f"a key is a string with at least one character, not {text!r}")
+    return text
+
+
+def _escape(component: str, *, safe: str = _SAFE) -> str:
+    # Lone surrogates reach us through JSON escapes; they are as good a difference as any.
+    return quote(component, safe=safe, errors="surrogatepass")
+
+
+def payload_of(event: BaseEvent, fields: Iterable[str] | None = None) -> dict[str, object]:
+    """What two deliveries of the same work have in common, as plain JSON values."""
+    if fields is not None:
+        return event.model_dump(mode="json", include=set(fields))
+    return event.model_dump(mode="json", exclude=set(VOLATILE_FIELDS))
+
+
+def content_hash(event: BaseEvent, fields: Iterable[str] | None = None) -> str:
+    """SHA-256, in hex, of the payload.  The event type is part of the key, not of the hash."""
+    return hashlib.sha256(canonical_json(payload_of(event, fields))).hexdigest()
+
+
+def fingerprint_of(event: BaseEvent) -> bytes:
+    """What tells one payload from another under the same id: `FINGERPRINT_BYTES` of a SHA-256."""
+    return fingerprint(canonical_json(payload_of(event)))
+
+
+def fingerprint(payload: bytes) -> bytes:
+    """What tells one payload from another: `FINGERPRINT_BYTES` of its SHA-256."""
+    return hashlib.sha256(payload).digest()[:FINGERPRINT_BYTES]
+
+
+def canonical_json(value: object) -> bytes:
+    """RFC 8785 form of plain JSON values.
+
+    That form has no integers beyond ±(2^53 - 1); events do (64-bit ids).  A value that holds
+    one is written with those integers as marked strings, behind a marker of its own, so
+    that it equals nothing else.
+
+    Raises:
+        InvalidKeyError: NaN, infinity, or something that is no JSON value.
+    """
+    try:
+        return rfc8785.dumps(value)  # type: ignore[arg-type]  # checked by rfc8785 itself
+    except rfc8785.IntegerDomainError:
+        return b"big:" + rfc8785.dumps(_without_big_integers(value))  # type: ignore[arg-type]
+    except (rfc8785.CanonicalizationError, RecursionError, UnicodeEncodeError) as error:
+        raise InvalidKeyError(f"the payload has no canonical form: {error}") from error
+
+
+_SAFE_INTEGER: Final = 2**53 - 1
+
+
+def _without_big_integers(value: object) -> object:
+    if isinstance(value, int) and abs(value) > _SAFE_INTEGER:
+        return f"#{value}"
+    if isinstance(value, str) and value.startswith("#"):
+        return "#" + value
+    if isinstance(value, Mapping):
+        return {name: _without_big_integers(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_big_integers(item) for item in value]
+    return value

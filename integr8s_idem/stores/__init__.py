@@ -1,0 +1,84 @@
+"""The Protocol that every store keeps.  Importing this imports no driver."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+from typing import Protocol, runtime_checkable
+
+from integr8s_idem.records import (
+    Completion,
+    Failure,
+    IdempotencyRecord,
+    Reserved,
+    ReserveRequest,
+    StoreHealth,
+    Verdict,
+)
+
+__all__ = ["IdempotencyRepository"]
+
+
+@runtime_checkable
+class IdempotencyRepository(Protocol):
+    """Remembers which work was done.
+
+    Every method is one atomic step per key in the backend; no implementation reads, thinks
+    and writes.  Answers come in the order of the questions; a key that stands twice in one
+    call is answered as two callers would be.  Time is the store's own clock, read once per
+    call.  Every write can be repeated after a lost answer without harm.
+
+    `integr8s_idem.testing.contract` holds every implementation to this.
+
+    Raises (all methods):
+        StoreUnavailableError: No usable answer; the call may or may not have been executed.
+        StoreConfigurationError: The store refuses us, and waiting does not help.
+    """
+
+    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        """Ask to do some work.
+
+        Of any number of callers that ask for one key at one moment, one gets `Reserved`.  A
+        record whose lease has ended is taken over: attempt + 1, a higher fence, the new token.
+        A call repeated with the same token finds its own reservation, with a fresh lease.
+        """
+        ...
+
+    async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
+        """Let the leases end `lease` from now.  `False`: no longer ours (token, status or record)."""
+        ...
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        """Remember outcomes.  `False`: the token is no longer ours, or the record is gone.
+
+        A lease that has ended is no hindrance as long as nobody took the key over.
+        """
+        ...
+
+    async def fail(self, failures: Sequence[Failure]) -> list[bool]:
+        """Remember that work was given up.  `False` as for `complete`."""
+        ...
+
+    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
+        """Let the leases end now; the attempts stay counted.  `False` as for `complete`."""
+        ...
+
+    async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
+        """Read records.  Raises `CorruptRecordError` for one that cannot be read."""
+        ...
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        """Forget records, whatever their state; the number of those that were there."""
+        ...
+
+    def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
+        """Every readable record whose key starts with `prefix`, in no order, without blocking the store."""
+        ...
+
+    async def count_active(self, prefix: str) -> int:
+        """How many records under `prefix` hold a lease now."""
+        ...
+
+    async def ping(self) -> StoreHealth:
+        """Ask for a sign of life, and for what the store's settings would lose."""
+        ...
