@@ -7,7 +7,9 @@ IdempotencyError
 ├── LeaseLostError              our reservation was taken over, or might have been          (retryable)
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
 ├── PermanentError              raised by handlers: trying again cannot help
+│   └── CrashedTooOftenError    earlier runs ended without a word, as often as attempts are allowed
 ├── InvalidKeyError             nothing usable to make a key of
+├── ResultDroppedError          the work is done; its result was too large to keep
 ├── ResultDecodeError           a stored result does not fit the type asked for
 ├── EventError
 │   ├── UndecodableEventError   a message that is no event we know
@@ -146,6 +148,20 @@ class PermanentError(IdempotencyError):
     """Raise it from a handler when trying again cannot help: no retry, dead-letter topic at once."""
 
 
+class CrashedTooOftenError(PermanentError):
+    """Earlier runs ended without a word, as often as attempts are allowed."""
+
+    def __init__(self, attempts: int) -> None:
+        super().__init__(attempts)
+        self.attempts = attempts
+
+    def __str__(self) -> str:
+        return (
+            f"{self.attempts} runs ended without a word: the process crashed, stalled or was killed each time. "
+            f"{self.read_more}"
+        )
+
+
 class InvalidKeyError(IdempotencyError, ValueError):
     """Nothing usable to make a key of: empty, not a string, or a field that does not exist."""
 
@@ -155,6 +171,20 @@ class InvalidKeyError(IdempotencyError, ValueError):
 
     def __str__(self) -> str:
         return f"no key can be made: {self.reason}. {self.read_more}"
+
+
+class ResultDroppedError(IdempotencyError):
+    """The work is done, and its result was too large or could not be written: there is nothing to replay."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key} is done, but its result was dropped: larger than [idempotency] max_result_size_bytes, "
+            f"or nothing that JSON can hold. Return a smaller one, for example a reference. {self.read_more}"
+        )
 
 
 class ResultDecodeError(IdempotencyError):

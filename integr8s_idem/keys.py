@@ -156,6 +156,12 @@ def _escape(component: str, *, safe: str = _SAFE) -> str:
     return quote(component, safe=safe, errors="surrogatepass")
 
 
+def downstream_key(key: str, name: str) -> str:
+    """A key for something done downstream on behalf of `key`: the same at every attempt, at most 255 characters."""
+    text = f"{key}:{_escape(name)}"
+    return text if len(text) <= MAX_KEY_LENGTH else hashlib.sha256(text.encode()).hexdigest()
+
+
 def payload_of(event: BaseEvent, fields: Iterable[str] | None = None) -> dict[str, object]:
     """What two deliveries of the same work have in common, as plain JSON values."""
     if fields is not None:

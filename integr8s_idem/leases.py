@@ -1,0 +1,175 @@
+"""Leases of this process: renewed in batches, given up before they end.
+
+A handler whose lease could not be renewed is cancelled a little before the lease ends, by this
+process's monotonic clock: by the time somebody else may start, we have stopped.  The store's token
+covers what no clock of ours can see, such as a process that was stopped as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from datetime import timedelta
+from itertools import groupby
+from types import TracebackType
+from typing import Final
+
+from integr8s_idem.errors import LeaseLostError, StoreError
+from integr8s_idem.records import Reserved
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.telemetry import SILENT, Observer, Signal
+
+RENEW_AFTER: Final = 1 / 3
+"""Share of the lease after which it is renewed: two renewals may be lost before the third is too late."""
+
+RETRY_AFTER: Final = 1 / 12
+"""Share of the lease after which a renewal that got no answer is tried again."""
+
+
+def fence_margin(lease: float) -> float:
+    """Seconds before the end of a lease at which its handler is cancelled: a tenth, at most one second."""
+    return min(lease / 10, 1.0)
+
+
+class HeldLease:
+    """One lease while its handler runs.  Leaving the block raises `LeaseLostError` if it was cut short."""
+
+    __slots__ = ("_fence", "_keeper", "deadline", "renew_at", "reservation")
+
+    def __init__(self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float) -> None:
+        self._keeper = keeper
+        self.reservation = reservation
+        self.deadline = 0.0
+        """When the lease ends at the earliest, by the event loop's clock."""
+        self.renew_at = 0.0
+        self._count_from(asked_at, reservation.lease.total_seconds())
+        self._fence = asyncio.timeout_at(self.fence_at)
+
+    @property
+    def fence_at(self) -> float:
+        """When the handler is cancelled unless the lease is renewed, by the event loop's clock."""
+        return self.deadline - fence_margin(self.reservation.lease.total_seconds())
+
+    @property
+    def lost(self) -> bool:
+        """Whether the handler was cancelled for the lease's sake."""
+        return self._fence.expired()
+
+    def renewed(self, asked_at: float, lease: float) -> None:
+        """The store has answered yes to a renewal asked for at `asked_at`."""
+        self._count_from(asked_at, lease)
+        if not self.lost:
+            self._fence.reschedule(self.fence_at)
+
+    def lose(self) -> None:
+        """The store has answered no: cancel the handler now."""
+        if not self.lost:
+            self._fence.reschedule(asyncio.get_running_loop().time())
+
+    def _count_from(self, asked_at: float, lease: float) -> None:
+        # From the asking, not from the answer: the store's lease began somewhere between the two.
+        self.deadline = asked_at + lease
+        self.renew_at = asked_at + lease * RENEW_AFTER
+
+    async def __aenter__(self) -> HeldLease:
+        await self._fence.__aenter__()
+        self._keeper.take(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._keeper.drop(self)
+        try:
+            await self._fence.__aexit__(kind, error, trace)
+        except TimeoutError:
+            held = self.reservation
+            raise LeaseLostError(held.key, held.attempt, held.lease, self._keeper.scope) from None
+
+
+class LeaseKeeper:
+    """Renews every lease of one manager with as few calls as possible.  Costs one timer while nothing is due."""
+
+    def __init__(self, repository: IdempotencyRepository, scope: str, observer: Observer = SILENT) -> None:
+        self.scope = scope
+        self._repository = repository
+        self._observer = observer
+        self._held: set[HeldLease] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._renewal: asyncio.Task[None] | None = None
+
+    def hold(self, reservation: Reserved, asked_at: float) -> HeldLease:
+        """`async with` it around the work.  `asked_at`: event-loop time before `reserve` was sent."""
+        return HeldLease(self, reservation, asked_at)
+
+    def take(self, lease: HeldLease) -> None:
+        """Look after `lease` from now on."""
+        self._held.add(lease)
+        self._wake_at(lease.renew_at)
+
+    def drop(self, lease: HeldLease) -> None:
+        """Look after `lease` no longer."""
+        self._held.discard(lease)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def close(self) -> None:
+        """Stop renewing.  Whatever still runs will be cancelled when its lease ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._renewal is not None:
+            self._renewal.cancel()
+
+    def _wake_at(self, when: float) -> None:
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(when, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.get_running_loop().create_task(self._renew_due())
+        # Otherwise a renewal still waits for its answer; it looks at the rest when it has it.
+
+    async def _renew_due(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            # A little ahead, so that leases taken one after the other share a call.
+            due = [
+                lease
+                for lease in self._held
+                if not lease.lost
+                and lease.renew_at <= loop.time() + lease.reservation.lease.total_seconds() * RETRY_AFTER
+            ]
+            due.sort(key=_duration)
+            for duration, leases in groupby(due, key=_duration):
+                await self._renew(duration, list(leases))
+        finally:
+            if live := [lease.renew_at for lease in self._held if not lease.lost]:
+                self._wake_at(min(live))
+
+    async def _renew(self, duration: timedelta, leases: list[HeldLease]) -> None:
+        asked_at = asyncio.get_running_loop().time()
+        try:
+            answers: Iterable[bool] = await self._repository.renew([lease.reservation for lease in leases], duration)
+        except StoreError:
+            self._observer.count(Signal.STORE_ERROR)
+            for lease in leases:
+                lease.renew_at = asked_at + duration.total_seconds() * RETRY_AFTER
+            return
+        for lease, still_ours in zip(leases, answers, strict=True):
+            if lease not in self._held:
+                continue
+            if still_ours:
+                lease.renewed(asked_at, duration.total_seconds())
+            else:
+                # The record is gone or somebody else's; which of the two, completion finds out.
+                lease.renew_at = lease.deadline
+                lease.lose()
+
+
+def _duration(lease: HeldLease) -> timedelta:
+    return lease.reservation.lease

@@ -1,0 +1,74 @@
+"""What handlers return, to bytes and back.
+
+Everything pydantic can write becomes JSON; `bytes` stay as they are.  Coming back, a value has the
+type that the function promises in its return annotation; without one it is plain JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Final
+
+import pydantic_core
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+
+from integr8s_idem.errors import ResultDecodeError
+from integr8s_idem.records import JSON, StoredResult
+
+OCTETS: Final = "application/octet-stream"
+
+
+def encode_result(value: object) -> StoredResult:
+    """`value` as bytes; `None`, `0`, `""` and their kin come back as what they are.
+
+    Raises:
+        ValueError: There is no way to write it (pydantic's serialization error is one).
+    """
+    if isinstance(value, bytes):
+        return StoredResult(value, OCTETS)
+    # NaN and infinity as constants: no standard JSON, but they come back as what they were.
+    return StoredResult(pydantic_core.to_json(value, inf_nan_mode="constants"), JSON)
+
+
+def decode_result(key: str, stored: StoredResult, expected: object = Any) -> Any:
+    """The value in `stored`, as `expected` where that is a type.
+
+    Raises:
+        ResultDecodeError: It does not fit, for example because the class has changed since.
+    """
+    if stored.content_type == OCTETS:
+        return stored.body
+    if stored.content_type != JSON:
+        raise ResultDecodeError(key, _name(expected), f"its media type {stored.content_type!r} is none of ours")
+    try:
+        if expected is Any:
+            return pydantic_core.from_json(stored.body)
+        return _adapter(expected).validate_json(stored.body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ResultDecodeError(key, _name(expected), f"{where + ': ' if where else ''}{first['msg']}") from None
+    except (ValueError, PydanticSchemaGenerationError, PydanticUserError) as error:
+        raise ResultDecodeError(key, _name(expected), str(error)) from error
+
+
+def return_type_of(function: Callable[..., object]) -> object:
+    """What `function` promises to return; `Any` where it says nothing or names what is out of reach."""
+    try:
+        # A callable object says it on __call__; functools.partial on the function inside.
+        inner = inspect.unwrap(getattr(function, "func", function))
+        return typing.get_type_hints(inner).get("return", Any)
+    except (NameError, TypeError, AttributeError):
+        return Any
+
+
+@lru_cache(maxsize=512)
+def _adapter(expected: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(expected)
+
+
+def _name(expected: object) -> str:
+    return getattr(expected, "__name__", None) or str(expected)
