@@ -1,0 +1,76 @@
+"""Handle each event once, even when Kafka delivers it twice.
+
+The public front.  What needs a driver (redis, aiokafka) is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from integr8s_idem.config import IdempotencyConfig, Section, Settings, load_settings
+from integr8s_idem.dispatcher import (
+    EventDispatcher,
+    EventRouter,
+    IdempotentEventDispatcher,
+    IdempotentEventHandler,
+    Outgoing,
+    with_idempotency,
+)
+from integr8s_idem.errors import IdempotencyError, PermanentError
+from integr8s_idem.events import BaseEvent, EventMetadata, derived_event_id
+from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.manager import Attempt, IdempotencyManager
+from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Verdict
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+
+if TYPE_CHECKING:
+    from integr8s_idem.stores.redis import RedisIdempotencyRepository
+    from integr8s_idem.worker import EventPublisher, Platform, Service, run_services
+
+__all__ = [
+    "Attempt",
+    "BaseEvent",
+    "EventDispatcher",
+    "EventMetadata",
+    "EventPublisher",
+    "EventRouter",
+    "IdempotencyConfig",
+    "IdempotencyError",
+    "IdempotencyManager",
+    "IdempotencyRecord",
+    "IdempotencyRepository",
+    "IdempotencyStatus",
+    "IdempotentEventDispatcher",
+    "IdempotentEventHandler",
+    "KeyResolver",
+    "KeyStrategy",
+    "MemoryIdempotencyRepository",
+    "Outgoing",
+    "PermanentError",
+    "Platform",
+    "RedisIdempotencyRepository",
+    "Section",
+    "Service",
+    "Settings",
+    "Verdict",
+    "derived_event_id",
+    "load_settings",
+    "run_services",
+    "with_idempotency",
+]
+
+_LATER: Final = {
+    "EventPublisher": "integr8s_idem.worker",
+    "Platform": "integr8s_idem.worker",
+    "RedisIdempotencyRepository": "integr8s_idem.stores.redis",
+    "Service": "integr8s_idem.worker",
+    "run_services": "integr8s_idem.worker",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)

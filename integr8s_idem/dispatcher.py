@@ -256,7 +256,7 @@ class EventHandler:
         self.observer = observer
         self.max_attempts = max_attempts
         self._registered = RegisteredHandler(event, self.name, function)
-        self._invoke = invoke
+        self.invoke = invoke
         self._publisher = publisher
         self._timeout = timeout
 
@@ -289,10 +289,10 @@ class EventHandler:
 
     async def _call(self, call: HandlerCall) -> Any:
         if self._timeout is None:
-            return await self._invoke(self._registered, call)
+            return await self.invoke(self._registered, call)
         try:
             async with asyncio.timeout(self._timeout.total_seconds()) as limit:
-                return await self._invoke(self._registered, call)
+                return await self.invoke(self._registered, call)
         except TimeoutError as error:
             if limit.expired():
                 raise HandlerTimeoutError(self.name, self._timeout) from error
@@ -380,6 +380,12 @@ class EventDispatcher:
         self._handlers: dict[str, list[EventHandler]] = {}
         for registered in router.handlers:
             self._handlers.setdefault(registered.event_type, []).append(self.wrap(registered))
+
+    def invoke_with(self, invoke: Invoke) -> None:
+        """Call handlers by `invoke` from now on."""
+        for handlers in self._handlers.values():
+            for handler in handlers:
+                handler.invoke = invoke
 
     def wrap(self, registered: RegisteredHandler) -> EventHandler:
         """Make a handler ready to run; the idempotent dispatcher puts its guard around it here."""

@@ -13,6 +13,7 @@ IdempotencyError
 ├── ResultDecodeError           a stored result does not fit the type asked for
 ├── EventError
 │   ├── UndecodableEventError   a message that is no event we know
+│   ├── EventTooLargeError      an event larger than the settings allow
 │   └── PublishError            the broker did not confirm an event                         (retryable)
 ├── StoreError
 │   ├── StoreUnavailableError   no answer; nothing is known about the reservation           (retryable)
@@ -218,6 +219,22 @@ class UndecodableEventError(EventError):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}. {self.read_more}"
+
+
+class EventTooLargeError(EventError):
+    """An event is larger than the settings allow; it did not leave."""
+
+    def __init__(self, topic: str, size: int, limit: int) -> None:
+        super().__init__(topic, size, limit)
+        self.topic = topic
+        self.size = size
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return (
+            f"an event of {self.size} bytes for topic {self.topic} exceeds [kafka] max_event_bytes = {self.limit}. "
+            f"Publish a reference instead, or raise it together with the broker's message.max.bytes. {self.read_more}"
+        )
 
 
 class PublishError(EventError):

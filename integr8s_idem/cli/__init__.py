@@ -1,0 +1,16 @@
+"""The command `integr8s-idem`."""
+
+from __future__ import annotations
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command with the arguments of the process, and exit with its status.
+
+    0: done.  1: a service failed.  2: what was asked for, or the settings, cannot be.
+    """
+    # Imported here, so that importing the package stays cheap.
+    from integr8s_idem.cli.app import app
+
+    app(prog_name="integr8s-idem")

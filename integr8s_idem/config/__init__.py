@@ -1,5 +1,7 @@
 """Settings: the sections, the model that reads them, the checks across them."""
 
+from integr8s_idem.config.checks import check_settings, settings_warnings
+from integr8s_idem.config.loading import load_settings
 from integr8s_idem.config.policies import (
     IdempotencyConfig,
     OnFailure,
@@ -16,6 +18,7 @@ from integr8s_idem.config.sections import (
     StoreSettings,
     TelemetrySettings,
 )
+from integr8s_idem.config.settings import Settings
 
 __all__ = [
     "IdempotencyConfig",
@@ -28,6 +31,10 @@ __all__ = [
     "RedisStoreSettings",
     "Section",
     "ServiceSettings",
+    "Settings",
     "StoreSettings",
     "TelemetrySettings",
+    "check_settings",
+    "load_settings",
+    "settings_warnings",
 ]

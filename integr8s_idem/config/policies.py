@@ -4,17 +4,35 @@ from __future__ import annotations
 
 from datetime import timedelta
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Final, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic_core import PydanticCustomError
 
-KeyPrefix = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+KeyPrefix: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
+def _not_bool(value: object) -> object:
+    """`true` is the number 1 to Python; in settings it is a mistake."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("bool_for_number", "must be a number, not true or false")
+    return value
+
+
+NOT_BOOL: Final = BeforeValidator(_not_bool)
+"""Stands last in the annotation of a number, behind its bounds."""
+
+Count: TypeAlias = Annotated[int, Field(ge=1), NOT_BOOL]
+Seconds: TypeAlias = Annotated[float, Field(gt=0, le=2_147_483), NOT_BOOL]
+"""A duration; the bound is what 32 bits of milliseconds hold, as brokers and clients count."""
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown names are mistakes, values do not change."""
+    """Base of all sections: unknown names are mistakes, values do not change, errors do not show them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 class OnInProgress(str, Enum):
@@ -60,21 +78,21 @@ class IdempotencyConfig(Section):
 
     key_prefix: KeyPrefix = "idempotency"
     """What all keys in the store start with."""
-    default_ttl_seconds: PositiveFloat = 3600
+    default_ttl_seconds: Annotated[float, Field(gt=0, le=3_153_600_000), NOT_BOOL] = 3600
     """How long an outcome is remembered, from completion, by the store's clock. Longer than the topics keep events."""
-    processing_timeout_seconds: Annotated[float, Field(ge=0.1)] = 300
+    processing_timeout_seconds: Annotated[float, Field(ge=0.1, le=2_147_483), NOT_BOOL] = 300
     """The lease: after this long without renewal a worker counts as dead and its events are taken over."""
     enable_result_caching: bool = True
     """Keep what handlers return, as the answer to duplicates."""
-    max_result_size_bytes: Annotated[int, Field(ge=0, le=64 * 1024 * 1024)] = 1_048_576
+    max_result_size_bytes: Annotated[int, Field(ge=0, le=64 * 1024 * 1024), NOT_BOOL] = 1_048_576
     """A larger result is dropped and counted; the protection stays."""
     on_in_progress: OnInProgress = OnInProgress.WAIT
     """What a duplicate does while the first run is on: wait, raise or skip."""
-    wait_timeout_seconds: PositiveFloat = 30
+    wait_timeout_seconds: Seconds = 30
     """How long `manager.run` waits for a running twin before InProgressError. Workers park instead."""
     on_failure: OnFailure = OnFailure.RETRY
     """What a failed run means: retry (up to max_attempts, then FAILED) or block (FAILED at once)."""
-    max_attempts: PositiveInt = 5
+    max_attempts: Count = 5
     """Runs of one event, crashed ones included, before it is given up."""
     on_store_error: OnStoreError = OnStoreError.CLOSED
     """While the store is down: closed (nothing is handled, nothing is lost) or open (unguarded)."""

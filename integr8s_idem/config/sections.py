@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
-from integr8s_idem.config.policies import Section
+from integr8s_idem.config.addresses import brokers, collector_url, redis_url
+from integr8s_idem.config.policies import (
+    NOT_BOOL,
+    Count,
+    OnFailure,
+    OnInProgress,
+    OnStoreError,
+    Seconds,
+    Section,
+)
 
-Seconds: TypeAlias = PositiveFloat
+TopicName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,249}$")]
 
 
 class KafkaSettings(Section):
     """Where Kafka is, and how its clients behave."""
 
-    bootstrap_servers: str = "localhost:9092"
+    bootstrap_servers: Annotated[str, AfterValidator(brokers)] = "localhost:9092"
     """Brokers to ask first, separated by commas."""
     topic_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]*$", max_length=100)] = ""
     """Put before each event type to make its topic."""
@@ -42,7 +51,9 @@ class KafkaSettings(Section):
     """How long a rebalance waits for its members; more than drain_timeout_seconds of every service."""
     request_timeout_seconds: Seconds = 10
     """Longest wait for one answer of a broker: commits, publishing, closing."""
-    max_event_bytes: PositiveInt = 1_048_576
+    metadata_max_age_seconds: Seconds = 30
+    """How soon new topics and partitions are noticed."""
+    max_event_bytes: Count = 1_048_576
     """Largest message that is published."""
     dead_letter_suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = ".dlq"
     """Put behind a topic's name to make its dead-letter topic."""
@@ -53,7 +64,7 @@ class RedisStoreSettings(Section):
 
     kind: Literal["redis"] = "redis"
     """Which store: redis, or memory for trying things out."""
-    url: str = "redis://localhost:6379/0"
+    url: Annotated[str, AfterValidator(redis_url)] = "redis://localhost:6379/0"
     """redis://host:port/db, rediss:// for TLS, unix:///path for a socket."""
     username: str | None = None
     """ACL user."""
@@ -61,7 +72,7 @@ class RedisStoreSettings(Section):
     """Password; better given by the environment."""
     timeout_seconds: Seconds = 2
     """Longest wait for one answer before StoreUnavailableError."""
-    max_connections: PositiveInt = 16
+    max_connections: Count = 16
     """Most connections of one service; batching needs few."""
     tls_ca_file: str | None = None
     """Certificates to trust with rediss://; the system's if not given."""
@@ -70,15 +81,6 @@ class RedisStoreSettings(Section):
     tls_key_file: str | None = None
     """Key of our certificate."""
 
-    @field_validator("url")
-    @classmethod
-    def _is_redis_url(cls, url: str) -> str:
-        scheme, separator, rest = url.partition("://")
-        if separator and scheme in {"redis", "rediss", "unix"} and rest:
-            return url
-        guess = url if not separator else rest
-        raise ValueError(f'"{_without_secret(url)}" is no Redis URL; write redis://{_without_secret(guess)}/0')
-
 
 class MemoryStoreSettings(Section):
     """Records in this process: for tests and first steps.  Forgets everything at exit."""
@@ -86,7 +88,13 @@ class MemoryStoreSettings(Section):
     kind: Literal["memory"]
 
 
-StoreSettings: TypeAlias = Annotated[RedisStoreSettings | MemoryStoreSettings, Field(discriminator="kind")]
+def _redis_by_default(store: object) -> object:
+    return {"kind": "redis", **store} if isinstance(store, dict) else store
+
+
+_StoreByKind: TypeAlias = Annotated[RedisStoreSettings | MemoryStoreSettings, Field(discriminator="kind")]
+StoreSettings: TypeAlias = Annotated[_StoreByKind, BeforeValidator(_redis_by_default)]
+"""By `kind`; a table without one is Redis."""
 
 
 class ServiceSettings(Section):
@@ -94,17 +102,17 @@ class ServiceSettings(Section):
 
     group_id: str | None = None
     """Consumer group; the service's name if not given."""
-    topics: tuple[str, ...] | None = None
+    topics: Annotated[tuple[TopicName, ...], Field(min_length=1)] | None = None
     """Topics to read; those of the router's events if not given."""
     ordering: Literal["partition", "key", "none"] = "partition"
     """What is handled in order: a partition, the events of one Kafka key, or nothing."""
-    concurrency: Annotated[int, Field(ge=1, le=10_000)] = 64
+    concurrency: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 64
     """Handlers running at once."""
-    max_in_flight: Annotated[int, Field(ge=1)] = 1_000
+    max_in_flight: Annotated[int, Field(ge=1), NOT_BOOL] = 1_000
     """Deliveries taken from the broker and not settled yet, before fetching pauses."""
-    max_in_flight_bytes: Annotated[int, Field(ge=1_024)] = 67_108_864
+    max_in_flight_bytes: Annotated[int, Field(ge=1_024), NOT_BOOL] = 67_108_864
     """Their bodies together, before fetching pauses."""
-    max_attempts: PositiveInt | None = None
+    max_attempts: Count | None = None
     """Runs of one event before it is given up; that of [idempotency] if not given."""
     handler_timeout_seconds: Seconds | None = None
     """A handler is cancelled after this long; less than the lease. Not given: it may run while its lease is renewed."""
@@ -116,11 +124,11 @@ class ServiceSettings(Section):
     """Offsets are committed this often."""
     drain_timeout_seconds: Seconds = 20
     """How long running handlers may finish at a shutdown or rebalance; less than the pod's grace period."""
-    on_in_progress: Literal["wait", "raise", "skip"] | None = None
+    on_in_progress: OnInProgress | None = None
     """As in [idempotency], for this service."""
-    on_failure: Literal["retry", "block"] | None = None
+    on_failure: OnFailure | None = None
     """As in [idempotency], for this service."""
-    on_store_error: Literal["closed", "open"] | None = None
+    on_store_error: OnStoreError | None = None
     """As in [idempotency], for this service."""
 
 
@@ -129,7 +137,7 @@ class TelemetrySettings(Section):
 
     metrics_host: str = "127.0.0.1"
     """Address of /metrics, /healthz and /readyz; 0.0.0.0 in a container."""
-    metrics_port: Annotated[int, Field(ge=0, le=65_535)] = 9464
+    metrics_port: Annotated[int, Field(ge=0, le=65_535), NOT_BOOL] = 9464
     """Port of /metrics, /healthz and /readyz; 0 takes a free one."""
     metrics_enabled: bool = True
     """Serve /metrics, /healthz and /readyz."""
@@ -137,17 +145,11 @@ class TelemetrySettings(Section):
     """How often the active keys are counted in the store."""
     spans: Literal["off", "otlp", "console"] = "off"
     """Where spans go. An otlp_endpoint alone means otlp."""
-    otlp_endpoint: str | None = None
+    otlp_endpoint: Annotated[str, AfterValidator(collector_url)] | None = None
     """Collector for spans: http://host:4318 speaks HTTP, http://host:4317 speaks gRPC."""
-    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    sample_ratio: Annotated[float, Field(ge=0, le=1), NOT_BOOL] = 1.0
     """Share of traces recorded, where the producer has not decided."""
     span_keys: bool = False
     """Put idempotency keys into spans. They may hold personal data."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe log lines to show."""
-
-
-def _without_secret(url: str) -> str:
-    """`url` with whatever stands before an `@` hidden."""
-    head, separator, tail = url.rpartition("@")
-    return f"***@{tail}" if separator and head else url

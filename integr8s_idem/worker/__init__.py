@@ -1,0 +1,17 @@
+"""The consumer: poll, lanes, settle, offsets, retries, dead letters, drain; many services in one process."""
+
+from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
+from integr8s_idem.worker.platform import Background, Platform, Service
+from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.running import ServiceGroup, run_services
+
+__all__ = [
+    "Background",
+    "EventPublisher",
+    "Platform",
+    "Service",
+    "ServiceGroup",
+    "ServiceReport",
+    "ServiceWorker",
+    "run_services",
+]

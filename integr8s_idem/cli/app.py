@@ -1,0 +1,145 @@
+"""The commands, their options and what they print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from integr8s_idem.cli.application import Application, known_services, load_application
+from integr8s_idem.config import Settings, load_settings, settings_warnings
+from integr8s_idem.config.example import example_settings
+from integr8s_idem.config.loading import settings_source
+from integr8s_idem.errors import ApplicationError, IdempotencyError, SettingsError, SettingsMistake
+
+MISTAKE: Final = 2
+"""Exit status: what was asked for, or the settings, cannot be."""
+FAILURE: Final = 1
+"""Exit status: a service failed."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+settings_app = typer.Typer(help="Look at settings.", no_args_is_help=True)
+app.add_typer(settings_app, name="settings")
+
+Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, as in billing.workers:platform.")]
+SettingsFile = Annotated[
+    Path | None, typer.Option("--settings", metavar="FILE", help="TOML file; ./settings.toml if it is there.")
+]
+AppOption = Annotated[
+    str | None, typer.Option("--app", metavar="MODULE:APP", help="The platform whose own settings count as well.")
+]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"integr8s-idem {version('integr8s-idem')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version),
+]
+
+
+@app.callback()
+def _common(show_version: Version = False) -> None:
+    """Handle each event once, even when Kafka delivers it twice."""
+
+
+@app.command("run")
+def run_command(
+    target: Target,
+    service: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this one; can be repeated.")] = None,
+    settings: SettingsFile = None,
+    embedded: Annotated[bool, typer.Option("--embedded", help="With a Kafka and a Redis of its own.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines, also on a terminal.")] = False,
+) -> None:
+    """Run the services of a platform until Ctrl-C or SIGTERM, which drain."""
+    from integr8s_idem.cli.run import Run, run
+
+    def start() -> int:
+        application = load_application(target)
+        services = known_services(application, service or [])
+        return run(Run(application, services, settings, embedded, as_json))
+
+    raise typer.Exit(_answered(start))
+
+
+@settings_app.command("check")
+def check_command(settings: SettingsFile = None, application: AppOption = None, as_json: Json = False) -> None:
+    """Say every mistake at once, or "ok"."""
+
+    def check() -> int:
+        found = load_application(application) if application else None
+        mistakes, warnings = _checked(settings, found)
+        show = _print_json if as_json else _print_text
+        show(settings_source(settings), mistakes, warnings)
+        return MISTAKE if mistakes else 0
+
+    raise typer.Exit(_answered(check))
+
+
+@settings_app.command("example")
+def example_command(application: AppOption = None) -> None:
+    """Print a settings.toml with every setting, its default and what it is for."""
+
+    def example() -> int:
+        typer.echo(example_settings(load_application(application).settings_type if application else Settings), nl=False)
+        return 0
+
+    raise typer.Exit(_answered(example))
+
+
+def _answered(command: Callable[[], int]) -> int:
+    """The exit status of `command`; errors that explain themselves are printed without a traceback."""
+    try:
+        return command()
+    except (SettingsError, ApplicationError) as error:
+        typer.echo(f"{_name(error)}{error}", err=True)
+        return MISTAKE
+    except IdempotencyError as error:
+        typer.echo(f"{_name(error)}{error}", err=True)
+        return FAILURE
+
+
+def _name(error: IdempotencyError) -> str:
+    return "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
+
+
+def _checked(
+    file: Path | None, application: Application | None
+) -> tuple[Sequence[SettingsMistake], Sequence[SettingsMistake]]:
+    settings_type = application.settings_type if application else Settings
+    try:
+        settings = load_settings(file, settings_type)
+    except SettingsError as error:
+        return error.mistakes, ()
+    return (), settings_warnings(settings, application.services if application else ())
+
+
+def _print_json(source: str, mistakes: Sequence[SettingsMistake], warnings: Sequence[SettingsMistake]) -> None:
+    def plain(found: Sequence[SettingsMistake]) -> list[dict[str, Any]]:
+        return [{"path": each.path, "message": each.message} for each in found]
+
+    answer = {"source": source, "ok": not mistakes, "mistakes": plain(mistakes), "warnings": plain(warnings)}
+    typer.echo(json.dumps(answer, indent=2))
+
+
+def _print_text(source: str, mistakes: Sequence[SettingsMistake], warnings: Sequence[SettingsMistake]) -> None:
+    if mistakes:
+        typer.echo(SettingsError(source, mistakes), err=True)
+        return
+    typer.echo(f"{source}: ok")
+    width = max((len(warning.path) for warning in warnings), default=0)
+    for warning in warnings:
+        typer.echo(f"  warning  {warning.path:<{width}}  {warning.message}")

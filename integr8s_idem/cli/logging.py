@@ -1,0 +1,98 @@
+"""What log lines look like: JSON for machines, one short line for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from datetime import UTC, datetime
+from typing import Any, Final, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+"""What every record has; the rest came by `extra`."""
+_COLOURS: Final = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
+
+
+def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What was given by `extra`."""
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (UTC, ISO 8601), level, logger, message, extra fields, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            **extra_fields(record),
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            fields["stack"] = self.formatStack(record.stack_info)
+        order = ("time", "level", "logger", "message")
+        ordered = {name: fields.pop(name) for name in order} | fields
+        return json.dumps(_plain(ordered), default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """`12:00:01 INFO    integr8s_idem.worker  message  name=value`, in local time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).astimezone().strftime("%H:%M:%S")
+        extra = "".join(f"  {name}={value}" for name, value in extra_fields(record).items())
+        line = f"{time} {record.levelname:<7} {record.name}  {record.getMessage()}{extra}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes above the live table instead of through it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = Text(self.format(record), style=_COLOURS.get(record.levelname, ""))
+            self._console.print(line, soft_wrap=True)
+        except Exception:  # noqa: BLE001 -- as every handler of logging does: a line that cannot be shown stops nothing
+            self.handleError(record)
+
+
+def log_as_json(stream: TextIO, level: str) -> None:
+    """Send everything that is logged to `stream`, as JSON lines."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    _install(handler, level)
+
+
+def log_as_text(console: Console, level: str) -> None:
+    """Send everything that is logged to the terminal."""
+    handler = ConsoleHandler(console)
+    handler.setFormatter(TextFormatter())
+    _install(handler, level)
+
+
+def _install(handler: logging.Handler, level: str) -> None:
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    logging.captureWarnings(capture=True)
+
+
+def _plain(value: Any) -> Any:
+    """`value` with keys and numbers that JSON can hold."""
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,88 @@
+"""Addresses in settings: what is wrong with one, and what to write instead.  Never shows a password."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+_REDIS_SCHEMES: Final = frozenset({"redis", "rediss", "unix"})
+_SECRET_OPTION: Final = re.compile(r"(?i)((?:password|secret|token)=)[^&\s]+")
+_BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+
+
+def without_secret(url: str) -> str:
+    """`url` with whatever stands before an `@`, and any password among its options, hidden."""
+    scheme, separator, rest = url.rpartition("://")
+    _, at, tail = rest.rpartition("@")
+    return _SECRET_OPTION.sub(r"\1***", f"{scheme}{separator}{'***@' if at else ''}{tail}")
+
+
+def url_holds_password(url: str) -> bool:
+    """Whether the URL itself says a password: before its host, or among its options."""
+    parts = urlsplit(url)
+    return bool(parts.password) or "password" in parse_qs(parts.query)
+
+
+def redis_url(url: str) -> str:
+    """`url` if redis-py would understand all of it.
+
+    Raises:
+        ValueError: With the URL to write instead.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in _REDIS_SCHEMES or not rest:
+        host = (rest if separator else url).partition("/")[0]
+        raise ValueError(f'"{without_secret(url)}" is no Redis URL; write {_example("redis", host)}')
+    if scheme == "unix":
+        return url
+    parts = _split(url)
+    # redis-py takes database 0, without a word, for any path that is no number.
+    database = parts.path.strip("/")
+    if database and not database.isdecimal():
+        raise ValueError(
+            f'"{without_secret(url)}" names the database "{database}", which is no number; '
+            f"write {_example(scheme, parts.netloc)}"
+        )
+    return url
+
+
+def brokers(servers: str) -> str:
+    """`servers` if it is a list of `host:port`, separated by commas.
+
+    Raises:
+        ValueError: With the first part that is none.
+    """
+    for part in (part.strip() for part in servers.split(",")):
+        if not _BROKER.fullmatch(part):
+            host = without_secret(part).rpartition("://")[2].rpartition("@")[2].partition("/")[0] or "localhost:9092"
+            raise ValueError(f'"{without_secret(part)}" is no broker; write host:port, as in {host}')
+    return servers
+
+
+def collector_url(url: str) -> str:
+    """`url` if it is one of HTTP.
+
+    Raises:
+        ValueError: With the URL to write instead.
+    """
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme in {"http", "https"} and rest:
+        return url
+    host = without_secret((rest if separator else url).partition("/")[0])
+    raise ValueError(f'"{without_secret(url)}" is no URL of a collector; write http://{host or "localhost:4317"}')
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # parsed only when asked for
+    except ValueError:
+        raise ValueError(
+            f'"{without_secret(url)}" has a host or port that cannot be read; write {_example()}'
+        ) from None
+    return parts
+
+
+def _example(scheme: str = "redis", host: str = "localhost:6379") -> str:
+    return f"{scheme}://{without_secret(host) or 'localhost:6379'}/0"

@@ -1,0 +1,128 @@
+"""`settings.example.toml`: every setting with its default and what it is for, made from the model."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+from enum import Enum
+from itertools import pairwise
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from integr8s_idem.config.environment import SECRETS_DIR
+from integr8s_idem.config.sections import ServiceSettings
+from integr8s_idem.config.settings import Settings
+from integr8s_idem.config.shape import Shape, shape_of
+
+_HEAD: Final = """\
+Every setting with its default.  What is left out keeps it; a commented line has none.
+
+The environment wins over this file: {prefix}STORE__PASSWORD sets password in [store], and
+{prefix}SERVICES__K8S_WORKER__CONCURRENCY sets concurrency in [services.k8s-worker].  Lists are
+written there with commas.  Files named like these variables, in the folder that
+{prefix}{secrets} names, come in between.
+"""
+
+
+def example_settings(settings_type: type[Settings] = Settings) -> str:
+    """A TOML file that sets everything to its default, and says in comments what it is for."""
+    prefix = settings_type.model_config.get("env_prefix", "")
+    parts = [_comment(_HEAD.format(prefix=prefix, secrets=SECRETS_DIR))]
+    for name, field in settings_type.model_fields.items():
+        if name == "services":
+            note = "One table for each service, under its name, as in [services.billing]."
+            parts.append(_section("services.example", ServiceSettings(), note))
+            continue
+        section = field.get_default(call_default_factory=True) if not field.is_required() else None
+        if isinstance(section, BaseModel):
+            parts.append(_section(name, section))
+        else:
+            parts.append(_required(name, settings_type, field))
+    return "\n".join(parts)
+
+
+def _section(name: str, section: BaseModel, note: str = "") -> str:
+    head = _comment(inspect.getdoc(type(section)) or "") + (_comment(note) if note else "")
+    return f"{head}[{name}]\n" + "".join(_settings(type(section)))
+
+
+def _required(name: str, settings_type: type[Settings], field: FieldInfo) -> str:
+    """A section without default: its settings are shown, to be filled in."""
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        return f"{_comment(inspect.getdoc(field.annotation) or '')}[{name}]\n" + "".join(_settings(field.annotation))
+    return "".join(_setting(name, field, _docstrings(settings_type).get(name, ""), shape_of(settings_type)))
+
+
+def _settings(model: type[BaseModel]) -> Iterator[str]:
+    docstrings = _docstrings(model)
+    for name, field in model.model_fields.items():
+        yield from _setting(name, field, docstrings.get(name, ""), shape_of(model))
+
+
+def _setting(name: str, field: FieldInfo, docstring: str, shape: Shape) -> Iterator[str]:
+    yield _comment(docstring)
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    place = shape.child(name)
+    choices = _choices(place) if place else []
+    value = f"# {name} = {_placeholder(place)}" if default is None else f"{name} = {_toml(default)}"
+    yield f"{value}  # {' | '.join(choices)}\n" if choices else f"{value}\n"
+
+
+def _choices(shape: Shape) -> list[str]:
+    return [json.dumps(choice) for schema in shape.variants() for choice in schema.get("enum", ())]
+
+
+def _placeholder(shape: Shape | None) -> str:
+    """Something to write over, of the right type."""
+    if shape is None:
+        return '"…"'
+    if choices := _choices(shape):
+        return choices[0]
+    kinds = {schema.get("type") for schema in shape.variants()}
+    return "1" if kinds & {"integer", "number"} else '["…"]' if "array" in kinds else '"…"'
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case Enum():
+            return _toml(value.value)
+        case bool():
+            return str(value).lower()
+        case int() if value >= 10_000:
+            return f"{value:_}"
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(_toml(item) for item in value)}]"
+    return json.dumps(str(value), ensure_ascii=False)
+
+
+def _comment(text: str) -> str:
+    return "".join(f"# {line}".rstrip() + "\n" for line in text.strip().splitlines())
+
+
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The text below each field, in the model and its bases.  Empty where there is no source."""
+    found: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if not issubclass(base, BaseModel) or base is BaseModel:
+            continue
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError):
+            continue
+        if isinstance(body, ast.ClassDef):
+            found |= dict(_documented(body.body))
+    return found
+
+
+def _documented(statements: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, below in pairwise(statements):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, inspect.cleandoc(text)

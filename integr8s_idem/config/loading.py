@@ -1,0 +1,142 @@
+"""`load_settings`: one file and the environment into one model, or every mistake at once."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar, overload
+
+from pydantic import ValidationError
+
+from integr8s_idem.config.checks import contradictions
+from integr8s_idem.config.mistakes import Found, Translator
+from integr8s_idem.config.reading import Reading
+from integr8s_idem.config.settings import Settings
+from integr8s_idem.config.shape import shape_of
+from integr8s_idem.errors import SettingsError, SettingsMistake
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+DEFAULT_FILE: Final = Path("settings.toml")
+"""Read from the working directory if it is there."""
+
+
+@overload
+def load_settings(path: Path | None = None, *, overrides: Mapping[str, Any] | None = None) -> Settings: ...
+
+
+@overload
+def load_settings(
+    path: Path | None = None, settings_type: type[SettingsT] = ..., *, overrides: Mapping[str, Any] | None = None
+) -> SettingsT: ...
+
+
+def load_settings(
+    path: Path | None = None,
+    settings_type: type[Any] = Settings,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Read the settings, once, at start.
+
+    Args:
+        path: The TOML file.  `None`: ./settings.toml if it is there, else no file.
+        settings_type: `Settings`, or the application's subclass of it.
+        overrides: Nested values that win over every source: `{"kafka": {"bootstrap_servers": "…"}}`.
+
+    Raises:
+        SettingsError: Every mistake in file, environment and overrides, and every contradiction
+            between settings.  It holds no secret.
+    """
+    file = settings_file(path)
+    reading = Reading(table=_table(file) if file else {})
+    source = settings_source(path)
+    settings, found = _validated(settings_type, reading, dict(overrides or {}))
+    mistakes = [each.mistake for each in found]
+    if settings is not None:
+        doubtful = [".".join(place) for each in found for place in (each.place, each.meant) if place]
+        mistakes += [
+            each.mistake
+            for each in contradictions(settings)
+            if not any(_rests_on(each.path, path) or _rests_on(each.other, path) for path in doubtful)
+        ]
+    if mistakes or settings is None:
+        raise SettingsError(source, mistakes)
+    return settings
+
+
+def settings_file(path: Path | None) -> Path | None:
+    """The file that `load_settings` reads for `path`."""
+    if path is not None:
+        return path
+    return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+
+
+def settings_source(path: Path | None) -> str:
+    """What errors call the place where the settings come from."""
+    return str(settings_file(path) or "environment")
+
+
+def _validated(
+    settings_type: type[Settings], reading: Reading, overrides: dict[str, Any]
+) -> tuple[Settings | None, list[Found]]:
+    """The model without the values that are mistakes, and these; no model if it cannot be without them."""
+    found: list[Found] = []
+    while True:
+        outcome = _attempt(settings_type, reading, overrides)
+        if isinstance(outcome, Settings):
+            return outcome, found
+        new = [each for each in _translated(settings_type, reading, outcome) if each.place not in reading.without]
+        found += new
+        reading.without |= {each.place for each in new if each.place}
+        if not any(each.place for each in new):
+            return None, found
+
+
+def _attempt(settings_type: type[Settings], reading: Reading, overrides: dict[str, Any]) -> Settings | ValidationError:
+    """Returns its error: one that is raised further would carry the values along in its context."""
+    with reading.active():
+        try:
+            return settings_type(**overrides)
+        except ValidationError as error:
+            return error
+
+
+def _translated(settings_type: type[Settings], reading: Reading, error: ValidationError) -> list[Found]:
+    prefix = settings_type.model_config.get("env_prefix", "")
+    translator = Translator(shape_of(settings_type), prefix, reading.merged, reading.origins)
+    by_path: dict[str, Found] = {}
+    for detail in error.errors(include_url=False, include_input=False):
+        each = translator.found(detail)
+        by_path.setdefault(each.mistake.path, each)
+    return list(by_path.values())
+
+
+def _rests_on(path: str, mistaken: str) -> bool:
+    return path == mistaken or path.startswith(f"{mistaken}.") or mistaken.startswith(f"{path}.")
+
+
+def _table(file: Path) -> dict[str, Any]:
+    """The tables in `file`."""
+    mistake = ("", "")
+    try:
+        # A file saved by an editor that puts a mark at its start is still TOML.
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        mistake = ("file", f"does not exist; write one: integr8s-idem settings example > {file}")
+    except OSError as error:
+        mistake = ("file", f"cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        mistake = (f"line {line}", "holds bytes that are no UTF-8 text; save the file as UTF-8")
+    except tomllib.TOMLDecodeError as error:
+        mistake = _syntax(str(error))
+    raise SettingsError(str(file), [SettingsMistake(*mistake)])
+
+
+def _syntax(message: str) -> tuple[str, str]:
+    """`Invalid value (at line 3, column 7)` into place and words."""
+    words, _, place = message.rpartition(" (at ")
+    hint = "; texts stand in quotes" if "Invalid value" in words else ""
+    return place.rstrip(")") or "end", f"is no TOML: {words[:1].lower()}{words[1:]}{hint}"

@@ -1,0 +1,98 @@
+"""`Settings`: everything that can be set, from arguments, the environment, secret files and settings.toml."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from integr8s_idem.config.environment import NamedTexts, environment_values, same_name, secret_values
+from integr8s_idem.config.policies import IdempotencyConfig
+from integr8s_idem.config.reading import current_reading, without
+from integr8s_idem.config.sections import (
+    KafkaSettings,
+    RedisStoreSettings,
+    ServiceSettings,
+    StoreSettings,
+    TelemetrySettings,
+)
+
+ServiceKey: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,100}$")]
+
+
+class Settings(BaseSettings):
+    """The settings of one process.  Read once, at start, by `load_settings`; passed in, never imported.
+
+    Sources, the first wins, setting by setting: arguments, `INTEGR8S_IDEM_*` of the environment,
+    the folder that `INTEGR8S_IDEM_SECRETS_DIR` names, the file that `load_settings` reads.  Built
+    by hand, no file is read and `check_settings` is not asked.
+
+    Applications add sections of their own in a subclass:
+
+        class ShopSettings(Settings):
+            shop: ShopSection = ShopSection()
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="INTEGR8S_IDEM_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+    )
+
+    kafka: KafkaSettings = KafkaSettings()
+    store: StoreSettings = RedisStoreSettings()
+    idempotency: IdempotencyConfig = IdempotencyConfig()
+    services: dict[ServiceKey, ServiceSettings] = Field(default_factory=dict)
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    def service(self, name: str) -> ServiceSettings:
+        """What is set for the service `name`; the defaults if nothing is.
+
+        A name from the environment has underscores where the service's has hyphens: both are found.
+        """
+        if name in self.services:
+            return self.services[name]
+        alike = (section for key, section in self.services.items() if same_name(key) == same_name(name))
+        return next(alike, ServiceSettings())
+
+    def idempotency_for(self, name: str) -> IdempotencyConfig:
+        """`[idempotency]` with what the service `name` sets otherwise."""
+        section = self.service(name)
+        own = {
+            field: getattr(section, field)
+            for field in ("max_attempts", "on_in_progress", "on_failure", "on_store_error")
+        }
+        return self.idempotency.model_copy(update={field: value for field, value in own.items() if value is not None})
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources, the first wins."""
+        reading = current_reading()
+        return (
+            init_settings,
+            NamedTexts(settings_cls, environment_values(settings_cls)),
+            NamedTexts(settings_cls, secret_values(settings_cls)),
+            InitSettingsSource(settings_cls, init_kwargs=dict(reading.table) if reading else {}),
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note(cls, tables: Any) -> Any:
+        """Let a reading see all sources together, and leave out what it knows to be wrong."""
+        reading = current_reading()
+        if reading is None or not isinstance(tables, dict):
+            return tables
+        reading.merged = tables
+        return without(tables, reading.without)

@@ -1,0 +1,48 @@
+"""Both embedded servers together, for `run --embedded` and the demo."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from integr8s_idem.embedded.kafka import EmbeddedKafka
+from integr8s_idem.embedded.redis import EmbeddedRedis
+
+SESSION_TIMEOUT_SECONDS = 6.0
+HEARTBEAT_INTERVAL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedServers:
+    """Where the two are, for this process and any other of this machine."""
+
+    bootstrap_servers: str
+    redis_url: str
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Sections to lay over the user's own: addresses, and times short enough to watch a worker die."""
+        return {
+            "kafka": {
+                "bootstrap_servers": self.bootstrap_servers,
+                "security_protocol": "PLAINTEXT",
+                "session_timeout_seconds": SESSION_TIMEOUT_SECONDS,
+                "heartbeat_interval_seconds": HEARTBEAT_INTERVAL_SECONDS,
+            },
+            "store": {"kind": "redis", "url": self.redis_url},
+        }
+
+
+@asynccontextmanager
+async def embedded(*, durable: bool = False) -> AsyncIterator[EmbeddedServers]:
+    """Start an emulated Kafka and a real Redis; stop both at the end.
+
+    Args:
+        durable: Redis keeps an append-only file, so that it can be killed and restarted.
+
+    Raises:
+        ApplicationError: The extra `embedded` is not installed, or a server does not start.
+    """
+    async with EmbeddedRedis(durable=durable) as redis, EmbeddedKafka() as kafka:
+        yield EmbeddedServers(bootstrap_servers=kafka.bootstrap_servers, redis_url=redis.url)

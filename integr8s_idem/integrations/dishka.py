@@ -1,0 +1,301 @@
+"""Dishka: providers for everything the library has, and handlers with `FromDishka[...]` parameters.
+
+    container = make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router, ttl=timedelta(days=8)),
+        context={Settings: settings, ServiceName: ServiceName("billing")},
+        validation_settings=STRICT_VALIDATION,
+    )
+
+What handlers ask for is part of the container's graph: a handler whose dependency nobody provides is
+refused when the container is made, with Dishka's own drawing of the way to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterable, Callable, Iterable
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Annotated, Any, NewType, ParamSpec, TypeVar, get_type_hints
+
+from dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    FromComponent,
+    FromDishka,
+    Provider,
+    Scope,
+    from_context,
+    make_async_container,
+    provide,
+)
+from dishka.integrations.base import default_parse_dependency, wrap_injection
+from redis.asyncio import Redis
+
+from integr8s_idem.config import RedisStoreSettings, Settings
+from integr8s_idem.dispatcher import (
+    EventDispatcher,
+    EventRouter,
+    HandlerCall,
+    HandlerFunction,
+    IdempotentEventDispatcher,
+    Invoke,
+    Outgoing,
+    RegisteredHandler,
+)
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.manager import Attempt, IdempotencyManager
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from integr8s_idem.telemetry.setup import observer_for
+from integr8s_idem.worker import EventPublisher
+
+__all__ = [
+    "STRICT_VALIDATION",
+    "AsyncContainer",
+    "DispatcherProvider",
+    "FromDishka",
+    "IdempotencyProvider",
+    "IdempotencyRedis",
+    "IdempotentDispatcherProvider",
+    "KafkaProvider",
+    "ServiceName",
+    "inject",
+    "make_async_container",
+    "setup_dishka",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ServiceName = NewType("ServiceName", str)
+"""The service a container belongs to: its scope in keys, its section in the settings, its name in metrics."""
+
+IdempotencyRedis = NewType("IdempotencyRedis", Redis)
+"""Our own client: a bare `Redis` here would silently replace the application's."""
+
+
+class IdempotencyProvider(Provider):
+    """The store by settings, and the `IdempotencyManager` of the service.  Opened at first use.
+
+    Needs `Settings` and `ServiceName` in the container's context.
+    """
+
+    scope = Scope.APP
+
+    @provide
+    async def client(self, settings: Settings) -> AsyncIterable[IdempotencyRedis]:
+        if not isinstance(settings.store, RedisStoreSettings):
+            raise ApplicationError(f'there is no Redis client: the settings say store.kind = "{settings.store.kind}"')
+        client = redis_client(settings.store)
+        yield IdempotencyRedis(client)
+        await client.aclose()
+
+    @provide
+    async def repository(self, settings: Settings, container: AsyncContainer) -> IdempotencyRepository:
+        if isinstance(settings.store, RedisStoreSettings):
+            timeout = timedelta(seconds=settings.store.timeout_seconds)
+            return RedisIdempotencyRepository(await container.get(IdempotencyRedis), timeout=timeout)
+        return MemoryIdempotencyRepository()
+
+    @provide
+    async def manager(
+        self, settings: Settings, service: ServiceName, repository: IdempotencyRepository
+    ) -> AsyncIterable[IdempotencyManager]:
+        observer = observer_for(settings.telemetry, service)
+        manager = IdempotencyManager(settings.idempotency_for(service), repository, observer, scope=service)
+        yield manager
+        await manager.close()
+
+
+class KafkaProvider(Provider):
+    """The `EventPublisher` of the service.  Needs `Settings` and `ServiceName` in the container's context."""
+
+    scope = Scope.APP
+
+    @provide
+    async def publisher(self, settings: Settings, service: ServiceName) -> AsyncIterable[EventPublisher]:
+        publisher = EventPublisher(settings.kafka, observer_for(settings.telemetry, service))
+        yield publisher
+        await publisher.close()
+
+
+class DispatcherProvider(Provider):
+    """A plain `EventDispatcher`: for handlers that are repeatable by nature.
+
+    Handlers run in a REQUEST scope that holds their `BaseEvent`, `Attempt` and `Outgoing`.
+    """
+
+    scope = Scope.APP
+    event = from_context(BaseEvent, scope=Scope.REQUEST)
+    attempt = from_context(Attempt, scope=Scope.REQUEST)
+    outgoing = from_context(Outgoing, scope=Scope.REQUEST)
+
+    def __init__(self, router: EventRouter) -> None:
+        super().__init__()
+        self.router = router
+        self._needs = {handler.function: _needs_of(handler.function) for handler in router.handlers}
+        for needs in self._needs.values():
+            self.provide(needs.make, provides=needs.key, scope=Scope.REQUEST)
+
+    @provide
+    def dispatcher(
+        self, settings: Settings, service: ServiceName, container: AsyncContainer, publisher: EventPublisher
+    ) -> EventDispatcher:
+        return EventDispatcher(
+            self.router,
+            scope=service,
+            invoke=self.invoker(container),
+            publisher=publisher,
+            observer=observer_for(settings.telemetry, service),
+            timeout=handler_timeout(settings, service),
+            max_attempts=settings.idempotency_for(service).max_attempts,
+        )
+
+    def invoker(self, container: AsyncContainer) -> Invoke:
+        """Calls handlers in a REQUEST scope of `container`."""
+        return _invoker(container, self._needs)
+
+
+class IdempotentDispatcherProvider(DispatcherProvider):
+    """An `IdempotentEventDispatcher`: each handler runs once per key.  Needs `IdempotencyProvider` beside it."""
+
+    def __init__(
+        self,
+        router: EventRouter,
+        *,
+        key_strategy: KeyStrategy = KeyStrategy.EVENT_BASED,
+        fields: Iterable[str] | None = None,
+        custom_key: Callable[[Any], str] | None = None,
+        ttl: timedelta | None = None,
+    ) -> None:
+        """How keys are made, and how long outcomes are remembered: the settings' ttl if not given.
+
+        Args:
+            fields: For `content_hash`: only these fields count.
+            custom_key: For `custom`: makes the key from the event.
+
+        Raises:
+            InvalidKeyError: Strategy, fields and custom key contradict each other or the router's events.
+        """
+        super().__init__(router)
+        self.resolver = KeyResolver(key_strategy, frozenset(fields) if fields is not None else None, custom_key)
+        self.ttl = ttl
+        for event in router.events:
+            self.resolver.check(event)
+
+    @provide
+    def dispatcher(
+        self,
+        settings: Settings,
+        service: ServiceName,
+        container: AsyncContainer,
+        publisher: EventPublisher,
+        manager: IdempotencyManager,
+    ) -> EventDispatcher:
+        return IdempotentEventDispatcher(
+            self.router,
+            manager,
+            resolver=self.resolver,
+            ttl=self.ttl,
+            invoke=self.invoker(container),
+            publisher=publisher,
+            timeout=handler_timeout(settings, service),
+        )
+
+
+def handler_timeout(settings: Settings, service: str) -> timedelta | None:
+    """The longest run of one handler of `service`; `None` if there is no limit."""
+    seconds = settings.service(service).handler_timeout_seconds
+    return timedelta(seconds=seconds) if seconds is not None else None
+
+
+class _Needs:
+    """What a handler asks its container for, as one entry of the graph: checked once, fetched at once."""
+
+    def __init__(self, function: HandlerFunction, parameters: dict[str, Any]) -> None:
+        self.key = type(f"what {function.__qualname__} asks for", (dict,), {"__module__": function.__module__})
+
+        def make(**found: Any) -> Any:
+            return self.key(found)
+
+        make.__name__ = make.__qualname__ = function.__qualname__
+        make.__module__ = function.__module__
+        make.__annotations__ = {**parameters, "return": self.key}
+        make.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint)
+                for name, hint in parameters.items()
+            ]
+        )
+        self.make = make
+
+
+def _needs_of(function: HandlerFunction) -> _Needs:
+    hints = get_type_hints(function, include_extras=True)
+    parameters: dict[str, Any] = {}
+    plain: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        key = default_parse_dependency(parameter, hints.get(name, Any))
+        if key is None:
+            plain.append(name)
+        else:
+            hint = key.type_hint
+            parameters[name] = Annotated[hint, FromComponent(key.component)] if key.component else hint
+    if len(plain) != 1:
+        raise ApplicationError(
+            f"handler {function.__qualname__} takes its event and FromDishka[...] parameters; "
+            f"these are neither: {', '.join(plain[1:]) or '(there is no parameter for the event)'}"
+        )
+    return _Needs(function, parameters)
+
+
+_current: ContextVar[AsyncContainer] = ContextVar("integr8s_idem_request_container")
+
+
+def _invoker(container: AsyncContainer, needs: dict[HandlerFunction, _Needs]) -> Invoke:
+    async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
+        context = {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
+        async with container(context) as request:
+            _current.set(request)
+            found: dict[str, Any] = await request.get(needs[handler.function].key)
+            return await handler.function(call.event, **found)
+
+    return invoke
+
+
+def inject(function: Callable[P, T]) -> Callable[P, T]:
+    """Fill the `FromDishka[...]` parameters of an async function that is called while an event is handled.
+
+    Handlers of a router need it not.
+    """
+    return wrap_injection(
+        func=function, is_async=True, container_getter=lambda _args, _kwargs: _current.get(), remove_depends=True
+    )
+
+
+def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None:
+    """Let handlers of a dispatcher made by hand have their dependencies from `container`.
+
+    The container must know `Attempt`, `Outgoing` and `BaseEvent` from the context of its REQUEST scope, where
+    handlers ask for them; what handlers need is fetched one by one and not checked beforehand.
+    """
+    wrapped = {handler.function: _filled(handler.function) for handler in dispatcher.router.handlers}
+
+    async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
+        context = {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
+        async with container(context) as request:
+            _current.set(request)
+            return await wrapped[handler.function](call.event)
+
+    dispatcher.invoke_with(invoke)
+
+
+def _filled(function: HandlerFunction) -> HandlerFunction:
+    return functools.wraps(function)(inject(function))

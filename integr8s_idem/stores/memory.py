@@ -1,0 +1,296 @@
+"""Records in this process: for tests and first steps.  Everything is forgotten at exit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from integr8s_idem.records import (
+    Completed,
+    Completion,
+    Failed,
+    Failure,
+    IdempotencyRecord,
+    IdempotencyStatus,
+    InProgress,
+    KeyReused,
+    Previous,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    StoreHealth,
+    TraceLink,
+    Verdict,
+)
+
+__all__ = ["MemoryIdempotencyRepository"]
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+_NOTHING: Final = timedelta(0)
+_CENTURY: Final = timedelta(days=36_500)
+_SWEEP_EVERY: Final = 1_024
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """One record; `lease_until` is `None` once the reservation was released."""
+
+    status: IdempotencyStatus
+    attempt: int
+    fence: int
+    token: bytes
+    lease_until: datetime | None
+    expires_at: datetime
+    previous: Previous
+    fingerprint: bytes | None
+    owner: str
+    trace: TraceLink | None
+    settled_at: datetime | None = None
+    result: StoredResult | None = None
+    result_dropped: bool = False
+    error: str = ""
+
+
+class MemoryIdempotencyRepository:
+    """`IdempotencyRepository` in a dictionary, for the asyncio tasks of one process.
+
+    No method gives way to other tasks before it is done, so that each is atomic.  Not safe
+    for several threads.
+
+    Args:
+        clock: The store's clock: aware times.  The wall clock in UTC if not given.
+    """
+
+    def __init__(self, *, clock: Callable[[], datetime] | None = None) -> None:
+        self._clock = clock or _utc_now
+        self._entries: dict[str, _Entry] = {}
+        # Fences grow over deletion even where the clock stands still.
+        self._highest_fence = 0
+        self._until_sweep = _SWEEP_EVERY
+
+    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        now = self._clock()
+        self._sweep(now, len(requests))
+        return [self._reserve(request, now) for request in requests]
+
+    def _reserve(self, request: ReserveRequest, now: datetime) -> Verdict:
+        entry = self._living(request.key, now)
+        if entry is None:
+            return self._take(request, now, 1, 0, Previous.NONE)
+        stored, offered = entry.fingerprint, request.fingerprint
+        if stored is not None and offered is not None and stored != offered:
+            return KeyReused(key=request.key, stored=stored, offered=offered)
+        if entry.status is not IdempotencyStatus.PROCESSING:
+            return _outcome(request.key, entry)
+        released = entry.lease_until is None
+        if entry.token == request.token and not released:
+            # Our own reservation: the answer to an earlier call was lost.
+            entry.lease_until = now + _lease(request.lease)
+            entry.expires_at = now + _life(request)
+            return _reserved(request, entry)
+        if entry.lease_until is not None and entry.lease_until > now:
+            left = entry.lease_until - now
+            return InProgress(key=request.key, attempt=entry.attempt, retry_after=left, owner=entry.owner)
+        previous = Previous.RELEASED if released else Previous.LAPSED
+        return self._take(request, now, entry.attempt + 1, entry.fence, previous)
+
+    def _take(
+        self, request: ReserveRequest, now: datetime, attempt: int, last_fence: int, previous: Previous
+    ) -> Reserved:
+        fence = max(last_fence + 1, self._highest_fence + 1, (now - _EPOCH) // _MICROSECOND)
+        self._highest_fence = fence
+        entry = self._entries[request.key] = _Entry(
+            status=IdempotencyStatus.PROCESSING,
+            attempt=attempt,
+            fence=fence,
+            token=request.token,
+            lease_until=now + _lease(request.lease),
+            expires_at=now + _life(request),
+            previous=previous,
+            fingerprint=request.fingerprint,
+            owner=request.owner,
+            trace=request.trace,
+        )
+        return _reserved(request, entry)
+
+    async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
+        now = self._clock()
+        return [self._renew(reservation, now, _lease(lease)) for reservation in reservations]
+
+    def _renew(self, reservation: Reserved, now: datetime, lease: timedelta) -> bool:
+        entry = self._held(reservation, now)
+        if entry is None or entry.lease_until is None:
+            return False
+        entry.lease_until = now + lease
+        if entry.expires_at < entry.lease_until:
+            # The record outlives its lease, so that the attempt still counts.
+            entry.expires_at = now + 2 * lease
+        return True
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        now = self._clock()
+        return [self._complete(completion, now) for completion in completions]
+
+    def _complete(self, completion: Completion, now: datetime) -> bool:
+        entry, answer = self._settle(completion.reservation, IdempotencyStatus.COMPLETED, completion.ttl, now)
+        if entry is not None:
+            entry.result = completion.result
+            entry.result_dropped = completion.result_dropped
+        return answer
+
+    async def fail(self, failures: Sequence[Failure]) -> list[bool]:
+        now = self._clock()
+        return [self._fail(failure, now) for failure in failures]
+
+    def _fail(self, failure: Failure, now: datetime) -> bool:
+        entry, answer = self._settle(failure.reservation, IdempotencyStatus.FAILED, failure.ttl, now)
+        if entry is not None:
+            entry.error = failure.error
+        return answer
+
+    def _settle(
+        self, reservation: Reserved, status: IdempotencyStatus, ttl: timedelta, now: datetime
+    ) -> tuple[_Entry | None, bool]:
+        """The entry if it was settled just now, and whether the outcome is that of this reservation."""
+        entry = self._held(reservation, now)
+        if entry is None:
+            twin = self._living(reservation.key, now)
+            return None, twin is not None and twin.status is status and twin.fence == reservation.fence
+        entry.status = status
+        entry.settled_at = now
+        entry.expires_at = now + min(ttl, _CENTURY)
+        entry.lease_until = None
+        entry.owner = ""
+        return entry, True
+
+    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
+        now = self._clock()
+        return [self._release(reservation, now) for reservation in reservations]
+
+    def _release(self, reservation: Reserved, now: datetime) -> bool:
+        entry = self._held(reservation, now)
+        if entry is None:
+            return False
+        entry.lease_until = None
+        return True
+
+    async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
+        now = self._clock()
+        entries = [(key, self._living(key, now)) for key in keys]
+        return [None if entry is None else _record(key, entry) for key, entry in entries]
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        now = self._clock()
+        there = {key for key in keys if self._living(key, now) is not None}
+        for key in there:
+            del self._entries[key]
+        return len(there)
+
+    async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
+        for key in [key for key in self._entries if key.startswith(prefix)]:
+            entry = self._living(key, self._clock())
+            if entry is not None:
+                yield _record(key, entry)
+
+    async def count_active(self, prefix: str) -> int:
+        now = self._clock()
+        return sum(
+            key.startswith(prefix)
+            and entry.status is IdempotencyStatus.PROCESSING
+            and entry.lease_until is not None
+            and entry.lease_until > now
+            and entry.expires_at > now
+            for key, entry in self._entries.items()
+        )
+
+    async def ping(self) -> StoreHealth:
+        start = time.perf_counter()
+        self._clock()
+        return StoreHealth(
+            kind="memory",
+            version="",
+            latency=timedelta(seconds=time.perf_counter() - start),
+            warnings=("records live in this process only and are lost at its exit: use Redis",),
+        )
+
+    def _living(self, key: str, now: datetime) -> _Entry | None:
+        entry = self._entries.get(key)
+        if entry is not None and entry.expires_at <= now:
+            del self._entries[key]
+            return None
+        return entry
+
+    def _held(self, reservation: Reserved, now: datetime) -> _Entry | None:
+        """The entry that this reservation still owns."""
+        entry = self._living(reservation.key, now)
+        if entry is None or entry.status is not IdempotencyStatus.PROCESSING:
+            return None
+        return entry if (entry.token, entry.fence) == (reservation.token, reservation.fence) else None
+
+    def _sweep(self, now: datetime, requests: int) -> None:
+        """Drop what has expired, at a cost that stays in proportion to what is written."""
+        self._until_sweep -= requests
+        if self._until_sweep > 0:
+            return
+        self._entries = {key: entry for key, entry in self._entries.items() if entry.expires_at > now}
+        self._until_sweep = max(_SWEEP_EVERY, len(self._entries))
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _lease(lease: timedelta) -> timedelta:
+    return min(max(lease, _NOTHING), _CENTURY)
+
+
+def _life(request: ReserveRequest) -> timedelta:
+    # A record that is gone before its lease would leave the key with two owners.
+    return min(max(request.retention, request.lease), _CENTURY)
+
+
+def _reserved(request: ReserveRequest, entry: _Entry) -> Reserved:
+    return Reserved(
+        key=request.key,
+        token=entry.token,
+        attempt=entry.attempt,
+        fence=entry.fence,
+        lease=request.lease,
+        previous=entry.previous,
+    )
+
+
+def _outcome(key: str, entry: _Entry) -> Completed | Failed:
+    assert entry.settled_at is not None
+    if entry.status is IdempotencyStatus.FAILED:
+        return Failed(key=key, attempt=entry.attempt, failed_at=entry.settled_at, error=entry.error, trace=entry.trace)
+    return Completed(
+        key=key,
+        attempt=entry.attempt,
+        completed_at=entry.settled_at,
+        result=entry.result,
+        result_dropped=entry.result_dropped,
+        trace=entry.trace,
+    )
+
+
+def _record(key: str, entry: _Entry) -> IdempotencyRecord:
+    return IdempotencyRecord(
+        key=key,
+        status=entry.status,
+        attempt=entry.attempt,
+        fence=entry.fence,
+        lease_until=entry.lease_until,
+        settled_at=entry.settled_at,
+        expires_at=entry.expires_at,
+        fingerprint=entry.fingerprint,
+        owner=entry.owner,
+        result=entry.result,
+        result_dropped=entry.result_dropped,
+        error=entry.error,
+        trace=entry.trace,
+    )

@@ -1,0 +1,342 @@
+"""Records as bytes, and back.  Pure.
+
+Lua writes records from parts made here and from the server's clock; Python reads them.  All
+numbers are big-endian.
+
+    offset  bytes  what
+         0      1  format: 1.  A higher one was written by a newer version and is `Corrupt` to this one
+         1      1  status: 1 processing, 2 completed, 3 failed
+         2      1  flags, see below
+         3      2  attempt, 1 to 65 535; stays there
+         5      7  fence in µs of the server's clock, below 2^53, which is what Lua can count to
+        12      6  ms since 1970: processing: when the lease ends, 0 once released; else when it was settled
+        18     16  fingerprint, if its flag is set
+         …     24  trace id (16) and span id (8), if their flag is set
+         …         processing: token (16), owner in UTF-8
+                   completed: the content type in UTF-8 and a zero byte, unless it is JSON; the body
+                   failed: the error in UTF-8
+
+    flag  meaning
+       1  there is a fingerprint
+       2  there is a trace
+       4  completed: there is a result
+       8  completed: the result is application/json
+      16  completed: the result was dropped
+      32  processing: the run before was released
+      64  processing: the run before lapsed
+
+Two parts are made here for Lua.  A *wish* is the flags and everything from offset 18 of the
+processing record to be.  An *outcome* is the flags and everything after the trace of the
+terminal record to be: Lua keeps fingerprint and trace.  A *mark* is fence and token, by
+which a reservation is known again.
+
+A completed record without a result takes 18 to 58 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from struct import Struct
+from typing import Final, NamedTuple
+
+from integr8s_idem.records import (
+    JSON,
+    Completed,
+    Completion,
+    Corrupt,
+    Failed,
+    Failure,
+    IdempotencyRecord,
+    IdempotencyStatus,
+    InProgress,
+    KeyReused,
+    Previous,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+    Verdict,
+)
+
+FORMAT: Final = 1
+PROCESSING: Final = 1
+COMPLETED: Final = 2
+FAILED: Final = 3
+
+HAS_FINGERPRINT: Final = 1
+HAS_TRACE: Final = 2
+HAS_RESULT: Final = 4
+IS_JSON: Final = 8
+IS_DROPPED: Final = 16
+WAS_RELEASED: Final = 32
+HAS_LAPSED: Final = 64
+
+HEADER_BYTES: Final = 18
+TOKEN_BYTES: Final = 16
+FINGERPRINT_BYTES: Final = 16
+TRACE_ID_BYTES: Final = 16
+TRACE_BYTES: Final = 24
+
+_HEADER: Final = Struct(">BBBH7s6s")
+_FLAGS_OF: Final = {
+    PROCESSING: HAS_FINGERPRINT | HAS_TRACE | WAS_RELEASED | HAS_LAPSED,
+    COMPLETED: HAS_FINGERPRINT | HAS_TRACE | HAS_RESULT | IS_JSON | IS_DROPPED,
+    FAILED: HAS_FINGERPRINT | HAS_TRACE,
+}
+_STATUS: Final = {
+    PROCESSING: IdempotencyStatus.PROCESSING,
+    COMPLETED: IdempotencyStatus.COMPLETED,
+    FAILED: IdempotencyStatus.FAILED,
+}
+_PREVIOUS: Final[Mapping[int, Previous]] = {
+    0: Previous.NONE,
+    WAS_RELEASED: Previous.RELEASED,
+    HAS_LAPSED: Previous.LAPSED,
+}
+_FLAG_BYTES: Final = tuple(bytes((flags,)) for flags in range(128))
+_MILLISECOND: Final = timedelta(milliseconds=1)
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST_MS: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // _MILLISECOND
+_LONGEST_MS: Final = timedelta(days=36_500) // _MILLISECOND
+
+
+class UnreadableError(ValueError):
+    """Bytes that are no record of ours; the message says why.  Never leaves this package."""
+
+
+def milliseconds(duration: timedelta) -> int:
+    """Whole milliseconds, 0 to a century: what Redis and six bytes can hold."""
+    return min(max(duration // _MILLISECOND, 0), _LONGEST_MS)
+
+
+def life_ms(duration: timedelta) -> int:
+    """As `milliseconds`, but at least 1: Redis knows no expiry of 0."""
+    return max(milliseconds(duration), 1)
+
+
+def wish_of(request: ReserveRequest) -> bytes:
+    """Flags, fingerprint, trace, token and owner.
+
+    Raises:
+        ValueError: A part has not the length its name promises.
+    """
+    flags = 0
+    token = request.token
+    fingerprint = request.fingerprint
+    trace = request.trace
+    if len(token) != TOKEN_BYTES:
+        raise ValueError(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
+    parts = token + request.owner.encode("utf-8", "surrogatepass")
+    if trace is not None:
+        flags = HAS_TRACE
+        parts = _trace_bytes(trace) + parts
+    if fingerprint is not None:
+        if len(fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}")
+        flags |= HAS_FINGERPRINT
+        parts = fingerprint + parts
+    return _FLAG_BYTES[flags] + parts
+
+
+def _trace_bytes(trace: TraceLink) -> bytes:
+    packed = trace.trace_id + trace.span_id
+    if len(trace.trace_id) != TRACE_ID_BYTES or len(packed) != TRACE_BYTES:
+        raise ValueError("a trace has 16 bytes of trace id and 8 bytes of span id")
+    return packed
+
+
+def mark_of(reservation: Reserved) -> bytes:
+    """Fence and token: by them a reservation is known again."""
+    return reservation.fence.to_bytes(7, "big") + reservation.token
+
+
+def outcome_of_completion(completion: Completion) -> bytes:
+    """Flags and result.
+
+    Raises:
+        ValueError: The content type holds a zero byte.
+    """
+    flags = IS_DROPPED if completion.result_dropped else 0
+    result = completion.result
+    if result is None:
+        return _FLAG_BYTES[flags]
+    if result.content_type == JSON:
+        return _FLAG_BYTES[flags | HAS_RESULT | IS_JSON] + result.body
+    content_type = result.content_type.encode("utf-8", "surrogatepass")
+    if b"\0" in content_type:
+        raise ValueError(f"no content type: {result.content_type!r}")
+    return b"%b%b\0%b" % (_FLAG_BYTES[flags | HAS_RESULT], content_type, result.body)
+
+
+def outcome_of_failure(failure: Failure) -> bytes:
+    """Flags and error."""
+    return b"\0" + failure.error.encode("utf-8", "surrogatepass")
+
+
+class Stored(NamedTuple):
+    """The parts of a record."""
+
+    status: int
+    flags: int
+    attempt: int
+    fence: int
+    time_ms: int
+    fingerprint: bytes | None
+    trace: TraceLink | None
+    rest: bytes
+
+    @property
+    def token(self) -> bytes:
+        return self.rest[:TOKEN_BYTES]
+
+    @property
+    def owner(self) -> str:
+        # Only for messages: a bad letter in it is no reason to refuse the record.
+        return self.rest[TOKEN_BYTES:].decode("utf-8", "replace")
+
+    @property
+    def error(self) -> str:
+        return _text(self.rest, "error")
+
+    @property
+    def result(self) -> StoredResult | None:
+        if not self.flags & HAS_RESULT:
+            return None
+        if self.flags & IS_JSON:
+            return StoredResult(self.rest)
+        content_type, separator, body = self.rest.partition(b"\0")
+        if not separator:
+            raise UnreadableError("its result has no content type")
+        return StoredResult(body, _text(content_type, "content type"))
+
+
+def _text(raw: bytes, what: str) -> str:
+    try:
+        return raw.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise UnreadableError(f"its {what} is no UTF-8") from error
+
+
+def parse(raw: bytes) -> Stored:
+    """Take a record apart.
+
+    Raises:
+        UnreadableError: It is none, or one of a newer version.
+    """
+    if raw[:1] != b"\x01":
+        raise UnreadableError(_foreign(raw))
+    if len(raw) < HEADER_BYTES:
+        raise UnreadableError(f"it ends after {len(raw)} bytes")
+    _, status, flags, attempt, fence, time = _HEADER.unpack_from(raw)
+    known = _FLAGS_OF.get(status)
+    if known is None:
+        raise UnreadableError(f"its status is {status}")
+    time_ms = int.from_bytes(time, "big")
+    if attempt == 0 or time_ms > _LAST_MS or not _are_flags(flags, known):
+        raise UnreadableError("its header is damaged")
+    at = HEADER_BYTES
+    fingerprint = trace = None
+    if flags & HAS_FINGERPRINT:
+        fingerprint = raw[at : at + FINGERPRINT_BYTES]
+        at += FINGERPRINT_BYTES
+    if flags & HAS_TRACE:
+        trace = TraceLink(raw[at : at + TRACE_ID_BYTES], raw[at + TRACE_ID_BYTES : at + TRACE_BYTES])
+        at += TRACE_BYTES
+    least = TOKEN_BYTES if status == PROCESSING else 0
+    if len(raw) < at + least:
+        raise UnreadableError(f"it ends after {len(raw)} bytes")
+    rest = raw[at:]
+    if rest and status == COMPLETED and not flags & HAS_RESULT:
+        raise UnreadableError("it is longer than its header says")
+    return Stored(status, flags, attempt, int.from_bytes(fence, "big"), time_ms, fingerprint, trace, rest)
+
+
+def _are_flags(flags: int, known: int) -> bool:
+    previous = WAS_RELEASED | HAS_LAPSED
+    json_of_nothing = flags & (HAS_RESULT | IS_JSON) == IS_JSON
+    return not flags & ~known and flags & previous != previous and not json_of_nothing
+
+
+def _foreign(raw: bytes) -> str:
+    if not raw:
+        return "it is empty"
+    if FORMAT < raw[0] < 32:
+        return f"its format {raw[0]} is newer than this version reads ({FORMAT})"
+    return "it was written by another program"
+
+
+def verdict_of(request: ReserveRequest, raw: bytes, now_us: int) -> Verdict:
+    """What the record that stands after a reserve means to the one who asked."""
+    key = request.key
+    try:
+        stored = parse(raw)
+        offered = request.fingerprint
+        if offered is not None and stored.fingerprint is not None and offered != stored.fingerprint:
+            return KeyReused(key=key, stored=stored.fingerprint, offered=offered)
+        if stored.status == COMPLETED:
+            return Completed(
+                key=key,
+                attempt=stored.attempt,
+                completed_at=moment(stored.time_ms),
+                result=stored.result,
+                result_dropped=bool(stored.flags & IS_DROPPED),
+                trace=stored.trace,
+            )
+        if stored.status == FAILED:
+            return Failed(
+                key=key,
+                attempt=stored.attempt,
+                failed_at=moment(stored.time_ms),
+                error=stored.error,
+                trace=stored.trace,
+            )
+    except UnreadableError as error:
+        return Corrupt(key=key, reason=str(error))
+    if stored.token == request.token:
+        return Reserved(
+            key=key,
+            token=request.token,
+            attempt=stored.attempt,
+            fence=stored.fence,
+            lease=request.lease,
+            previous=_PREVIOUS[stored.flags & (WAS_RELEASED | HAS_LAPSED)],
+        )
+    left = timedelta(microseconds=max(stored.time_ms * 1000 - now_us, 0))
+    return InProgress(key=key, attempt=stored.attempt, retry_after=left, owner=stored.owner)
+
+
+def record_of(key: str, raw: bytes, now_us: int, life: int) -> IdempotencyRecord:
+    """The record for people; `life` is what PTTL said: ms, negative if it has no expiry.
+
+    Raises:
+        UnreadableError: It is none.
+    """
+    stored = parse(raw)
+    processing = stored.status == PROCESSING
+    time = moment(stored.time_ms) if stored.time_ms or not processing else None
+    return IdempotencyRecord(
+        key=key,
+        status=_STATUS[stored.status],
+        attempt=stored.attempt,
+        fence=stored.fence,
+        lease_until=time if processing else None,
+        settled_at=None if processing else time,
+        expires_at=moment(now_us // 1000 + life) if life >= 0 else None,
+        fingerprint=stored.fingerprint,
+        owner=stored.owner if processing else "",
+        result=stored.result,
+        result_dropped=bool(stored.flags & IS_DROPPED),
+        error=stored.error if stored.status == FAILED else "",
+        trace=stored.trace,
+    )
+
+
+def holds_lease(header: bytes, now_ms: int) -> bool:
+    """Whether a record that starts with `header` (18 bytes) is held now."""
+    return header[:2] == b"\x01\x01" and int.from_bytes(header[12:18], "big") > now_ms
+
+
+def moment(ms: int) -> datetime:
+    """Milliseconds since 1970 as an aware time in UTC."""
+    return _EPOCH + timedelta(milliseconds=min(ms, _LAST_MS))

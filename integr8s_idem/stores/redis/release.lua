@@ -1,0 +1,33 @@
+-- Let many leases end now; the attempts stay counted.
+-- KEYS   record keys
+-- ARGV   for each key: fence (7 bytes) and token (16 bytes), life in ms for a record that has no expiry
+-- Answer per key: 1 given back, now or earlier; 0 no longer ours, settled or gone
+local call, pcall = redis.call, redis.pcall
+local byte, sub = string.byte, string.sub
+local EXTRAS = {[0] = 0, 16, 24, 40}
+local RELEASED = '\0\0\0\0\0\0'
+
+local answers = {}
+
+for i = 1, #KEYS do
+  local key, mark, life = KEYS[i], ARGV[2 * i - 1], ARGV[2 * i]
+  local record = pcall('GET', key)
+  local answer = 0
+  if type(record) == 'string' then
+    local format, status, flags = byte(record, 1, 3)
+    if format == 1 and status == 1 and flags and sub(record, 6, 12) == sub(mark, 1, 7) then
+      local token = 19 + EXTRAS[flags % 4]
+      if sub(record, token, token + 15) == sub(mark, 8, 23) then
+        call('SETRANGE', key, 12, RELEASED)
+        if call('PTTL', key) < 0 then
+          call('PEXPIRE', key, life)
+        end
+        answer = 1
+      end
+    end
+  elseif record and not string.find(record.err, 'WRONGTYPE', 1, true) then
+    return record
+  end
+  answers[i] = answer
+end
+return answers

@@ -1,0 +1,39 @@
+-- Let many leases end later.
+-- KEYS   record keys
+-- ARGV   lease in ms, then for each key: fence (7 bytes) and token (16 bytes)
+-- Answer per key: 1 renewed; 0 no longer ours, given back, settled or gone
+local call, pcall = redis.call, redis.pcall
+local byte, sub = string.byte, string.sub
+local EXTRAS = {[0] = 0, 16, 24, 40}
+local RELEASED = '\0\0\0\0\0\0'
+
+local time = call('TIME')
+local lease = tonumber(ARGV[1])
+local lease_until = struct.pack('>I6', time[1] * 1000 + math.floor(time[2] / 1000) + lease)
+local answers = {}
+
+for i = 1, #KEYS do
+  local key, mark = KEYS[i], ARGV[i + 1]
+  local record = pcall('GET', key)
+  local answer = 0
+  if type(record) == 'string' then
+    local format, status, flags = byte(record, 1, 3)
+    if format == 1 and status == 1 and flags and sub(record, 6, 12) == sub(mark, 1, 7)
+      and sub(record, 13, 18) ~= RELEASED then
+      local token = 19 + EXTRAS[flags % 4]
+      if sub(record, token, token + 15) == sub(mark, 8, 23) then
+        -- SETRANGE keeps the expiry, whatever it is.
+        call('SETRANGE', key, 12, lease_until)
+        if call('PTTL', key) < lease then
+          -- The record outlives its lease, so that the attempt still counts.
+          call('PEXPIRE', key, 2 * lease)
+        end
+        answer = 1
+      end
+    end
+  elseif record and not string.find(record.err, 'WRONGTYPE', 1, true) then
+    return record
+  end
+  answers[i] = answer
+end
+return answers

@@ -1,0 +1,81 @@
+-- Ask for many keys at once.
+-- KEYS   record keys
+-- ARGV   for each key: wish, lease in ms, retention in ms
+--        wish = flags (1 byte), fingerprint, trace, token (16 bytes), owner; see codec.py
+-- Answer {now in µs, answer per key}; an answer is
+--        0            it was absent and is yours: attempt 1, fence = now
+--        1            the key holds another Redis type
+--        2            not looked at, this answer is long enough: ask again
+--        a string     the record as it stands after this call
+local call, pcall = redis.call, redis.pcall
+local byte, char, sub = string.byte, string.char, string.sub
+local pack, unpack = struct.pack, struct.unpack
+local LONG_ENOUGH = 4194304
+local EXTRAS = {[0] = 0, 16, 24, 40} -- bytes of fingerprint and trace, by the two lowest flags
+
+local time = call('TIME')
+local now_us = time[1] * 1000000 + time[2]
+local now = math.floor(now_us / 1000)
+local answers = {now_us}
+local answered = 0
+
+-- The record of somebody who asked before us, changed if it is ours to change.
+local function meet(key, record, wish, lease, retention)
+  local format, status, flags, high, low = byte(record, 1, 5)
+  if format ~= 1 then
+    return sub(record, 1, 1)
+  end
+  local offered = byte(wish)
+  if status ~= 1 or flags == nil or flags >= 96 or flags % 32 > 3 or low == nil or high + low == 0 then
+    return record
+  end
+  if offered % 2 == 1 and flags % 2 == 1 and sub(wish, 2, 17) ~= sub(record, 19, 34) then
+    return record
+  end
+  local mark = 19 + EXTRAS[flags % 4]
+  if #record < mark + 15 then
+    return record
+  end
+  local lease_until = unpack('>I6', record, 13)
+  local token = 2 + EXTRAS[offered % 4]
+  local new
+  if lease_until > 0 and sub(record, mark, mark + 15) == sub(wish, token, token + 15) then
+    -- Our own reservation: the answer to an earlier call was lost.
+    new = sub(record, 1, 12) .. pack('>I6', now + lease) .. sub(record, 19)
+  elseif lease_until <= now then
+    local _, fence = unpack('>HI7', record, 4)
+    local attempt = math.min(high * 256 + low + 1, 65535)
+    local previous = lease_until == 0 and 32 or 64
+    new = '\1\1' .. char(offered + previous)
+      .. pack('>HI7I6', attempt, math.max(fence + 1, now_us), now + lease) .. sub(wish, 2)
+  else
+    return record
+  end
+  call('SET', key, new, 'PX', retention)
+  return new
+end
+
+local last_lease, stamp
+for i = 1, #KEYS do
+  local key, wish, lease, retention = KEYS[i], ARGV[3 * i - 2], ARGV[3 * i - 1], ARGV[3 * i]
+  if lease ~= last_lease then
+    last_lease, stamp = lease, pack('>HI7I6', 1, now_us, now + lease)
+  end
+  if call('SET', key, '\1\1' .. sub(wish, 1, 1) .. stamp .. sub(wish, 2), 'NX', 'PX', retention) then
+    answers[i + 1] = 0
+  elseif answered >= LONG_ENOUGH then
+    answers[i + 1] = 2
+  else
+    local record = pcall('GET', key)
+    if type(record) == 'string' then
+      record = meet(key, record, wish, lease, retention)
+      answered = answered + #record
+      answers[i + 1] = record
+    elseif string.find(record.err, 'WRONGTYPE', 1, true) then
+      answers[i + 1] = 1
+    else
+      return record
+    end
+  end
+end
+return answers

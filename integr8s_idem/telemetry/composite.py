@@ -1,0 +1,105 @@
+"""Several observers as one."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from functools import reduce
+from types import TracebackType
+from typing import Final
+
+from integr8s_idem.records import TraceLink
+from integr8s_idem.telemetry import SILENT, Gauge, Headers, Observer, Phase, Signal, Span
+
+_SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
+_SILENT_SPAN: Final = _SILENT_PHASE.__enter__()
+
+
+def combined(*observers: Observer) -> Observer:
+    """One observer that tells all of `observers`; no wrapper where one is enough."""
+    heard = [observer for observer in observers if observer is not SILENT]
+    if not heard:
+        return SILENT
+    return heard[0] if len(heard) == 1 else CompositeObserver(*heard)
+
+
+class CompositeObserver:
+    """Tells every one of `observers`, in their order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
+        """One delivery, in all of them."""
+        return _together([observer.processing(event_type, topic, headers) for observer in self._observers])
+
+    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+        """One phase, in all of them."""
+        return _together([observer.phase(phase, event_type) for observer in self._observers])
+
+    def count(self, signal: Signal, event_type: str = "", amount: int = 1) -> None:
+        """Something happened."""
+        for observer in self._observers:
+            observer.count(signal, event_type, amount)
+
+    def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
+        """A level."""
+        for observer in self._observers:
+            observer.measure(gauge, value, part)
+
+    def inject(self, headers: list[tuple[str, bytes]]) -> None:
+        """Let each add its trace context."""
+        for observer in self._observers:
+            observer.inject(headers)
+
+
+def _together(phases: list[AbstractContextManager[Span]]) -> AbstractContextManager[Span]:
+    # Spans without an SDK are the usual case: who is silent is not asked a second time.
+    heard = [phase for phase in phases if phase is not _SILENT_PHASE]
+    return reduce(_PairOfPhases, heard) if heard else _SILENT_PHASE
+
+
+class _PairOfPhases:
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: AbstractContextManager[Span], second: AbstractContextManager[Span]) -> None:
+        self._first = first
+        self._second = second
+
+    def __enter__(self) -> Span:
+        first = self._first.__enter__()
+        try:
+            second = self._second.__enter__()
+        except BaseException:
+            self._first.__exit__(*sys.exc_info())
+            raise
+        if first is _SILENT_SPAN:
+            return second
+        return first if second is _SILENT_SPAN else _PairOfSpans(first, second)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._second.__exit__(kind, error, traceback)
+        finally:
+            self._first.__exit__(kind, error, traceback)
+
+
+class _PairOfSpans:
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Span, second: Span) -> None:
+        self._first = first
+        self._second = second
+
+    def link(self, trace: TraceLink) -> None:
+        self._first.link(trace)
+        self._second.link(trace)
+
+    def annotate(self, name: str, value: str | int) -> None:
+        self._first.annotate(name, value)
+        self._second.annotate(name, value)
+
+    def trace(self) -> TraceLink | None:
+        return self._first.trace() or self._second.trace()

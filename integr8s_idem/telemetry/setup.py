@@ -1,0 +1,221 @@
+"""From settings to telemetry: the observer of a service, and the SDK of the process that sends spans."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from threading import Lock, Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+from integr8s_idem.config import TelemetrySettings
+from integr8s_idem.errors import SettingsError, SettingsMistake
+from integr8s_idem.telemetry import Observer
+from integr8s_idem.telemetry.composite import combined
+
+# The libraries are imported where they are used: a process pays only for what its settings ask for,
+# and the gRPC exporter alone takes a third of a second.
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+Exporter: TypeAlias = Literal["off", "console", "http", "grpc"]
+
+CLOSE_TIMEOUT: Final = timedelta(seconds=3)
+EXPORT_TIMEOUT_SECONDS: Final = 5
+"""One batch of spans is given up after this long, its retries included."""
+GRPC_PORT: Final = 4317
+
+_log = logging.getLogger(__name__)
+
+
+class TelemetryHandle:
+    """The sending of spans, for as long as this process runs services.
+
+    As an async context manager it closes itself.
+    """
+
+    def __init__(self, provider: TracerProvider | None = None, exporter: SpanExporter | None = None) -> None:
+        self._provider = provider
+        self._exporter = exporter
+
+    @property
+    def sends_spans(self) -> bool:
+        """Whether spans go out by our doing; false too where the application has an SDK of its own."""
+        return self._provider is not None
+
+    async def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
+        """Send what is left, for `timeout` at most, and stop.  The event loop goes on meanwhile.
+
+        Spans that a collector does not take in time are lost, and a line in the log says so.
+        """
+        provider, self._provider = self._provider, None
+        if provider is None:
+            return
+        sent = asyncio.Event()
+        # A daemon of its own: the threads of the loop's executor would be waited for at exit.
+        Thread(
+            target=_shut_down, args=(provider, asyncio.get_running_loop(), sent), name="spans-close", daemon=True
+        ).start()
+        try:
+            await asyncio.wait_for(sent.wait(), timeout.total_seconds())
+        except TimeoutError:
+            _log.warning("the last spans were not taken within %g s and are lost", timeout.total_seconds())
+            # Ends the retries, and with them the thread: a process may live on after its services.
+            assert self._exporter is not None
+            Thread(target=self._exporter.shutdown, name="spans-abort", daemon=True).start()
+
+    async def __aenter__(self) -> TelemetryHandle:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _shut_down(provider: TracerProvider, loop: asyncio.AbstractEventLoop, sent: asyncio.Event) -> None:
+    try:
+        provider.shutdown()
+    finally:
+        # The loop has ended: nobody waits any more.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(sent.set)
+
+
+_configuring = Lock()
+_configured: tuple[TelemetryHandle, TelemetrySettings, str] | None = None
+
+
+def configure_telemetry(settings: TelemetrySettings, *, service_name: str) -> TelemetryHandle:
+    """Send the spans of this process where `settings` say, once per process.
+
+    A TracerProvider that the application has set stays, and gets the spans instead.  A second call
+    returns the handle of the first, closed or not: OpenTelemetry has one TracerProvider per process,
+    for good.
+
+    Args:
+        settings: Section `[telemetry]`.
+        service_name: `service.name` of the process in every span.
+
+    Raises:
+        SettingsError: `telemetry.otlp_endpoint` is no address of a collector.
+    """
+    global _configured
+    exporter = _exporter_for(settings)
+    if exporter == "off":
+        return TelemetryHandle()
+    with _configuring:
+        if _configured is None:
+            _configured = (_install(settings, exporter, service_name), settings, service_name)
+        elif _configured[1:] != (settings, service_name):
+            _log.warning("spans were set up before in this process with other settings, which stay")
+        return _configured[0]
+
+
+def observer_for(settings: TelemetrySettings, service: str, *, group: str | None = None) -> Observer:
+    """The observer of `service`: metrics where they are enabled, and spans once the process has an SDK.
+
+    The same arguments give the same observer.
+    """
+    return _observer(settings.metrics_enabled, settings.span_keys, service, group)
+
+
+@cache
+def _observer(metrics: bool, span_keys: bool, service: str, group: str | None) -> Observer:
+    from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
+
+    spans = OpenTelemetryObserver(service, span_keys=span_keys, group=group)
+    if not metrics:
+        return spans
+    from integr8s_idem.telemetry.prometheus import PrometheusObserver
+
+    return combined(spans, PrometheusObserver(service))
+
+
+def _install(settings: TelemetrySettings, exporter: Exporter, service_name: str) -> TelemetryHandle:
+    from opentelemetry import trace
+
+    if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        _log.info("the application has a TracerProvider; spans go there, not where [telemetry] says")
+        return TelemetryHandle()
+    span_exporter = _make_exporter(exporter, settings.otlp_endpoint)
+    provider = _make_provider(settings, span_exporter, service_name)
+    trace.set_tracer_provider(provider)
+    return TelemetryHandle(provider, span_exporter)
+
+
+def _make_provider(settings: TelemetrySettings, exporter: SpanExporter, service_name: str) -> TracerProvider:
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    provider = TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
+        resource=Resource.create({SERVICE_NAME: service_name}),
+        # It would wait half a minute for a collector that is gone; the handle closes within its time.
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def _make_exporter(exporter: Exporter, endpoint: str | None) -> SpanExporter:
+    if exporter == "console":
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+        # Standard output belongs to the program's own lines.
+        return ConsoleSpanExporter(out=sys.stderr, formatter=lambda span: f"{span.to_json(indent=None)}\n")
+    # The libraries' own variables (OTEL_EXPORTER_OTLP_ENDPOINT, …) speak where our settings are silent.
+    url = None if endpoint is None else _endpoint_url(endpoint)
+    if exporter == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
+
+        assert url is not None
+        return GrpcSpanExporter(
+            endpoint=_host_and_port(url), insecure=url.scheme in {"http", "grpc"}, timeout=EXPORT_TIMEOUT_SECONDS
+        )
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpSpanExporter
+
+    return HttpSpanExporter(endpoint=None if url is None else _traces_url(url), timeout=EXPORT_TIMEOUT_SECONDS)
+
+
+def _exporter_for(settings: TelemetrySettings) -> Exporter:
+    if settings.spans == "console":
+        return "console"
+    # Only an `off` that somebody wrote outweighs an endpoint that somebody wrote.
+    silent_on_spans = "spans" not in settings.model_fields_set and settings.otlp_endpoint is not None
+    if settings.spans == "off" and not silent_on_spans:
+        return "off"
+    if settings.otlp_endpoint is None:
+        return "http"
+    url = _endpoint_url(settings.otlp_endpoint)
+    return "grpc" if url.scheme in {"grpc", "grpcs"} or url.port == GRPC_PORT else "http"
+
+
+def _endpoint_url(endpoint: str) -> SplitResult:
+    try:
+        url = urlsplit(endpoint)
+        if url.scheme in {"http", "https", "grpc", "grpcs"} and url.hostname and url.port != 0:
+            return url
+    except ValueError:
+        # A port that is no number, or an IPv6 address without its end: as wrong as the rest.
+        pass
+    shown = "what is given" if "@" in endpoint else f'"{endpoint}"'
+    mistake = f"{shown} is no address of a collector; write http://host:4318 for HTTP, http://host:4317 for gRPC"
+    raise SettingsError("settings", [SettingsMistake("telemetry.otlp_endpoint", mistake)])
+
+
+def _traces_url(url: SplitResult) -> str:
+    return urlunsplit(url._replace(path="/v1/traces") if url.path in {"", "/"} else url)
+
+
+def _host_and_port(url: SplitResult) -> str:
+    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
+    return f"{host}:{url.port or GRPC_PORT}"

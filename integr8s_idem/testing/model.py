@@ -1,0 +1,137 @@
+"""What a store should answer, in the fewest words: the yardstick of the contract suite.
+
+One dictionary, whole seconds, no fences: the suite checks of a fence only that it grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+RESERVED: Final = "Reserved"
+IN_PROGRESS: Final = "InProgress"
+COMPLETED: Final = "Completed"
+FAILED: Final = "Failed"
+KEY_REUSED: Final = "KeyReused"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One reservation of the model."""
+
+    key: str
+    token: bytes
+    turn: int
+    """Grows with every reservation, as fences do."""
+
+
+@dataclass(slots=True)
+class ModelRecord:
+    """One record of the model; times are seconds on the model's clock."""
+
+    owner: Owner
+    attempt: int
+    previous: str
+    fingerprint: bytes | None
+    lease_until: int
+    expires: int
+    status: str = RESERVED
+    released: bool = False
+    outcome: object = None
+
+
+@dataclass(slots=True)
+class Model:
+    """A store that is right because there is nothing to it."""
+
+    now: int = 0
+    turns: int = 0
+    records: dict[str, ModelRecord] = field(default_factory=dict)
+
+    def record(self, key: str) -> ModelRecord | None:
+        """The record as it stands now."""
+        found = self.records.get(key)
+        return found if found is not None and found.expires > self.now else None
+
+    def reserve(
+        self, key: str, token: bytes, lease: int, retention: int, fingerprint: bytes | None
+    ) -> tuple[str, ModelRecord]:
+        """The name of the verdict, and the record behind it."""
+        found = self.record(key)
+        if found is None:
+            return RESERVED, self._take(key, token, lease, retention, fingerprint, 1, "none")
+        if found.fingerprint and fingerprint and found.fingerprint != fingerprint:
+            return KEY_REUSED, found
+        if found.status != RESERVED:
+            return found.status, found
+        if found.released:
+            return RESERVED, self._take(key, token, lease, retention, fingerprint, found.attempt + 1, "released")
+        if found.owner.token == token:
+            found.lease_until, found.expires = self.now + lease, self.now + retention
+            return RESERVED, found
+        if found.lease_until > self.now:
+            return IN_PROGRESS, found
+        return RESERVED, self._take(key, token, lease, retention, fingerprint, found.attempt + 1, "lapsed")
+
+    def _take(
+        self,
+        key: str,
+        token: bytes,
+        lease: int,
+        retention: int,
+        fingerprint: bytes | None,
+        attempt: int,
+        previous: str,
+    ) -> ModelRecord:
+        self.turns += 1
+        self.records[key] = ModelRecord(
+            owner=Owner(key, token, self.turns),
+            attempt=attempt,
+            previous=previous,
+            fingerprint=fingerprint,
+            lease_until=self.now + lease,
+            expires=self.now + retention,
+        )
+        return self.records[key]
+
+    def owned(self, owner: Owner) -> ModelRecord | None:
+        """The record, if this reservation still owns it."""
+        found = self.record(owner.key)
+        return found if found is not None and found.owner == owner and found.status == RESERVED else None
+
+    def renew(self, owner: Owner, lease: int) -> bool:
+        found = self.owned(owner)
+        if found is None or found.released:
+            return False
+        found.lease_until = self.now + lease
+        if found.expires < found.lease_until:
+            found.expires = self.now + 2 * lease
+        return True
+
+    def release(self, owner: Owner) -> bool:
+        found = self.owned(owner)
+        if found is None:
+            return False
+        found.released = True
+        return True
+
+    def settle(self, owner: Owner, status: str, ttl: int, outcome: object) -> bool:
+        """Complete or fail, by `status`."""
+        found = self.owned(owner)
+        if found is None:
+            twin = self.record(owner.key)
+            return twin is not None and twin.owner == owner and twin.status == status
+        found.status, found.expires, found.outcome = status, self.now + ttl, outcome
+        return True
+
+    def delete(self, key: str) -> int:
+        there = self.record(key) is not None
+        self.records.pop(key, None)
+        return int(there)
+
+    def active(self) -> int:
+        """How many leases hold now."""
+        living = [record for key in self.records if (record := self.record(key)) is not None]
+        return sum(
+            record.status == RESERVED and not record.released and record.lease_until > self.now for record in living
+        )

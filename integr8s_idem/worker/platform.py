@@ -1,0 +1,58 @@
+"""What runs: services, each with a container of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dishka import AsyncContainer
+
+from integr8s_idem.config import Settings
+from integr8s_idem.errors import ApplicationError
+
+Background = Callable[[AsyncContainer], Awaitable[None]]
+"""Work beside the handlers, for the life of the service: cancelled when it drains; an error makes the service fail."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """One consumer group and what it needs."""
+
+    name: str
+    """Also its section in the settings, and its scope in keys and metrics."""
+    container: Callable[[Any], AsyncContainer]
+    """Makes its container from the settings; it must give an `EventDispatcher` and an `EventPublisher`."""
+    topics: Sequence[str] | None = None
+    """Topics to read; those of the router's events if not given.  The settings win."""
+    group_id: str | None = None
+    """Consumer group; the service's name if not given.  The settings win."""
+    background: Sequence[Background] = ()
+
+
+class Platform:
+    """The services of an application; what `integr8s-idem run module:platform` runs."""
+
+    def __init__(self, *services: Service, settings: type[Settings] = Settings) -> None:
+        """`settings`: the class to read the settings with, where the application has sections of its own.
+
+        Raises:
+            ApplicationError: Two services share a name.
+        """
+        self.services: Mapping[str, Service] = {service.name: service for service in services}
+        self.settings_type = settings
+        if len(self.services) < len(services):
+            names = [service.name for service in services]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ApplicationError(f"two services are named {twice}: they would share keys and settings")
+
+    def choose(self, names: Sequence[str] = ()) -> list[Service]:
+        """The services named, or all.
+
+        Raises:
+            ApplicationError: There is none of that name.
+        """
+        for name in names:
+            if name not in self.services:
+                raise ApplicationError(f"no service is named {name!r}; there are {', '.join(self.services)}")
+        return [service for service in self.services.values() if not names or service.name in names]

@@ -1,0 +1,113 @@
+"""`EventPublisher`: events out, confirmed by all replicas, written once per try (idempotent producer)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import KafkaError, MessageSizeTooLargeError
+
+from integr8s_idem.config import KafkaSettings
+from integr8s_idem.errors import EventTooLargeError, PublishError
+from integr8s_idem.events import BaseEvent, encode_event, event_headers
+from integr8s_idem.telemetry import SILENT, Observer, Signal
+from integr8s_idem.worker.clients import bounded, connection_options
+
+logger = logging.getLogger(__name__)
+
+
+class EventPublisher:
+    """Publishes events to their topics.  Connects at first use; may be shared by everything in a process."""
+
+    def __init__(self, settings: KafkaSettings, observer: Observer = SILENT) -> None:
+        self._settings = settings
+        self._observer = observer
+        self._producer: AIOKafkaProducer | None = None
+        self._starting = asyncio.Lock()
+
+    def topic_of(self, event_type: str) -> str:
+        """The topic of an event type: the prefix of the settings and its name."""
+        return self._settings.topic_prefix + event_type
+
+    async def publish(self, *events: BaseEvent) -> None:
+        """Return once every event is confirmed.
+
+        Publishing the same event again is safe: its id stays, and the next service's guard drops it.
+
+        Raises:
+            PublishError: Some were not confirmed in time; they may have arrived.
+            EventTooLargeError: One is larger than `max_event_bytes`; it did not leave.
+        """
+        sends = [self._publish(event) for event in events]
+        if len(sends) == 1:
+            await sends[0]
+            return
+        for failure in await asyncio.gather(*sends, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                raise failure
+
+    async def _publish(self, event: BaseEvent) -> None:
+        headers = event_headers(event)
+        self._observer.inject(headers)
+        key = event.aggregate_id.encode("utf-8", "surrogatepass") if event.aggregate_id is not None else None
+        await self.send(self.topic_of(event.event_type), key, encode_event(event), headers)
+        self._observer.count(Signal.PUBLISHED, event.event_type)
+
+    async def send(
+        self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
+    ) -> None:
+        """Send one message as it is.  Raises as `publish` does."""
+        seconds = self._settings.request_timeout_seconds
+        try:
+            await bounded(self._send(topic, key, value, headers), seconds)
+        except MessageSizeTooLargeError as error:
+            raise EventTooLargeError(topic, len(value or b""), self._settings.max_event_bytes) from error
+        except (KafkaError, OSError, TimeoutError) as error:
+            # After a timeout or a fatal error nothing is known of the producer's state: take a new one.
+            await self._discard()
+            raise PublishError(topic, f"{type(error).__name__}: {error}") from error
+
+    async def _send(
+        self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
+    ) -> None:
+        producer = await self._connected()
+        confirmed = await producer.send(topic, value=value, key=key, headers=list(headers))
+        await confirmed
+
+    async def _connected(self) -> AIOKafkaProducer:
+        async with self._starting:
+            if self._producer is None:
+                producer = AIOKafkaProducer(
+                    **connection_options(self._settings),
+                    acks="all",
+                    enable_idempotence=True,
+                    max_request_size=self._settings.max_event_bytes,
+                )
+                try:
+                    await producer.start()
+                except BaseException:
+                    await _stop(producer, self._settings.request_timeout_seconds)
+                    raise
+                self._producer = producer
+            return self._producer
+
+    async def _discard(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            await _stop(producer, 1.0)
+
+    async def close(self) -> None:
+        """Let confirmed what is under way, bounded, and disconnect."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            await _stop(producer, self._settings.request_timeout_seconds)
+
+
+async def _stop(producer: Any, seconds: float) -> None:
+    try:
+        await bounded(producer.stop(), seconds)
+    except (KafkaError, OSError, TimeoutError) as error:
+        logger.warning("producer did not stop cleanly: %s", error)

@@ -1,0 +1,202 @@
+"""Runs services side by side in one process.
+
+One that fails does not stop the others; the process says so by its health, and by its exit status in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from typing import Final
+
+from dishka import AsyncContainer
+
+from integr8s_idem.config import Settings
+from integr8s_idem.dispatcher import EventDispatcher
+from integr8s_idem.errors import StoreError
+from integr8s_idem.telemetry import Gauge
+from integr8s_idem.telemetry.setup import configure_telemetry
+from integr8s_idem.worker.clients import bounded
+from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
+from integr8s_idem.worker.endpoints import Endpoints
+from integr8s_idem.worker.health import Health, ServiceHealth
+from integr8s_idem.worker.platform import Service
+from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.settling import Tally
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS: Final = 15.0
+"""Longest time for a service's container to close."""
+
+
+class RunningService:
+    """One service from its container to its end."""
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        self.service = service
+        self.error: Exception | None = None
+        self._settings = settings
+        self._worker: ServiceWorker | None = None
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Drain."""
+        self._stopping = True
+        if self._worker is not None:
+            self._worker.stop()
+
+    def report(self) -> ServiceReport:
+        """How it is doing."""
+        if self._worker is not None:
+            return self._worker.report()
+        state = "failed" if self.error is not None else "starting"
+        return ServiceReport(self.service.name, state, 0, 0, 0, Tally(), str(self.error or ""))
+
+    def health(self) -> ServiceHealth:
+        """Whether it lives and is ready."""
+        if self.error is not None:
+            return ServiceHealth(self.service.name, live=False, ready=False, reason=type(self.error).__name__)
+        if self._worker is None:
+            return ServiceHealth(self.service.name, live=True, ready=False, reason="starting")
+        return self._worker.health()
+
+    async def run(self) -> None:
+        """Run until stopped or broken; what broke it stays in `error`."""
+        try:
+            await self._run()
+        except Exception as error:
+            self.error = error
+            logger.exception("service %s failed", self.service.name)
+
+    async def _run(self) -> None:
+        container = self.service.container(self._settings)
+        try:
+            dispatcher = await container.get(EventDispatcher)
+            publisher = await container.get(EventPublisher)
+            name = self.service.name
+            section = self._settings.service(name)
+            if section.topics is None and self.service.topics is not None:
+                section = section.model_copy(update={"topics": tuple(self.service.topics)})
+            self._worker = ServiceWorker(
+                name, dispatcher, publisher, self._settings.kafka, section, group=self.service.group_id
+            )
+            if self._stopping:
+                return
+            await self._work(container, self._worker, dispatcher)
+        finally:
+            await _close(container, self.service.name)
+
+    async def _work(self, container: AsyncContainer, worker: ServiceWorker, dispatcher: EventDispatcher) -> None:
+        loop = asyncio.get_running_loop()
+        consuming = loop.create_task(worker.run())
+        beside = {loop.create_task(_background(work, container)) for work in self.service.background}
+        beside.add(loop.create_task(self._count_keys(dispatcher)))
+        try:
+            done, _ = await asyncio.wait({consuming, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            if consuming not in done:
+                worker.stop()
+            await consuming
+        finally:
+            consuming.cancel()
+            for task in beside:
+                task.cancel()
+            await asyncio.wait({consuming, *beside})
+        for task in beside:
+            if not task.cancelled():
+                task.result()
+
+    async def _count_keys(self, dispatcher: EventDispatcher) -> None:
+        """Measured in the store, since a counter of ours would miss what other processes and crashes do."""
+        manager = dispatcher.manager
+        while True:
+            await asyncio.sleep(self._settings.telemetry.keys_active_interval_seconds if manager else 3600)
+            if manager is None:
+                continue
+            try:
+                dispatcher.observer.measure(Gauge.KEYS_ACTIVE, await manager.count_active())
+            except StoreError as error:
+                logger.debug("active keys not counted: %s", error)
+
+
+async def _background(work: object, container: AsyncContainer) -> None:
+    assert callable(work)
+    await work(container)
+    # It has nothing more to do; the service goes on without it.
+    await asyncio.get_running_loop().create_future()
+
+
+async def _close(container: AsyncContainer, name: str) -> None:
+    try:
+        await bounded(container.close(), CLOSE_SECONDS)
+    except TimeoutError as error:
+        logger.warning("%s: closing its container: %s", name, error)
+
+
+class ServiceGroup:
+    """The services of this process."""
+
+    def __init__(self, services: Sequence[Service], settings: Settings) -> None:
+        self._running = [RunningService(service, settings) for service in services]
+        self._settings = settings
+        self._stops = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def reports(self) -> list[ServiceReport]:
+        """How each service is doing."""
+        return [service.report() for service in self._running]
+
+    def health(self) -> Health:
+        """Whether each service lives and is ready."""
+        return Health(tuple(service.health() for service in self._running))
+
+    def stop(self) -> None:
+        """Drain at the first call; at the second stop at once: what was under way comes again."""
+        self._stops += 1
+        if self._stops == 1:
+            logger.info("stopping: running handlers may end; a second signal stops at once")
+            for service in self._running:
+                service.stop()
+        else:
+            logger.warning("stopping at once")
+            for task in self._tasks:
+                task.cancel()
+
+    async def run(self) -> int:
+        """Run until stopped; the exit status: 0, or 1 if a service failed."""
+        telemetry = self._settings.telemetry
+        names = ",".join(service.service.name for service in self._running)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(configure_telemetry(telemetry, service_name=names))
+            if telemetry.metrics_enabled:
+                endpoints = Endpoints(telemetry.metrics_host, telemetry.metrics_port, health=self.health)
+                await stack.enter_async_context(endpoints)
+                logger.info("metrics and health on http://%s:%d", telemetry.metrics_host, endpoints.port)
+            stack.enter_context(self._signals())
+            self._tasks = [asyncio.get_running_loop().create_task(service.run()) for service in self._running]
+            await asyncio.wait(self._tasks)
+        return 1 if any(service.error for service in self._running) else 0
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        caught = (signal.SIGTERM, signal.SIGINT)
+        for number in caught:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in caught:
+                loop.remove_signal_handler(number)
+
+
+async def run_services(services: Sequence[Service], settings: Settings) -> int:
+    """Run `services` until SIGTERM or SIGINT; the exit status: 0, or 1 if one of them failed.
+
+    Raises:
+        SettingsError: An address to listen on is taken.
+    """
+    return await ServiceGroup(services, settings).run()

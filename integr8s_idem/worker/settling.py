@@ -1,0 +1,227 @@
+"""From a message to the point where its offset may move.
+
+A delivery is settled when every handler of its event has come to an end that will not be taken back:
+handled now, handled before, or dead-lettered.  Until then it is tried again, waits for a twin, or waits
+for the store; a closing assignment lets it go, to come again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from integr8s_idem.config import OnInProgress
+from integr8s_idem.dispatcher import EventDispatcher, Handling
+from integr8s_idem.errors import (
+    CorruptRecordError,
+    EventTooLargeError,
+    KeyReusedError,
+    LeaseLostError,
+    PreviouslyFailedError,
+    PublishError,
+    StoreError,
+    UndecodableEventError,
+)
+from integr8s_idem.events import EventDecoder
+from integr8s_idem.manager import Executed, HandlerFailed, Outcome, describe_error
+from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
+from integr8s_idem.telemetry import Observer, Signal
+from integr8s_idem.worker.assignments import AbandonedError, Delivery
+from integr8s_idem.worker.deadletters import PREFIX, DeadLetter
+from integr8s_idem.worker.gate import StoreGate
+from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.retries import Backoff
+
+logger = logging.getLogger(__name__)
+
+LONGEST_BODY_PAUSE = Backoff(initial=0.5, longest=10.0)
+"""Pauses while the dead-letter topic takes nothing."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a worker has done since it started."""
+
+    handled: int = 0
+    reruns: int = 0
+    """Handled at attempt 2 or later."""
+    duplicates: int = 0
+    """Answered by an earlier run's record."""
+    waits: int = 0
+    retries: int = 0
+    dead_letters: int = 0
+    leases_lost: int = 0
+    stale: int = 0
+    """Settled after the partition was gone: not committed by us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settler:
+    """Settles the deliveries of one service."""
+
+    service: str
+    group: str
+    dispatcher: EventDispatcher
+    decoder: EventDecoder
+    publisher: EventPublisher
+    gate: StoreGate
+    slots: asyncio.Semaphore
+    """Handlers running at once.  Waiting deliveries hold none."""
+    backoff: Backoff
+    dead_letter_suffix: str
+    observer: Observer
+    tally: Tally = field(default_factory=Tally)
+
+    async def settle(self, delivery: Delivery) -> None:
+        """Return once `delivery` may be acknowledged.
+
+        Raises:
+            AbandonedError: Its assignment is closing; it will come again.
+        """
+        record = delivery.record
+        try:
+            event = self.decoder.decode(record.value)
+        except UndecodableEventError as error:
+            self.observer.count(Signal.UNDECODABLE, error.reason)
+            await self._dead_letter(delivery, DeadLetter(error.reason, error))
+            return
+        with self.observer.processing(event.event_type, record.topic, record.headers):
+            try:
+                handlings = self.dispatcher.handlings(event)
+            except Exception as error:  # noqa: BLE001  # a key function is the user's code: its error goes with the letter
+                await self._dead_letter(delivery, DeadLetter("no_key", error))
+                return
+            if len(handlings) == 1:
+                await self._settle(delivery, handlings[0])
+            else:
+                await _all(*(self._settle(delivery, handling) for handling in handlings))
+
+    async def _settle(self, delivery: Delivery, handling: Handling) -> None:
+        """Try until one handler has come to an end."""
+        looks = 0
+        while True:
+            await self._may_go_on(delivery)
+            outcome = await self._attempt(delivery, handling)
+            match outcome:
+                case None:
+                    continue
+                case Executed(attempt=attempt):
+                    self.tally.handled += 1
+                    self.tally.reruns += attempt > 1
+                    return None
+                case Completed():
+                    self.tally.duplicates += 1
+                    return None
+                case InProgress() if handling.on_in_progress is OnInProgress.SKIP:
+                    self.tally.duplicates += 1
+                    return None
+                case InProgress() if handling.on_in_progress is OnInProgress.RAISE:
+                    looks += 1
+                    await self._pause(delivery, self.backoff.pause(looks))
+                case InProgress():
+                    self.tally.waits += looks == 0
+                    await handling.wait(outcome, looks)
+                    looks += 1
+                case HandlerFailed(given_up=False):
+                    await self._retry_later(delivery, handling, outcome)
+                case _:
+                    return await self._dead_letter(delivery, _letter(handling, outcome))
+
+    async def _may_go_on(self, delivery: Delivery) -> None:
+        await self.gate.wait(unless=delivery.assignment.closing)
+        if delivery.assignment.closed:
+            raise AbandonedError
+
+    async def _attempt(self, delivery: Delivery, handling: Handling) -> Outcome[Any] | None:
+        """One try; `None` if nothing is known and it should be repeated, which counts as no attempt."""
+        async with self.slots:
+            if delivery.assignment.closed:
+                raise AbandonedError
+            try:
+                return await handling.attempt(patient=True)
+            except StoreError as error:
+                self.gate.close(error)
+                return None
+            except LeaseLostError as error:
+                self.tally.leases_lost += 1
+                logger.warning("%s", error)
+        await self._pause(delivery, self.backoff.pause(1))
+        return None
+
+    async def _retry_later(self, delivery: Delivery, handling: Handling, failed: HandlerFailed) -> None:
+        self.tally.retries += 1
+        self.observer.count(Signal.RETRY, handling.event.event_type)
+        pause = self.backoff.pause(failed.attempt)
+        logger.warning(
+            "%s: handler %s failed at attempt %d (%s), next try in %.1f s",
+            handling.label,
+            handling.handler.name,
+            failed.attempt,
+            type(failed.error).__name__,
+            pause,
+            exc_info=failed.error if logger.isEnabledFor(logging.DEBUG) else None,
+        )
+        await self._pause(delivery, pause)
+
+    async def _pause(self, delivery: Delivery, seconds: float) -> None:
+        """Wait, holding no slot; a closing assignment cuts it short."""
+        await asyncio.wait({delivery.assignment.closing}, timeout=seconds)
+
+    async def _dead_letter(self, delivery: Delivery, letter: DeadLetter) -> None:
+        """Hand the message to the dead-letter topic.  Until that has it, the message is not settled."""
+        record = delivery.record
+        topic = record.topic + self.dead_letter_suffix
+        headers = letter.headers(record, self.service, self.group)
+        value, tries = record.value, 0
+        while True:
+            try:
+                await self.publisher.send(topic, record.key, value, headers)
+                break
+            except EventTooLargeError:
+                body = record.value or b""
+                value = None
+                headers.append((PREFIX + "body-bytes", str(len(body)).encode()))
+                headers.append((PREFIX + "body-sha256", hashlib.sha256(body).hexdigest().encode()))
+            except PublishError as error:
+                tries += 1
+                logger.error("dead-letter topic %s takes nothing, waiting: %s", topic, error)  # no bug of ours
+                await self._pause(delivery, LONGEST_BODY_PAUSE.pause(tries))
+                if delivery.assignment.closed:
+                    raise AbandonedError from error
+        self.tally.dead_letters += 1
+        self.observer.count(Signal.DEAD_LETTER, letter.reason)
+        logger.error(
+            "dead-lettered %s[%d]@%d to %s: %s",
+            record.topic,
+            record.partition,
+            record.offset,
+            topic,
+            describe_error(letter.error) if isinstance(letter.error, BaseException) else letter.error,
+        )
+
+
+def _letter(handling: Handling, outcome: Outcome[Any]) -> DeadLetter:
+    name, label = handling.handler.name, handling.label
+    match outcome:
+        case HandlerFailed():
+            return DeadLetter("handler_failed", outcome.error, name, label, outcome.attempt)
+        case Failed():
+            error: Exception = PreviouslyFailedError(label, outcome.attempt, outcome.error)
+            return DeadLetter("previously_failed", error, name, label, outcome.attempt)
+        case KeyReused():
+            error = KeyReusedError(label, outcome.stored, outcome.offered)
+            return DeadLetter("key_reused", error, name, label)
+        case Corrupt():
+            return DeadLetter("corrupt_record", CorruptRecordError(label, outcome.reason), name, label)
+        case _:
+            raise AssertionError(f"{outcome} is no reason for a dead letter")
+
+
+async def _all(*settlings: Any) -> None:
+    """Each to its end; independent handlers do not stop each other.  Then the first error, if any."""
+    for end in await asyncio.gather(*settlings, return_exceptions=True):
+        if isinstance(end, BaseException):
+            raise end
