@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
@@ -48,7 +48,7 @@ def load_application(target: str) -> Application:
     if "/" in module_name or module_name.endswith(".py"):
         raise ApplicationError(f'"{target}" is a path; {_USAGE}{_guess(target)}')
     found = _attribute(_module(module_name), attribute)
-    if isinstance(found, Application) and isinstance(found.settings_type, type):
+    if _is_application(found):
         return found
     raise ApplicationError(
         f"{target} is {_article(type(found).__name__)}, not a Platform; write {attribute} = Platform(Service(…), …)"
@@ -95,11 +95,16 @@ def _attribute(module: ModuleType, attribute: str) -> object:
     try:
         return attrgetter(attribute)(module)
     except AttributeError:
-        applications = [name for name, value in vars(module).items() if isinstance(value, Application)]
+        applications = [name for name, value in vars(module).items() if _is_application(value)]
         near = get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=1)
         meant = applications[:1] or near
         hint = f"; perhaps {module.__name__}:{meant[0]} is meant" if meant else "; it holds no Platform"
         raise ApplicationError(f'module "{module.__name__}" has no "{attribute}"{hint}') from None
+
+
+def _is_application(value: object) -> TypeGuard[Application]:
+    """A class has the attributes of its instances, and is none."""
+    return isinstance(value, Application) and not isinstance(value, type)
 
 
 def _broken(name: str, error: Exception, advice: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 from rich.console import Console
 
@@ -23,7 +23,6 @@ from integr8s_idem.config.loading import settings_source
 from integr8s_idem.errors import IdempotencyError
 
 _log: Final = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _NO_CREDENTIALS: Final[Mapping[str, Mapping[str, Any]]] = {
     "kafka": {
@@ -69,10 +68,12 @@ class Runner(Protocol):
 class Servers(Protocol):
     """Embedded servers that run."""
 
-    @property
-    def overrides(self) -> Mapping[str, Any]:
-        """Settings that lead to them: `{"kafka": {...}, "store": {...}}`."""
+    def settings(self) -> Mapping[str, Any]:
+        """What leads to them: `{"kafka": {...}, "store": {...}}`."""
         ...
+
+
+StartServers: TypeAlias = Callable[[], AbstractAsyncContextManager[Servers]]
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class Run:
         return load_settings(self.settings_file, self.application.settings_type, overrides=overrides)
 
 
-def run(asked: Run, runner: Runner | None = None, servers: Callable[[], Any] | None = None) -> int:
+def run(
+    asked: Run, runner: Runner | None = None, servers: Callable[[], AbstractAsyncContextManager[Servers]] | None = None
+) -> int:
     """Run the services until a signal; the exit status.
 
     Raises:
@@ -99,27 +102,27 @@ def run(asked: Run, runner: Runner | None = None, servers: Callable[[], Any] | N
     overrides = _NO_CREDENTIALS if asked.embedded else None
     settings = asked.settings(overrides)
     console = Console()
-    table = None if asked.as_json or not console.is_terminal else LiveTable(console)
+    table = None if asked.as_json or not console.file.isatty() else LiveTable(console)
     if table is None:
         log_as_json(sys.stdout, settings.telemetry.log_level)
     else:
         log_as_text(console, settings.telemetry.log_level)
     _warn(asked, settings)
-    return _in_loop(_run(asked, settings, runner or _runner(), servers or _servers, table))
+    return _in_loop(_run(asked, settings, runner or _runner(), servers or _embedded, table))
 
 
 async def _run(
     asked: Run,
     settings: Settings,
     runner: Runner,
-    servers: Callable[[], AbstractAsyncContextManager[Servers]],
+    servers: StartServers,
     table: LiveTable | None,
 ) -> int:
     async with AsyncExitStack() as stack:
         if asked.embedded:
             with _terminated_by_cancelling():
                 started = await stack.enter_async_context(servers())
-            settings = asked.settings(merged(_NO_CREDENTIALS, started.overrides))
+            settings = asked.settings(merged(_NO_CREDENTIALS, started.settings()))
         if table is not None:
             await stack.enter_async_context(table.shown())
         watch = table.watch if table else None
@@ -183,6 +186,7 @@ def _runner() -> Runner:
     return cast(Runner, importlib.import_module("integr8s_idem.worker").run_platform)
 
 
-def _servers() -> AbstractAsyncContextManager[Servers]:
-    started = importlib.import_module("integr8s_idem.embedded").embedded()
-    return cast("AbstractAsyncContextManager[Servers]", started)
+def _embedded() -> AbstractAsyncContextManager[Servers]:
+    from integr8s_idem.embedded import embedded  # not everybody has the extra it needs
+
+    return embedded()

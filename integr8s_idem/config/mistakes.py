@@ -89,6 +89,9 @@ class Translator:
         section = self._shape_at(tuple(parents))
         known = section.names(self._value_at(tuple(parents))) if section else []
         origin = self.origins.get(place)
+        if place in set(self.shape.leaves()):
+            kind = self._value_at((*parents, "kind"))
+            return Found(SettingsMistake(".".join(place), f'does not go with kind = "{kind}"; take it out'), place)
         meant = self._meant(tuple(parents), name, known)
         message = f"unknown setting {origin}" if origin else "unknown setting"
         if meant:
@@ -107,7 +110,7 @@ class Translator:
         elsewhere = [path for path in flat.values() if path[-1] == name]
         if elsewhere:
             return elsewhere[0]
-        near = get_close_matches("_".join((*parents, name)), list(flat), n=1, cutoff=0.85)
+        near = [] if parents else get_close_matches(name, list(flat), n=1, cutoff=0.85)
         return flat[near[0]] if near else ()
 
     def _shape_at(self, path: Path) -> Shape | None:

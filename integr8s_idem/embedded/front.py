@@ -80,10 +80,9 @@ class Front:
                 answer = await self._coordinator.answer(request)
                 if answer is None:
                     await _write_frame(upstream_writer, request.for_emulator)
-                    if not request.wants_answer:
-                        continue
                     answer = self._coordinator.mend(request, await _read_frame(upstream_reader))
-                await _write_frame(writer, answer)
+                if request.wants_answer:
+                    await _write_frame(writer, answer)
         finally:
             await _hang_up(upstream_writer)
 

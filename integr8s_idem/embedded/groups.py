@@ -129,7 +129,7 @@ class Group:
         if known is None:
             return UNKNOWN_MEMBER
         if generation != self.generation:
-            pass
+            return ILLEGAL_GENERATION
         self._heard(known)
         return REBALANCE_IN_PROGRESS if self.state is GroupState.JOINING else NO_ERROR
 

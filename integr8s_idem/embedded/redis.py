@@ -19,8 +19,9 @@ _LONGEST_SOCKET_PATH = 100
 class EmbeddedRedis:
     """A real redis-server on a Unix socket, a child of this process.
 
-    Other processes of this user may connect.  Nothing outlives `stop` or this
-    process; the server itself may be killed and started again (`restart`), and
+    Other processes of this user may connect.  Nothing outlives `stop`.  The server
+    goes with this process even if that is killed; only its temporary folder stays
+    then.  The server itself may be killed and started again (`restart`), and
     with `durable` it then still has every write it acknowledged.
 
     Args:
@@ -48,7 +49,7 @@ class EmbeddedRedis:
     def start(self) -> None:
         """Start it; clients can connect when this returns."""
         binary = _binary()
-        self._folder = tempfile.TemporaryDirectory(prefix="idem-redis-", dir=_short_folder())
+        self._folder = tempfile.TemporaryDirectory(prefix="idem-embedded-", dir=_short_folder())
         folder = Path(self._folder.name)
         self._server = ChildServer(self._command(binary), folder=folder, log=folder / "redis.log")
         self._start_server()
@@ -128,7 +129,7 @@ def _answers(path: Path) -> bool:
 def _short_folder() -> str | None:
     """Where to put the socket: its path may not be longer than about a hundred bytes."""
     usual = tempfile.gettempdir()
-    return "/tmp" if len(usual) + len("/idem-redis-12345678/redis.sock") > _LONGEST_SOCKET_PATH else None  # noqa: S108
+    return "/tmp" if len(usual) + len("/idem-embedded-12345678/redis.sock") > _LONGEST_SOCKET_PATH else None  # noqa: S108
 
 
 def _binary() -> Path:

@@ -90,19 +90,20 @@ class IdempotencyProvider(Provider):
     scope = Scope.APP
 
     @provide
-    async def client(self, settings: Settings) -> AsyncIterable[IdempotencyRedis]:
-        if not isinstance(settings.store, RedisStoreSettings):
-            raise ApplicationError(f'there is no Redis client: the settings say store.kind = "{settings.store.kind}"')
-        client = redis_client(settings.store)
-        yield IdempotencyRedis(client)
+    async def repository(self, settings: Settings) -> AsyncIterable[IdempotencyRepository]:
+        store = settings.store
+        if not isinstance(store, RedisStoreSettings):
+            yield MemoryIdempotencyRepository()
+            return
+        client = redis_client(store)
+        yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=store.timeout_seconds))
         await client.aclose()
 
     @provide
-    async def repository(self, settings: Settings, container: AsyncContainer) -> IdempotencyRepository:
-        if isinstance(settings.store, RedisStoreSettings):
-            timeout = timedelta(seconds=settings.store.timeout_seconds)
-            return RedisIdempotencyRepository(await container.get(IdempotencyRedis), timeout=timeout)
-        return MemoryIdempotencyRepository()
+    def client(self, repository: IdempotencyRepository) -> IdempotencyRedis:
+        if not isinstance(repository, RedisIdempotencyRepository):
+            raise ApplicationError(f"there is no Redis client: the records are in {type(repository).__name__}")
+        return IdempotencyRedis(repository.client)
 
     @provide
     async def manager(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from aiokafka import TopicPartition as Partition
 
-class Partition(NamedTuple):
-    """Topic and number; equal to and interchangeable with aiokafka's `TopicPartition`."""
-
-    topic: str
-    partition: int
+__all__ = ["Consumer", "Partition", "Record"]
 
 
 class Record(Protocol):

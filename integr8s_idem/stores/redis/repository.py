@@ -67,7 +67,7 @@ class RedisIdempotencyRepository:
     def __init__(self, client: Redis, *, timeout: timedelta = timedelta(seconds=2)) -> None:
         if client.connection_pool.connection_kwargs.get("decode_responses"):
             raise StoreConfigurationError("start", "records are bytes: make the client with decode_responses=False")
-        self._client = client
+        self.client = client
         self._timeout = timeout
         self._scripts = Scripts(client)
 
@@ -185,7 +185,7 @@ class RedisIdempotencyRepository:
         deleted = 0
         for start in range(0, len(keys), MOST_KEYS):
             async with guarded("delete", self._timeout):
-                deleted += await self._client.unlink(*keys[start : start + MOST_KEYS])
+                deleted += await self.client.unlink(*keys[start : start + MOST_KEYS])
         return deleted
 
     async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
@@ -203,7 +203,7 @@ class RedisIdempotencyRepository:
 
     async def count_active(self, prefix: str) -> int:
         async with guarded("count_active", self._timeout):
-            seconds, microseconds = await self._client.time()
+            seconds, microseconds = await self.client.time()
         now_ms = seconds * 1000 + microseconds // 1000
         active = 0
         async for page in self._pages("count_active", prefix):
@@ -213,7 +213,7 @@ class RedisIdempotencyRepository:
         return active
 
     async def _headers(self, keys: list[bytes]) -> list[bytes | Exception]:
-        async with self._client.pipeline(transaction=False) as pipeline:
+        async with self.client.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.getrange(key, 0, codec.HEADER_BYTES - 1)
             headers: list[bytes | Exception] = await pipeline.execute(raise_on_error=False)
@@ -227,7 +227,7 @@ class RedisIdempotencyRepository:
         cursor = 0
         while True:
             async with guarded(operation, self._timeout):
-                cursor, page = await self._client.scan(cursor, match=pattern, count=_SCAN_COUNT)
+                cursor, page = await self.client.scan(cursor, match=pattern, count=_SCAN_COUNT)
             if page:
                 yield cast(list[bytes], page)
             if cursor == 0:
@@ -235,7 +235,7 @@ class RedisIdempotencyRepository:
 
     async def ping(self) -> StoreHealth:
         async with guarded("ping", self._timeout):
-            return await health_of(self._client)
+            return await health_of(self.client)
 
 
 def _wishes(requests: Sequence[ReserveRequest], indexes: Sequence[int]) -> list[bytes | int]:

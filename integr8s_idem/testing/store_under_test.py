@@ -1,0 +1,100 @@
+"""A store as the contract suite sees it, and the suite's short words for what it does with one."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from integr8s_idem.records import (
+    Completion,
+    Failure,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+    Verdict,
+)
+from integr8s_idem.stores import IdempotencyRepository
+
+LEASE = timedelta(seconds=30)
+RETENTION = timedelta(seconds=900)
+TTL = timedelta(seconds=3_600)
+SLACK = timedelta(seconds=5)
+"""Real time that may pass within a test."""
+RESULT = StoredResult(b'{"receipt": 1}')
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUnderTest:
+    """A store, and what the suite must be able to do with it beside the Protocol."""
+
+    repository: IdempotencyRepository
+    advance: Callable[[timedelta], Awaitable[None]]
+    """Let that much time pass for all leases and expiries: a virtual clock, or records made older."""
+    spoil: Callable[[str], Awaitable[None]] | None = None
+    """Put something unreadable under a key; `None` if this store cannot hold such a thing."""
+
+
+def new_key() -> str:
+    return f"contract:{uuid.uuid4().hex}:work"
+
+
+def wish(
+    key: str,
+    *,
+    token: bytes | None = None,
+    lease: timedelta = LEASE,
+    retention: timedelta = RETENTION,
+    fingerprint: bytes | None = None,
+    owner: str = "",
+    trace: TraceLink | None = None,
+) -> ReserveRequest:
+    return ReserveRequest(
+        key=key,
+        token=token or os.urandom(16),
+        lease=lease,
+        retention=retention,
+        fingerprint=fingerprint,
+        owner=owner,
+        trace=trace,
+    )
+
+
+async def ask(store: StoreUnderTest, request: ReserveRequest) -> Verdict:
+    (verdict,) = await store.repository.reserve([request])
+    return verdict
+
+
+async def take(store: StoreUnderTest, key: str, *, fingerprint: bytes | None = None) -> Reserved:
+    verdict = await ask(store, wish(key, fingerprint=fingerprint))
+    assert isinstance(verdict, Reserved)
+    return verdict
+
+
+async def complete(store: StoreUnderTest, reservation: Reserved, result: StoredResult | None = RESULT) -> bool:
+    (answer,) = await store.repository.complete([Completion(reservation=reservation, ttl=TTL, result=result)])
+    return answer
+
+
+async def fail(store: StoreUnderTest, reservation: Reserved, error: str = "no such account") -> bool:
+    (answer,) = await store.repository.fail([Failure(reservation=reservation, ttl=TTL, error=error)])
+    return answer
+
+
+async def lapse(store: StoreUnderTest) -> None:
+    """Let a lease end, and keep the record."""
+    await store.advance(LEASE + SLACK)
+
+
+async def write(store: StoreUnderTest, verb: str, reservation: Reserved) -> bool:
+    """One of the four writes of an owner, by its name."""
+    if verb == "complete":
+        return await complete(store, reservation)
+    if verb == "fail":
+        return await fail(store, reservation)
+    if verb == "renew":
+        return (await store.repository.renew([reservation], LEASE))[0]
+    return (await store.repository.release([reservation]))[0]
