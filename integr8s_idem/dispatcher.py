@@ -25,6 +25,7 @@ from integr8s_idem.manager import (
     HandlerFailed,
     IdempotencyManager,
     Outcome,
+    WaitForStore,
     Work,
 )
 from integr8s_idem.records import InProgress
@@ -183,14 +184,15 @@ class Handling:
         """What people read: type and id of the event."""
         return f"{self.event.event_type}:{self.event.event_id}"
 
-    async def attempt(self, *, patient: bool = False) -> Outcome[Any]:
-        """One try.  Raises as `IdempotencyManager.execute` does."""
+    async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
+        """One try.  Arguments and errors as those of `IdempotencyManager.execute`; a caller that waits for
+        the store also waits for the broker to take what the handler publishes."""
         self._tries += 1
         handler = self.handler
         attempt = Attempt(handler.plain_key(self.event), self._tries, 0, float("inf"), self.label)
         try:
             with handler.observer.phase(Phase.HANDLE, self.event.event_type):
-                value = await handler.work(self.event, attempt, patient=patient)
+                value = await handler.work(self.event, attempt, patient=wait_for_store is not None)
         except Exception as error:  # noqa: BLE001  # handed on as the outcome
             handler.observer.count(Signal.HANDLER_FAILED, self.event.event_type)
             given_up = isinstance(error, PermanentError) or self._tries >= handler.max_attempts
@@ -216,11 +218,11 @@ class GuardedHandling(Handling):
     def label(self) -> str:
         return self._work.key.label
 
-    async def attempt(self, *, patient: bool = False) -> Outcome[Any]:
+    async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
         async def work(attempt: Attempt) -> Any:
-            return await self.handler.work(self.event, attempt, patient=patient)
+            return await self.handler.work(self.event, attempt, patient=wait_for_store is not None)
 
-        return await self._manager.execute(self._work, work, patient=patient)
+        return await self._manager.execute(self._work, work, wait_for_store=wait_for_store)
 
     async def wait(self, found: InProgress, looks: int) -> None:
         await self._manager.wait_for_change(found, looks=looks)

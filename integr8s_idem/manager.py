@@ -67,6 +67,10 @@ RETENTION_IN_LEASES: Final = 10
 """A record that nobody settles is kept for this many leases at least, so that attempts of a crashing event count."""
 
 
+WaitForStore: TypeAlias = Callable[[StoreUnavailableError], Awaitable[None]]
+"""Returns when it is worth asking the store again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One run of some work, as its function sees it."""
@@ -278,17 +282,22 @@ class IdempotencyManager:
             looks += 1
 
     async def execute(
-        self, work: Work, function: Callable[[Attempt], Awaitable[T]], *, patient: bool = False
+        self,
+        work: Work,
+        function: Callable[[Attempt], Awaitable[T]],
+        *,
+        wait_for_store: WaitForStore | None = None,
     ) -> Outcome[T]:
         """One pass: reserve, run, settle.  Never waits for another run.
 
         Args:
             function: Does the work; its ordinary exceptions become `HandlerFailed`.
-            patient: Wait for the store as long as it takes once the function has run.
+            wait_for_store: Awaited whenever the store gives no answer once the function has run; then the
+                outcome is written again, as often as it takes.  Without it patience ends with the lease.
 
         Raises:
             StoreError: The store gave no verdict; nothing was done.
-            ResultNotStoredError: Only if not `patient`: it was done, and the store does not know.
+            ResultNotStoredError: Only without `wait_for_store`: it was done, and the store does not know.
             LeaseLostError: The reservation was lost on the way.
             CancelledError: We were cancelled; the key has been given back.
         """
@@ -304,8 +313,8 @@ class IdempotencyManager:
             return await self._blocked(work, function, verdict)
         if verdict.attempt > self.config.max_attempts and verdict.previous is Previous.LAPSED:
             crashed = CrashedTooOftenError(verdict.attempt - 1)
-            return await self._fail(work, verdict, crashed, asked_at, patient)
-        return await self._perform(work, function, verdict, asked_at, patient)
+            return await self._fail(work, verdict, crashed, asked_at, wait_for_store)
+        return await self._perform(work, function, verdict, asked_at, wait_for_store)
 
     async def wait_for_change(self, found: InProgress, *, at_most: float = 3600.0, looks: int = 0) -> None:
         """Return when it is worth asking again: the run in this process ended, or a while has passed.
@@ -397,7 +406,7 @@ class IdempotencyManager:
         function: Callable[[Attempt], Awaitable[T]],
         reserved: Reserved,
         asked_at: float,
-        patient: bool,
+        wait_for_store: WaitForStore | None,
     ) -> Outcome[T]:
         lease = self._leases.hold(reserved, asked_at)
         attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, work.key.label)
@@ -414,8 +423,8 @@ class IdempotencyManager:
                 if lease.lost:
                     self.observer.count(Signal.RESERVATION_LOST, work.event_type)
                     raise self._lost(work, reserved) from error
-                return await self._handler_failed(work, reserved, error, asked_at, patient)
-            await self._complete(work, reserved, value, asked_at, patient)
+                return await self._handler_failed(work, reserved, error, asked_at, wait_for_store)
+            await self._complete(work, reserved, value, asked_at, wait_for_store)
             return Executed(value, reserved.attempt)
         finally:
             if self._running.get(reserved.key) is ended:
@@ -423,7 +432,7 @@ class IdempotencyManager:
             ended.set_result(None)
 
     async def _handler_failed(
-        self, work: Work, reserved: Reserved, error: Exception, asked_at: float, patient: bool
+        self, work: Work, reserved: Reserved, error: Exception, asked_at: float, wait_for_store: WaitForStore | None
     ) -> HandlerFailed:
         self.observer.count(Signal.HANDLER_FAILED, work.event_type)
         if (
@@ -431,11 +440,18 @@ class IdempotencyManager:
             or self.config.on_failure is OnFailure.BLOCK
             or reserved.attempt >= self.config.max_attempts
         ):
-            return await self._fail(work, reserved, error, asked_at, patient)
+            return await self._fail(work, reserved, error, asked_at, wait_for_store)
         await self._try_to_release(work, reserved)
         return HandlerFailed(error, reserved.attempt, given_up=False)
 
-    async def _complete(self, work: Work, reserved: Reserved, value: object, asked_at: float, patient: bool) -> None:
+    async def _complete(
+        self,
+        work: Work,
+        reserved: Reserved,
+        value: object,
+        asked_at: float,
+        wait_for_store: WaitForStore | None,
+    ) -> None:
         stored, dropped = self._result_to_keep(value, work.event_type)
 
         async def write(ours: Reserved) -> bool:
@@ -444,10 +460,10 @@ class IdempotencyManager:
             )
 
         with self.observer.phase(Phase.COMPLETE, work.event_type):
-            await self._settle(work, reserved, write, None if patient else asked_at + reserved.lease.total_seconds())
+            await self._settle(work, reserved, write, asked_at, wait_for_store)
 
     async def _fail(
-        self, work: Work, reserved: Reserved, error: Exception, asked_at: float, patient: bool
+        self, work: Work, reserved: Reserved, error: Exception, asked_at: float, wait_for_store: WaitForStore | None
     ) -> HandlerFailed:
         text = describe_error(error)
 
@@ -455,14 +471,20 @@ class IdempotencyManager:
             return await self._failures.ask(Failure(reservation=ours, ttl=work.ttl or self.config.ttl, error=text))
 
         with self.observer.phase(Phase.FAIL, work.event_type):
-            await self._settle(work, reserved, write, None if patient else asked_at + reserved.lease.total_seconds())
+            await self._settle(work, reserved, write, asked_at, wait_for_store)
         return HandlerFailed(error, reserved.attempt, given_up=True)
 
     async def _settle(
-        self, work: Work, reserved: Reserved, write: Callable[[Reserved], Awaitable[bool]], give_up_at: float | None
+        self,
+        work: Work,
+        reserved: Reserved,
+        write: Callable[[Reserved], Awaitable[bool]],
+        asked_at: float,
+        wait_for_store: WaitForStore | None,
     ) -> None:
         """Write the outcome; a store that is down for a moment must not turn a success into a failure."""
         pause = FIRST_LOOK
+        give_up_at = asked_at + reserved.lease.total_seconds()
         while True:
             try:
                 if await write(reserved):
@@ -470,7 +492,10 @@ class IdempotencyManager:
                 reserved = await self._reserved_again(work, reserved)
             except StoreUnavailableError as error:
                 self.observer.count(Signal.STORE_ERROR, work.event_type)
-                if give_up_at is not None and asyncio.get_running_loop().time() + pause > give_up_at:
+                if wait_for_store is not None:
+                    await wait_for_store(error)
+                    continue
+                if asyncio.get_running_loop().time() + pause > give_up_at:
                     raise ResultNotStoredError(work.key.label, error.reason) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, LONGEST_LOOK)

@@ -10,11 +10,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from integr8s_idem.cli.application import Application, known_services, load_application
+from integr8s_idem.cli.application import chosen_services, load_application
+from integr8s_idem.cli.run import Run, run
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.example import example_settings
 from integr8s_idem.config.loading import settings_source
 from integr8s_idem.errors import ApplicationError, IdempotencyError, SettingsError, SettingsMistake
+from integr8s_idem.worker import Platform
 
 MISTAKE: Final = 2
 """Exit status: what was asked for, or the settings, cannot be."""
@@ -65,12 +67,11 @@ def run_command(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines, also on a terminal.")] = False,
 ) -> None:
     """Run the services of a platform until Ctrl-C or SIGTERM, which drain."""
-    from integr8s_idem.cli.run import Run, run
 
     def start() -> int:
-        application = load_application(target)
-        services = known_services(application, service or [])
-        return run(Run(application, services, settings, embedded, as_json))
+        platform = load_application(target)
+        services = chosen_services(platform, service or [])
+        return run(Run(platform, services, settings, embedded, as_json))
 
     raise typer.Exit(_answered(start))
 
@@ -117,14 +118,14 @@ def _name(error: IdempotencyError) -> str:
 
 
 def _checked(
-    file: Path | None, application: Application | None
+    file: Path | None, platform: Platform | None
 ) -> tuple[Sequence[SettingsMistake], Sequence[SettingsMistake]]:
-    settings_type = application.settings_type if application else Settings
+    settings_type = platform.settings_type if platform else Settings
     try:
         settings = load_settings(file, settings_type)
     except SettingsError as error:
         return error.mistakes, ()
-    return (), settings_warnings(settings, application.services if application else ())
+    return (), settings_warnings(settings, platform.services if platform else ())
 
 
 def _print_json(source: str, mistakes: Sequence[SettingsMistake], warnings: Sequence[SettingsMistake]) -> None:

@@ -6,37 +6,22 @@ import importlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
+from typing import Final
 
-from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.worker import Platform, Service
 
 _OWN_LINES: Final = 12
 """Lines of an application's traceback that are shown."""
 _USAGE: Final = "write MODULE:APP, as in billing.workers:platform"
 
 
-@runtime_checkable
-class Application(Protocol):
-    """What can be run: a `Platform`."""
-
-    @property
-    def services(self) -> Mapping[str, Any]:
-        """By name."""
-        ...
-
-    @property
-    def settings_type(self) -> type[Settings]:
-        """The model of its settings."""
-        ...
-
-
-def load_application(target: str) -> Application:
+def load_application(target: str) -> Platform:
     """Import what `target` names.
 
     Raises:
@@ -48,26 +33,26 @@ def load_application(target: str) -> Application:
     if "/" in module_name or module_name.endswith(".py"):
         raise ApplicationError(f'"{target}" is a path; {_USAGE}{_guess(target)}')
     found = _attribute(_module(module_name), attribute)
-    if _is_application(found):
+    if isinstance(found, Platform):
         return found
     raise ApplicationError(
         f"{target} is {_article(type(found).__name__)}, not a Platform; write {attribute} = Platform(Service(…), …)"
     )
 
 
-def known_services(application: Application, wanted: Sequence[str]) -> list[str]:
-    """The names in `wanted`, each once; all of the application's if none is.
+def chosen_services(platform: Platform, names: Sequence[str]) -> list[Service]:
+    """The services named; all of the platform's if none is.
 
     Raises:
-        ApplicationError: One is no service of the application.
+        ApplicationError: One is no service of the platform.
     """
-    known = list(application.services)
-    for name in wanted:
-        if name not in application.services:
+    known = list(platform.services)
+    for name in names:
+        if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f' (did you mean "{near[0]}"?)' if near else ""
             raise ApplicationError(f'no service is called "{name}"{hint}; known: {", ".join(known) or "none"}')
-    return list(dict.fromkeys(wanted)) or known
+    return platform.choose(names)
 
 
 def _module(name: str) -> ModuleType:
@@ -95,16 +80,11 @@ def _attribute(module: ModuleType, attribute: str) -> object:
     try:
         return attrgetter(attribute)(module)
     except AttributeError:
-        applications = [name for name, value in vars(module).items() if _is_application(value)]
+        applications = [name for name, value in vars(module).items() if isinstance(value, Platform)]
         near = get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=1)
         meant = applications[:1] or near
         hint = f"; perhaps {module.__name__}:{meant[0]} is meant" if meant else "; it holds no Platform"
         raise ApplicationError(f'module "{module.__name__}" has no "{attribute}"{hint}') from None
-
-
-def _is_application(value: object) -> TypeGuard[Application]:
-    """A class has the attributes of its instances, and is none."""
-    return isinstance(value, Application) and not isinstance(value, type)
 
 
 def _broken(name: str, error: Exception, advice: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any, Final, TextIO
 from rich.console import Console
 from rich.text import Text
 
-_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
-"""What every record has; the rest came by `extra`."""
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+"""What every record has, and a copy of the message that uvicorn adds; the rest came by `extra`."""
 _COLOURS: Final = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
 
 

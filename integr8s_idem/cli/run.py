@@ -1,9 +1,8 @@
-"""`integr8s-idem run`: settings, logging, the loop, and whatever the worker's runner does in it."""
+"""`integr8s-idem run`: settings, logging, the loop, and a group of services in it."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import signal
 import sys
@@ -11,16 +10,16 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, TypeAlias
 
 from rich.console import Console
 
-from integr8s_idem.cli.application import Application
 from integr8s_idem.cli.logging import log_as_json, log_as_text
-from integr8s_idem.cli.table import LiveTable, Snapshot
+from integr8s_idem.cli.table import LiveTable
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.loading import settings_source
 from integr8s_idem.errors import IdempotencyError
+from integr8s_idem.worker import Platform, Service, ServiceGroup, ServiceReport
 
 _log: Final = logging.getLogger(__name__)
 
@@ -44,24 +43,15 @@ _NO_CREDENTIALS: Final[Mapping[str, Mapping[str, Any]]] = {
 """What the settings say about real servers means nothing to embedded ones."""
 
 
-class Runner(Protocol):
-    """The worker's `run_platform`.
+class Group(Protocol):
+    """The services of this process.  It handles SIGTERM and SIGINT: the first drains, a second stops at once."""
 
-    It handles SIGTERM and SIGINT itself: the first drains, a second one stops at once.
-    """
+    def reports(self) -> Sequence[ServiceReport]:
+        """How each is doing."""
+        ...
 
-    def __call__(
-        self,
-        platform: Any,
-        settings: Settings,
-        *,
-        services: Sequence[str] | None,
-        on_started: Callable[[Snapshot], None] | None,
-    ) -> Coroutine[Any, Any, int]:
-        """Run until told to stop; how many services failed.
-
-        `on_started` is called once, from the loop, as soon as there is something to ask.
-        """
+    async def run(self) -> int:
+        """Run until stopped; the exit status."""
         ...
 
 
@@ -73,6 +63,7 @@ class Servers(Protocol):
         ...
 
 
+MakeGroup: TypeAlias = Callable[[Sequence[Service], Settings], Group]
 StartServers: TypeAlias = Callable[[], AbstractAsyncContextManager[Servers]]
 
 
@@ -80,27 +71,24 @@ StartServers: TypeAlias = Callable[[], AbstractAsyncContextManager[Servers]]
 class Run:
     """What was asked for on the command line."""
 
-    application: Application
-    services: Sequence[str]
+    platform: Platform
+    services: Sequence[Service]
     settings_file: Path | None = None
     embedded: bool = False
     as_json: bool = False
 
     def settings(self, overrides: Mapping[str, Any] | None = None) -> Settings:
-        """The application's settings.  Raises `SettingsError`."""
-        return load_settings(self.settings_file, self.application.settings_type, overrides=overrides)
+        """The platform's settings.  Raises `SettingsError`."""
+        return load_settings(self.settings_file, self.platform.settings_type, overrides=overrides)
 
 
-def run(
-    asked: Run, runner: Runner | None = None, servers: Callable[[], AbstractAsyncContextManager[Servers]] | None = None
-) -> int:
+def run(asked: Run, make_group: MakeGroup = ServiceGroup, servers: StartServers | None = None) -> int:
     """Run the services until a signal; the exit status.
 
     Raises:
         SettingsError: Before anything is started.
     """
-    overrides = _NO_CREDENTIALS if asked.embedded else None
-    settings = asked.settings(overrides)
+    settings = asked.settings(_NO_CREDENTIALS if asked.embedded else None)
     console = Console()
     table = None if asked.as_json or not console.file.isatty() else LiveTable(console)
     if table is None:
@@ -108,32 +96,27 @@ def run(
     else:
         log_as_text(console, settings.telemetry.log_level)
     _warn(asked, settings)
-    return _in_loop(_run(asked, settings, runner or _runner(), servers or _embedded, table))
+    return _in_loop(_run(asked, settings, make_group, servers or _embedded, table))
 
 
 async def _run(
-    asked: Run,
-    settings: Settings,
-    runner: Runner,
-    servers: StartServers,
-    table: LiveTable | None,
+    asked: Run, settings: Settings, make_group: MakeGroup, servers: StartServers, table: LiveTable | None
 ) -> int:
     async with AsyncExitStack() as stack:
         if asked.embedded:
-            with _terminated_by_cancelling():
-                started = await stack.enter_async_context(servers())
+            stack.enter_context(_terminated_by_cancelling())
+            started = await stack.enter_async_context(servers())
             settings = asked.settings(merged(_NO_CREDENTIALS, started.settings()))
+        group = make_group(asked.services, settings)
         if table is not None:
-            await stack.enter_async_context(table.shown())
-        watch = table.watch if table else None
+            await stack.enter_async_context(table.shown(group.reports))
         try:
-            failed = await runner(asked.application, settings, services=asked.services, on_started=watch)
+            return await group.run()
         except IdempotencyError:
             raise  # says itself what is wrong and what to do
         except Exception:  # noqa: BLE001 -- logged with its traceback, and the exit status says so
             _log.exception("the services ended by an error that nobody expected")
             return 1
-        return 1 if failed else 0
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +149,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 @contextmanager
 def _terminated_by_cancelling() -> Iterator[None]:
-    """SIGTERM cancels, so that servers that are just being started are stopped and not left behind."""
+    """Until the services take the signal over, SIGTERM cancels: servers being started are not left behind."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
@@ -178,12 +161,8 @@ def _terminated_by_cancelling() -> Iterator[None]:
 
 def _warn(asked: Run, settings: Settings) -> None:
     source = settings_source(asked.settings_file)
-    for warning in settings_warnings(settings, asked.application.services):
+    for warning in settings_warnings(settings, asked.platform.services):
         _log.warning("%s: %s %s", source, warning.path, warning.message)
-
-
-def _runner() -> Runner:
-    return cast(Runner, importlib.import_module("integr8s_idem.worker").run_platform)
 
 
 def _embedded() -> AbstractAsyncContextManager[Servers]:

@@ -157,7 +157,7 @@ def _expected(schema: Mapping[str, Any], path: Path, value: object) -> str:
             return "text" + (f" that matches {schema['pattern']}" if "pattern" in schema else "")
         case "array":
             return ("a list of texts" if schema.get("items", {}).get("type") == "string" else "a list") + (
-                " with at least one in it" if schema.get("minItems") else ""
+                " with at least one in it" if schema.get("minItems") == 1 else ""
             )
         case "object":
             return "a table of settings"

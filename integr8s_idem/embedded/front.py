@@ -29,11 +29,13 @@ class Front:
         self._clients: set[asyncio.Task[None]] = set()
         self._groups = Groups()
         self._coordinator = Coordinator(self._groups, self.host, self.port)
+        self._serving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="embedded-kafka", daemon=True)
 
     def start(self) -> None:
         """From now on connections are answered."""
         self._thread.start()
+        self._serving.wait()  # a loop that is stopped before it serves would never be closed
 
     def stop(self) -> None:
         """Close every connection; returns when the thread has ended."""
@@ -43,6 +45,7 @@ class Front:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(asyncio.start_server(self._take, sock=self._listening))
+        self._loop.call_soon(self._serving.set)
         try:
             self._loop.run_forever()
         finally:

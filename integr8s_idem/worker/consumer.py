@@ -405,7 +405,7 @@ class ServiceWorker:
         return sum(map(self._lag, assignments))
 
     def _lag(self, assignment: Assignment) -> int:
-        done = assignment.progress.committable
+        done = assignment.progress.committed
         done = assignment.start if done is None else done
         if done is None or assignment.partition not in self._consumer.assignment():
             return 0

@@ -48,6 +48,12 @@ class StoreGate:
         if self._opened is not None:
             await asyncio.wait({self._opened, unless}, return_when=asyncio.FIRST_COMPLETED)
 
+    async def wait_out(self, error: StoreError) -> None:
+        """The store has failed us with work that is done: return when it is back."""
+        self.close(error)
+        if self._opened is not None:
+            await asyncio.wait({self._opened})
+
     async def check(self) -> None:
         """Ask the store for a sign of life now.
 

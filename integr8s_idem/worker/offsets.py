@@ -15,6 +15,7 @@ class Progress:
     def __init__(self) -> None:
         self._delivered: deque[int] = deque()
         self._finished: set[int] = set()
+        self._first: int | None = None
         self._next: int | None = None
         self.committed: int | None = None
         """What the broker has confirmed."""
@@ -38,6 +39,8 @@ class Progress:
         """Note a delivery.  `False`: it was delivered before, and is on its way or done."""
         if self._next is not None and offset < self._next:
             return False
+        if self._first is None:
+            self._first = offset
         self._delivered.append(offset)
         self._next = offset + 1
         return True
@@ -56,7 +59,7 @@ class Progress:
     @property
     def to_commit(self) -> int | None:
         """The offset to commit if that would advance the group."""
-        offset = self.committable
-        if offset is None or (self.committed is not None and offset <= self.committed):
+        offset, known = self.committable, self._first if self.committed is None else self.committed
+        if offset is None or known is None or offset <= known:
             return None
         return offset

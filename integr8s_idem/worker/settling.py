@@ -141,7 +141,7 @@ class Settler:
             if delivery.assignment.closed:
                 raise AbandonedError
             try:
-                return await handling.attempt(patient=True)
+                return await handling.attempt(wait_for_store=self.gate.wait_out)
             except StoreError as error:
                 self.gate.close(error)
                 return None

@@ -22,13 +22,15 @@ def redis_client(settings: RedisStoreSettings) -> Redis:
     """A client of its own, with bytes for answers; opens nothing yet.  Close it with `aclose()`.
 
     A call waits for a free connection, connects, and is repeated after a lost connection, all
-    within the deadline of the repository that uses it.
+    within the deadline of the repository that uses it.  There is no other limit to the wait
+    for an answer: whoever sends commands of their own needs a deadline of their own.
     """
     pool = BlockingConnectionPool.from_url(
         settings.url,
         max_connections=settings.max_connections,
         timeout=settings.timeout_seconds,
-        socket_timeout=settings.timeout_seconds,
+        # The driver would start a task for each write to watch this time.
+        socket_timeout=None,
         socket_connect_timeout=settings.timeout_seconds,
         retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=settings.timeout_seconds / 8), RETRIES),
         client_name=CLIENT_NAME,

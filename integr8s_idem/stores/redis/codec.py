@@ -25,10 +25,11 @@ numbers are big-endian.
       32  processing: the run before was released
       64  processing: the run before lapsed
 
-Two parts are made here for Lua.  A *wish* is the flags and everything from offset 18 of the
+Parts are made here for Lua.  A *wish* is the flags and everything from offset 18 of the
 processing record to be.  An *outcome* is the flags and everything after the trace of the
 terminal record to be: Lua keeps fingerprint and trace.  A *mark* is fence and token, by
-which a reservation is known again.
+which a reservation is known again.  Lengths of time are six bytes of milliseconds.  What
+belongs to one key goes in one argument: the driver spends its time per argument.
 
 A completed record without a result takes 18 to 58 bytes.
 """
@@ -113,6 +114,11 @@ def milliseconds(duration: timedelta) -> int:
 def life_ms(duration: timedelta) -> int:
     """As `milliseconds`, but at least 1: Redis knows no expiry of 0."""
     return max(milliseconds(duration), 1)
+
+
+def packed_ms(ms: int) -> bytes:
+    """A length of time for Lua."""
+    return ms.to_bytes(6, "big")
 
 
 def wish_of(request: ReserveRequest) -> bytes:

@@ -35,8 +35,8 @@ _PASSING: Final = {
 """Refusals that end by themselves or by an operator's hand, without a change on our side."""
 
 _CODE: Final = re.compile(rf"\b({'|'.join(_PASSING)})\b")
-# Refused inside a script, Redis 6.2 does not say which command it was.
-_REFUSED: Final = re.compile(r"permissions? to run the '([^']+)' command|can't run this command|access a key|NOPERM")
+_COMMAND: Final = re.compile(r"permissions? to run the '([^']+)' command")
+_REFUSED: Final = re.compile(r"NOPERM|permissions|can't run this command")
 
 
 @asynccontextmanager
@@ -48,6 +48,9 @@ async def guarded(operation: str, timeout: timedelta) -> AsyncIterator[None]:
         StoreConfigurationError: A refusal that does not pass by waiting.
     """
     seconds = timeout.total_seconds()
+    task = asyncio.current_task()
+    assert task is not None, "the store needs an asyncio task"
+    cancellations = task.cancelling()
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -60,43 +63,55 @@ async def guarded(operation: str, timeout: timedelta) -> AsyncIterator[None]:
         raise translated(operation, error) from error
     except OSError as error:
         raise StoreUnavailableError(operation, f"no connection to Redis: {error}") from error
+    if task.cancelling() > cancellations:
+        # The driver waits by asyncio.wait_for, which swallows some cancellations before Python 3.12.
+        raise asyncio.CancelledError
 
 
 def translated(operation: str, error: RedisError) -> StoreError:
     """Our error for one of the driver's."""
-    if isinstance(error, AuthenticationError | AuthorizationError | AuthenticationWrongNumberOfArgsError):
+    told = _told_by_server(error)
+    if isinstance(told, AuthenticationError | AuthorizationError | AuthenticationWrongNumberOfArgsError):
         return StoreConfigurationError(operation, "Redis does not accept this user and password")
-    if not isinstance(error, ResponseError):
+    if not isinstance(told, ResponseError):
         return StoreUnavailableError(operation, f"no connection to Redis: {error}")
     # The driver cuts the code off the text where it has a class for it.
-    text = f"{getattr(error, 'status_code', None) or ''} {error}"
-    if isinstance(error, NoPermissionError) or _REFUSED.search(text):
+    text = f"{_CODES.get(type(told).__name__, '')} {told}"
+    if isinstance(told, NoPermissionError) or _REFUSED.search(text):
         return StoreConfigurationError(operation, _permission(text))
     passing = _CODE.search(text)
-    if passing is None:
-        passing = _CODE.search(_code_of_class(error))
     if passing is not None:
         return StoreUnavailableError(operation, _PASSING[passing.group(1)])
-    return StoreConfigurationError(operation, f"Redis answers: {_harmless(str(error))}")
+    return StoreConfigurationError(operation, f"Redis answers: {_harmless(str(told))}")
 
 
-def _code_of_class(error: ResponseError) -> str:
-    """The code, told by the class: older drivers keep it nowhere else."""
-    return {
-        "OutOfMemoryError": "OOM",
-        "ReadOnlyError": "READONLY",
-        "ClusterDownError": "CLUSTERDOWN",
-        "MasterDownError": "MASTERDOWN",
-        "TryAgainError": "TRYAGAIN",
-    }.get(type(error).__name__, "")
+def _told_by_server(error: BaseException) -> BaseException:
+    """What the server refused with, where the driver wraps it: it does so while it connects."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ResponseError | AuthenticationError | AuthorizationError):
+            return cause
+        cause = cause.__cause__
+    return error
+
+
+_CODES: Final = {
+    "OutOfMemoryError": "OOM",
+    "ReadOnlyError": "READONLY",
+    "ClusterDownError": "CLUSTERDOWN",
+    "MasterDownError": "MASTERDOWN",
+    "TryAgainError": "TRYAGAIN",
+}
+"""By name: older drivers lack some of these classes."""
 
 
 def _permission(text: str) -> str:
-    refused = _REFUSED.search(text)
-    if refused is not None and refused.group(1):
-        return f"this Redis user may not run {refused.group(1).upper()}: give it +{refused.group(1).lower()}"
-    if "key" in text:
+    command = _COMMAND.search(text)
+    if command is not None:
+        return f"this Redis user may not run {command.group(1).upper()}: give it +{command.group(1).lower()}"
+    if "access" in text:
         return "this Redis user may not touch these keys: give it ~prefix* for the prefix of [idempotency] key_prefix"
+    # Redis 6.2 does not say which command a script was refused.
     return (
         "this Redis user may not run a command inside a script: give it +get +set +setrange +time +pttl +pexpire "
         "and +evalsha +script|load"

@@ -53,7 +53,7 @@ class RedisIdempotencyRepository:
         ~KEY_PREFIX:* +evalsha +script|load +get +set +setrange +time +pttl +pexpire
         +scan +getrange +unlink        for scan, count_active and delete
         +ping +info +config|get        for ping; it says so where info or config is refused
-        +client|setname +client|setinfo +select     for the connections of `redis_client`
+        +client|setname +select        for the connections of `redis_client`
 
     Args:
         client: A client of redis-py; `redis_client` makes one from settings.
@@ -133,13 +133,13 @@ class RedisIdempotencyRepository:
             keys: list[str] = []
             arguments: list[bytes | int] = [status]
             ttl = None
-            ttl_ms = 0
+            packed_ttl = b""
             for outcome, item in zip(outcomes[part], settled[part], strict=True):
                 if item.ttl is not ttl:
                     ttl = item.ttl
-                    ttl_ms = codec.life_ms(ttl)
+                    packed_ttl = codec.packed_ms(codec.life_ms(ttl))
                 keys.append(item.reservation.key)
-                arguments += (codec.mark_of(item.reservation), ttl_ms, outcome)
+                arguments.append(packed_ttl + codec.mark_of(item.reservation) + outcome)
             async with guarded(operation, self._timeout):
                 written = await self._scripts.settle(keys, arguments)
             answers += map(bool, written)
@@ -241,7 +241,7 @@ class RedisIdempotencyRepository:
 def _wishes(requests: Sequence[ReserveRequest], indexes: Sequence[int]) -> list[bytes | int]:
     arguments: list[bytes | int] = []
     lease = retention = None
-    lease_ms = retention_ms = 0
+    times = b""
     for index in indexes:
         request = requests[index]
         # The requests of a batch usually share these two objects.
@@ -250,7 +250,8 @@ def _wishes(requests: Sequence[ReserveRequest], indexes: Sequence[int]) -> list[
             lease_ms = codec.milliseconds(lease)
             # A record that is gone before its lease would leave the key with two owners.
             retention_ms = max(codec.life_ms(retention), lease_ms)
-        arguments += (codec.wish_of(request), lease_ms, retention_ms)
+            times = codec.packed_ms(lease_ms) + codec.packed_ms(retention_ms)
+        arguments.append(times + codec.wish_of(request))
     return arguments
 
 

@@ -1,7 +1,7 @@
 -- Ask for many keys at once.
 -- KEYS   record keys
--- ARGV   for each key: wish, lease in ms, retention in ms
---        wish = flags (1 byte), fingerprint, trace, token (16 bytes), owner; see codec.py
+-- ARGV   for each key a wish: lease in ms (6 bytes), retention in ms (6), flags (1), fingerprint, trace,
+--        token (16), owner; see codec.py
 -- Answer {now in µs, answer per key}; an answer is
 --        0            it was absent and is yours: attempt 1, fence = now
 --        1            the key holds another Redis type
@@ -25,11 +25,11 @@ local function meet(key, record, wish, lease, retention)
   if format ~= 1 then
     return sub(record, 1, 1)
   end
-  local offered = byte(wish)
+  local offered = byte(wish, 13)
   if status ~= 1 or flags == nil or flags >= 96 or flags % 32 > 3 or low == nil or high + low == 0 then
     return record
   end
-  if offered % 2 == 1 and flags % 2 == 1 and sub(wish, 2, 17) ~= sub(record, 19, 34) then
+  if offered % 2 == 1 and flags % 2 == 1 and sub(wish, 14, 29) ~= sub(record, 19, 34) then
     return record
   end
   local mark = 19 + EXTRAS[flags % 4]
@@ -37,7 +37,7 @@ local function meet(key, record, wish, lease, retention)
     return record
   end
   local lease_until = unpack('>I6', record, 13)
-  local token = 2 + EXTRAS[offered % 4]
+  local token = 14 + EXTRAS[offered % 4]
   local new
   if lease_until > 0 and sub(record, mark, mark + 15) == sub(wish, token, token + 15) then
     -- Our own reservation: the answer to an earlier call was lost.
@@ -47,7 +47,7 @@ local function meet(key, record, wish, lease, retention)
     local attempt = math.min(high * 256 + low + 1, 65535)
     local previous = lease_until == 0 and 32 or 64
     new = '\1\1' .. char(offered + previous)
-      .. pack('>HI7I6', attempt, math.max(fence + 1, now_us), now + lease) .. sub(wish, 2)
+      .. pack('>HI7I6', attempt, math.max(fence + 1, now_us), now + lease) .. sub(wish, 14)
   else
     return record
   end
@@ -55,13 +55,16 @@ local function meet(key, record, wish, lease, retention)
   return new
 end
 
-local last_lease, stamp
+local times, lease, retention, stamp
 for i = 1, #KEYS do
-  local key, wish, lease, retention = KEYS[i], ARGV[3 * i - 2], ARGV[3 * i - 1], ARGV[3 * i]
-  if lease ~= last_lease then
-    last_lease, stamp = lease, pack('>HI7I6', 1, now_us, now + lease)
+  local key, wish = KEYS[i], ARGV[i]
+  if sub(wish, 1, 12) ~= times then
+    times = sub(wish, 1, 12)
+    lease, retention = unpack('>I6I6', times)
+    retention = string.format('%.0f', retention)
+    stamp = pack('>HI7I6', 1, now_us, now + lease)
   end
-  if call('SET', key, '\1\1' .. sub(wish, 1, 1) .. stamp .. sub(wish, 2), 'NX', 'PX', retention) then
+  if call('SET', key, '\1\1' .. sub(wish, 13, 13) .. stamp .. sub(wish, 14), 'NX', 'PX', retention) then
     answers[i + 1] = 0
   elseif answered >= LONG_ENOUGH then
     answers[i + 1] = 2

@@ -1,7 +1,7 @@
 -- Complete or fail many reservations at once.
 -- KEYS   record keys
--- ARGV   the new status (1 byte), then for each key: fence (7 bytes) and token (16 bytes), ttl in ms, outcome
---        outcome = flags (1 byte), then what follows fingerprint and trace; see codec.py
+-- ARGV   the new status (1 byte), then for each key: ttl in ms (6 bytes), fence (7), token (16), flags (1), and
+--        what follows fingerprint and trace in the record to be; see codec.py
 -- Answer per key: 1 written, or written earlier by the same reservation; 0 no longer ours, or gone
 local call, pcall = redis.call, redis.pcall
 local byte, char, sub = string.byte, string.char, string.sub
@@ -14,25 +14,28 @@ local code = byte(status)
 local head = '\1' .. status
 local answers = {}
 
+local packed_ttl, ttl
 for i = 1, #KEYS do
-  local key, mark, ttl, outcome = KEYS[i], ARGV[3 * i - 1], ARGV[3 * i], ARGV[3 * i + 1]
+  local key, outcome = KEYS[i], ARGV[i + 1]
+  if sub(outcome, 1, 6) ~= packed_ttl then
+    packed_ttl = sub(outcome, 1, 6)
+    ttl = string.format('%.0f', struct.unpack('>I6', packed_ttl))
+  end
   local record = pcall('GET', key)
   local answer = 0
   if type(record) == 'string' then
     local format, was, flags = byte(record, 1, 3)
-    if format == 1 and flags and sub(record, 6, 12) == sub(mark, 1, 7) then
-      if was == 1 then
-        flags = flags % 4
-        local extras = EXTRAS[flags]
-        if sub(record, 19 + extras, 34 + extras) == sub(mark, 8, 23) then
-          call('SET', key, head .. char(flags + byte(outcome)) .. sub(record, 4, 12) .. now
-            .. sub(record, 19, 18 + extras) .. sub(outcome, 2), 'PX', ttl)
-          answer = 1
-        end
-      elseif was == code then
-        -- The fence names the reservation: terminal records keep no token.
+    if format == 1 and was == 1 and flags then
+      flags = flags % 4
+      local extras = EXTRAS[flags]
+      if sub(record, 6, 12) .. sub(record, 19 + extras, 34 + extras) == sub(outcome, 7, 29) then
+        call('SET', key, head .. char(flags + byte(outcome, 30)) .. sub(record, 4, 12) .. now
+          .. sub(record, 19, 18 + extras) .. sub(outcome, 31), 'PX', ttl)
         answer = 1
       end
+    elseif format == 1 and was == code and sub(record, 6, 12) == sub(outcome, 7, 13) then
+      -- The fence names the reservation: terminal records keep no token.
+      answer = 1
     end
   elseif record and not string.find(record.err, 'WRONGTYPE', 1, true) then
     return record

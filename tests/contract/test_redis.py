@@ -1,0 +1,58 @@
+"""The contract of all stores, held by the one in Redis: on the oldest server we support, and on this machine's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+import pytest
+
+from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest
+from tests.support.aging import age_records
+from tests.support.redis import RedisServer, bundled_binary, installed_binary
+
+
+@pytest.fixture(scope="module")
+def oldest_server() -> Iterator[RedisServer]:
+    with RedisServer(binary=bundled_binary()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def installed_server() -> Iterator[RedisServer]:
+    binary = installed_binary()
+    if binary is None:
+        pytest.skip("no redis-server or valkey-server on the PATH, nor named by INTEGR8S_IDEM_TEST_REDIS_SERVER")
+    with RedisServer(binary=binary) as server:
+        yield server
+
+
+@asynccontextmanager
+async def _store_on(server: RedisServer) -> AsyncIterator[StoreUnderTest]:
+    server.flush()
+    client = server.client()
+
+    async def advance(duration: timedelta) -> None:
+        await age_records(client, duration)
+
+    async def spoil(key: str) -> None:
+        await client.set(key, b'{"status": "completed"}', ex=60)
+
+    yield StoreUnderTest(RedisIdempotencyRepository(client), advance, spoil)
+    await client.aclose()
+
+
+class TestOldestRedis(RepositoryContract):
+    @pytest.fixture
+    async def store(self, oldest_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
+        async with _store_on(oldest_server) as store:
+            yield store
+
+
+class TestInstalledRedis(RepositoryContract):
+    @pytest.fixture
+    async def store(self, installed_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
+        async with _store_on(installed_server) as store:
+            yield store

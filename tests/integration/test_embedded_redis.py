@@ -1,0 +1,91 @@
+"""The embedded Redis: a real server that leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from redis import Redis
+
+from integr8s_idem.config import RedisStoreSettings
+from integr8s_idem.embedded import EmbeddedRedis, embedded
+
+
+async def test_both_servers_are_there_inside_and_gone_after() -> None:
+    async with embedded() as servers:
+        url = RedisStoreSettings(url=servers.redis_url).url
+        with Redis.from_url(url) as client:
+            assert client.ping()
+
+    assert not Path(url.removeprefix("unix://")).parent.exists()
+
+
+def test_the_server_evicts_nothing_and_listens_on_no_port() -> None:
+    redis = EmbeddedRedis()
+    redis.start()
+    try:
+        with Redis.from_url(redis.url, decode_responses=True) as client:
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            assert client.config_get("port") == {"port": "0"}
+    finally:
+        redis.stop()
+
+
+@pytest.mark.parametrize(("durable", "kept"), [(True, b"1"), (False, None)])
+def test_a_killed_server_keeps_its_writes_only_where_asked_to(durable: bool, kept: bytes | None) -> None:
+    redis = EmbeddedRedis(durable=durable)
+    redis.start()
+    try:
+        with Redis.from_url(redis.url) as client:
+            client.set("key", "1")
+
+        redis.kill()
+        redis.restart()
+
+        with Redis.from_url(redis.url) as client:
+            assert client.get("key") == kept
+    finally:
+        redis.stop()
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """Where a killed parent leaves its files; pytest's own folders have names too long for a socket."""
+    with tempfile.TemporaryDirectory(prefix="idem-") as folder:
+        yield folder
+
+
+def test_the_server_goes_with_its_parent_even_when_that_is_killed(short_folder: str) -> None:
+    script = (
+        "import sys; from integr8s_idem.embedded import EmbeddedRedis; redis = EmbeddedRedis(); redis.start();"
+        "print(redis.pid, flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "TMPDIR": short_folder}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert parent.stdout is not None
+    server = int(parent.stdout.readline())
+
+    parent.kill()
+    parent.communicate()
+
+    assert _gone(server)
+
+
+def _gone(pid: int) -> bool:
+    """Whether the process ends within five seconds; one that only waits to be collected has ended."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.01)
+    return False

@@ -1,0 +1,116 @@
+"""The example of the first hour on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from dishka import AsyncContainer
+
+from examples.billing.containers import audit_container, billing_container
+from examples.billing.handlers import OrderPlaced
+from examples.billing.payments import Audit, Payments
+from integr8s_idem import BaseEvent, EventPublisher, Service, Settings, load_settings
+from integr8s_idem.worker import ServiceGroup, ServiceReport
+from tests.support.kafka import Kafka
+
+SETTINGS = Path(__file__).parents[2] / "examples" / "billing" / "settings.toml"
+
+
+@pytest.fixture
+def settings(kafka: Kafka, topic_prefix: str, redis_url: str) -> Settings:
+    """The example's own, with the addresses of this test."""
+    groups = {name: {"group_id": f"{topic_prefix}{name}"} for name in ("billing", "audit")}
+    return load_settings(
+        SETTINGS,
+        overrides={
+            "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix},
+            "store": {"url": redis_url},
+            "services": groups,
+            "telemetry": {"spans": "off", "metrics_enabled": False},
+        },
+    )
+
+
+class Shop:
+    """Both services while they run, and the containers they were given."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._containers: dict[str, AsyncContainer] = {}
+        self._group = ServiceGroup(
+            [
+                Service("billing", container=self._kept("billing", billing_container)),
+                Service("audit", container=self._kept("audit", audit_container)),
+            ],
+            settings,
+        )
+
+    def _kept(self, name: str, make: Callable[[Settings], AsyncContainer]) -> Callable[[Settings], AsyncContainer]:
+        def kept(settings: Settings) -> AsyncContainer:
+            return self._containers.setdefault(name, make(settings))
+
+        return kept
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Shop]:
+        """Run both; fail if one of them did."""
+        self._running = asyncio.create_task(self._group.run())
+        try:
+            yield self
+        finally:
+            self._group.stop()
+            async with asyncio.timeout(30):
+                assert await self._running == 0, self._group.reports()
+
+    async def publish(self, *events: BaseEvent) -> None:
+        publisher = EventPublisher(self._settings.kafka)
+        for event in events:
+            await publisher.publish(event)
+        await publisher.close()
+
+    async def until(self, true: Callable[[dict[str, ServiceReport]], bool]) -> None:
+        """Return once `true` of the reports."""
+        async with asyncio.timeout(60):
+            while not true({report.name: report for report in self._group.reports()}):
+                await asyncio.wait({self._running}, timeout=0.05)
+                assert not self._running.done(), self._group.reports()
+
+    async def payments(self) -> Payments:
+        return await self._containers["billing"].get(Payments)
+
+    async def audit(self) -> Audit:
+        return await self._containers["audit"].get(Audit)
+
+
+def order(number: int) -> OrderPlaced:
+    return OrderPlaced(order_id=str(number), amount=Decimal("9.90"), aggregate_id=str(number))
+
+
+@pytest.mark.kafka
+async def test_billing_charges_once_on_a_redelivery(settings: Settings) -> None:
+    placed = order(1)
+    async with Shop(settings).open() as shop:
+        await shop.publish(placed, placed)
+        await shop.until(lambda now: now["billing"].tally.duplicates == 1 and now["audit"].tally.handled == 1)
+
+        assert (await shop.payments()).charges == [("1", Decimal("9.90"))]
+        assert (await shop.audit()).paid == {"1": "receipt-1"}
+
+
+@pytest.mark.kafka
+async def test_after_a_restart_an_order_that_is_delivered_again_is_not_charged(settings: Settings) -> None:
+    placed = order(2)
+    async with Shop(settings).open() as shop:
+        await shop.publish(placed)
+        await shop.until(lambda now: now["billing"].tally.handled == 1)
+
+    async with Shop(settings).open() as shop:
+        await shop.publish(placed)
+        await shop.until(lambda now: now["billing"].tally.duplicates == 1)
+
+        assert (await shop.payments()).charges == []

@@ -1,0 +1,290 @@
+"""What the Redis store asks of its server: few calls, no record without an end, nothing unreadable taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis import Redis as BlockingRedis
+from redis.asyncio import Redis
+
+from integr8s_idem.config import RedisStoreSettings
+from integr8s_idem.errors import CorruptRecordError, StoreConfigurationError
+from integr8s_idem.records import (
+    Completed,
+    Completion,
+    Corrupt,
+    InProgress,
+    Previous,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+)
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.redis import RedisIdempotencyRepository, codec, redis_client
+from tests.support.redis import RedisServer
+from tests.support.redis_proxy import LossyProxy
+
+LEASE = timedelta(seconds=30)
+RETENTION = timedelta(hours=1)
+TTL = timedelta(days=8)
+
+
+def wish(key: str, *, lease: timedelta = LEASE, fingerprint: bytes | None = None) -> ReserveRequest:
+    return ReserveRequest(
+        key=key, token=os.urandom(16), lease=lease, retention=RETENTION, fingerprint=fingerprint, owner="billing@a"
+    )
+
+
+async def take(store: RedisIdempotencyRepository, request: ReserveRequest) -> Reserved:
+    (verdict,) = await store.reserve([request])
+    assert isinstance(verdict, Reserved)
+    return verdict
+
+
+@pytest.fixture
+def store(redis_client: Redis) -> RedisIdempotencyRepository:
+    return RedisIdempotencyRepository(redis_client)
+
+
+async def evalsha_calls(client: Redis) -> int:
+    stats = await client.info("commandstats")
+    calls: int = stats.get("cmdstat_evalsha", {"calls": 0})["calls"]
+    return calls
+
+
+async def test_a_batch_is_one_call_to_reserve_one_to_complete_and_one_for_duplicates(
+    store: RedisIdempotencyRepository, redis_client: Redis
+) -> None:
+    await store.reserve([wish("warm")])
+    await store.complete([Completion(reservation=await take(store, wish("warm:2")), ttl=TTL)])
+    await redis_client.config_resetstat()
+
+    reserved = await store.reserve([wish(f"k:{number}") for number in range(500)])
+    assert await evalsha_calls(redis_client) == 1
+    await store.complete([Completion(reservation=r, ttl=TTL) for r in reserved if isinstance(r, Reserved)])
+    assert await evalsha_calls(redis_client) == 2
+    duplicates = await store.reserve([wish(f"k:{number}") for number in range(500)])
+
+    assert await evalsha_calls(redis_client) == 3
+    assert all(isinstance(verdict, Completed) for verdict in duplicates)
+
+
+async def test_scripts_that_the_server_forgot_are_loaded_again(
+    store: RedisIdempotencyRepository, redis_client: Redis
+) -> None:
+    reserved = await take(store, wish("k"))
+
+    for _ in range(3):
+        await redis_client.script_flush()
+        assert await store.renew([reserved], LEASE) == [True]
+    await redis_client.script_flush()
+
+    assert await store.complete([Completion(reservation=reserved, ttl=TTL)]) == [True]
+
+
+async def test_a_lease_ends_by_the_clock_of_the_server(store: RedisIdempotencyRepository) -> None:
+    await take(store, wish("k", lease=timedelta(milliseconds=150)))
+
+    async with asyncio.timeout(5):
+        while isinstance(verdict := (await store.reserve([wish("k")]))[0], InProgress):
+            assert verdict.retry_after <= timedelta(milliseconds=150)
+            await asyncio.sleep(verdict.retry_after.total_seconds())
+
+    assert isinstance(verdict, Reserved)
+    assert (verdict.attempt, verdict.previous) == (2, Previous.LAPSED)
+
+
+async def test_a_fence_is_the_clock_of_the_server_in_microseconds(
+    store: RedisIdempotencyRepository, redis_client: Redis
+) -> None:
+    reserved = await take(store, wish("k"))
+
+    seconds, microseconds = await redis_client.time()
+
+    assert 0 <= seconds * 1_000_000 + microseconds - reserved.fence < 10_000_000
+
+
+async def test_of_many_takers_of_a_lapsed_key_one_wins(store: RedisIdempotencyRepository) -> None:
+    await take(store, wish("k", lease=timedelta(0)))
+
+    verdicts = await asyncio.gather(*(store.reserve([wish("k")]) for _ in range(50)))
+
+    assert sum(isinstance(verdict, Reserved) for (verdict,) in verdicts) == 1
+
+
+async def test_no_record_is_ever_without_an_expiry(store: RedisIdempotencyRepository, redis_client: Redis) -> None:
+    renewed, released = await take(store, wish("renewed")), await take(store, wish("released"))
+    await redis_client.persist("renewed")
+    await redis_client.persist("released")
+
+    await store.renew([renewed], LEASE)
+    await store.release([released])
+    lives = [await redis_client.pttl(key) for key in ("renewed", "released")]
+
+    assert all(LEASE.total_seconds() * 1000 <= life <= 2 * LEASE.total_seconds() * 1000 for life in lives)
+
+
+async def test_times_beyond_all_reason_are_cut(store: RedisIdempotencyRepository) -> None:
+    request = ReserveRequest(key="k", token=os.urandom(16), lease=timedelta.max, retention=timedelta(0))
+    reserved = await take(store, request)
+    await store.renew([reserved], timedelta.max)
+
+    assert await store.complete([Completion(reservation=reserved, ttl=timedelta.max)]) == [True]
+
+    (record,) = await store.get(["k"])
+    assert record is not None
+    assert record.settled_at is not None
+    assert record.expires_at is not None
+    assert record.expires_at - record.settled_at <= timedelta(days=36_501)
+
+
+async def test_another_redis_type_under_a_key_is_corrupt_and_left_alone(
+    store: RedisIdempotencyRepository, redis_client: Redis
+) -> None:
+    await redis_client.rpush("list", "someone else's")
+
+    first, second = await store.reserve([wish("list"), wish("good")])
+
+    assert first == Corrupt(key="list", reason="the key holds another Redis type")
+    assert isinstance(second, Reserved)
+    with pytest.raises(CorruptRecordError, match="another Redis type"):
+        await store.get(["good", "list"])
+    assert await store.count_active("") == 1
+    assert [record.key async for record in store.scan("")] == ["good"]
+    assert await redis_client.lrange("list", 0, -1) == [b"someone else's"]
+
+
+async def test_a_record_of_a_newer_version_is_corrupt_and_says_so(
+    store: RedisIdempotencyRepository, redis_client: Redis
+) -> None:
+    await redis_client.set("k", b"\2" + b"whatever version 2 writes", px=60_000)
+
+    assert await store.reserve([wish("k")]) == [
+        Corrupt(key="k", reason="its format 2 is newer than this version reads (1)")
+    ]
+
+
+async def test_attempts_are_counted_to_65535_and_stay_there(
+    store: RedisIdempotencyRepository, redis_client: Redis
+) -> None:
+    await take(store, wish("k", lease=timedelta(0)))
+    await redis_client.setrange("k", 3, b"\xff\xfe")
+
+    first = await take(store, wish("k", lease=timedelta(0)))
+    second = await take(store, wish("k"))
+
+    assert (first.attempt, second.attempt) == (65_535, 65_535)
+    assert second.fence > first.fence
+
+
+async def test_a_takeover_never_lowers_a_fence_that_is_ahead_of_the_clock(
+    store: RedisIdempotencyRepository, redis_client: Redis
+) -> None:
+    ahead = 2**52
+    await take(store, wish("k", lease=timedelta(0)))
+    await redis_client.setrange("k", 5, ahead.to_bytes(7, "big"))
+
+    assert (await take(store, wish("k"))).fence == ahead + 1
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(
+    raw=st.binary(max_size=90)
+    | st.tuples(st.sampled_from([b"\1\1", b"\1\2", b"\1\3"]), st.binary(max_size=90)).map(b"".join)
+    | st.tuples(st.just(b"\1\1\0\0\1" + b"\0" * 7), st.binary(max_size=40)).map(b"".join)
+)
+async def test_lua_and_python_agree_on_what_is_readable(redis_server: RedisServer, raw: bytes) -> None:
+    async with redis_server.client() as client:
+        store = RedisIdempotencyRepository(client)
+        await client.set("k", raw, px=60_000)
+        request = wish("k")
+
+        (verdict,) = await store.reserve([request])
+
+        kept = await client.get("k")
+        if isinstance(verdict, Reserved):
+            codec.parse(raw)
+            assert isinstance(kept, bytes)
+            assert codec.parse(kept).token == request.token
+        else:
+            assert kept == raw
+
+
+async def test_a_completed_record_is_small(store: RedisIdempotencyRepository, redis_client: Redis) -> None:
+    key = "idempotency:billing:charge:order_placed:id:".ljust(90, "0")
+    request = ReserveRequest(
+        key=key,
+        token=os.urandom(16),
+        lease=LEASE,
+        retention=RETENTION,
+        fingerprint=os.urandom(16),
+        owner="o" * 128,
+        trace=TraceLink(os.urandom(16), os.urandom(8)),
+    )
+    await store.complete([Completion(reservation=await take(store, request), ttl=TTL)])
+
+    allocator = (await redis_client.info("memory"))["mem_allocator"]
+    used = await redis_client.memory_usage(key)
+
+    assert await redis_client.strlen(key) == 58
+    # The allocator of libc rounds up more than that of the usual builds.
+    assert used is not None
+    assert used <= (200 if allocator.startswith("jemalloc") else 216)
+
+
+async def test_a_client_that_decodes_is_refused(redis_url: str) -> None:
+    async with Redis.from_url(redis_url, decode_responses=True) as client:
+        with pytest.raises(StoreConfigurationError, match="decode_responses=False"):
+            RedisIdempotencyRepository(client)
+
+
+async def test_it_is_an_idempotency_repository(store: RedisIdempotencyRepository) -> None:
+    assert isinstance(store, IdempotencyRepository)
+
+
+async def test_a_scan_leaves_out_keys_that_are_no_text(store: RedisIdempotencyRepository, redis_client: Redis) -> None:
+    await redis_client.set(b"p:\xff", b"x", px=60_000)
+    await take(store, wish("p:good"))
+
+    assert [record.key async for record in store.scan("p:")] == ["p:good"]
+
+
+@pytest.fixture
+async def lossy(redis_server: RedisServer, redis_url: str) -> AsyncIterator[LossyProxy]:
+    async with LossyProxy(redis_server.socket_path) as proxy:
+        yield proxy
+
+
+async def test_calls_whose_answers_are_lost_are_repeated_without_harm(lossy: LossyProxy) -> None:
+    client = redis_client(RedisStoreSettings(url=lossy.url))
+    store = RedisIdempotencyRepository(client)
+    await store.complete([Completion(reservation=await take(store, wish("warm")), ttl=TTL)])
+
+    lossy.lose("EVALSHA")
+    reserved = await take(store, wish("k"))
+    lossy.lose("EVALSHA")
+    renewed = await store.renew([reserved], LEASE)
+    lossy.lose("EVALSHA")
+    completed = await store.complete([Completion(reservation=reserved, ttl=TTL, result=StoredResult(b"1"))])
+    (verdict,) = await store.reserve([wish("k")])
+    await client.aclose()
+
+    assert (reserved.attempt, renewed, completed) == (1, [True], [True])
+    assert isinstance(verdict, Completed)
+    assert verdict.result == StoredResult(b"1")
+    assert lossy.lost == 3
+
+
+def test_a_flushed_server_is_empty(redis_server: RedisServer, redis_url: str) -> None:
+    with BlockingRedis.from_url(redis_url) as client:
+        client.set("k", "v")
+        redis_server.flush()
+
+        assert client.dbsize() == 0

@@ -1,0 +1,243 @@
+"""What comes out when the server refuses, hangs, dies or is full."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from redis import Redis as BlockingRedis
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from integr8s_idem.config import RedisStoreSettings
+from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
+from integr8s_idem.records import Completion, Failure, Reserved, ReserveRequest, StoredResult
+from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from tests.support.redis import RedisServer, bundled_binary, installed_binary
+
+LEASE = timedelta(seconds=30)
+TTL = timedelta(hours=1)
+SECRET = "hunter2-hunter2"
+SCRIPTS = "+evalsha +script|load +get +set +setrange +time +pttl +pexpire"
+TOOLS = "+scan +getrange +unlink +ping +info +config|get"
+CONNECTION = "+client|setname +select"
+
+
+def wish(key: str) -> ReserveRequest:
+    return ReserveRequest(key=key, token=os.urandom(16), lease=LEASE, retention=TTL)
+
+
+def held(key: str) -> Reserved:
+    return Reserved(key=key, token=os.urandom(16), attempt=1, fence=1, lease=LEASE)
+
+
+CALLS: dict[str, Callable[[RedisIdempotencyRepository], Coroutine[Any, Any, Any]]] = {
+    "reserve": lambda store: store.reserve([wish("idem:k")]),
+    "renew": lambda store: store.renew([held("idem:k")], LEASE),
+    "complete": lambda store: store.complete([Completion(reservation=held("idem:k"), ttl=TTL)]),
+    "fail": lambda store: store.fail([Failure(reservation=held("idem:k"), ttl=TTL, error="no")]),
+    "release": lambda store: store.release([held("idem:k")]),
+    "get": lambda store: store.get(["idem:k"]),
+    "delete": lambda store: store.delete(["idem:k"]),
+    "scan": lambda store: anext(store.scan("idem:"), None),
+    "count_active": lambda store: store.count_active("idem:"),
+    "ping": lambda store: store.ping(),
+}
+WRITES = ["reserve", "renew", "complete", "fail", "release", "delete"]
+
+
+@asynccontextmanager
+async def store_on(
+    server: RedisServer, *, user: str | None = None, password: str | None = None, timeout: float = 1.0
+) -> AsyncIterator[RedisIdempotencyRepository]:
+    settings = RedisStoreSettings(
+        url=server.url,
+        username=user,
+        password=SecretStr(password) if password else None,
+        timeout_seconds=timeout,
+    )
+    client = redis_client(settings)
+    yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=timeout))
+    await client.aclose()
+
+
+@pytest.fixture(scope="module", params=["oldest", "installed"])
+def guarded_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    binary = bundled_binary() if request.param == "oldest" else installed_binary()
+    if binary is None:
+        pytest.skip("no redis-server or valkey-server on the PATH, nor named by INTEGR8S_IDEM_TEST_REDIS_SERVER")
+    users = {
+        "least": f"~idem:* {SCRIPTS} {TOOLS} {CONNECTION}",
+        "writer": f"~idem:* {SCRIPTS} {CONNECTION} +ping",
+        "no-evalsha": f"~idem:* +get +set {CONNECTION}",
+        "no-inner-set": f"~idem:* +evalsha +script|load +get +time {CONNECTION}",
+        "no-keys": f"~other:* {SCRIPTS} {CONNECTION}",
+    }
+    with RedisServer(binary=binary) as server:
+        with BlockingRedis.from_url(server.url) as admin:
+            for name, rules in users.items():
+                admin.execute_command("ACL", "SETUSER", name, "on", f">{SECRET}", "resetkeys", "-@all", *rules.split())
+        yield server
+
+
+async def test_a_user_with_the_published_commands_can_do_everything(guarded_server: RedisServer) -> None:
+    async with store_on(guarded_server, user="least", password=SECRET) as store:
+        reserved = await store.reserve([wish("idem:a"), wish("idem:b"), wish("idem:c")])
+        first, second, third = [one for one in reserved if isinstance(one, Reserved)]
+
+        assert await store.renew([first], 10 * TTL) == [True]
+        assert await store.count_active("idem:") == 3
+        assert await store.complete([Completion(reservation=first, ttl=TTL)]) == [True]
+        assert await store.fail([Failure(reservation=second, ttl=TTL, error="no")]) == [True]
+        assert await store.release([third]) == [True]
+        assert len([record async for record in store.scan("idem:")]) == 3
+        assert await store.delete(["idem:a", "idem:b", "idem:c"]) == 3
+        assert "may not" not in " ".join((await store.ping()).warnings)
+
+
+@pytest.mark.parametrize(
+    ("user", "named"), [("no-evalsha", r"EVALSHA: give it \+evalsha"), ("no-inner-set", r"\+set"), ("no-keys", "~")]
+)
+async def test_a_user_without_a_permission_learns_which(guarded_server: RedisServer, user: str, named: str) -> None:
+    async with store_on(guarded_server, user=user, password=SECRET) as store:
+        with pytest.raises(StoreConfigurationError, match=named) as caught:
+            await store.reserve([wish("idem:k")])
+
+    assert isinstance(caught.value.__cause__, RedisError)
+    assert caught.value.operation == "reserve"
+
+
+async def test_a_user_without_info_is_told_what_stays_unseen(guarded_server: RedisServer) -> None:
+    async with store_on(guarded_server, user="writer", password=SECRET) as store:
+        health = await store.ping()
+
+    assert health.version == "unknown"
+    assert "may not run INFO" in health.warnings[0]
+
+
+async def test_a_wrong_password_is_a_mistake_of_settings_and_is_not_shown(guarded_server: RedisServer) -> None:
+    async with store_on(guarded_server, user="least", password="wr0ng-" + SECRET) as store:
+        with pytest.raises(StoreConfigurationError, match="user and password") as caught:
+            await store.reserve([wish("idem:k")])
+
+    assert SECRET not in f"{caught.value}{caught.value.__cause__}{caught.value.args}"
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_dead_server_is_unavailable_within_the_timeout(name: str) -> None:
+    with RedisServer() as server:
+        async with store_on(server) as store:
+            await store.ping()
+            server.kill()
+            start = time.monotonic()
+
+            with pytest.raises(StoreUnavailableError) as caught:
+                await CALLS[name](store)
+
+    assert caught.value.operation == name
+    assert caught.value.__cause__ is not None
+    assert time.monotonic() - start < 1.5
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["socket", "tcp"])
+async def test_a_server_that_comes_back_serves_the_same_client(tcp: bool) -> None:
+    with RedisServer(tcp=tcp, config={"appendonly": "yes"}) as server:
+        async with store_on(server) as store:
+            request = wish("idem:k")
+            before = await store.reserve([request])
+            server.kill()
+            with pytest.raises(StoreUnavailableError):
+                await store.reserve([request])
+            server.start()
+
+            assert await store.reserve([request]) == before
+
+
+async def test_a_hanging_server_is_unavailable_and_no_stale_answer_is_taken() -> None:
+    with RedisServer() as server:
+        async with store_on(server, timeout=0.3) as store:
+            first, _ = await store.reserve([wish("idem:a"), wish("idem:b")])
+            assert isinstance(first, Reserved)
+            server.pause()
+            with pytest.raises(StoreUnavailableError, match=r"within 0\.3 s"):
+                await store.complete([Completion(reservation=first, ttl=TTL)])
+            server.resume()
+
+            records = await asyncio.gather(*(store.get([key]) for key in ("idem:b", "idem:a")))
+
+            assert [record.key for (record,) in records if record is not None] == ["idem:b", "idem:a"]
+
+
+async def test_a_full_server_refuses_and_what_it_knows_stays_readable() -> None:
+    with RedisServer(config={"maxmemory": "3mb"}) as server:
+        async with store_on(server) as store:
+            (reserved,) = await store.reserve([wish("idem:k")])
+            assert isinstance(reserved, Reserved)
+            large = Completion(reservation=reserved, ttl=TTL, result=StoredResult(b"x" * 3_000_000))
+
+            with pytest.raises(StoreUnavailableError, match="out of memory"):
+                await _until_refused(store, large)
+
+            assert (await store.get(["idem:k"]))[0] is not None
+
+
+async def _until_refused(store: RedisIdempotencyRepository, completion: Completion) -> None:
+    for number in range(100):
+        await store.complete([completion])
+        await store.reserve([wish(f"idem:{number}:{extra}") for extra in range(1_000)])
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [({"replicaof": ["127.0.0.1", "1"]}, "read-only replica"), ({"min-replicas-to-write": "1"}, "fewer replicas")],
+    ids=["replica", "too few replicas"],
+)
+async def test_a_server_that_takes_no_writes_is_unavailable(config: dict[str, Any], reason: str) -> None:
+    with RedisServer(config=config) as server:
+        async with store_on(server) as store:
+            for name in ("reserve", "delete"):
+                with pytest.raises(StoreUnavailableError, match=reason):
+                    await CALLS[name](store)
+            assert await store.count_active("idem:") == 0
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancelled_call_ends_at_once_and_is_not_translated(turns: int) -> None:
+    with RedisServer() as server:
+        async with store_on(server, timeout=5) as store:
+            await store.ping()
+            server.pause()
+            call = asyncio.create_task(store.reserve([wish("idem:k")]))
+            await _turns(turns)
+            call.cancel()
+
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(call, 2)
+
+            server.resume()
+            assert (await store.ping()).kind == "redis"
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancellation_that_the_driver_swallows_is_not_lost(redis_client: Redis, turns: int) -> None:
+    # A client made with the driver's defaults waits by asyncio.wait_for.
+    store = RedisIdempotencyRepository(redis_client)
+    await store.ping()
+    call = asyncio.create_task(store.reserve([wish("idem:k")]))
+    await _turns(turns)
+
+    if call.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+
+async def _turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)

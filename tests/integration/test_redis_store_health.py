@@ -1,0 +1,97 @@
+"""What `ping` says about a server, and how `redis_client` is made."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from redis.asyncio import SSLConnection
+
+from integr8s_idem.config import RedisStoreSettings
+from integr8s_idem.records import StoreHealth
+from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from tests.support.redis import RedisServer
+
+SOUND = {"appendonly": "yes"}
+
+
+async def health_with(config: dict[str, Any]) -> StoreHealth:
+    with RedisServer(config=config) as server:
+        client = redis_client(RedisStoreSettings(url=server.url))
+        health = await RedisIdempotencyRepository(client).ping()
+        await client.aclose()
+    return health
+
+
+async def test_a_sound_server_gets_no_warning() -> None:
+    health = await health_with({**SOUND, "maxmemory": "100mb", "maxmemory-policy": "noeviction"})
+
+    assert health.kind == "redis"
+    assert health.version[0].isdigit() or health.version.startswith("Valkey ")
+    assert timedelta(0) < health.latency < timedelta(seconds=2)
+    assert health.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "warning"),
+    [
+        ({**SOUND, "maxmemory": "100mb", "maxmemory-policy": "volatile-ttl"}, "volatile-ttl drops records beyond"),
+        ({**SOUND, "maxmemory-policy": "allkeys-lru"}, "allkeys-lru drops records as soon as"),
+        ({"save": ""}, "a restart loses all records"),
+        ({"save": ["3600", "1"]}, "since the last snapshot"),
+        ({**SOUND, "replicaof": ["127.0.0.1", "1"]}, "is a replica (read-only)"),
+    ],
+)
+async def test_what_would_lose_records_is_said(config: dict[str, Any], warning: str) -> None:
+    health = await health_with(config)
+
+    (only,) = health.warnings
+    assert warning in only
+
+
+async def test_the_client_has_a_name_and_waits_for_a_free_connection(redis_url: str) -> None:
+    client = redis_client(RedisStoreSettings(url=redis_url, max_connections=2))
+
+    names = await asyncio.gather(*(client.client_getname() for _ in range(20)))
+    connections = len([one for one in await client.client_list() if one["name"] == "integr8s-idem"])
+    await client.aclose()
+
+    assert {str(name) for name in names} == {"integr8s-idem"}
+    assert connections <= 2
+
+
+async def test_the_password_of_the_settings_wins_over_that_of_the_url() -> None:
+    with RedisServer(tcp=True, config={"requirepass": "right"}) as server:
+        url = server.url.replace("redis://", "redis://:wrong@")
+        client = redis_client(RedisStoreSettings(url=url, password=SecretStr("right")))
+
+        assert (await RedisIdempotencyRepository(client).ping()).kind == "redis"
+
+        await client.aclose()
+
+
+def test_certificates_go_to_tls_connections() -> None:
+    settings = RedisStoreSettings(
+        url="rediss://cache:6380/1", tls_ca_file="ca.pem", tls_cert_file="me.pem", tls_key_file="me.key"
+    )
+
+    pool = redis_client(settings).connection_pool
+
+    assert pool.connection_class is SSLConnection
+    kept = pool.connection_kwargs
+    assert (kept["ssl_ca_certs"], kept["ssl_certfile"], kept["ssl_keyfile"]) == ("ca.pem", "me.pem", "me.key")
+    assert (kept["host"], kept["port"], kept["db"]) == ("cache", 6380, 1)
+
+
+async def test_a_server_restarted_keeps_what_its_settings_keep() -> None:
+    with RedisServer(config=SOUND) as server:
+        client = server.client()
+        await client.set("k", "v")
+        await asyncio.to_thread(server.restart)
+
+        assert await client.get("k") == b"v"
+
+        await client.aclose()

@@ -1,0 +1,21 @@
+"""Waiting for facts instead of for seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+LONGEST_WAIT = 60.0
+"""Seconds: generous, since the machine may be busy; a passing test never waits this long."""
+
+
+async def eventually(
+    fact: Callable[[], object], *, within: float = LONGEST_WAIT, state: Callable[[], object] | None = None
+) -> None:
+    """Return once `fact()` is true.  Fails after `within` seconds, telling `state()`."""
+    give_up_at = time.monotonic() + within
+    while not fact():
+        if time.monotonic() > give_up_at:
+            raise AssertionError(f"not so within {within:g} s{f': {state()}' if state else ''}")
+        await asyncio.sleep(0.02)

@@ -1,0 +1,212 @@
+"""Formats a data folder, starts Apache Kafka from its jars on free loopback ports, ends it by process id."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from integr8s_idem.embedded.child import ChildServer
+
+JARS = Path(__file__).parents[3] / ".cache" / "kafka" / "libs"
+OLDEST_JAVA = 17
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+
+_CLUSTER_ID = "aW50ZWdyOHMtaWRlbS10cw"
+_JVM = (
+    "-Xmx512m",
+    "-Xshare:auto",
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
+    "-Dorg.slf4j.simpleLogger.showDateTime=true",
+    "-Dlog4j2.level=off",
+)
+_SETTINGS = {
+    "process.roles": "broker,controller",
+    "node.id": "1",
+    "controller.listener.names": "CONTROLLER",
+    "auto.create.topics.enable": "true",
+    "num.partitions": "1",
+    "default.replication.factor": "1",
+    "group.initial.rebalance.delay.ms": "0",
+    "group.min.session.timeout.ms": "1000",
+    "offsets.topic.num.partitions": "1",
+    "offsets.topic.replication.factor": "1",
+    "transaction.state.log.num.partitions": "1",
+    "transaction.state.log.replication.factor": "1",
+    "transaction.state.log.min.isr": "1",
+    "share.coordinator.state.topic.num.partitions": "1",
+    "share.coordinator.state.topic.replication.factor": "1",
+    "share.coordinator.state.topic.min.isr": "1",
+    "log.cleaner.enable": "false",
+    "log.segment.bytes": "16777216",
+    "log.index.size.max.bytes": "1048576",
+    "num.network.threads": "1",
+    "num.io.threads": "2",
+    "num.replica.fetchers": "1",
+    "background.threads": "2",
+    "broker.heartbeat.interval.ms": "200",
+    # A restarted broker is let in again only when its former life has timed out: nine seconds by default.
+    "broker.session.timeout.ms": "3000",
+}
+
+
+class ToolsMissingError(Exception):
+    """What is needed to start a broker is not on this machine; the message says what to do."""
+
+
+class Kafka:
+    """A broker that answers at `bootstrap`; who started it does not matter."""
+
+    def __init__(self, bootstrap: str) -> None:
+        self._bootstrap = bootstrap
+
+    @property
+    def bootstrap(self) -> str:
+        """host:port."""
+        return self._bootstrap
+
+    async def create_topics(self, partitions: Mapping[str, int]) -> None:
+        """Create topics, by name, with so many partitions each."""
+        admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
+        new_topic: Any = NewTopic  # aiokafka gives it no types
+        await admin.start()
+        try:
+            topics = [new_topic(name, count, 1) for name, count in partitions.items()]
+            answer = await admin.create_topics(topics)
+            refused = [error for error in answer.topic_errors if error[1]]
+            assert not refused, f"not created: {refused}"
+        finally:
+            await admin.close()
+
+
+class KafkaBroker(Kafka):
+    """Our own broker: one node, data and log in `folder`, the same ports for its whole life."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None) -> None:
+        """Format the data folder.
+
+        Args:
+            folder: Empty; the caller removes it after the last `kill` or `stop`.
+            settings: Broker settings over those for fast tests.
+
+        Raises:
+            ToolsMissingError: No Java of `OLDEST_JAVA` or newer, or no jars.
+        """
+        self._java = find_java()
+        self._jars = find_jars()
+        port, self._controller_port = _free_ports(2)
+        super().__init__(f"127.0.0.1:{port}")
+        self._port = port
+        self._properties = folder / "server.properties"
+        self._properties.write_text(self._lines(folder / "data", settings or {}))
+        self._server = ChildServer(
+            [*self._command(), "kafka.Kafka", str(self._properties)], folder=folder, log=folder / "broker.log"
+        )
+        self._format()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the broker; an error while it is not running."""
+        return self._server.pid
+
+    @property
+    def log(self) -> Path:
+        """What the broker said: warnings and errors."""
+        return self._server.log
+
+    def start(self) -> None:
+        """Start it; it serves clients when this returns."""
+        self._server.start()
+        deadline = time.monotonic() + START_SECONDS
+        while not _serves(self._port):
+            if not self._server.running or time.monotonic() > deadline:
+                words = self._server.last_words()
+                self._server.kill()
+                raise RuntimeError(f"Kafka does not serve at {self.bootstrap}:\n{words}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Ask it to end, wait for it; after `STOP_SECONDS`, kill it."""
+        self._server.terminate(STOP_SECONDS)
+
+    def kill(self) -> None:
+        """SIGKILL; port and data stay for `start`."""
+        self._server.kill()
+
+    def restart(self) -> None:
+        """`stop` and `start`: same port, same data."""
+        self.stop()
+        self.start()
+
+    def _command(self) -> list[str]:
+        return [self._java, *_JVM, "-cp", f"{self._jars}/*"]
+
+    def _format(self) -> None:
+        subprocess.run(
+            [*self._command(), "kafka.tools.StorageTool", "format", "-t", _CLUSTER_ID, "-c", str(self._properties)],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=START_SECONDS,
+        )
+
+    def _lines(self, data: Path, settings: Mapping[str, str]) -> str:
+        places = {
+            "controller.quorum.voters": f"1@127.0.0.1:{self._controller_port}",
+            "listeners": f"PLAINTEXT://{self.bootstrap},CONTROLLER://127.0.0.1:{self._controller_port}",
+            "advertised.listeners": f"PLAINTEXT://{self.bootstrap}",
+            "log.dirs": str(data),
+        }
+        merged = {**_SETTINGS, **places, **settings}
+        return "".join(f"{name}={value}\n" for name, value in merged.items())
+
+
+def find_java() -> str:
+    """Java of JAVA_HOME, or else of PATH."""
+    home = os.environ.get("JAVA_HOME")
+    java = shutil.which("java", path=str(Path(home) / "bin")) if home else shutil.which("java")
+    if java is None:
+        raise ToolsMissingError(f"no Java: install Java {OLDEST_JAVA} or newer")
+    said = subprocess.run([java, "-version"], check=True, capture_output=True, text=True, timeout=30).stderr
+    version = re.search(r'version "(\d+)', said)
+    if version is None or int(version[1]) < OLDEST_JAVA:
+        raise ToolsMissingError(f"{java} is too old: install Java {OLDEST_JAVA} or newer")
+    return java
+
+
+def find_jars() -> Path:
+    """Where `make kafka` puts them."""
+    if not any(JARS.glob("kafka_*.jar")):
+        raise ToolsMissingError("no jars of Apache Kafka: run `make kafka`")
+    return JARS
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [taken.getsockname()[1] for taken in sockets]
+
+
+def _serves(port: int) -> bool:
+    """Whether the broker at `port` lists itself: an open port alone is a broker that is still starting."""
+    request = struct.pack(">hhihi", 3, 1, 1, -1, 0)  # Metadata v1 without topics
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=2) as client, client.makefile("rb") as answers:
+            client.sendall(struct.pack(">i", len(request)) + request)
+            head = answers.read(12)
+            return len(head) == 12 and struct.unpack(">iii", head)[2] > 0
+    except OSError:
+        return False

@@ -1,0 +1,146 @@
+"""The commands as they are typed: what they print, and where, and their exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from integr8s_idem.cli.app import app
+
+SHOP = """
+from integr8s_idem.config import Section, Settings
+from integr8s_idem.worker import Platform, Service
+
+class ShopSection(Section):
+    '''What a shop sets.'''
+
+    currency: str = "EUR"
+    '''What customers pay with.'''
+
+class ShopSettings(Settings):
+    shop: ShopSection = ShopSection()
+
+platform = Platform(Service("billing", container=None), settings=ShopSettings)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No settings of this machine, and a working directory with one application."""
+    for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "cli_shop", raising=False)
+    Path("cli_shop.py").write_text(SHOP)
+
+
+def typed(*arguments: str) -> Result:
+    """What comes of `integr8s-idem` with these arguments."""
+    return CliRunner().invoke(app, arguments)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    answer = typed("--version")
+
+    assert answer.stdout == f"integr8s-idem {version('integr8s-idem')}\n"
+    assert answer.exit_code == 0
+
+
+def test_good_settings_are_ok_and_their_warnings_are_shown() -> None:
+    Path("settings.toml").write_text('[store]\nkind = "memory"\n[idempotency]\ndefault_ttl_seconds = 700_000')
+
+    answer = typed("settings", "check")
+
+    assert answer.exit_code == 0
+    assert answer.stdout.splitlines() == [
+        "settings.toml: ok",
+        '  warning  store.kind  = "memory" forgets everything at exit and knows nothing of other processes',
+    ]
+
+
+def test_mistakes_are_a_table_on_stderr_and_status_2() -> None:
+    Path("settings.toml").write_text("[store]\nurl = 'x'\n[kafka]\nclient_idd = 'x'")
+
+    answer = typed("settings", "check")
+
+    assert answer.exit_code == 2
+    assert answer.stdout == ""
+    assert answer.stderr.splitlines() == [
+        "settings.toml: 2 mistakes",
+        "  kafka.client_idd  unknown setting; did you mean client_id?",
+        '  store.url         "x" is no Redis URL; write redis://x/0',
+    ]
+
+
+def test_mistakes_are_json_for_machines() -> None:
+    Path("shop.toml").write_text("[kafka]\nclient_idd = 'x'")
+
+    answer = typed("settings", "check", "--settings", "shop.toml", "--json")
+
+    assert answer.exit_code == 2
+    assert json.loads(answer.stdout) == {
+        "source": "shop.toml",
+        "ok": False,
+        "mistakes": [{"path": "kafka.client_idd", "message": "unknown setting; did you mean client_id?"}],
+        "warnings": [],
+    }
+
+
+def test_the_sections_of_an_application_are_checked_with_it() -> None:
+    Path("settings.toml").write_text("[shop]\ncurrency = 1\n[services.biling]")
+
+    alone, together = typed("settings", "check"), typed("settings", "check", "--app", "cli_shop:platform")
+
+    assert "shop  unknown setting" in alone.stderr
+    assert together.stderr.splitlines()[1:] == ["  shop.currency  must be text, not 1"]
+
+
+def test_the_example_loads_with_the_sections_of_an_application() -> None:
+    answer = typed("settings", "example", "--app", "cli_shop:platform")
+
+    assert tomllib.loads(answer.stdout)["shop"] == {"currency": "EUR"}
+    assert '# What a shop sets.\n[shop]\n# What customers pay with.\ncurrency = "EUR"\n' in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["run", "cli_shop"], "ApplicationError: "),
+        (["run", "cli_nowhere:platform"], 'no module "cli_nowhere" is found'),
+        (["run", "cli_shop:platform", "--service", "audit"], "known: billing"),
+        (["run", "cli_shop:platform", "--settings", "gone.toml"], "gone.toml: 1 mistake"),
+        (["settings", "check", "--app", "cli_shop:platfrm"], "perhaps cli_shop:platform is meant"),
+        (["run"], "Missing argument"),
+        (["settings", "chek"], "No such command"),
+    ],
+)
+def test_what_cannot_be_is_said_on_stderr_with_status_2(arguments: list[str], shown: str) -> None:
+    answer = typed(*arguments)
+
+    assert answer.exit_code == 2
+    assert shown in answer.stderr
+    assert answer.stdout == ""
+    assert "Traceback" not in answer.stderr
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "integr8s_idem", "run", "cli_shop:platform", "--service", "audit"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 2
+    assert done.stderr.startswith('ApplicationError: no service is called "audit"')

@@ -1,0 +1,81 @@
+"""What a log line looks like, for machines and for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from integr8s_idem.cli.logging import ConsoleHandler, JsonFormatter, TextFormatter
+
+
+def record(message: str = "handled %s", *args: Any, extra: dict[str, Any] | None = None) -> logging.LogRecord:
+    """A record as a logger makes it."""
+    return logging.getLogger("shop").makeRecord("shop", logging.INFO, "f.py", 1, message, args, None, extra=extra)
+
+
+def as_json(given: logging.LogRecord) -> dict[str, Any]:
+    """The line, read back."""
+    line = JsonFormatter().format(given)
+    assert "\n" not in line
+    return json.loads(line, parse_constant=pytest.fail)  # type: ignore[no-any-return]
+
+
+def test_a_json_line_holds_time_level_logger_message_and_extra_fields() -> None:
+    given = record("handled %s", "a\nb", extra={"service": "billing", "attempt": 2})
+    given.created = 1_700_000_000.5
+
+    assert as_json(given) == {
+        "time": "2023-11-14T22:13:20.500+00:00",
+        "level": "INFO",
+        "logger": "shop",
+        "message": "handled a\nb",
+        "service": "billing",
+        "attempt": 2,
+    }
+
+
+def test_extra_fields_do_not_replace_ours() -> None:
+    line = as_json(record("m", extra={"level": "x", "time": "x", "logger": "x"}))
+
+    assert (line["level"], line["logger"]) == ("INFO", "shop")
+    assert line["time"] != "x"
+
+
+def test_a_json_line_is_json_whatever_was_logged() -> None:
+    odd = {("a", 1): object, "deep": [{b"k": float("nan")}], "inf": float("inf"), "text": "\ud800"}
+
+    line = as_json(record("m", extra={"odd": odd}))
+
+    assert line["odd"]["inf"] == "inf"
+    assert line["odd"]["deep"] == [{"b'k'": "nan"}]
+
+
+def test_a_json_line_holds_the_exception() -> None:
+    given = record("m")
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        given.exc_info = sys.exc_info()
+
+    assert as_json(given)["exception"].endswith("ValueError: broken")
+
+
+def test_a_line_for_people_is_short_and_ends_with_the_extra_fields() -> None:
+    line = TextFormatter().format(record("handled %s", "one", extra={"service": "billing"}))
+
+    assert line[8:] == " INFO    shop  handled one  service=billing"
+
+
+def test_a_line_on_the_console_is_no_markup() -> None:
+    stream = StringIO()
+    handler = ConsoleHandler(Console(file=stream, width=20))
+
+    handler.emit(record("[red]a long message that must not be broken[/red]"))
+
+    assert stream.getvalue() == "[red]a long message that must not be broken[/red]\n"

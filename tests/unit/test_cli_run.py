@@ -1,0 +1,257 @@
+"""`integr8s-idem run`: what it gives the worker's runner, what it shows, how it exits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dishka import AsyncContainer, make_async_container
+
+from integr8s_idem.cli.run import Run, merged, run
+from integr8s_idem.config import RedisStoreSettings, Settings
+from integr8s_idem.errors import SettingsError, StoreConfigurationError
+from integr8s_idem.worker import Platform, Service, ServiceReport
+from integr8s_idem.worker.settling import Tally
+
+REPORT = ServiceReport(
+    "billing", "running", 3, 12, 90, Tally(handled=1_234, duplicates=56, retries=7, dead_letters=8), "[odd]"
+)
+
+
+def no_container(_: Any) -> AsyncContainer:
+    """Nothing is consumed here."""
+    return make_async_container()
+
+
+SHOP = Platform(Service("billing", no_container), Service("audit", no_container))
+
+
+@dataclass
+class FakeGroup:
+    """Remembers what it was made with, and does `then` instead of consuming."""
+
+    status: int = 0
+    then: Callable[[], None] = lambda: None
+    asked: int = 0
+    settings: Settings = field(default_factory=Settings)
+    services: Sequence[str] | None = None
+    drawn: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __call__(self, services: Sequence[Service], settings: Settings) -> FakeGroup:
+        self.services, self.settings = [service.name for service in services], settings
+        return self
+
+    def reports(self) -> Sequence[ServiceReport]:
+        self.asked += 1
+        return [REPORT]
+
+    async def run(self) -> int:
+        self.then()
+        await asyncio.sleep(0)
+        return self.status
+
+
+class Terminal(StringIO):
+    """Says that somebody looks at it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No settings of this machine, an empty working directory, and logging as it was."""
+    for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    root = logging.getLogger()
+    handlers, level = root.handlers.copy(), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(capture=False)
+
+
+def asked(*services: str, embedded: bool = False, as_json: bool = False) -> Run:
+    """A run of the shop."""
+    return Run(SHOP, SHOP.choose(services), None, embedded, as_json)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_status_is_that_of_the_group(status: int) -> None:
+    assert run(asked(), FakeGroup(status=status)) == status
+
+
+def test_the_group_gets_the_settings_and_the_services_asked_for() -> None:
+    Path("settings.toml").write_text('[kafka]\ntopic_prefix = "shop."')
+    group = FakeGroup()
+
+    run(asked("audit"), group)
+
+    assert group.settings.kafka.topic_prefix == "shop."
+    assert group.services == ["audit"]
+
+
+def test_mistakes_in_the_settings_are_said_before_anything_starts() -> None:
+    Path("settings.toml").write_text("[kafka]\ntopic_prefx = 1")
+    group = FakeGroup()
+
+    with pytest.raises(SettingsError):
+        run(asked(), group)
+
+    assert group.services is None
+
+
+def test_an_error_that_nobody_expected_is_logged_and_ends_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of order")
+
+    status = run(asked(), FakeGroup(then=fail))
+
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert status == 1
+    assert last["exception"].endswith("RuntimeError: out of order")
+
+
+def test_an_error_of_ours_is_left_to_the_command_line() -> None:
+    def fail() -> None:
+        raise StoreConfigurationError("ping", "WRONGPASS")
+
+    with pytest.raises(StoreConfigurationError):
+        run(asked(), FakeGroup(then=fail))
+
+
+def test_without_a_terminal_there_are_json_lines_and_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    group = FakeGroup(then=lambda: logging.getLogger("shop").info("hello", extra={"service": "billing"}))
+
+    run(asked(), group)
+
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1]["message"] == "hello"
+    assert lines[-1]["service"] == "billing"
+    assert group.asked == 0
+
+
+def test_the_log_shows_the_level_that_settings_say(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("settings.toml").write_text('[telemetry]\nlog_level = "ERROR"')
+
+    run(asked(), FakeGroup(then=lambda: logging.getLogger("shop").warning("hello")))
+
+    assert capsys.readouterr().out == ""
+
+
+def test_warnings_about_settings_are_logged_at_start(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("settings.toml").write_text("[services.biling]")
+
+    run(asked(), FakeGroup())
+
+    assert "services.biling is no service of this application" in capsys.readouterr().out
+
+
+def test_on_a_terminal_there_is_a_table_and_lines_for_people_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+
+    run(asked(), FakeGroup(then=lambda: logging.getLogger("shop").info("hello")))
+
+    shown = terminal.getvalue()
+    for text in ("hello", "billing", "running", "1,234", "56", "dead letters", "[odd]", "Ctrl-C drains"):
+        assert text in shown
+    assert '"message"' not in shown
+
+
+def test_json_is_json_on_a_terminal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    group = FakeGroup(then=lambda: logging.getLogger("shop").info("hello"))
+
+    run(asked(as_json=True), group)
+
+    assert json.loads(terminal.getvalue().splitlines()[-1])["message"] == "hello"
+    assert group.asked == 0
+
+
+def test_the_table_is_drawn_again_while_services_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class UntilDrawnThrice(FakeGroup):
+        def reports(self) -> Sequence[ServiceReport]:
+            if self.asked == 2:
+                self.drawn.set()
+            return super().reports()
+
+        async def run(self) -> int:
+            await asyncio.wait_for(self.drawn.wait(), 10)
+            return 0
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+
+    assert run(asked(), UntilDrawnThrice()) == 0
+
+
+@dataclass
+class FakeServers:
+    """Remembers whether they were stopped."""
+
+    stopped: bool = False
+    during_start: Callable[[], None] = lambda: None
+
+    def settings(self) -> Mapping[str, Any]:
+        return {"kafka": {"bootstrap_servers": "localhost:7"}, "store": {"url": "unix:///tmp/embedded.sock"}}
+
+    @asynccontextmanager
+    async def __call__(self) -> AsyncIterator[FakeServers]:
+        try:
+            self.during_start()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            yield self
+        finally:
+            self.stopped = True
+
+
+def test_embedded_servers_replace_addresses_and_credentials_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("settings.toml").write_text(
+        '[kafka]\nsecurity_protocol = "SASL_SSL"\nsasl_username = "u"\ntopic_prefix = "shop."\n'
+        '[store]\nurl = "rediss://prod/0"\ntls_ca_file = "ca.pem"\ntimeout_seconds = 1'
+    )
+    monkeypatch.setenv("INTEGR8S_IDEM_STORE__PASSWORD", "hunter2")
+    group, servers = FakeGroup(), FakeServers()
+
+    run(asked(embedded=True), group, servers)
+
+    kafka, store = group.settings.kafka, group.settings.store
+    assert (kafka.bootstrap_servers, kafka.security_protocol, kafka.topic_prefix) == (
+        "localhost:7",
+        "PLAINTEXT",
+        "shop.",
+    )
+    assert isinstance(store, RedisStoreSettings)
+    assert (store.url, store.password, store.tls_ca_file) == ("unix:///tmp/embedded.sock", None, None)
+    assert store.timeout_seconds == 1
+    assert servers.stopped
+
+
+def test_a_sigterm_while_embedded_servers_start_stops_them() -> None:
+    group, servers = FakeGroup(), FakeServers(during_start=lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    status = run(asked(embedded=True), group, servers)
+
+    assert status == 128 + signal.SIGTERM
+    assert servers.stopped
+    assert group.services is None
+
+
+def test_merged_tables_keep_what_the_upper_one_does_not_say() -> None:
+    assert merged({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"x": 9}, "c": 4}) == {"a": {"x": 9, "y": 2}, "b": 3, "c": 4}

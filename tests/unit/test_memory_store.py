@@ -1,0 +1,77 @@
+"""What the store in memory does beside the contract."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+
+from integr8s_idem.records import Completed, Completion, InProgress, Reserved, ReserveRequest
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+
+LEASE = timedelta(seconds=30)
+RETENTION = timedelta(seconds=60)
+
+
+def wish(key: str) -> ReserveRequest:
+    return ReserveRequest(key=key, token=os.urandom(16), lease=LEASE, retention=RETENTION)
+
+
+async def test_it_works_on_the_wall_clock_by_default() -> None:
+    store = MemoryIdempotencyRepository()
+    before = datetime.now(UTC)
+
+    (reserved,) = await store.reserve([wish("a")])
+
+    assert isinstance(reserved, Reserved)
+    await store.complete([Completion(reservation=reserved, ttl=LEASE)])
+    (verdict,) = await store.reserve([wish("a")])
+    assert isinstance(verdict, Completed)
+    assert before <= verdict.completed_at <= datetime.now(UTC)
+    assert reserved.fence >= before.timestamp() * 1_000_000 - 1
+
+
+async def test_expired_records_are_dropped_without_being_asked_for() -> None:
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    store = MemoryIdempotencyRepository(clock=lambda: now)
+    await store.reserve([wish(f"old:{number}") for number in range(1_500)])
+
+    now += RETENTION
+    await store.reserve([wish(f"new:{number}") for number in range(1_500)])
+
+    assert len(store._entries) == 1_500
+
+
+async def test_fences_grow_while_the_clock_stands_or_goes_back() -> None:
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    store = MemoryIdempotencyRepository(clock=lambda: now)
+    first, second = await store.reserve([wish("a"), wish("b")])
+    assert isinstance(first, Reserved)
+    assert isinstance(second, Reserved)
+
+    now -= timedelta(days=1)
+    await store.delete(["a"])
+    (third,) = await store.reserve([wish("a")])
+
+    assert isinstance(third, Reserved)
+    assert first.fence < second.fence < third.fence
+
+
+async def test_a_clock_that_goes_back_ends_no_lease() -> None:
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    store = MemoryIdempotencyRepository(clock=lambda: now)
+    await store.reserve([wish("a")])
+
+    now -= timedelta(days=1)
+
+    assert isinstance((await store.reserve([wish("a")]))[0], InProgress)
+
+
+async def test_it_says_that_it_forgets() -> None:
+    store = MemoryIdempotencyRepository()
+
+    health = await store.ping()
+
+    assert health.kind == "memory"
+    assert "lost at its exit" in health.warnings[0]
+    assert isinstance(store, IdempotencyRepository)

@@ -1,0 +1,215 @@
+"""Records as bytes: what goes in comes out, and nothing else is taken for a record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from integr8s_idem.records import (
+    Completed,
+    Completion,
+    Corrupt,
+    Failed,
+    Failure,
+    InProgress,
+    KeyReused,
+    Previous,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+)
+from integr8s_idem.stores.redis import codec
+from integr8s_idem.stores.redis.batches import MOST_BYTES, MOST_KEYS, slices
+
+LEASE = timedelta(seconds=30)
+NOW_US = 1_800_000_000_000_000
+NOW_MS = NOW_US // 1000
+
+_TRACES = st.none() | st.builds(TraceLink, st.binary(min_size=16, max_size=16), st.binary(min_size=8, max_size=8))
+_REQUESTS = st.builds(
+    ReserveRequest,
+    key=st.just("k"),
+    token=st.binary(min_size=16, max_size=16),
+    lease=st.just(LEASE),
+    retention=st.just(LEASE),
+    fingerprint=st.none() | st.binary(min_size=16, max_size=16),
+    owner=st.text(max_size=20),
+    trace=_TRACES,
+)
+_ANY_TEXT = st.text(st.characters(codec=None), max_size=30)
+_CONTENT_TYPES = st.just("application/json") | st.text(st.characters(exclude_characters="\0"), max_size=20)
+_RESULTS = st.none() | st.builds(StoredResult, st.binary(max_size=50), _CONTENT_TYPES)
+_ATTEMPTS = st.integers(1, 65_535)
+_FENCES = st.integers(0, 2**53 - 1)
+
+
+def processing(request: ReserveRequest, attempt: int = 1, fence: int = NOW_US, previous: int = 0) -> bytes:
+    """As reserve.lua writes it."""
+    wish = codec.wish_of(request)
+    head = bytes((1, codec.PROCESSING, wish[0] + previous)) + attempt.to_bytes(2, "big") + fence.to_bytes(7, "big")
+    return head + (NOW_MS + 30_000).to_bytes(6, "big") + wish[1:]
+
+
+def settled(status: int, record: bytes, outcome: bytes) -> bytes:
+    """As settle.lua writes it."""
+    kept = record[2] & (codec.HAS_FINGERPRINT | codec.HAS_TRACE)
+    extras = record[18 : 18 + (16 if kept & 1 else 0) + (24 if kept & 2 else 0)]
+    head = bytes((1, status, kept + outcome[0])) + record[3:12]
+    return head + NOW_MS.to_bytes(6, "big") + extras + outcome[1:]
+
+
+def reservation_of(request: ReserveRequest) -> Reserved:
+    return Reserved(key=request.key, token=request.token, attempt=1, fence=NOW_US, lease=LEASE)
+
+
+def other(request: ReserveRequest) -> ReserveRequest:
+    token = bytes(byte ^ 255 for byte in request.token)
+    return ReserveRequest(key="k", token=token, lease=LEASE, retention=LEASE)
+
+
+@given(request=_REQUESTS, attempt=_ATTEMPTS, fence=_FENCES, previous=st.sampled_from([0, 32, 64]))
+def test_a_reservation_comes_back_to_its_owner(
+    request: ReserveRequest, attempt: int, fence: int, previous: int
+) -> None:
+    verdict = codec.verdict_of(request, processing(request, attempt, fence, previous), NOW_US)
+
+    assert isinstance(verdict, Reserved)
+    assert (verdict.token, verdict.attempt, verdict.fence) == (request.token, attempt, fence)
+    assert verdict.previous is {0: Previous.NONE, 32: Previous.RELEASED, 64: Previous.LAPSED}[previous]
+
+
+@given(request=_REQUESTS, attempt=_ATTEMPTS)
+def test_others_see_who_holds_it(request: ReserveRequest, attempt: int) -> None:
+    verdict = codec.verdict_of(other(request), processing(request, attempt), NOW_US)
+
+    assert verdict == InProgress(key="k", attempt=attempt, retry_after=LEASE, owner=request.owner)
+
+
+@given(request=_REQUESTS, result=_RESULTS, dropped=st.booleans())
+def test_a_result_comes_back_whole(request: ReserveRequest, result: StoredResult | None, dropped: bool) -> None:
+    completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result, result_dropped=dropped)
+
+    raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+    verdict = codec.verdict_of(other(request), raw, NOW_US)
+
+    assert isinstance(verdict, Completed)
+    assert (verdict.result, verdict.result_dropped, verdict.trace) == (result, dropped, request.trace)
+    assert verdict.completed_at == codec.moment(NOW_MS)
+
+
+@given(request=_REQUESTS, error=_ANY_TEXT)
+def test_an_error_comes_back_whole(request: ReserveRequest, error: str) -> None:
+    failure = Failure(reservation=reservation_of(request), ttl=LEASE, error=error)
+
+    raw = settled(codec.FAILED, processing(request), codec.outcome_of_failure(failure))
+    verdict = codec.verdict_of(other(request), raw, NOW_US)
+
+    assert isinstance(verdict, Failed)
+    assert (verdict.error, verdict.trace) == (error, request.trace)
+
+
+@given(raw=st.binary(max_size=120) | st.binary(max_size=120).map(lambda tail: b"\1" + tail))
+def test_arbitrary_bytes_are_a_verdict_and_never_an_error(raw: bytes) -> None:
+    request = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE)
+
+    verdict = codec.verdict_of(request, raw, NOW_US)
+
+    assert verdict.key == "k"
+    assert isinstance(verdict, Corrupt) or raw[:1] == b"\1"
+
+
+@given(request=_REQUESTS, at=st.integers(0, 200), byte=st.integers(0, 255), cut=st.integers(0, 200))
+def test_a_damaged_record_is_a_verdict_and_never_an_error(
+    request: ReserveRequest, at: int, byte: int, cut: int
+) -> None:
+    raw = bytearray(processing(request))
+    raw[at % len(raw)] = byte
+
+    verdict = codec.verdict_of(other(request), bytes(raw[: cut or None]), NOW_US)
+
+    assert verdict.key == "k"
+
+
+def test_every_way_of_being_unreadable_has_its_reason() -> None:
+    good = processing(ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE))
+    reasons = {
+        b"": "it is empty",
+        b'{"status": 1}': "it was written by another program",
+        b"\2" + good[1:]: "its format 2 is newer than this version reads (1)",
+        good[:9]: "it ends after 9 bytes",
+        good[:30]: "it ends after 30 bytes",
+        good[:1] + b"\7" + good[2:]: "its status is 7",
+        good[:3] + b"\0\0" + good[5:]: "its header is damaged",
+        good[:1] + b"\2\4" + good[3:18] + b"text/plain": "its result has no content type",
+        good[:1] + b"\2\0" + good[3:18] + b"x": "it is longer than its header says",
+        good[:1] + b"\3\0" + good[3:18] + b"\xff": "its error is no UTF-8",
+    }
+
+    request = ReserveRequest(key="k", token=b"u" * 16, lease=LEASE, retention=LEASE)
+    seen = {raw: codec.verdict_of(request, raw, NOW_US) for raw in reasons}
+
+    assert seen == {raw: Corrupt(key="k", reason=reason) for raw, reason in reasons.items()}
+
+
+def test_another_fingerprint_is_a_reused_key_whoever_asks() -> None:
+    request = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE, fingerprint=b"a" * 16)
+    offered = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE, fingerprint=b"b" * 16)
+
+    verdict = codec.verdict_of(offered, processing(request), NOW_US)
+
+    assert verdict == KeyReused(key="k", stored=b"a" * 16, offered=b"b" * 16)
+
+
+def test_a_completed_record_with_fingerprint_and_trace_takes_58_bytes() -> None:
+    trace = TraceLink(b"i" * 16, b"s" * 8)
+    request = ReserveRequest(
+        key="k", token=b"t" * 16, lease=LEASE, retention=LEASE, fingerprint=b"f" * 16, trace=trace, owner="o" * 128
+    )
+    completion = Completion(reservation=reservation_of(request), ttl=LEASE)
+
+    raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+
+    assert len(raw) == 58
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"token": b"short"}, {"fingerprint": b"short"}, {"trace": TraceLink(b"", b"s" * 24)}],
+    ids=["token", "fingerprint", "trace"],
+)
+def test_parts_of_a_wrong_length_are_refused(part: dict[str, Any]) -> None:
+    sound = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE)
+    request = replace(sound, **part)
+
+    with pytest.raises(ValueError, match="bytes"):
+        codec.wish_of(request)
+
+
+def test_a_content_type_with_a_zero_byte_is_refused() -> None:
+    reserved = Reserved(key="k", token=b"t" * 16, attempt=1, fence=1, lease=LEASE)
+    completion = Completion(reservation=reserved, ttl=LEASE, result=StoredResult(b"", "text/\0"))
+
+    with pytest.raises(ValueError, match="content type"):
+        codec.outcome_of_completion(completion)
+
+
+def test_lengths_of_time_fit_into_six_bytes() -> None:
+    assert codec.milliseconds(timedelta(seconds=-1)) == 0
+    assert codec.milliseconds(timedelta(microseconds=1_999)) == 1
+    assert codec.life_ms(timedelta(0)) == 1
+    assert NOW_MS + codec.milliseconds(timedelta.max) < 2**48
+
+
+@given(sizes=st.lists(st.integers(0, 2 * MOST_BYTES), max_size=50) | st.just([10] * (2 * MOST_KEYS + 1)))
+def test_a_batch_is_cut_in_order_into_bounded_calls(sizes: list[int]) -> None:
+    parts = [sizes[part] for part in slices(sizes)]
+
+    assert [size for part in parts for size in part] == sizes
+    assert all(0 < len(part) <= MOST_KEYS for part in parts)
+    assert all(len(part) == 1 or sum(part) <= MOST_BYTES for part in parts)

@@ -1,0 +1,264 @@
+"""What is wrong with settings is said at once, in plain words, without secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from pydantic import AfterValidator, SecretStr, ValidationError
+
+from integr8s_idem.config import Section, Settings, load_settings
+from integr8s_idem.errors import SettingsError
+
+SECRET = "hunter2-and-more"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No settings of this machine, and an empty working directory."""
+    for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def mistakes(text: str = "", settings_type: type[Settings] = Settings) -> dict[str, str]:
+    """What is wrong with a file of this text: messages by path."""
+    Path("settings.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(settings_type=settings_type)
+    found = {mistake.path: mistake.message for mistake in caught.value.mistakes}
+    assert len(found) == len(caught.value.mistakes)
+    return found
+
+
+def test_every_mistake_is_said_at_once() -> None:
+    found = mistakes(
+        "[store]\nurl = 'localhost:6379'\n"
+        "[idempotency]\nprocessing_timeout_seconds = 30\ndefault_ttl_secnds = 9\n"
+        "[services.billing]\nhandler_timeout_seconds = 60"
+    )
+
+    assert found == {
+        "store.url": '"localhost:6379" is no Redis URL; write redis://localhost:6379/0',
+        "idempotency.default_ttl_secnds": "unknown setting; did you mean default_ttl_seconds?",
+        "services.billing.handler_timeout_seconds": "= 60 exceeds idempotency.processing_timeout_seconds = 30: "
+        "another worker would take over a handler that is still running; lower the first or raise the second",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "message"),
+    [
+        (
+            'kafka.session_timeout_seconds = "5min"',
+            "kafka.session_timeout_seconds",
+            'must be a number of seconds greater than 0, not "5min"',
+        ),
+        (
+            "store.timeout_seconds = 0",
+            "store.timeout_seconds",
+            "must be a number of seconds greater than 0, not 0",
+        ),
+        (
+            "store.timeout_seconds = inf",
+            "store.timeout_seconds",
+            "must be a number of seconds of at most 2147483, not Infinity",
+        ),
+        (
+            "idempotency.max_attempts = true",
+            "idempotency.max_attempts",
+            "must be a whole number of at least 1, not true",
+        ),
+        (
+            "store.timeout_seconds = true",
+            "store.timeout_seconds",
+            "must be a number of seconds greater than 0, not true",
+        ),
+        ("services.a.concurrency = 1.5", "services.a.concurrency", "must be a whole number from 1 to 10000, not 1.5"),
+        (
+            'services.a.ordering = "keys"',
+            "services.a.ordering",
+            'must be "partition", "key" or "none", not "keys"',
+        ),
+        ('idempotency.on_failure = "x"', "idempotency.on_failure", 'must be "retry" or "block", not "x"'),
+        ('idempotency.hash_keys = "maybe"', "idempotency.hash_keys", 'must be true or false, not "maybe"'),
+        ('kafka.bootstrap_servers = ["a:1"]', "kafka.bootstrap_servers", "must be text, not a list"),
+        (
+            'services.a.topics = "orders"',
+            "services.a.topics",
+            'must be a list of texts with at least one in it, not "orders"',
+        ),
+        (
+            "services.a.topics = []",
+            "services.a.topics",
+            "must be a list of texts with at least one in it, not an empty one",
+        ),
+        ('kafka = "localhost"', "kafka", "must be a table of settings, not text"),
+        ('store.kind = "mysql"', "store.kind", 'must be "redis" or "memory", not "mysql"'),
+        ('services."a b".concurrency = 1', "services.a b", "must have a name that matches ^[A-Za-z0-9._-]{1,100}$"),
+        (
+            'kafka.bootstrap_servers = "kafka://a:1"',
+            "kafka.bootstrap_servers",
+            '"kafka://a:1" is no broker; write host:port, as in a:1',
+        ),
+        (
+            'telemetry.otlp_endpoint = "localhost:4317"',
+            "telemetry.otlp_endpoint",
+            '"localhost:4317" is no URL of a collector; write http://localhost:4317',
+        ),
+        (
+            'store.url = "redis://h:6379/sessions"',
+            "store.url",
+            '"redis://h:6379/sessions" names the database "sessions", which is no number; write redis://h:6379/0',
+        ),
+        (
+            'store.url = "redis://h:port/0"',
+            "store.url",
+            '"redis://h:port/0" has a host or port that cannot be read; write redis://localhost:6379/0',
+        ),
+        ("store.password = 5551234", "store.password", "must be text"),
+        ("concurrency = 3", "concurrency", "unknown setting; did you mean services.<name>.concurrency?"),
+        ("kafka.xyz = 3\nstore.kind = 'memory'", "kafka.xyz", "unknown setting"),
+        ("store.kind = 'memory'\nstore.ur = 'x'", "store.ur", "unknown setting; known here: kind"),
+        ("store.kind = 'memory'\nstore.url = 'x'", "store.url", 'does not go with kind = "memory"; take it out'),
+    ],
+)
+def test_a_mistake_says_what_to_write(text: str, path: str, message: str) -> None:
+    assert mistakes(text) == {path: message}
+
+
+def test_a_mistake_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTEGR8S_IDEM_SERVICES__BILLING__CONCURRENCY", "many")
+    monkeypatch.setenv("INTEGR8S_IDEM_STORE__PASSWRD", SECRET)
+    monkeypatch.setenv("INTEGR8S_IDEM_STORE_PASSWORD", SECRET)
+
+    assert mistakes() == {
+        "services.billing.concurrency": 'must be a whole number from 1 to 10000, not "many" '
+        "(set by INTEGR8S_IDEM_SERVICES__BILLING__CONCURRENCY)",
+        "store.passwrd": "unknown setting INTEGR8S_IDEM_STORE__PASSWRD; did you mean INTEGR8S_IDEM_STORE__PASSWORD?",
+        "store_password": "unknown setting INTEGR8S_IDEM_STORE_PASSWORD; did you mean INTEGR8S_IDEM_STORE__PASSWORD?",
+    }
+
+
+def test_a_setting_set_below_another_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTEGR8S_IDEM_KAFKA__CLIENT_ID__X", "1")
+
+    assert mistakes() == {"kafka.client_id": "must be text, not a table"}
+
+
+def test_a_contradiction_that_rests_on_a_mistake_is_not_said() -> None:
+    """The lease is not 300: it is unknown."""
+    found = mistakes('idempotency.processing_timeout_seconds = "5min"\nservices.a.handler_timeout_seconds = 400')
+
+    assert list(found) == ["idempotency.processing_timeout_seconds"]
+
+
+def test_a_contradiction_that_rests_on_a_misspelled_setting_is_not_said() -> None:
+    found = mistakes("idempotency.processing_timout_seconds = 900\nservices.a.handler_timeout_seconds = 400")
+
+    assert list(found) == ["idempotency.processing_timout_seconds"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'store.url = "redis://user:{SECRET}@h:6379/x"',
+        f'store.url = "http://user:{SECRET}@h:6379"',
+        f'store.url = "h:6379?password={SECRET}"',
+        f'store.url = "redis://:{SECRET}@h:port/0"',
+        f'store.pasword = "{SECRET}"',
+        f'store.password = ["{SECRET}"]',
+        f"store.password = {len(SECRET) * 1_111_111}",
+        f'store.password = {{ value = "{SECRET}" }}',
+        f'store = "redis://:{SECRET}@h/0"',
+        f'store.timeout_seconds = "redis://:{SECRET}@h/0"',
+        f'store.password = "{SECRET}"\nstore.url = "redis://:{SECRET}@h/0"',
+        f'store.password = "{SECRET}',
+        f"store.password = {SECRET}",
+        f'kafka.bootstrap_servers = "kafka://u:{SECRET}@h:1"',
+        f'telemetry.otlp_endpoint = "ftp://u:{SECRET}@h:1"',
+    ],
+)
+def test_no_error_shows_a_secret(text: str) -> None:
+    Path("settings.toml").write_text(text)
+
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+
+    assert SECRET not in "".join(traceback.format_exception(caught.value)) + repr(caught.value)
+    assert caught.value.__context__ is None or SECRET not in repr(caught.value.__context__)
+
+
+def test_settings_made_by_hand_show_no_secret_either() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Settings.model_validate({"store": {"password": [SECRET]}})
+
+    assert SECRET not in str(caught.value)
+
+
+def test_a_message_of_an_applications_validator_does_not_show_its_secret() -> None:
+    def refuse(value: SecretStr) -> SecretStr:
+        raise ValueError(f"{value.get_secret_value()} is too short")
+
+    class Vault(Section):
+        key: Annotated[SecretStr, AfterValidator(refuse)]
+
+    class VaultSettings(Settings):
+        vault: Vault
+
+    assert mistakes(f'vault.key = "{SECRET}"', VaultSettings) == {"vault.key": "*** is too short"}
+
+
+def test_a_setting_that_must_be_given_says_what_it_is() -> None:
+    class Shop(Section):
+        currency: str
+        rate_seconds: float
+
+    class ShopSettings(Settings):
+        shop: Shop
+
+    assert mistakes("[shop]\nrate_seconds = 'x'", ShopSettings) == {
+        "shop.currency": "must be given: text",
+        "shop.rate_seconds": 'must be a number of seconds, not "x"',
+    }
+    assert mistakes("", ShopSettings) == {"shop": "must be given: a table of settings"}
+
+
+def test_a_setting_of_several_types_is_one_mistake() -> None:
+    class Shop(Section):
+        size: int | tuple[int, int] = 1
+
+    class ShopSettings(Settings):
+        shop: Shop = Shop()
+
+    assert mistakes('shop.size = "x"', ShopSettings) == {"shop.size": 'must be a whole number or a list, not "x"'}
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (b"[kafka]\nclient_id = x\n", "line 2, column 13  is no TOML: invalid value; texts stand in quotes"),
+        (b'[kafka]\nclient_id = "x\n', "line 2, column 15  is no TOML: "),
+        (b"[kafka\n", "line 1, column 7  is no TOML: "),
+        (b"[kafka]\nclient_id = '\xff'\n", "line 2  holds bytes that are no UTF-8 text; save the file as UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_toml_says_where(content: bytes, shown: str) -> None:
+    Path("settings.toml").write_bytes(content)
+
+    with pytest.raises(SettingsError, match=re.escape(f"settings.toml: 1 mistake\n  {shown}")):
+        load_settings()
+
+
+def test_a_file_that_is_not_there_says_how_to_write_one() -> None:
+    with pytest.raises(SettingsError, match=r"does not exist; write one: integr8s-idem settings example > prod\.toml"):
+        load_settings(Path("prod.toml"))
+
+
+def test_a_folder_in_place_of_a_file_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read: Is a directory"):
+        load_settings(tmp_path)

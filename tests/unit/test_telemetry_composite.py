@@ -1,0 +1,147 @@
+"""Several observers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+
+from integr8s_idem.records import TraceLink
+from integr8s_idem.telemetry import SILENT, Gauge, Headers, Observer, Phase, Signal, Span
+from integr8s_idem.telemetry.composite import CompositeObserver, combined
+
+TRACE = TraceLink(b"\1" * 16, b"\2" * 8)
+
+
+class Recorder:
+    """Writes down what it is told, as observer and as span."""
+
+    def __init__(self, name: str, story: list[str], trace: TraceLink | None = None) -> None:
+        self.name = name
+        self.story = story
+        self._trace = trace
+
+    def _tell(self, what: object) -> None:
+        self.story.append(f"{self.name} {what}")
+
+    @contextmanager
+    def _span(self, what: str) -> Iterator[Span]:
+        self._tell(f"opens {what}")
+        try:
+            yield self
+        except BaseException as error:
+            self._tell(f"sees {type(error).__name__}")
+            raise
+        finally:
+            self._tell(f"closes {what}")
+
+    def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
+        return self._span(f"{event_type} {topic} {len(headers)}")
+
+    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+        return self._span(phase.name)
+
+    def count(self, signal: Signal, event_type: str = "", amount: int = 1) -> None:
+        self._tell(f"{signal.name} {event_type} {amount}")
+
+    def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
+        self._tell(f"{gauge.name} {value} {part}")
+
+    def inject(self, headers: list[tuple[str, bytes]]) -> None:
+        headers.append((self.name, b""))
+
+    def link(self, trace: TraceLink) -> None:
+        self._tell("links")
+
+    def annotate(self, name: str, value: str | int) -> None:
+        self._tell(f"{name}={value}")
+
+    def trace(self) -> TraceLink | None:
+        return self._trace
+
+
+class BrokenObserver(Recorder):
+    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+        return _Broken()
+
+
+class _Broken:
+    def __enter__(self) -> Span:
+        raise RuntimeError("broken")
+
+    def __exit__(self, *error: object) -> None:
+        raise AssertionError("closed, and was never open")
+
+
+def test_one_observer_needs_no_wrapper() -> None:
+    alone = Recorder("a", [])
+
+    assert combined(alone) is alone
+    assert combined(SILENT, alone) is alone
+    assert combined() is SILENT
+
+
+def test_every_observer_hears_everything() -> None:
+    story: list[str] = []
+    both: Observer = combined(Recorder("a", story), Recorder("b", story))
+    headers: list[tuple[str, bytes]] = []
+
+    both.count(Signal.RETRY, "order", 2)
+    both.measure(Gauge.CONSUMER_LAG, 1.5, "orders")
+    both.inject(headers)
+
+    assert story == ["a RETRY order 2", "b RETRY order 2", "a CONSUMER_LAG 1.5 orders", "b CONSUMER_LAG 1.5 orders"]
+    assert headers == [("a", b""), ("b", b"")]
+
+
+def test_phases_nest_and_all_see_the_exception() -> None:
+    story: list[str] = []
+    both = combined(Recorder("a", story), Recorder("b", story))
+
+    with pytest.raises(ZeroDivisionError), both.phase(Phase.HANDLE):
+        raise ZeroDivisionError
+
+    assert story == [
+        *("a opens HANDLE", "b opens HANDLE"),
+        *("b sees ZeroDivisionError", "b closes HANDLE"),
+        *("a sees ZeroDivisionError", "a closes HANDLE"),
+    ]
+
+
+def test_a_span_of_three_observers_reaches_all_of_them() -> None:
+    story: list[str] = []
+    three = combined(Recorder("a", story), Recorder("b", story, TRACE), Recorder("c", story))
+
+    with three.processing("order", "orders", [("x", b"")]) as span:
+        span.link(TRACE)
+        span.annotate("n", 1)
+        trace = span.trace()
+
+    assert trace == TRACE
+    assert story[:3] == ["a opens order orders 1", "b opens order orders 1", "c opens order orders 1"]
+    assert story[3:9] == ["a links", "b links", "c links", "a n=1", "b n=1", "c n=1"]
+
+
+def test_where_all_are_silent_no_object_is_made() -> None:
+    silent = CompositeObserver(SILENT, SILENT)
+
+    assert silent.phase(Phase.HANDLE) is SILENT.phase(Phase.HANDLE)
+
+
+def test_the_silent_one_is_not_asked_again() -> None:
+    talkative = Recorder("a", [])
+    both = CompositeObserver(SILENT, talkative)
+
+    with both.phase(Phase.HANDLE) as span:
+        assert span is talkative
+
+
+def test_what_was_opened_is_closed_if_the_second_cannot_open() -> None:
+    story: list[str] = []
+    both = combined(Recorder("a", story), BrokenObserver("b", story))
+
+    with pytest.raises(RuntimeError, match="broken"), both.phase(Phase.HANDLE):
+        pass
+
+    assert story == ["a opens HANDLE", "a sees RuntimeError", "a closes HANDLE"]

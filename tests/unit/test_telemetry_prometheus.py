@@ -1,0 +1,174 @@
+"""Metrics: names, labels from closed sets, and series that are there before the first event."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from integr8s_idem.telemetry import Gauge, Phase, Signal
+from integr8s_idem.telemetry.prometheus import HELP, MAX_LABELS, PrometheusObserver
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def lines_of(registry: CollectorRegistry) -> list[str]:
+    return generate_latest(registry).decode().splitlines()
+
+
+def event_types_in(registry: CollectorRegistry, metric: str) -> set[str]:
+    return {
+        sample.labels["event_type"]
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == metric
+    }
+
+
+def test_the_four_metrics_of_the_seeds_are_on_the_page(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.measure(Gauge.KEYS_ACTIVE, 3)
+
+    page = lines_of(registry)
+    assert 'idempotency_cache_hits_total{event_type="",service="billing"} 0.0' in page
+    assert 'idempotency_cache_misses_total{event_type="",service="billing"} 0.0' in page
+    assert 'idempotency_duplicates_blocked_total{event_type="",service="billing"} 0.0' in page
+    assert 'idempotency_keys_active{service="billing"} 3.0' in page
+
+
+@pytest.mark.parametrize("signal", Signal)
+def test_every_signal_is_counted_by_service_and_event_type(registry: CollectorRegistry, signal: Signal) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.count(signal, "order_placed")
+    observer.count(signal, "order_placed", 4)
+
+    labels = {"service": "billing", "event_type": "order_placed"}
+    assert registry.get_sample_value(f"{signal.value}_total", labels) == 5
+
+
+@pytest.mark.parametrize("named", [*Signal, *Gauge])
+def test_every_metric_says_what_it_is(named: Signal | Gauge) -> None:
+    assert HELP[named].endswith(".")
+
+
+def test_the_first_dead_letter_of_an_event_type_is_an_increase_from_zero(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.count(Signal.DELIVERED, "order_placed")
+
+    labels = {"service": "billing", "event_type": "order_placed"}
+    assert registry.get_sample_value("idempotency_dead_letters_total", labels) == 0
+
+
+def test_a_level_that_nobody_measured_is_absent(registry: CollectorRegistry) -> None:
+    PrometheusObserver("billing", registry)
+
+    assert registry.get_sample_value("idempotency_store_up", {"service": "billing"}) is None
+
+
+def test_the_lag_is_told_by_topic(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.measure(Gauge.CONSUMER_LAG, 7, "orders")
+    observer.measure(Gauge.CONSUMER_LAG, 0, "refunds")
+
+    of_orders = {"service": "billing", "topic": "orders"}
+    of_refunds = {"service": "billing", "topic": "refunds"}
+    assert registry.get_sample_value("idempotency_consumer_lag", of_orders) == 7
+    assert registry.get_sample_value("idempotency_consumer_lag", of_refunds) == 0
+
+
+def test_phases_are_measured_even_if_they_fail(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    with pytest.raises(ZeroDivisionError), observer.phase(Phase.HANDLE, "order_placed"):
+        raise ZeroDivisionError
+    with observer.phase(Phase.HANDLE, "order_placed"):
+        pass
+
+    labels = {"service": "billing", "phase": "handle", "event_type": "order_placed"}
+    assert registry.get_sample_value("idempotency_phase_seconds_count", labels) == 2
+
+
+def test_a_delivery_is_measured_from_end_to_end(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    with observer.processing("order_placed", "orders", []):
+        pass
+
+    labels = {"service": "billing", "event_type": "order_placed"}
+    assert registry.get_sample_value("idempotency_processing_seconds_count", labels) == 1
+
+
+def test_services_of_one_process_share_their_metrics(registry: CollectorRegistry) -> None:
+    billing = PrometheusObserver("billing", registry)
+    audit = PrometheusObserver("audit", registry)
+    audit_again = PrometheusObserver("audit", registry)
+
+    billing.count(Signal.CACHE_HIT, "order_placed")
+    audit.count(Signal.CACHE_HIT, "order_placed")
+    audit_again.count(Signal.CACHE_HIT, "order_placed")
+
+    name = "idempotency_cache_hits_total"
+    assert registry.get_sample_value(name, {"service": "billing", "event_type": "order_placed"}) == 1
+    assert registry.get_sample_value(name, {"service": "audit", "event_type": "order_placed"}) == 2
+
+
+def test_a_registry_is_forgotten_with_its_last_user() -> None:
+    from integr8s_idem.telemetry import prometheus
+
+    gc.collect()
+    before = len(prometheus._made)
+
+    PrometheusObserver("billing", CollectorRegistry())
+    gc.collect()
+
+    assert len(prometheus._made) == before
+
+
+def test_event_types_without_end_make_a_bounded_number_of_series(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    for number in range(MAX_LABELS + 300):
+        observer.count(Signal.CACHE_HIT, f"type-{number}")
+        observer.measure(Gauge.CONSUMER_LAG, 1, f"topic-{number}")
+        with observer.phase(Phase.RESERVE, f"type-{number}"), observer.processing(f"type-{number}", "", []):
+            pass
+
+    others = {"service": "billing", "event_type": "other"}
+    assert len(event_types_in(registry, "idempotency_cache_hits_total")) == MAX_LABELS + 2
+    assert registry.get_sample_value("idempotency_cache_hits_total", others) == 300
+    assert registry.get_sample_value("idempotency_processing_seconds_count", others) == 300
+    assert len(observer._counters) < len(Signal) * (MAX_LABELS + 3)
+    assert len(observer._processing) + len(observer._phases) + len(observer._gauges) <= 3 * (MAX_LABELS + 2)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    ["\ud800", "a\nb", "\x00", "x" * 129, "\u202e gnp", "\u2028"],
+    ids=["surrogate", "newline", "nul", "long", "right-to-left", "line separator"],
+)
+def test_an_event_type_unfit_for_a_label_is_counted_as_other(registry: CollectorRegistry, hostile: str) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.count(Signal.DELIVERED, hostile)
+    with observer.processing(hostile, hostile, [(hostile, b"")]), observer.phase(Phase.HANDLE, hostile):
+        pass
+    observer.measure(Gauge.CONSUMER_LAG, 1, hostile)
+
+    assert 'idempotency_deliveries_total{event_type="other",service="billing"} 1.0' in lines_of(registry)
+
+
+def test_quotes_in_an_event_type_are_escaped(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.count(Signal.DELIVERED, 'x",service="other"} 9 \\')
+
+    line = r'idempotency_deliveries_total{event_type="x\",service=\"other\"} 9 \\",service="billing"} 1.0'
+    assert line in lines_of(registry)

@@ -1,0 +1,316 @@
+"""From settings to telemetry: where spans go, and how a process stops sending them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from time import monotonic
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+from opentelemetry import trace as otel
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.util._once import Once
+from prometheus_client import REGISTRY
+
+from integr8s_idem.config import TelemetrySettings
+from integr8s_idem.errors import SettingsError
+from integr8s_idem.telemetry import Phase, Signal, setup
+from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
+from integr8s_idem.telemetry.setup import configure_telemetry, observer_for
+
+
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nobody had touched OpenTelemetry in this process, nor set its variables."""
+    monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
+    monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
+    monkeypatch.setattr(setup, "_configured", None)
+    for name in ("OTEL_SDK_DISABLED", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+class Collector:
+    """What a collector has taken."""
+
+    def __init__(self) -> None:
+        self.endpoint = ""
+        self.paths: list[str] = []
+        self.requests: list[ExportTraceServiceRequest] = []
+
+    def spans(self) -> list[tuple[str, str]]:
+        """Service and name of each span."""
+        return [
+            (attribute.value.string_value, span.name)
+            for request in self.requests
+            for of in request.resource_spans
+            for attribute in of.resource.attributes
+            if attribute.key == "service.name"
+            for scope in of.scope_spans
+            for span in scope.spans
+        ]
+
+
+@pytest.fixture
+def http_collector() -> Iterator[Collector]:
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            collector.paths.append(self.path)
+            collector.requests.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Nobody reads it."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        collector.endpoint = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield collector
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def grpc_collector() -> Iterator[Collector]:
+    collector = Collector()
+
+    class Servicer(trace_service_pb2_grpc.TraceServiceServicer):
+        def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:  # noqa: N802
+            collector.requests.append(request)
+            return ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
+    collector.endpoint = f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield collector
+    server.stop(None).wait()
+
+
+def sent_to(endpoint: str) -> TelemetrySettings:
+    """Settings that nobody has looked at, as a program may make them."""
+    return TelemetrySettings.model_construct(otlp_endpoint=endpoint)
+
+
+def one_span() -> None:
+    with OpenTelemetryObserver("billing").phase(Phase.HANDLE):
+        pass
+
+
+async def test_spans_reach_a_collector_over_http(http_collector: Collector) -> None:
+    settings = TelemetrySettings(otlp_endpoint=http_collector.endpoint)
+
+    async with configure_telemetry(settings, service_name="platform") as handle:
+        assert handle.sends_spans
+        one_span()
+
+    assert http_collector.paths == ["/v1/traces"]
+    assert http_collector.spans() == [("platform", "idempotency.handle")]
+
+
+async def test_spans_reach_a_collector_over_grpc(grpc_collector: Collector) -> None:
+    settings = sent_to(grpc_collector.endpoint)
+
+    async with configure_telemetry(settings, service_name="platform"):
+        one_span()
+
+    assert grpc_collector.spans() == [("platform", "idempotency.handle")]
+
+
+async def test_spans_on_the_console_are_lines_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    async with configure_telemetry(TelemetrySettings(spans="console"), service_name="platform"):
+        one_span()
+        one_span()
+
+    printed = capsys.readouterr()
+    assert [json.loads(line)["name"] for line in printed.err.splitlines()] == ["idempotency.handle"] * 2
+    assert not printed.out
+
+
+async def test_a_sample_ratio_of_zero_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = TelemetrySettings(spans="console", sample_ratio=0)
+
+    async with configure_telemetry(settings, service_name="platform"):
+        one_span()
+
+    assert not capsys.readouterr().err
+
+
+async def test_without_a_word_about_spans_no_sdk_is_set_up() -> None:
+    handle = configure_telemetry(TelemetrySettings(), service_name="platform")
+
+    assert not handle.sends_spans
+    assert isinstance(otel.get_tracer_provider(), otel.ProxyTracerProvider)
+    await handle.close()
+
+
+async def test_an_sdk_of_the_application_stays() -> None:
+    theirs = TracerProvider(shutdown_on_exit=False)
+    otel.set_tracer_provider(theirs)
+
+    handle = configure_telemetry(TelemetrySettings(spans="console"), service_name="platform")
+
+    assert not handle.sends_spans
+    assert otel.get_tracer_provider() is theirs
+    await handle.close()
+
+
+async def test_a_process_is_set_up_once(caplog: pytest.LogCaptureFixture) -> None:
+    settings = TelemetrySettings(spans="console")
+
+    async with configure_telemetry(settings, service_name="platform") as first:
+        again = configure_telemetry(settings, service_name="platform")
+        assert not caplog.records
+        other = configure_telemetry(settings, service_name="elsewhere")
+
+    assert again is first
+    assert other is first
+    assert "other settings" in caplog.text
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+@pytest.mark.parametrize("backlog", [None, 5], ids=["nobody listens", "nobody answers"])
+async def test_a_collector_that_takes_nothing_stalls_neither_the_end_nor_the_loop(
+    scheme: str, backlog: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) if backlog else socket.socket() as server:
+        if not backlog:
+            server.bind(("127.0.0.1", 0))
+        settings = sent_to(f"{scheme}://127.0.0.1:{server.getsockname()[1]}")
+        handle = configure_telemetry(settings, service_name="platform")
+        one_span()
+        watch = asyncio.create_task(_watch_the_loop())
+
+        before = monotonic()
+        await handle.close(timedelta(seconds=0.3))
+        took = monotonic() - before
+
+        watch.cancel()
+        assert 0.3 <= took < 1
+        assert await watch < 0.2
+        assert "the last spans were not taken within 0.3 s and are lost" in caplog.text
+    assert not _threads_left("spans-", after_seconds=2)
+
+
+def _threads_left(prefix: str, *, after_seconds: float) -> list[threading.Thread]:
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
+    for thread in threads:
+        thread.join(after_seconds)
+    return [thread for thread in threads if thread.is_alive()]
+
+
+async def _watch_the_loop() -> float:
+    """The longest stand of the event loop, in seconds, once cancelled."""
+    longest = 0.0
+    last = monotonic()
+    while True:
+        try:
+            await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            return longest
+        now = monotonic()
+        longest, last = max(longest, now - last), now
+
+
+async def test_closing_twice_is_closing_once(http_collector: Collector) -> None:
+    settings = TelemetrySettings(otlp_endpoint=http_collector.endpoint)
+    handle = configure_telemetry(settings, service_name="platform")
+    one_span()
+
+    await handle.close()
+    await handle.close()
+
+    assert len(http_collector.requests) == 1
+    assert not handle.sends_spans
+
+
+@pytest.mark.parametrize(
+    ("settings", "exporter"),
+    [
+        (TelemetrySettings(), "off"),
+        (sent_to("http://host:4318"), "http"),
+        (sent_to("http://host:4317"), "grpc"),
+        (sent_to("https://host:4317"), "grpc"),
+        (sent_to("grpc://host:9000"), "grpc"),
+        (sent_to("https://host/otlp/traces"), "http"),
+        (TelemetrySettings(spans="otlp"), "http"),
+        (TelemetrySettings(spans="console", otlp_endpoint="http://host:4318"), "console"),
+        (TelemetrySettings(spans="off", otlp_endpoint="http://host:4318"), "off"),
+    ],
+)
+def test_settings_say_where_spans_go(settings: TelemetrySettings, exporter: str) -> None:
+    assert setup._exporter_for(settings) == exporter
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url"),
+    [
+        ("http://host:4318", "http://host:4318/v1/traces"),
+        ("http://host:4318/", "http://host:4318/v1/traces"),
+        ("https://host/otlp/traces", "https://host/otlp/traces"),
+    ],
+)
+def test_only_an_endpoint_without_a_path_gets_the_usual_one(endpoint: str, url: str) -> None:
+    assert setup._traces_url(setup._endpoint_url(endpoint)) == url
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4317", "localhost", "http://", "ftp://host", "http://host:x", ""])
+def test_an_endpoint_that_is_none_is_a_mistake_in_the_settings(endpoint: str) -> None:
+    settings = sent_to(endpoint)
+
+    with pytest.raises(SettingsError, match=r"telemetry\.otlp_endpoint .* write http://host:4318"):
+        configure_telemetry(settings, service_name="platform")
+
+
+def test_a_mistaken_endpoint_with_a_password_is_not_shown() -> None:
+    settings = sent_to("ftp://user:secret@host")
+
+    with pytest.raises(SettingsError) as raised:
+        configure_telemetry(settings, service_name="platform")
+
+    assert "secret" not in str(raised.value)
+
+
+def test_the_same_settings_and_service_give_the_same_observer() -> None:
+    first = observer_for(TelemetrySettings(), "same-observer")
+
+    assert observer_for(TelemetrySettings(), "same-observer") is first
+    assert observer_for(TelemetrySettings(), "another") is not first
+
+
+def test_an_observer_counts_unless_metrics_are_switched_off() -> None:
+    observer_for(TelemetrySettings(), "counting").count(Signal.RETRY, "order")
+    observer_for(TelemetrySettings(metrics_enabled=False), "silent").count(Signal.RETRY, "order")
+
+    name = "idempotency_retries_total"
+    assert REGISTRY.get_sample_value(name, {"service": "counting", "event_type": "order"}) == 1
+    assert REGISTRY.get_sample_value(name, {"service": "silent", "event_type": "order"}) is None
+
+
+@pytest.mark.parametrize("module", ["integr8s_idem", "integr8s_idem.telemetry", "integr8s_idem.telemetry.setup"])
+def test_nothing_is_imported_before_it_is_asked_for(module: str) -> None:
+    program = f"import sys, {module}; print(*(sys.modules.keys() & {{'prometheus_client', 'opentelemetry', 'grpc'}}))"
+
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert run.stdout.strip() == ""

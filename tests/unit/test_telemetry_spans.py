@@ -1,0 +1,319 @@
+"""Spans, seen by a real SDK."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from opentelemetry import trace as otel
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
+from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.util._once import Once
+
+from integr8s_idem.records import TraceLink
+from integr8s_idem.telemetry import SILENT, Observer, Phase
+from integr8s_idem.telemetry import opentelemetry as under_test
+from integr8s_idem.telemetry.opentelemetry import KEY_ATTRIBUTE, OpenTelemetryObserver
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+SPAN_ID = "b7ad6b7169203331"
+FROM_PRODUCER = [("event_id", b"1"), ("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01".encode()), ("tracestate", b"v=1")]
+
+
+class Recording:
+    """A provider and the spans it got."""
+
+    def __init__(self, sampler: Sampler | None = None) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+
+    def observer(self, *, span_keys: bool = False, group: str | None = None) -> Observer:
+        return OpenTelemetryObserver("billing", tracer_provider=self.provider, span_keys=span_keys, group=group)
+
+    @property
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self.all}
+
+    @property
+    def all(self) -> tuple[ReadableSpan, ...]:
+        return self._exporter.get_finished_spans()
+
+    @property
+    def only(self) -> ReadableSpan:
+        (span,) = self.all
+        return span
+
+
+@pytest.fixture
+def recording() -> Recording:
+    return Recording()
+
+
+def context_of(span: ReadableSpan) -> otel.SpanContext:
+    context = span.get_span_context()
+    assert isinstance(context, otel.SpanContext)
+    return context
+
+
+def attributes_of(span: ReadableSpan) -> dict[str, object]:
+    return dict(span.attributes or {})
+
+
+def test_a_delivery_is_a_consumer_span_by_the_messaging_conventions(recording: Recording) -> None:
+    with recording.observer(group="billing-group").processing("order_placed", "shop.order_placed", []):
+        pass
+
+    assert recording.only.name == "process order_placed"
+    assert recording.only.kind is SpanKind.CONSUMER
+    assert attributes_of(recording.only) == {
+        "messaging.system": "kafka",
+        "messaging.operation.name": "process",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": "shop.order_placed",
+        "messaging.consumer.group.name": "billing-group",
+        "idempotency.service": "billing",
+        "idempotency.event_type": "order_placed",
+    }
+
+
+def test_a_delivery_is_linked_to_its_producer_and_part_of_its_trace(recording: Recording) -> None:
+    with recording.observer().processing("order_placed", "orders", FROM_PRODUCER):
+        pass
+
+    (link,) = recording.only.links
+    parent = recording.only.parent
+    assert parent is not None
+    assert (otel.format_trace_id(link.context.trace_id), otel.format_span_id(link.context.span_id)) == (
+        TRACE_ID,
+        SPAN_ID,
+    )
+    assert otel.format_span_id(parent.span_id) == SPAN_ID
+    assert context_of(recording.only).trace_id == int(TRACE_ID, 16)
+
+
+def test_a_delivery_without_a_producers_context_starts_a_trace(recording: Recording) -> None:
+    """Even inside another span: the worker may have been started in one that never ends."""
+    with (
+        recording.provider.get_tracer("app").start_as_current_span("startup"),
+        recording.observer().processing("order_placed", "orders", []),
+    ):
+        pass
+
+    delivery = recording.spans["process order_placed"]
+    assert delivery.parent is None
+    assert not delivery.links
+
+
+def test_what_the_producer_did_not_sample_is_not_recorded(recording: Recording) -> None:
+    headers = [("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-00".encode())]
+
+    with recording.observer().processing("order_placed", "orders", headers) as span:
+        assert span.trace() is None
+
+    assert not recording.spans
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"\xff\xfe", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01", b"x" * 100_000, "00-ü".encode(), None],
+)
+def test_a_damaged_traceparent_is_none(recording: Recording, value: bytes) -> None:
+    with recording.observer().processing("order_placed", "orders", [("traceparent", value), ("tracestate", b"\xff")]):
+        pass
+
+    assert recording.only.parent is None
+    assert not recording.only.links
+
+
+def test_of_two_traceparents_the_last_counts(recording: Recording) -> None:
+    earlier = ("traceparent", f"00-{'1' * 32}-{'1' * 16}-01".encode())
+
+    with recording.observer().processing("order_placed", "orders", [earlier, *FROM_PRODUCER]):
+        pass
+
+    assert context_of(recording.only).trace_id == int(TRACE_ID, 16)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_phase_is_a_child_named_after_it(recording: Recording, phase: Phase) -> None:
+    observer = recording.observer()
+
+    with observer.processing("order_placed", "orders", []), observer.phase(phase, "order_placed"):
+        pass
+
+    child, parent = recording.spans[phase.value], recording.spans["process order_placed"]
+    assert child.kind is SpanKind.INTERNAL
+    assert child.parent is not None
+    assert child.parent.span_id == context_of(parent).span_id
+    assert attributes_of(child) == {"idempotency.service": "billing", "idempotency.event_type": "order_placed"}
+
+
+async def test_deliveries_at_the_same_time_keep_their_phases_apart(recording: Recording) -> None:
+    observer = recording.observer()
+    all_open = asyncio.Barrier(3)
+
+    async def handle(event_type: str) -> None:
+        with observer.processing(event_type, "orders", []):
+            await all_open.wait()
+            with observer.phase(Phase.HANDLE, event_type):
+                await all_open.wait()
+
+    await asyncio.gather(*(handle(name) for name in "abc"))
+
+    found = [(str(attributes_of(span)["idempotency.event_type"]), context_of(span).trace_id) for span in recording.all]
+    assert sorted(event_type for event_type, _ in found) == list("aabbcc")
+    assert len(set(found)) == 3
+
+
+def test_a_duplicate_links_to_the_run_that_did_the_work(recording: Recording) -> None:
+    observer = recording.observer()
+    with observer.processing("first", "orders", []) as first:
+        trace = first.trace()
+    assert trace is not None
+
+    with observer.processing("duplicate", "orders", []) as duplicate:
+        duplicate.link(trace)
+
+    (link,) = recording.spans["process duplicate"].links
+    assert link.context.span_id == context_of(recording.spans["process first"]).span_id
+    assert dict(link.attributes or {}) == {"idempotency.relation": "run"}
+
+
+@pytest.mark.parametrize("damaged", [TraceLink(b"", b""), TraceLink(bytes(16), bytes(8)), TraceLink(b"\1" * 99, b"\1")])
+def test_a_damaged_trace_link_is_left_out(recording: Recording, damaged: TraceLink) -> None:
+    with recording.observer().phase(Phase.REPLAY) as span:
+        span.link(damaged)
+
+    assert not recording.only.links
+
+
+def test_no_key_is_in_a_span_by_default(recording: Recording) -> None:
+    with recording.observer().phase(Phase.RESERVE) as span:
+        span.annotate(KEY_ATTRIBUTE, "order:secret")
+        span.annotate("idempotency.attempt", 2)
+
+    assert "secret" not in recording.only.to_json()
+    assert attributes_of(recording.only)["idempotency.attempt"] == 2
+
+
+def test_a_setting_lets_keys_in(recording: Recording) -> None:
+    with recording.observer(span_keys=True).phase(Phase.RESERVE) as span:
+        span.annotate(KEY_ATTRIBUTE, "order:1")
+
+    assert attributes_of(recording.only)[KEY_ATTRIBUTE] == "order:1"
+
+
+def test_an_exception_marks_the_phase_failed_by_its_type_alone(recording: Recording) -> None:
+    with pytest.raises(LookupError), recording.observer().phase(Phase.HANDLE):
+        raise LookupError("password=secret")
+
+    span = recording.only
+    assert span.status.status_code is StatusCode.ERROR
+    assert attributes_of(span)["error.type"] == "LookupError"
+    assert [dict(event.attributes or {}) for event in span.events] == [{"exception.type": "LookupError"}]
+    assert "secret" not in span.to_json()
+
+
+def test_where_keys_may_be_seen_exception_messages_may_too(recording: Recording) -> None:
+    with pytest.raises(LookupError), recording.observer(span_keys=True).phase(Phase.HANDLE):
+        raise LookupError("no order 7")
+
+    (event,) = recording.only.events
+    assert dict(event.attributes or {}) == {"exception.type": "LookupError", "exception.message": "no order 7"}
+
+
+def test_a_cancelled_phase_is_interrupted_and_not_failed(recording: Recording) -> None:
+    with pytest.raises(asyncio.CancelledError), recording.observer().phase(Phase.HANDLE):
+        raise asyncio.CancelledError
+
+    assert recording.only.status.status_code is StatusCode.UNSET
+    assert attributes_of(recording.only)["idempotency.interrupted"] == "asyncio.exceptions.CancelledError"
+
+
+def test_outgoing_messages_carry_the_context_of_the_current_span(recording: Recording) -> None:
+    observer = recording.observer()
+    headers = [("event_id", b"2"), ("traceparent", b"of somebody else")]
+
+    with observer.processing("order_placed", "orders", FROM_PRODUCER) as span:
+        observer.inject(headers)
+        trace = span.trace()
+
+    assert trace is not None
+    assert headers == [
+        ("event_id", b"2"),
+        ("traceparent", f"00-{TRACE_ID}-{trace.span_id.hex()}-01".encode()),
+        ("tracestate", b"v=1"),
+    ]
+
+
+def test_outside_of_a_span_headers_stay_as_they_are(recording: Recording) -> None:
+    headers = [("event_id", b"2"), ("traceparent", b"of somebody else")]
+
+    recording.observer().inject(headers)
+
+    assert headers == [("event_id", b"2"), ("traceparent", b"of somebody else")]
+
+
+def test_a_span_that_is_not_sampled_gives_no_trace_link() -> None:
+    observer = Recording(ParentBased(ALWAYS_OFF)).observer()
+
+    with observer.processing("order_placed", "orders", []) as span:
+        span.link(TraceLink(b"\1" * 16, b"\1" * 8))
+        span.annotate("n", 1)
+
+        assert span.trace() is None
+
+
+def test_hostile_text_does_not_spoil_the_batch_of_its_span(recording: Recording) -> None:
+    with recording.observer(span_keys=True).processing("\ud800", "\udfff", []) as span:
+        span.annotate(KEY_ATTRIBUTE, "\ud800" + "x" * 1_000_000)
+
+    encoded = encode_spans([recording.only]).SerializeToString()
+    assert len(encoded) < 5_000
+    assert ExportTraceServiceRequest.FromString(encoded).resource_spans
+
+
+@pytest.fixture
+def no_sdk(monkeypatch: pytest.MonkeyPatch) -> Callable[[otel.TracerProvider], None]:
+    """A process in which nobody has set a TracerProvider; the answer sets one."""
+    monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
+    monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
+    return otel.set_tracer_provider
+
+
+@pytest.mark.usefixtures("no_sdk")
+def test_without_an_sdk_no_span_is_made() -> None:
+    observer = OpenTelemetryObserver("billing")
+
+    assert observer.processing("order_placed", "orders", FROM_PRODUCER) is SILENT.phase(Phase.HANDLE)
+    assert observer.phase(Phase.HANDLE) is SILENT.phase(Phase.HANDLE)
+
+
+def test_an_sdk_that_is_set_later_is_found(
+    no_sdk: Callable[[otel.TracerProvider], None], recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(under_test, "monotonic", lambda: now)
+    observer = OpenTelemetryObserver("billing")
+    assert observer.phase(Phase.HANDLE) is SILENT.phase(Phase.HANDLE)
+
+    no_sdk(recording.provider)
+    now += 0.25
+    with observer.phase(Phase.HANDLE):
+        pass
+
+    assert recording.only.name == "idempotency.handle"
+
+
+def test_an_sdk_that_is_switched_off_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    observer = OpenTelemetryObserver("billing", tracer_provider=TracerProvider(shutdown_on_exit=False))
+
+    assert observer.phase(Phase.HANDLE) is SILENT.phase(Phase.HANDLE)
