@@ -29,6 +29,7 @@ pickling and copying.  Each has a section in docs/reference/errors.md.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -332,10 +333,20 @@ class SettingsError(IdempotencyError):
 
     def __str__(self) -> str:
         count = len(self.mistakes)
-        width = max((len(mistake.path) for mistake in self.mistakes), default=0)
         lines = [f"{self.source}: {count} mistake{'' if count == 1 else 's'}"]
-        lines += [f"  {mistake.path:<{width}}  {mistake.message}" for mistake in self.mistakes]
+        # A path too long for its column pushes only its own message aside.
+        paths = [len(mistake.path) for mistake in self.mistakes if not mistake.message.startswith("=")]
+        width = min(max(paths, default=0), 40)
+        lines += [_row(mistake, width) for mistake in self.mistakes]
         return "\n".join(lines)
+
+
+def _row(mistake: SettingsMistake, width: int) -> str:
+    if mistake.message.startswith("="):
+        text = f"  {mistake.path} {mistake.message}"
+    else:
+        text = f"  {mistake.path:<{width}}  {mistake.message}"
+    return textwrap.fill(text, 110, subsequent_indent=" " * (width + 4), break_long_words=False, break_on_hyphens=False)
 
 
 class ApplicationError(IdempotencyError):

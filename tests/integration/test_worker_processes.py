@@ -1,0 +1,175 @@
+"""Workers as processes: killed, stalled, asked to end, scraped."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from integr8s_idem import EventPublisher
+from integr8s_idem.config import KafkaSettings
+from tests.support.conditions import eventually
+from tests.support.kafka.broker import Kafka
+from tests.support.processes import ServiceProcess
+from tests.support.shop import OrderPlaced, journal_of
+from tests.support.workers import kafka_settings
+
+pytestmark = pytest.mark.kafka
+
+LEASE = 4.0
+
+
+@dataclass
+class Setting:
+    """Where the processes of one test run."""
+
+    folder: Path
+    publisher: EventPublisher
+    kafka: KafkaSettings
+
+    @property
+    def journal(self) -> list[tuple[str, str, int, int]]:
+        return journal_of(self.folder / "journal")
+
+    def worker(self, name: str) -> ServiceProcess:
+        return ServiceProcess(
+            "tests.support.shop:platform",
+            "--settings",
+            str(self.folder / "settings.toml"),
+            "--json",
+            log=self.folder / f"{name}.log",
+            env={"SHOP_JOURNAL": str(self.folder / "journal")},
+        )
+
+    def times(self, what: str) -> dict[str, int]:
+        """How often each order began or ended."""
+        counted: dict[str, int] = {}
+        for noted, order, _, _ in self.journal:
+            if noted == what:
+                counted[order] = counted.get(order, 0) + 1
+        return counted
+
+
+@pytest.fixture
+async def setting(kafka: Kafka, topic_prefix: str, redis_url: str, tmp_path: Path) -> AsyncIterator[Setting]:
+    await kafka.create_topics({f"{topic_prefix}order_placed": 2, f"{topic_prefix}order_paid": 1})
+    settings = kafka_settings(kafka, topic_prefix)
+    (tmp_path / "settings.toml").write_text(
+        f"""
+[kafka]
+bootstrap_servers = "{kafka.bootstrap}"
+topic_prefix = "{topic_prefix}"
+session_timeout_seconds = 6
+heartbeat_interval_seconds = 0.5
+metadata_max_age_seconds = 1
+[store]
+url = "{redis_url}"
+timeout_seconds = 1
+[idempotency]
+processing_timeout_seconds = {LEASE}
+default_ttl_seconds = 3600
+[services.billing]
+group_id = "{topic_prefix}billing"
+ordering = "none"
+commit_interval_seconds = 0.2
+retry_max_seconds = 1
+drain_timeout_seconds = 10
+[telemetry]
+metrics_port = 0
+keys_active_interval_seconds = 0.2
+"""
+    )
+    publisher = EventPublisher(settings)
+    yield Setting(tmp_path, publisher, settings)
+    await publisher.close()
+
+
+async def test_a_worker_killed_in_its_handler_is_taken_over_within_a_lease(setting: Setting) -> None:
+    events = [OrderPlaced(order_id=str(number), seconds=2.0) for number in range(6)]
+    with setting.worker("first") as first:
+        first.wait_for_line("metrics and health")
+        await setting.publisher.publish(*events)
+        await eventually(lambda: len(setting.times("begin")) == 6)
+        first.kill()
+        killed_at = time.monotonic()
+
+        with setting.worker("second") as second:
+            await eventually(lambda: len(setting.times("end")) == 6, state=lambda: second.output)
+            took = time.monotonic() - killed_at
+            second.terminate()
+            assert second.wait() == 0
+
+    assert setting.times("end") == {str(number): 1 for number in range(6)}
+    assert {attempt for what, _, attempt, _ in setting.journal if what == "end"} == {2}
+    # Kafka's session, then what is left of the lease, the handler, and a busy machine.
+    assert took < 6 + LEASE + 2 + 15
+
+
+async def test_a_stalled_worker_that_comes_back_after_its_lease_changes_nothing(setting: Setting) -> None:
+    """SIGSTOP beyond lease and session; another one finishes; SIGCONT: refused by its token."""
+    with setting.worker("first") as first, setting.worker("second") as second:
+        first.wait_for_line("metrics and health")
+        second.wait_for_line("metrics and health")
+        await setting.publisher.publish(OrderPlaced(order_id="0", seconds=3.0))
+        await eventually(lambda: setting.times("begin") == {"0": 1})
+        holder, other = (first, second) if setting.journal[0][3] == first.pid else (second, first)
+        holder.stop_signal()
+        await eventually(lambda: setting.times("end") == {"0": 1}, state=lambda: other.output)
+        holder.continue_signal()
+        holder.wait_for_line("lost the reservation")
+
+        await setting.publisher.publish(OrderPlaced(order_id="1"))
+        await eventually(lambda: setting.times("end").get("1") == 1)
+
+    ends = [(order, attempt, pid) for what, order, attempt, pid in setting.journal if what == "end" and order == "0"]
+    assert ends == [("0", 2, other.pid)]
+
+
+async def test_sigterm_lets_running_handlers_end_and_the_next_worker_repeats_nothing(setting: Setting) -> None:
+    events = [OrderPlaced(order_id=str(number), seconds=1.0) for number in range(8)]
+    with setting.worker("first") as first:
+        first.wait_for_line("metrics and health")
+        await setting.publisher.publish(*events)
+        await eventually(lambda: len(setting.times("begin")) == 8)
+        first.terminate()
+        assert first.wait() == 0
+    assert setting.times("end") == {str(number): 1 for number in range(8)}
+
+    with setting.worker("second") as second:
+        await setting.publisher.publish(OrderPlaced(order_id="last"))
+        await eventually(lambda: setting.times("end").get("last") == 1, state=lambda: second.output)
+
+    assert set(setting.times("begin").values()) == {1}
+
+
+async def test_a_running_worker_moves_its_metrics_and_tells_its_health(setting: Setting) -> None:
+    event = OrderPlaced(order_id="0", seconds=1.0)
+    with setting.worker("only") as worker:
+        line = worker.wait_for_line("metrics and health")
+        address = next(word for word in line.replace('"', " ").split() if word.startswith("http://"))
+        await setting.publisher.publish(event)
+        await eventually(lambda: _metric(address, "idempotency_keys_active") == 1.0)
+        assert _get(f"{address}/readyz")[0] == 200
+        await eventually(lambda: setting.times("end"))
+        await setting.publisher.publish(event)
+        await eventually(lambda: _metric(address, "idempotency_duplicates_blocked_total") == 1.0)
+
+        assert _metric(address, "idempotency_cache_misses_total") == 1.0
+        assert _metric(address, "idempotency_cache_hits_total") == 1.0
+        await eventually(lambda: _metric(address, "idempotency_keys_active") == 0.0)
+        assert _get(f"{address}/healthz")[0] == 200
+
+
+def _get(url: str) -> tuple[int, str]:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return answer.status, answer.read().decode()
+
+
+def _metric(address: str, name: str) -> float:
+    """The sum of a metric over its labels."""
+    lines = _get(f"{address}/metrics")[1].splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))

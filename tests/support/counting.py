@@ -1,0 +1,19 @@
+"""An observer that remembers what was counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from integr8s_idem.telemetry import Gauge, Signal, SilentObserver
+
+
+class CountingObserver(SilentObserver):
+    def __init__(self) -> None:
+        self.counts: Counter[Signal] = Counter()
+        self.gauges: dict[Gauge, float] = {}
+
+    def count(self, signal: Signal, event_type: str = "", amount: int = 1) -> None:
+        self.counts[signal] += amount
+
+    def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
+        self.gauges[gauge] = value

@@ -1,0 +1,80 @@
+"""Managers on one store of virtual time, and functions to give them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from integr8s_idem.config import IdempotencyConfig
+from integr8s_idem.manager import Attempt, IdempotencyManager
+from integr8s_idem.records import IdempotencyRecord
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.testing.virtual_time import virtual_now
+from tests.support.counting import CountingObserver
+from tests.support.flaky_store import FlakyStore
+
+LEASE = 30.0
+"""Seconds."""
+
+
+def virtual_store() -> FlakyStore:
+    return FlakyStore(MemoryIdempotencyRepository(clock=virtual_now))
+
+
+@dataclass(slots=True)
+class Guarded:
+    """A manager with its store and what it counted."""
+
+    manager: IdempotencyManager
+    store: FlakyStore
+    observer: CountingObserver
+
+    async def record(self, key: str = "order:1") -> IdempotencyRecord:
+        record = await self.manager.get(key)
+        assert record is not None
+        return record
+
+
+def guarded(
+    store: FlakyStore | None = None, *, scope: str = "billing", owner: str | None = None, **config: Any
+) -> Guarded:
+    """A manager on virtual time; pass the store of another one to share it."""
+    store = store or virtual_store()
+    observer = CountingObserver()
+    settings = IdempotencyConfig(**{"processing_timeout_seconds": LEASE, **config})
+    return Guarded(IdempotencyManager(settings, store, observer, scope=scope, owner=owner), store, observer)
+
+
+@dataclass(slots=True)
+class Job:
+    """A function to run, that counts and can be told how to end."""
+
+    result: Any = "receipt-1"
+    seconds: float = 0.0
+    errors: list[BaseException] = field(default_factory=list)
+    """Raised by the first runs, one each."""
+    runs: int = 0
+    finished: int = 0
+    attempts: list[Attempt] = field(default_factory=list)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self) -> Any:
+        self.runs += 1
+        self.started.set()
+        await asyncio.sleep(self.seconds)
+        if self.errors:
+            raise self.errors.pop(0)
+        self.finished += 1
+        return self.result
+
+    @property
+    def with_attempt(self) -> Callable[[Attempt], Awaitable[Any]]:
+        """For `execute`, which hands out the attempt."""
+
+        async def call(attempt: Attempt) -> Any:
+            self.attempts.append(attempt)
+            return await self()
+
+        return call

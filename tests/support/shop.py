@@ -1,0 +1,74 @@
+"""A small application for processes of their own: `python -m integr8s_idem run tests.support.shop:platform`.
+
+Its handler leaves a line in the file that SHOP_JOURNAL names when it begins and when it ends, so that what
+really happened is counted from the outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Literal
+
+from integr8s_idem import Attempt, BaseEvent, EventRouter, Outgoing, Platform, Service, Settings
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    FromDishka,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str
+    seconds: float = 0.0
+    """How long its handler takes."""
+
+
+class OrderPaid(BaseEvent):
+    event_type: Literal["order_paid"] = "order_paid"
+    order_id: str
+
+
+router = EventRouter()
+
+
+@router.on(OrderPlaced)
+async def charge(event: OrderPlaced, attempt: FromDishka[Attempt], outgoing: FromDishka[Outgoing]) -> str:
+    note("begin", event.order_id, attempt.number)
+    await asyncio.sleep(event.seconds)
+    note("end", event.order_id, attempt.number)
+    outgoing.publish(OrderPaid(order_id=event.order_id))
+    return f"receipt-{event.order_id}"
+
+
+def note(what: str, order_id: str, attempt: int) -> None:
+    """One line, in one write: lines of several processes do not mix."""
+    journal = os.open(os.environ["SHOP_JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(journal, f"{what} {order_id} {attempt} {os.getpid()}\n".encode())
+    os.close(journal)
+
+
+def billing_container(settings: Settings) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router),
+        context={Settings: settings, ServiceName: ServiceName("billing")},
+        validation_settings=STRICT_VALIDATION,
+    )
+
+
+platform = Platform(Service("billing", container=billing_container))
+
+
+def journal_of(path: Path) -> list[tuple[str, str, int, int]]:
+    """What is written there: what, order id, attempt, process id."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(what, order, int(attempt), int(pid)) for what, order, attempt, pid in map(str.split, lines)]
