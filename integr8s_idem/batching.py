@@ -38,9 +38,20 @@ class Coalescer(Generic[Question, Answer]):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = loop.create_future()
         self._waiting.append((question, answer))
-        if self._sender is None:
+        if self._sender is None or self._sender.done():
             self._sender = loop.create_task(self._send_all())
         return answer
+
+    async def answer(self, question: Question) -> Answer:
+        """The answer.  A caller who is cancelled in the moment it comes has abandoned it too."""
+        waiting = self.ask(question)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            came = waiting.done() and not waiting.cancelled() and waiting.exception() is None
+            if came and self._abandoned is not None:
+                self._abandoned(question, waiting.result())
+            raise
 
     async def settled(self) -> None:
         """Return once every question asked so far has its answer."""
@@ -61,6 +72,8 @@ class Coalescer(Generic[Question, Answer]):
     async def _send(self, batch: list[tuple[Question, asyncio.Future[Answer]]]) -> None:
         try:
             answers = await self._call([question for question, _ in batch])
+            if len(answers) != len(batch):
+                raise RuntimeError(f"{len(batch)} questions, {len(answers)} answers: which is whose nobody knows")
         except Exception as error:  # noqa: BLE001  # handed to everyone who asked
             for _, waiting in batch:
                 if not waiting.done():
@@ -79,6 +92,9 @@ class Coalescer(Generic[Question, Answer]):
 
 def _one_of_its_own(error: Exception) -> Exception:
     """A copy for each caller: one exception raised in many tasks would mix up their tracebacks."""
-    twin = copy.copy(error)
+    try:
+        twin = copy.copy(error)
+    except Exception:  # noqa: BLE001  # some exceptions cannot be copied: then all share it
+        return error
     twin.__cause__ = error.__cause__ or error
     return twin

@@ -152,6 +152,8 @@ class EventDecoder:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             reason = _ENVELOPE_REASONS.get(first["loc"], "malformed")
+            if first["type"] == "string_too_long":
+                reason = "invalid"
             raise UndecodableEventError(reason, _first_mistake(error)) from None
 
 

@@ -29,6 +29,7 @@ from integr8s_idem.errors import (
     PreviouslyFailedError,
     ResultDroppedError,
     ResultNotStoredError,
+    StoreConfigurationError,
     StoreError,
     StoreUnavailableError,
 )
@@ -67,7 +68,7 @@ RETENTION_IN_LEASES: Final = 10
 """A record that nobody settles is kept for this many leases at least, so that attempts of a crashing event count."""
 
 
-WaitForStore: TypeAlias = Callable[[StoreUnavailableError], Awaitable[None]]
+WaitForStore: TypeAlias = Callable[[StoreError], Awaitable[None]]
 """Returns when it is worth asking the store again."""
 
 
@@ -101,6 +102,8 @@ class Work:
     """How long its outcome is remembered; the configured default if `None`."""
     event_type: str = ""
     """For metrics: one of a closed set, or empty."""
+    unguarded_runs: int = 0
+    """Runs without a reservation, counted here because no record does."""
     token: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     """Kept while `reserve` gets no answer, so that a lost answer finds its reservation; then made anew."""
 
@@ -167,7 +170,7 @@ class IdempotencyManager:
             CorruptRecordError: Its record cannot be read.
             StoreError: As for every verb.
         """
-        verdict = await self._reservations.ask(self._request(Work(as_key(key), fingerprint)))
+        verdict = await self._reservations.answer(self._request(Work(as_key(key), fingerprint)))
         if isinstance(verdict, Corrupt):
             raise CorruptRecordError(verdict.key, verdict.reason)
         return verdict
@@ -266,7 +269,8 @@ class IdempotencyManager:
     ) -> T:
         """As `run`, for a function that wants its `Attempt`; the annotation of `returns` types a replayed result."""
         policy = on_in_progress or self.config.on_in_progress
-        give_up_at = asyncio.get_running_loop().time() + (wait_timeout or self.config.wait_timeout).total_seconds()
+        longest = self.config.wait_timeout if wait_timeout is None else wait_timeout
+        give_up_at = asyncio.get_running_loop().time() + longest.total_seconds()
         looks = 0
         while True:
             outcome = await self.execute(work, function)
@@ -308,12 +312,13 @@ class IdempotencyManager:
             self.observer.count(Signal.STORE_ERROR, work.event_type)
             if self.config.on_store_error is OnStoreError.CLOSED:
                 raise
-            return await self._unguarded(work, function)
+            return await self._unguarded(work, function, self.space.full(work.key))
         if not isinstance(verdict, Reserved):
             return await self._blocked(work, function, verdict)
         if verdict.attempt > self.config.max_attempts and verdict.previous is Previous.LAPSED:
             crashed = CrashedTooOftenError(verdict.attempt - 1)
-            return await self._fail(work, verdict, crashed, asked_at, wait_for_store)
+            deadline = asked_at + verdict.lease.total_seconds()
+            return await self._fail(work, verdict, crashed, deadline, wait_for_store)
         return await self._perform(work, function, verdict, asked_at, wait_for_store)
 
     async def wait_for_change(self, found: InProgress, *, at_most: float = 3600.0, looks: int = 0) -> None:
@@ -322,7 +327,7 @@ class IdempotencyManager:
         `looks`: how often the caller has looked before; the pauses grow from 50 ms to a second, never
         past the end of the lease.
         """
-        pause = min(FIRST_LOOK * 2**looks, LONGEST_LOOK, found.retry_after.total_seconds() + 0.01)
+        pause = min(FIRST_LOOK * 2 ** min(looks, 10), LONGEST_LOOK, found.retry_after.total_seconds() + 0.01)
         pause = min(pause * random.uniform(0.75, 1.25), at_most)  # noqa: S311  # jitter, no secret
         self.observer.count(Signal.WAITED)
         with self.observer.phase(Phase.WAIT):
@@ -357,7 +362,12 @@ class IdempotencyManager:
         with self.observer.phase(Phase.RESERVE, work.event_type) as span:
             span.annotate("idempotency.key", work.key.label)
             request = self._request(work, span.trace())
-            verdict = await self._reservations.ask(request)
+            try:
+                verdict = await self._reservations.answer(request)
+            except asyncio.CancelledError:
+                # It is given back under this token: the next try must not find it and run into that.
+                work.token = secrets.token_bytes(16)
+                raise
             if isinstance(verdict, Reserved):
                 work.token = secrets.token_bytes(16)
                 span.annotate("idempotency.attempt", verdict.attempt)
@@ -383,22 +393,32 @@ class IdempotencyManager:
             case KeyReused():
                 self.observer.count(Signal.KEY_REUSED, work.event_type)
                 if self.config.on_key_reused is OnKeyReused.RUN:
-                    return await self._unguarded(work, function)
+                    # Downstream it is other work: with the same key, what it publishes would be dropped there.
+                    return await self._unguarded(work, function, downstream_key(verdict.key, verdict.offered.hex()))
             case Corrupt():
                 self.observer.count(Signal.CORRUPT_RECORD, work.event_type)
             case InProgress():
                 pass
         return verdict
 
-    async def _unguarded(self, work: Work, function: Callable[[Attempt], Awaitable[T]]) -> Outcome[T]:
+    async def _unguarded(self, work: Work, function: Callable[[Attempt], Awaitable[T]], key: str) -> Outcome[T]:
         """Run without a reservation, because a policy says so."""
         self.observer.count(Signal.UNGUARDED, work.event_type)
-        attempt = Attempt(self.space.full(work.key), 1, 0, float("inf"), work.key.label)
+        work.unguarded_runs += 1
+        attempt = Attempt(key, work.unguarded_runs, 0, float("inf"), work.key.label)
         try:
             with self.observer.phase(Phase.HANDLE, work.event_type):
-                return Executed(await function(attempt), 1)
+                return Executed(await function(attempt), attempt.number)
         except Exception as error:  # noqa: BLE001  # handed on as the outcome
-            return HandlerFailed(error, 1, given_up=isinstance(error, PermanentError))
+            self.observer.count(Signal.HANDLER_FAILED, work.event_type)
+            return HandlerFailed(error, attempt.number, self._hopeless(error, attempt.number))
+
+    def _hopeless(self, error: Exception, attempt: int) -> bool:
+        return (
+            isinstance(error, PermanentError)
+            or self.config.on_failure is OnFailure.BLOCK
+            or attempt >= self.config.max_attempts
+        )
 
     async def _perform(
         self,
@@ -423,8 +443,8 @@ class IdempotencyManager:
                 if lease.lost:
                     self.observer.count(Signal.RESERVATION_LOST, work.event_type)
                     raise self._lost(work, reserved) from error
-                return await self._handler_failed(work, reserved, error, asked_at, wait_for_store)
-            await self._complete(work, reserved, value, asked_at, wait_for_store)
+                return await self._handler_failed(work, reserved, error, lease.deadline, wait_for_store)
+            await self._complete(work, reserved, value, lease.deadline, wait_for_store)
             return Executed(value, reserved.attempt)
         finally:
             if self._running.get(reserved.key) is ended:
@@ -432,15 +452,11 @@ class IdempotencyManager:
             ended.set_result(None)
 
     async def _handler_failed(
-        self, work: Work, reserved: Reserved, error: Exception, asked_at: float, wait_for_store: WaitForStore | None
+        self, work: Work, reserved: Reserved, error: Exception, deadline: float, wait_for_store: WaitForStore | None
     ) -> HandlerFailed:
         self.observer.count(Signal.HANDLER_FAILED, work.event_type)
-        if (
-            isinstance(error, PermanentError)
-            or self.config.on_failure is OnFailure.BLOCK
-            or reserved.attempt >= self.config.max_attempts
-        ):
-            return await self._fail(work, reserved, error, asked_at, wait_for_store)
+        if self._hopeless(error, reserved.attempt):
+            return await self._fail(work, reserved, error, deadline, wait_for_store)
         await self._try_to_release(work, reserved)
         return HandlerFailed(error, reserved.attempt, given_up=False)
 
@@ -449,7 +465,7 @@ class IdempotencyManager:
         work: Work,
         reserved: Reserved,
         value: object,
-        asked_at: float,
+        deadline: float,
         wait_for_store: WaitForStore | None,
     ) -> None:
         stored, dropped = self._result_to_keep(value, work.event_type)
@@ -460,10 +476,10 @@ class IdempotencyManager:
             )
 
         with self.observer.phase(Phase.COMPLETE, work.event_type):
-            await self._settle(work, reserved, write, asked_at, wait_for_store)
+            await self._settle(work, reserved, write, deadline, wait_for_store)
 
     async def _fail(
-        self, work: Work, reserved: Reserved, error: Exception, asked_at: float, wait_for_store: WaitForStore | None
+        self, work: Work, reserved: Reserved, error: Exception, deadline: float, wait_for_store: WaitForStore | None
     ) -> HandlerFailed:
         text = describe_error(error)
 
@@ -471,7 +487,11 @@ class IdempotencyManager:
             return await self._failures.ask(Failure(reservation=ours, ttl=work.ttl or self.config.ttl, error=text))
 
         with self.observer.phase(Phase.FAIL, work.event_type):
-            await self._settle(work, reserved, write, asked_at, wait_for_store)
+            try:
+                await self._settle(work, reserved, write, deadline, wait_for_store)
+            except ResultNotStoredError:
+                # Nothing was done: the caller's answer is the handler's error, and the lease ends by itself.
+                return HandlerFailed(error, reserved.attempt, given_up=False)
         return HandlerFailed(error, reserved.attempt, given_up=True)
 
     async def _settle(
@@ -479,23 +499,28 @@ class IdempotencyManager:
         work: Work,
         reserved: Reserved,
         write: Callable[[Reserved], Awaitable[bool]],
-        asked_at: float,
+        deadline: float,
         wait_for_store: WaitForStore | None,
     ) -> None:
-        """Write the outcome; a store that is down for a moment must not turn a success into a failure."""
+        """Write the outcome; a store that is down for a moment must not turn a success into a failure.
+
+        `deadline`: when the lease ends, renewals included, by the event loop's clock.
+        """
         pause = FIRST_LOOK
-        give_up_at = asked_at + reserved.lease.total_seconds()
         while True:
             try:
                 if await write(reserved):
                     return
                 reserved = await self._reserved_again(work, reserved)
-            except StoreUnavailableError as error:
+            except (StoreUnavailableError, StoreConfigurationError) as error:
                 self.observer.count(Signal.STORE_ERROR, work.event_type)
+                if self.config.on_store_error is OnStoreError.OPEN:
+                    return  # who runs without the store does not wait for it either
                 if wait_for_store is not None:
                     await wait_for_store(error)
                     continue
-                if asyncio.get_running_loop().time() + pause > give_up_at:
+                refused = isinstance(error, StoreConfigurationError)
+                if refused or asyncio.get_running_loop().time() + pause > deadline:
                     raise ResultNotStoredError(work.key.label, error.reason) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, LONGEST_LOOK)
@@ -507,7 +532,7 @@ class IdempotencyManager:
         of work that is done is remembered after all.  A key that somebody else holds or has settled
         is lost to us.
         """
-        verdict = await self._reservations.ask(self._request(work))
+        verdict = await self._reservations.answer(self._request(work))
         if isinstance(verdict, Reserved):
             gone = verdict.previous is Previous.NONE
             self.observer.count(Signal.RECORD_VANISHED if gone else Signal.RESERVATION_LOST, work.event_type)
@@ -544,7 +569,7 @@ class IdempotencyManager:
             return None, False
         try:
             stored = encode_result(value)
-        except (ValueError, RecursionError):
+        except Exception:  # noqa: BLE001  # a serializer is the user's code
             # The work is done: what cannot be written must not undo that.
             self.observer.count(Signal.RESULT_DROPPED, event_type)
             return None, True

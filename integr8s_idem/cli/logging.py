@@ -84,6 +84,9 @@ def _install(handler: logging.Handler, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+    # Their INFO is about every metadata look-up and every server start: ours says what matters.
+    for chatty in ("aiokafka", "uvicorn"):
+        logging.getLogger(chatty).setLevel(logging.DEBUG if level == "DEBUG" else logging.WARNING)
     logging.captureWarnings(capture=True)
 
 

@@ -88,6 +88,7 @@ class Settler:
             self.observer.count(Signal.UNDECODABLE, error.reason)
             await self._dead_letter(delivery, DeadLetter(error.reason, error))
             return
+        self.observer.count(Signal.DELIVERED, event.event_type)
         with self.observer.processing(event.event_type, record.topic, record.headers):
             try:
                 handlings = self.dispatcher.handlings(event)
