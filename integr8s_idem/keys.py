@@ -27,6 +27,9 @@ from integr8s_idem.events import BaseEvent
 MAX_KEY_LENGTH: Final = 255
 """Bytes of a full key before it is hashed: short enough for every store's index, long enough to stay readable."""
 
+LONGEST_SCOPE: Final = 100
+"""Bytes of a scope before it is hashed: prefix, scope and a hashed key fit together into `MAX_KEY_LENGTH`."""
+
 VOLATILE_FIELDS: Final = frozenset({"event_id", "timestamp", "metadata"})
 """Fields of an event that differ between two deliveries of the same work; the list of the seeds."""
 
@@ -82,7 +85,10 @@ class KeySpace:
     @property
     def root(self) -> str:
         """What all full keys of this space start with."""
-        return f"{self.prefix}:{_escape(self.scope)}:"
+        scope = _escape(self.scope)
+        if len(scope) > LONGEST_SCOPE:
+            scope = "#" + hashlib.sha256(scope.encode()).hexdigest()
+        return f"{self.prefix}:{scope}:"
 
     def full(self, key: Key) -> str:
         """The key as the store sees it: printable ASCII, at most `MAX_KEY_LENGTH` bytes."""
@@ -195,9 +201,10 @@ def canonical_json(value: object) -> bytes:
         InvalidKeyError: NaN, infinity, or something that is no JSON value.
     """
     try:
-        return rfc8785.dumps(value)  # type: ignore[arg-type]  # checked by rfc8785 itself
-    except rfc8785.IntegerDomainError:
-        return b"big:" + rfc8785.dumps(_without_big_integers(value))  # type: ignore[arg-type]
+        try:
+            return rfc8785.dumps(value)  # type: ignore[arg-type]  # checked by rfc8785 itself
+        except rfc8785.IntegerDomainError:
+            return b"big:" + rfc8785.dumps(_without_big_integers(value))  # type: ignore[arg-type]
     except (rfc8785.CanonicalizationError, RecursionError, UnicodeEncodeError) as error:
         raise InvalidKeyError(f"the payload has no canonical form: {error}") from error
 

@@ -96,6 +96,7 @@ class LeaseKeeper:
         self._observer = observer
         self._held: set[HeldLease] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._renewal: asyncio.Task[None] | None = None
 
     def hold(self, reservation: Reserved, asked_at: float) -> HeldLease:
@@ -116,17 +117,21 @@ class LeaseKeeper:
 
     def close(self) -> None:
         """Stop renewing.  Whatever still runs will be cancelled when its lease ends."""
+        self._held.clear()
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         if self._renewal is not None:
             self._renewal.cancel()
 
     def _wake_at(self, when: float) -> None:
-        if self._timer is not None:
+        loop = asyncio.get_running_loop()
+        if self._timer is not None and self._loop is loop:  # a timer of an earlier loop never fires
             if self._timer.when() <= when:
                 return
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(when, self._wake)
+        self._loop = loop
+        self._timer = loop.call_at(when, self._wake)
 
     def _wake(self) -> None:
         self._timer = None
@@ -153,12 +158,12 @@ class LeaseKeeper:
 
     async def _renew(self, duration: timedelta, leases: list[HeldLease]) -> None:
         asked_at = asyncio.get_running_loop().time()
+        for lease in leases:  # until the answer says more: whatever goes wrong, the pace stays decent
+            lease.renew_at = asked_at + duration.total_seconds() * RETRY_AFTER
         try:
             answers: Iterable[bool] = await self._repository.renew([lease.reservation for lease in leases], duration)
         except StoreError:
             self._observer.count(Signal.STORE_ERROR)
-            for lease in leases:
-                lease.renew_at = asked_at + duration.total_seconds() * RETRY_AFTER
             return
         for lease, still_ours in zip(leases, answers, strict=True):
             if lease not in self._held:

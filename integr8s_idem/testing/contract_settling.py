@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -133,6 +134,16 @@ class SettlingContract:
         assert not await fail(store, reserved)
 
         assert await store.repository.get([reserved.key]) == [None]
+
+    @pytest.mark.parametrize("verb", ["complete", "fail", "renew", "release"])
+    async def test_another_token_is_another_owner(self, store: StoreUnderTest, verb: str) -> None:
+        key = new_key()
+        owner = await take(store, key)
+
+        assert not await write(store, verb, replace(owner, token=os.urandom(16)))
+
+        assert isinstance(await ask(store, wish(key)), InProgress)
+        assert await complete(store, owner)
 
     @pytest.mark.parametrize("verb", ["complete", "fail", "renew", "release"])
     async def test_a_zombie_changes_nothing(self, store: StoreUnderTest, verb: str) -> None:

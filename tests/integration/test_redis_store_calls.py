@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from datetime import timedelta
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
@@ -197,9 +197,17 @@ async def test_a_takeover_never_lowers_a_fence_that_is_ahead_of_the_clock(
 @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     raw=st.binary(max_size=90)
-    | st.tuples(st.sampled_from([b"\1\1", b"\1\2", b"\1\3"]), st.binary(max_size=90)).map(b"".join)
-    | st.tuples(st.just(b"\1\1\0\0\1" + b"\0" * 7), st.binary(max_size=40)).map(b"".join)
+    | st.builds(bytes.__add__, st.sampled_from([b"\1\1", b"\1\2", b"\1\3"]), st.binary(max_size=90))
+    # Anything behind the flags of a reservation that was given back: Lua would take it over.
+    | st.builds(
+        lambda flags, rest: bytes((1, 1, flags)) + b"\0\1" + bytes(13) + rest,
+        st.integers(0, 255),
+        st.binary(max_size=60),
+    )
 )
+@example(raw=bytes((1, 1, 96)) + b"\0\1" + bytes(29))
+@example(raw=bytes((1, 1, 4)) + b"\0\1" + bytes(29))
+@example(raw=bytes((1, 1, 0)) + b"\0\0" + bytes(29))
 async def test_lua_and_python_agree_on_what_is_readable(redis_server: RedisServer, raw: bytes) -> None:
     async with redis_server.client() as client:
         store = RedisIdempotencyRepository(client)

@@ -1,0 +1,276 @@
+"""Keys, fingerprints and canonical JSON."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
+from typing import Any, Literal
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from integr8s_idem.errors import InvalidKeyError
+from integr8s_idem.events import BaseEvent, EventMetadata
+from integr8s_idem.keys import (
+    MAX_KEY_LENGTH,
+    Key,
+    KeyResolver,
+    KeySpace,
+    KeyStrategy,
+    canonical_json,
+    content_hash,
+    downstream_key,
+    fingerprint_of,
+)
+
+SPACE = KeySpace("idempotency", "billing")
+NASTY = ["a", ":", "::", "{a}", "{}", "*", "?", "[a]", "#", "%", "%3A", "\0", "\n", "\x7f", "é", "e\u0301", "😀", "\ud800"]
+# st.text() leaves lone surrogates out unless it is asked for them.
+text = st.text(st.characters(exclude_categories=()), min_size=1, max_size=40) | st.sampled_from(NASTY)
+components = st.tuples(text, text, text, text)
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str = "1"
+    amount: Decimal | None = None
+    at: datetime | None = None
+    extra: Any = None
+
+
+class OrderMoved(BaseEvent):
+    event_type: Literal["order_moved"] = "order_moved"
+    order_id: str = "1"
+
+
+@given(components, components)
+@example((":", "a", "a", "a"), ("a", ":", "a", "a"))
+@example(("a:b", "c", "d", "e"), ("a", "b:c", "d", "e"))
+def test_no_two_different_tuples_of_components_make_one_key(one: tuple[str, ...], other: tuple[str, ...]) -> None:
+    first, second = Key.of_event(*one), Key.of_event(*other)
+
+    assert (first.text == second.text) == (one == other)
+    assert (SPACE.full(first) == SPACE.full(second)) == (one == other)
+
+
+@given(components, text)
+def test_a_callers_key_never_meets_one_made_from_an_event(event: tuple[str, ...], given_text: str) -> None:
+    assert Key.of(given_text).text != Key.of_event(*event).text
+    assert Key.of(":".join(event)).text != Key.of_event(*event).text
+
+
+@given(text, text)
+def test_two_different_strings_are_two_keys(one: str, other: str) -> None:
+    assert (SPACE.full(Key.of(one)) == SPACE.full(Key.of(other))) == (one == other)
+
+
+@given(text, text, text)
+def test_two_scopes_never_share_a_key(one: str, other: str, key: str) -> None:
+    first, second = KeySpace("idempotency", one), KeySpace("idempotency", other)
+
+    assert (first.full(Key.of(key)) == second.full(Key.of(key))) == (one == other)
+    assert second.full(Key.of(key)).startswith(first.root) == (one == other)
+
+
+@given(scope=text | st.text(min_size=100, max_size=600), key=text, hashed=st.booleans())
+def test_every_full_key_is_printable_ascii_of_at_most_255_bytes(scope: str, key: str, *, hashed: bool) -> None:
+    full = KeySpace("p" * 64, scope, hashed).full(Key.of(key))
+
+    assert full.isascii()
+    assert full.isprintable()
+    assert " " not in full
+    assert not set("{}*?[]") & set(full)
+    assert len(full) <= MAX_KEY_LENGTH
+
+
+@pytest.mark.parametrize("filling", ["a", "😀", ":", "\0", "\ud800"])
+def test_a_key_of_a_megabyte_is_hashed_and_stays_distinct(filling: str) -> None:
+    huge = filling * 1_000_000
+
+    one, other = SPACE.full(Key.of(huge)), SPACE.full(Key.of(huge + "x"))
+
+    assert one != other
+    assert one.startswith("idempotency:billing:#")
+    assert len(one) <= MAX_KEY_LENGTH
+
+
+def test_no_readable_key_looks_like_a_hashed_one() -> None:
+    hashed = KeySpace("idempotency", "billing", hash_keys=True).full(Key.of("order:1"))
+    imitation = hashed.removeprefix(SPACE.root)
+
+    assert SPACE.full(Key.of(imitation)) != hashed
+    assert SPACE.full(Key.of_event(imitation, "a", "b", "c")) != hashed
+    assert "order" not in hashed
+
+
+def test_composed_and_decomposed_letters_are_two_keys() -> None:
+    composed, decomposed = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+
+    assert composed != decomposed
+    assert Key.of(composed).text != Key.of(decomposed).text
+
+
+def test_two_lone_surrogates_are_not_the_letter_they_would_make() -> None:
+    assert Key.of("\ud83d\ude00").text != Key.of("😀").text
+
+
+def test_readable_keys_stay_readable() -> None:
+    event = OrderPlaced(event_id="0192-a")
+
+    keyed = KeyResolver().resolve("charge", event)
+
+    assert SPACE.full(keyed.key) == "idempotency:billing:charge:order_placed:id:0192-a"
+    assert keyed.key.label == "order_placed:0192-a"
+    assert SPACE.full(Key.of("order:1")) == "idempotency:billing::order:1"
+
+
+def test_handler_type_and_strategy_are_part_of_the_key() -> None:
+    event = OrderPlaced(event_id="1")
+    by_id = KeyResolver()
+    by_word = KeyResolver(KeyStrategy.CUSTOM, custom=lambda e: e.event_id)
+    by_content = KeyResolver(KeyStrategy.CONTENT_HASH, frozenset({"order_id"}))
+
+    keys = {
+        resolver.resolve(handler, some).key.text
+        for resolver in (by_id, by_word, by_content)
+        for handler in ("charge", "ship")
+        for some in (event, OrderMoved(event_id="1"))
+    }
+
+    assert len(keys) == 12
+
+
+def test_content_is_what_is_left_without_id_time_and_metadata() -> None:
+    first = OrderPlaced(order_id="1")
+    again = OrderPlaced(order_id="1", metadata=EventMetadata(user_id="bob"), timestamp=datetime(2020, 1, 1, tzinfo=UTC))
+
+    assert first.event_id != again.event_id
+    assert content_hash(first) == content_hash(again)
+    assert content_hash(first) != content_hash(OrderPlaced(order_id="2"))
+    assert fingerprint_of(first) == fingerprint_of(again)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"amount": Decimal("30")}, {"amount": "30"}, True),
+        ({"amount": Decimal("30")}, {"amount": Decimal("30.0")}, False),
+        ({"amount": None}, {}, True),
+        ({"at": datetime(2030, 1, 1, 12, tzinfo=UTC)}, {"at": "2030-01-01T12:00:00Z"}, True),
+        ({"at": datetime(2030, 1, 1, 12, tzinfo=UTC)}, {"at": datetime(2030, 1, 1, 13, tzinfo=timezone(timedelta(hours=1)))}, False),
+        ({"extra": {"a": 1, "b": 2}}, {"extra": {"b": 2, "a": 1}}, True),
+        ({"extra": {"a": None}}, {"extra": {}}, False),
+        ({"extra": [1, 2]}, {"extra": [2, 1]}, False),
+        ({"extra": 1}, {"extra": True}, False),
+        ({"extra": 2**63}, {"extra": f"#{2**63}"}, False),
+        ({"extra": 2**63}, {"extra": 2**63 + 1}, False),
+    ],
+)  # fmt: skip
+def test_what_counts_as_equal_content(one: dict[str, object], other: dict[str, object], *, same: bool) -> None:
+    first, second = OrderPlaced.model_validate(one), OrderPlaced.model_validate(other)
+
+    assert (content_hash(first) == content_hash(second)) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, b"1"),
+        (1.0, b"1"),
+        ("1", b'"1"'),
+        (True, b"true"),
+        (None, b"null"),
+        (0, b"0"),
+        (-0.0, b"0"),
+        (1e21, b"1e+21"),
+        (0.1, b"0.1"),
+        (1e-7, b"1e-7"),
+        (333333333.33333329, b"333333333.3333333"),
+        ("é\n\"\\\x01", b'"\xc3\xa9\\n\\"\\\\\\u0001"'),
+        ([], b"[]"),
+        ({}, b"{}"),
+        ({"b": 1, "a": {"d": [], "c": None}}, b'{"a":{"c":null,"d":[]},"b":1}'),
+        # By UTF-16 code units, as RFC 8785 says: the emoji comes before the letter U+FB33.
+        ({"\ufb33": 1, "😀": 2}, '{"😀":2,"\ufb33":1}'.encode()),
+        (2**53 - 1, b"9007199254740991"),
+        (2**53, b'big:"#9007199254740992"'),
+        (-(2**63), b'big:"#-9223372036854775808"'),
+        ({"n": 2**64, "t": "#1"}, b'big:{"n":"#18446744073709551616","t":"##1"}'),
+    ],
+)  # fmt: skip
+def test_canonical_json(value: object, expected: bytes) -> None:
+    assert canonical_json(value) == expected
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(), max_size=5) | st.sampled_from(["#1", "##1", f"#{2**60}"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(json_values, json_values)
+@example(2**60, f"#{2**60}")
+@example([2**60, "#1"], [2**60, "##1"])
+def test_canonical_json_is_equal_exactly_for_equal_values(one: Any, other: Any) -> None:
+    def exact(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{name!r}:{exact(value[name])}" for name in sorted(value)) + "}"
+        return "[" + ",".join(map(exact, value)) + "]" if isinstance(value, list) else repr(value)
+
+    assert (canonical_json(one) == canonical_json(other)) == (exact(one) == exact(other))
+
+
+def deep(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, "\ud800", {"\ud800": 1}, object(), {1: 2}, b"a", deep(100_000)],
+    ids=["nan", "inf", "surrogate", "surrogate name", "object", "number as name", "bytes", "deep"],
+)
+@pytest.mark.parametrize("beside", [0, 2**60], ids=["", "beside a big integer"])
+def test_what_has_no_canonical_form_is_refused(value: object, beside: int) -> None:
+    with pytest.raises(InvalidKeyError):
+        canonical_json([beside, value])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "custom"),
+    [
+        (KeyStrategy.CUSTOM, None, None),
+        (KeyStrategy.EVENT_BASED, None, str),
+        (KeyStrategy.EVENT_BASED, frozenset({"order_id"}), None),
+    ],
+)
+def test_a_resolver_that_contradicts_itself_is_refused(strategy: Any, fields: Any, custom: Any) -> None:
+    with pytest.raises(InvalidKeyError):
+        KeyResolver(strategy, fields, custom)
+
+
+@pytest.mark.parametrize("fields", [frozenset({"order_id", "amuont"}), frozenset[str]()])
+def test_fields_that_do_not_exist_are_refused_when_events_are_known(fields: frozenset[str]) -> None:
+    with pytest.raises(InvalidKeyError, match="OrderPlaced has no field"):
+        KeyResolver(KeyStrategy.CONTENT_HASH, fields).check(OrderPlaced)
+
+
+@pytest.mark.parametrize("value", ["", None, 7])
+def test_a_key_function_must_return_a_string(value: Any) -> None:
+    with pytest.raises(InvalidKeyError):
+        KeyResolver(KeyStrategy.CUSTOM, custom=lambda _: value).resolve("charge", OrderPlaced())
+
+
+@given(text, text, text, text)
+@settings(max_examples=200)
+def test_downstream_keys_differ_where_anything_differs(key: str, name: str, key2: str, name2: str) -> None:
+    one, other = SPACE.full(Key.of(key)), SPACE.full(Key.of(key2))
+
+    assert (downstream_key(one, name) == downstream_key(other, name2)) == ((key, name) == (key2, name2))
+    assert len(downstream_key(one, name * 50)) <= MAX_KEY_LENGTH

@@ -1,0 +1,193 @@
+"""Leases: renewed in batches for hours, given up before they end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from integr8s_idem.errors import LeaseLostError
+from integr8s_idem.keys import Key
+from integr8s_idem.leases import fence_margin
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
+from tests.support.guarded import LEASE, Job, guarded
+
+
+@virtual_time
+async def test_a_handler_of_a_day_keeps_its_lease_of_half_a_minute() -> None:
+    here, job = guarded(), Job(seconds=86_400)
+
+    assert await here.manager.run("order:1", job) == "receipt-1"
+
+    assert (await here.record()).attempt == 1
+    assert here.store.calls["renew"] == pytest.approx(86_400 / (LEASE / 3), rel=0.01)
+
+
+@virtual_time
+async def test_a_thousand_leases_are_renewed_in_shared_calls() -> None:
+    here, job = guarded(), Job(seconds=LEASE * 10)
+
+    await asyncio.gather(*(here.manager.run(f"order:{number}", job) for number in range(1_000)))
+
+    assert job.finished == 1_000
+    assert here.store.calls["renew"] <= 40
+
+
+@virtual_time
+async def test_a_handler_whose_lease_cannot_be_renewed_is_stopped_before_the_lease_ends() -> None:
+    here, job = guarded(), Job(seconds=1_000)
+    here.store.down.add("renew")
+
+    with pytest.raises(LeaseLostError, match="could not be renewed in time"):
+        await here.manager.run("order:1", job)
+
+    assert asyncio.get_running_loop().time() == pytest.approx(LEASE - fence_margin(LEASE))
+    assert job.finished == 0
+    assert here.observer.counts[Signal.RESERVATION_LOST] == 1
+
+
+@virtual_time
+async def test_a_slow_answer_to_reserve_shortens_the_lease_on_our_side() -> None:
+    here, job = guarded(), Job(seconds=1_000)
+    here.store.down.add("renew")
+    here.store.held["reserve"] = asyncio.Event()
+    asyncio.get_running_loop().call_later(20, here.store.held["reserve"].set)
+
+    with pytest.raises(LeaseLostError):
+        await here.manager.run("order:1", job)
+
+    assert asyncio.get_running_loop().time() == pytest.approx(LEASE - fence_margin(LEASE))
+
+
+@virtual_time
+async def test_a_handler_whose_record_was_taken_away_is_stopped_at_the_next_renewal() -> None:
+    here, job = guarded(), Job(seconds=1_000)
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+    await here.manager.delete("order:1")
+
+    with pytest.raises(LeaseLostError):
+        await running
+
+    assert asyncio.get_running_loop().time() <= LEASE / 2
+
+
+@virtual_time
+async def test_two_lost_renewals_are_made_good_by_the_third() -> None:
+    here, job = guarded(), Job(seconds=LEASE * 3)
+    here.store.down.add("renew")
+    asyncio.get_running_loop().call_later(LEASE * 0.85, here.store.down.clear)
+
+    assert await here.manager.run("order:1", job) == "receipt-1"
+
+
+@virtual_time
+async def test_a_renewal_that_hangs_stops_the_handler_in_time_too() -> None:
+    here, job = guarded(), Job(seconds=1_000)
+    here.store.held["renew"] = asyncio.Event()
+
+    with pytest.raises(LeaseLostError):
+        await here.manager.run("order:1", job)
+
+    assert asyncio.get_running_loop().time() < LEASE
+
+
+@virtual_time
+async def test_a_late_answer_to_a_renewal_counts_from_the_asking() -> None:
+    here, job = guarded(), Job(seconds=1_000)
+    gate = here.store.held["renew"] = asyncio.Event()
+    asyncio.get_running_loop().call_later(LEASE * 0.9, gate.set)
+    asyncio.get_running_loop().call_later(LEASE * 0.9, here.store.down.add, "renew")
+
+    with pytest.raises(LeaseLostError):
+        await here.manager.run("order:1", job)
+
+    asked_at = LEASE / 3
+    assert asyncio.get_running_loop().time() == pytest.approx(asked_at + LEASE - fence_margin(LEASE), abs=0.1)
+
+
+@virtual_time
+async def test_a_store_with_a_bug_in_renew_is_asked_at_a_decent_pace_and_the_handler_stopped() -> None:
+    here, job = guarded(), Job(seconds=1_000)
+    here.store.down.add("renew")
+    here.store.refusal = ZeroDivisionError("a bug")
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+
+    with pytest.raises(LeaseLostError):
+        await here.manager.run("order:1", job)
+
+    assert here.store.calls["renew"] < 20
+
+
+@virtual_time
+async def test_a_short_lease_among_long_ones_is_renewed_in_its_own_time() -> None:
+    long = guarded(processing_timeout_seconds=600)
+    short = guarded(long.store, scope="short", processing_timeout_seconds=1)
+    job = Job(seconds=3_000)
+
+    values = await asyncio.gather(long.manager.run("a", job), short.manager.run("b", job))
+
+    assert values == ["receipt-1", "receipt-1"]
+
+
+@virtual_time
+async def test_a_handler_that_ignores_the_end_of_its_lease_is_stored_only_if_nobody_took_over() -> None:
+    here = guarded()
+    here.store.down.add("renew")
+
+    async def stubborn() -> str:
+        try:
+            await asyncio.sleep(1_000)
+        except asyncio.CancelledError:
+            await asyncio.sleep(10)
+        return "late"
+
+    assert await here.manager.run("order:1", stubborn) == "late"
+    assert asyncio.get_running_loop().time() > LEASE
+
+
+@virtual_time
+async def test_nothing_is_renewed_after_the_manager_is_closed() -> None:
+    here, job = guarded(), Job(seconds=1_000)
+    here.store.held["renew"] = asyncio.Event()
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await asyncio.sleep(LEASE / 2)
+
+    await here.manager.close()
+    here.store.held.pop("renew").set()
+
+    with pytest.raises(LeaseLostError):
+        await running
+    assert here.store.calls["renew"] == 1
+
+
+@virtual_time
+async def test_leases_that_were_given_up_leave_nothing_behind() -> None:
+    here, job = guarded(), Job(seconds=1)
+
+    await asyncio.gather(*(here.manager.run(f"order:{number}", job) for number in range(100)))
+
+    assert len(here.manager._leases) == 0
+    assert not here.manager._running
+    assert await here.store.count_active(here.manager.space.root) == 0
+
+
+def test_a_manager_survives_its_event_loop_and_renews_on_the_next_one() -> None:
+    async def short() -> None:
+        await here.manager.run("first", Job(seconds=1))
+
+    async def long() -> None:
+        await asyncio.sleep(100)  # both loops begin at 0: let the timer of the first lie in the past
+        assert await here.manager.run("second", Job(seconds=LEASE * 3)) == "receipt-1"
+
+    here = guarded()
+    run_virtual(short())
+    run_virtual(long())
+
+    assert here.manager.space.full(Key.of("second"))
+
+
+@pytest.mark.parametrize(("lease", "margin"), [(0.1, 0.01), (5, 0.5), (10, 1), (300, 1)])
+def test_the_margin_is_a_tenth_of_the_lease_and_a_second_at_most(lease: float, margin: float) -> None:
+    assert fence_margin(lease) == pytest.approx(margin)

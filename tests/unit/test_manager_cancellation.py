@@ -1,0 +1,275 @@
+"""Cancellation: nothing is left behind, and no outcome changes its sign."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from integr8s_idem.errors import LeaseLostError
+from integr8s_idem.keys import Key
+from integr8s_idem.manager import Executed, HandlerFailed, Work
+from integr8s_idem.records import IdempotencyStatus, InProgress
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.guarded import LEASE, Guarded, Job, guarded
+
+
+async def leave(task: asyncio.Task[object]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def turns(number: int) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def is_free(here: Guarded, key: str = "order:1") -> bool:
+    """Whether nobody holds the key; background writes may end first."""
+    await here.manager.close()
+    return await here.store.count_active(here.manager.space.full(Key.of(key))) == 0
+
+
+@virtual_time
+async def test_a_cancelled_run_gives_its_key_back() -> None:
+    here, job = guarded(), Job(seconds=10)
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+
+    await leave(running)
+
+    assert await is_free(here)
+    assert await here.manager.run("order:1", job) == "receipt-1"
+    assert (await here.record()).attempt == 2
+
+
+@pytest.mark.parametrize("steps", range(12))
+@virtual_time
+async def test_a_cancellation_at_any_step_of_a_run_leaves_no_lease_behind(steps: int) -> None:
+    here, job = guarded(), Job()
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await turns(steps)
+    running.cancel()
+    await asyncio.wait({running})
+
+    assert await is_free(here)
+    assert await here.manager.run("order:1", job) == "receipt-1"
+
+
+@virtual_time
+async def test_a_cancellation_in_the_moment_of_the_answer_gives_the_key_back() -> None:
+    here, job = guarded(), Job()
+    here.store.held["reserve"] = asyncio.Event()
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await turns(3)
+    here.store.held["reserve"].set()
+    while not await here.store.inner.count_active("idempotency:"):
+        await asyncio.sleep(0)
+
+    running.cancel()
+    await asyncio.wait({running})
+
+    assert running.cancelled()
+    assert job.runs == 0
+    assert await is_free(here)
+
+
+@virtual_time
+async def test_a_reservation_that_nobody_waits_for_any_more_is_given_back() -> None:
+    here, job = guarded(), Job()
+    here.store.held["reserve"] = asyncio.Event()
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await turns(3)
+
+    await leave(running)
+    here.store.held.pop("reserve").set()
+    await turns(10)
+
+    assert job.runs == 0
+    assert await is_free(here)
+
+
+@virtual_time
+async def test_a_cancelled_reserve_of_the_verb_gives_the_key_back() -> None:
+    here = guarded()
+    asking = asyncio.create_task(here.manager.reserve("order:1"))
+    while not await here.store.inner.count_active("idempotency:"):
+        await asyncio.sleep(0)
+
+    asking.cancel()
+    await asyncio.wait({asking})
+
+    if asking.cancelled():
+        assert await is_free(here)
+
+
+@virtual_time
+async def test_a_cancellation_while_the_outcome_is_written_does_not_undo_it() -> None:
+    here, job = guarded(), Job()
+    here.store.held["complete"] = asyncio.Event()
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+    await turns(10)
+
+    await leave(running)
+    here.store.held.pop("complete").set()
+    await here.manager.close()
+
+    assert (await here.record()).status is IdempotencyStatus.COMPLETED
+    assert await here.manager.run("order:1", job) == "receipt-1"
+    assert job.runs == 1
+
+
+@virtual_time
+async def test_the_same_work_tried_again_after_a_cancellation_keeps_its_reservation() -> None:
+    here, job = guarded(), Job(seconds=10)
+    work = Work(Key.of("order:1"))
+    here.store.held["reserve"] = asyncio.Event()
+    first = asyncio.create_task(here.manager.execute(work, job.with_attempt))
+    await turns(3)
+    await leave(first)
+    here.store.held.pop("reserve").set()
+
+    outcome = await here.manager.execute(work, job.with_attempt)
+    while isinstance(outcome, InProgress):
+        outcome = await here.manager.execute(work, job.with_attempt)
+
+    assert isinstance(outcome, Executed)
+    assert here.observer.counts[Signal.RESERVATION_LOST] == 0
+
+
+@virtual_time
+async def test_a_handler_that_swallows_its_cancellation_and_returns_is_completed() -> None:
+    here = guarded()
+
+    async def stubborn() -> str:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            return "done all the same"
+        raise AssertionError
+
+    running = asyncio.create_task(here.manager.run("order:1", stubborn))
+    await asyncio.sleep(1)
+    running.cancel()
+
+    assert await running == "done all the same"
+    assert (await here.record()).status is IdempotencyStatus.COMPLETED
+
+
+@virtual_time
+async def test_a_handler_that_turns_its_cancellation_into_an_error_has_failed() -> None:
+    here = guarded()
+
+    async def rude() -> str:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            raise ValueError("interrupted") from None
+        return ""
+
+    async def work(_: object) -> str:
+        return await rude()
+
+    running = asyncio.create_task(here.manager.execute(Work(Key.of("order:1")), work))
+    await asyncio.sleep(1)
+    running.cancel()
+
+    outcome = await running
+    assert isinstance(outcome, HandlerFailed)
+    assert str(outcome.error) == "interrupted"
+    assert await is_free(here)
+
+
+@virtual_time
+async def test_a_callers_own_timeout_is_a_cancellation_and_no_lost_lease() -> None:
+    here, job = guarded(), Job(seconds=10)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5):
+            await here.manager.run("order:1", job)
+
+    assert await is_free(here)
+    assert here.observer.counts[Signal.RESERVATION_LOST] == 0
+
+
+@virtual_time
+async def test_a_handlers_own_timeout_error_is_its_failure() -> None:
+    here = guarded()
+
+    async def slow() -> None:
+        async with asyncio.timeout(5):
+            await asyncio.sleep(10)
+
+    with pytest.raises(TimeoutError):
+        await here.manager.run("order:1", slow)
+
+    assert await is_free(here)
+    assert here.observer.counts[Signal.HANDLER_FAILED] == 1
+
+
+@virtual_time
+async def test_cancelled_waiters_do_not_disturb_the_run_they_wait_for() -> None:
+    here, job = guarded(), Job(seconds=5)
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+    waiting = [asyncio.create_task(here.manager.run("order:1", job)) for _ in range(3)]
+    await asyncio.sleep(1)
+
+    for task in waiting[:2]:
+        await leave(task)
+
+    assert await running == await waiting[2] == "receipt-1"
+    assert job.runs == 1
+
+
+@virtual_time
+async def test_a_nested_run_is_cancelled_with_the_outer_one_and_both_keys_are_free() -> None:
+    here, job = guarded(), Job(seconds=10)
+
+    async def outer() -> object:
+        return await here.manager.run("inner", job)
+
+    running = asyncio.create_task(here.manager.run("outer", outer))
+    await job.started.wait()
+
+    await leave(running)
+
+    assert await is_free(here, "outer")
+    assert await is_free(here, "inner")
+
+
+@virtual_time
+async def test_a_lost_lease_of_a_nested_run_is_an_ordinary_failure_of_the_outer_one() -> None:
+    here, job = guarded(), Job(seconds=LEASE * 2)
+    inner = guarded(here.store, scope="steps", processing_timeout_seconds=3)
+
+    async def outer(_: object) -> object:
+        running = asyncio.create_task(inner.manager.run("inner", job))
+        await job.started.wait()
+        await here.store.delete([inner.manager.space.full(Key.of("inner"))])
+        return await running
+
+    outcome = await here.manager.execute(Work(Key.of("outer")), outer)
+
+    assert isinstance(outcome, HandlerFailed)
+    assert isinstance(outcome.error, LeaseLostError)
+    assert not outcome.given_up
+    assert here.observer.counts[Signal.RESERVATION_LOST] == 0
+
+
+@virtual_time
+async def test_two_leases_that_end_at_one_moment_are_lost_by_the_outer_run() -> None:
+    here, job = guarded(), Job(seconds=LEASE * 2)
+
+    async def outer() -> object:
+        return await here.manager.run("inner", job)
+
+    here.store.down.add("renew")
+
+    with pytest.raises(LeaseLostError, match="outer"):
+        await here.manager.run("outer", outer)
+
+    assert job.finished == 0

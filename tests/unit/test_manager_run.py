@@ -1,0 +1,251 @@
+"""`IdempotencyManager.run`: once per key, and the same answer for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+from integr8s_idem.config import OnFailure, OnInProgress, OnKeyReused
+from integr8s_idem.errors import (
+    ApplicationError,
+    InProgressError,
+    InvalidKeyError,
+    KeyReusedError,
+    PermanentError,
+    PreviouslyFailedError,
+)
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.guarded import LEASE, Job, guarded
+
+ONE, TWO = b"1" * 16, b"2" * 16
+
+
+@virtual_time
+async def test_a_second_call_gets_the_first_ones_result_and_does_nothing() -> None:
+    here, job = guarded(), Job()
+
+    first = await here.manager.run("order:1", job)
+    second = await here.manager.run("order:1", job)
+
+    assert (first, second) == ("receipt-1", "receipt-1")
+    assert job.runs == 1
+    assert here.observer.counts[Signal.DUPLICATE_BLOCKED] == 1
+
+
+@virtual_time
+async def test_of_fifty_workers_one_gets_the_key_and_all_get_its_result() -> None:
+    store, job = guarded().store, Job(seconds=5)
+    workers = [guarded(store).manager for _ in range(50)]
+
+    results = await asyncio.gather(*(worker.run("order:1", job) for worker in workers))
+
+    assert job.runs == 1
+    assert results == ["receipt-1"] * 50
+
+
+@virtual_time
+async def test_of_fifty_calls_in_one_process_one_runs_and_the_others_are_woken_at_once() -> None:
+    here, job = guarded(), Job(seconds=5.5)
+
+    results = await asyncio.gather(*(here.manager.run("order:1", job) for _ in range(50)))
+
+    assert job.runs == 1
+    assert results == ["receipt-1"] * 50
+    assert asyncio.get_running_loop().time() == pytest.approx(5.5)
+
+
+@virtual_time
+async def test_the_work_is_done_again_once_its_ttl_has_passed() -> None:
+    here, job = guarded(), Job()
+    await here.manager.run("order:1", job, ttl=timedelta(hours=1))
+
+    await asyncio.sleep(3_599)
+    await here.manager.run("order:1", job)
+    assert job.runs == 1
+    await asyncio.sleep(2)
+    await here.manager.run("order:1", job)
+
+    assert job.runs == 2
+
+
+@virtual_time
+async def test_two_scopes_never_share_a_record() -> None:
+    billing = guarded(scope="billing")
+    audit, job = guarded(billing.store, scope="audit"), Job()
+
+    await billing.manager.run("order:1", job)
+    await audit.manager.run("order:1", job)
+
+    assert job.runs == 2
+
+
+@virtual_time
+async def test_another_payload_under_the_same_key_is_refused() -> None:
+    here, job = guarded(), Job()
+    await here.manager.run("order:1", job, fingerprint=ONE)
+
+    with pytest.raises(KeyReusedError, match=r"order:1 .* was not done"):
+        await here.manager.run("order:1", job, fingerprint=TWO)
+
+    assert job.runs == 1
+    assert here.observer.counts[Signal.KEY_REUSED] == 1
+
+
+@virtual_time
+async def test_where_a_policy_says_so_another_payload_runs_unguarded_each_time() -> None:
+    here, job = guarded(on_key_reused=OnKeyReused.RUN), Job()
+    await here.manager.run("order:1", job, fingerprint=ONE)
+
+    await here.manager.run("order:1", job, fingerprint=TWO)
+    await here.manager.run("order:1", job, fingerprint=TWO)
+
+    assert job.runs == 3
+    assert here.observer.counts[Signal.UNGUARDED] == 2
+
+
+@virtual_time
+async def test_an_error_comes_out_unchanged_and_the_next_call_tries_again() -> None:
+    here, error = guarded(), KeyError("no such card")
+    job = Job(errors=[error])
+
+    with pytest.raises(KeyError) as caught:
+        await here.manager.run("order:1", job)
+
+    assert caught.value is error
+    assert await here.manager.run("order:1", job) == "receipt-1"
+    assert (await here.record()).attempt == 2
+
+
+@virtual_time
+async def test_after_the_last_attempt_the_key_is_failed_and_blocks() -> None:
+    here, job = guarded(max_attempts=3), Job(errors=[ValueError(f"no {n}") for n in range(3)])
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            await here.manager.run("order:1", job)
+
+    with pytest.raises(PreviouslyFailedError, match="attempt 3: ValueError: no 2"):
+        await here.manager.run("order:1", job)
+    assert job.runs == 3
+    assert (await here.record()).status is IdempotencyStatus.FAILED
+
+
+@virtual_time
+async def test_a_permanent_error_gives_up_at_once() -> None:
+    here, job = guarded(), Job(errors=[PermanentError("no such user")])
+
+    with pytest.raises(PermanentError):
+        await here.manager.run("order:1", job)
+
+    with pytest.raises(PreviouslyFailedError, match="no such user"):
+        await here.manager.run("order:1", job)
+
+
+@virtual_time
+async def test_with_on_failure_block_one_failure_blocks_until_the_ttl_ends() -> None:
+    here, job = guarded(on_failure=OnFailure.BLOCK), Job(errors=[ValueError("no")])
+    with pytest.raises(ValueError, match="no"):
+        await here.manager.run("order:1", job)
+
+    with pytest.raises(PreviouslyFailedError):
+        await here.manager.run("order:1", job)
+
+    await asyncio.sleep(3_601)
+    assert await here.manager.run("order:1", job) == "receipt-1"
+
+
+@virtual_time
+async def test_a_duplicate_may_raise_instead_of_waiting() -> None:
+    here, job = guarded(on_in_progress=OnInProgress.RAISE, owner="pod-7"), Job(seconds=5)
+    first = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+
+    with pytest.raises(InProgressError, match=r"by pod-7 \(attempt 1\); its lease ends in 30 s"):
+        await here.manager.run("order:1", job)
+
+    assert await first == "receipt-1"
+
+
+@virtual_time
+async def test_a_duplicate_may_skip_and_is_counted() -> None:
+    here, job = guarded(), Job(seconds=5)
+    first = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+
+    assert await here.manager.run("order:1", job, on_in_progress=OnInProgress.SKIP) is None
+
+    assert await first == "receipt-1"
+    assert here.observer.counts[Signal.DUPLICATE_BLOCKED] == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 7.0])
+@virtual_time
+async def test_a_wait_is_bounded_and_ends_in_an_error(seconds: float) -> None:
+    here, job = guarded(), Job(seconds=1_000)
+    loop = asyncio.get_running_loop()
+    first = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+    began = loop.time()
+
+    with pytest.raises(InProgressError):
+        await here.manager.run("order:1", job, wait_timeout=timedelta(seconds=seconds))
+
+    assert loop.time() - began == pytest.approx(seconds, abs=0.01)
+    assert await first == "receipt-1"
+
+
+@virtual_time
+async def test_a_wait_of_hours_for_another_process_ends_with_its_result() -> None:
+    there, job = guarded(), Job(seconds=4 * 3_600)
+    here = guarded(there.store)
+    first = asyncio.create_task(there.manager.run("order:1", job))
+    await job.started.wait()
+
+    result = await here.manager.run("order:1", job, wait_timeout=timedelta(hours=5))
+
+    assert result == await first
+    assert job.runs == 1
+    assert asyncio.get_running_loop().time() < 4 * 3_600 + 2
+
+
+@virtual_time
+async def test_waiting_calls_take_over_when_the_first_one_fails() -> None:
+    here, job = guarded(), Job(seconds=1, errors=[ValueError("no")])
+
+    results = await asyncio.gather(
+        *(here.manager.run("order:1", job) for _ in range(5)), return_exceptions=True
+    )
+
+    assert [type(result) for result in results].count(ValueError) == 1
+    assert results.count("receipt-1") == 4
+    assert job.runs == 2
+
+
+@virtual_time
+async def test_a_run_within_the_same_key_waits_for_itself_and_says_so() -> None:
+    here = guarded()
+
+    async def inside_out() -> str:
+        return str(await here.manager.run("order:1", inside_out, wait_timeout=timedelta(seconds=1)))
+
+    with pytest.raises(InProgressError):
+        await here.manager.run("order:1", inside_out)
+
+    assert asyncio.get_running_loop().time() < LEASE
+
+
+@pytest.mark.parametrize("key", ["", None, 7, b"order:1"])
+@virtual_time
+async def test_what_is_no_key_is_refused(key: object) -> None:
+    with pytest.raises(InvalidKeyError, match="a key is a string"):
+        await guarded().manager.run(key, Job())  # type: ignore[arg-type]
+
+
+def test_a_manager_without_a_repository_says_what_it_needs() -> None:
+    with pytest.raises(ApplicationError, match="MemoryIdempotencyRepository"):
+        IdempotencyManager(scope="billing")
