@@ -61,7 +61,8 @@ def _finish(event: BaseEvent, index: int, incoming: BaseEvent, key: str, service
         update={
             "correlation_id": told.correlation_id or incoming.metadata.correlation_id or incoming.event_id,
             "service_name": told.service_name or service,
-            "user_id": told.user_id or incoming.metadata.user_id,
+            # Metadata that a handler gave is about somebody; the incoming event's user is only the default.
+            "user_id": told.user_id if "metadata" in event.model_fields_set else incoming.metadata.user_id,
         }
     )
     update: dict[str, object] = {"metadata": metadata}

@@ -1,0 +1,1 @@
+"""The reference platform's four workers: events, handlers, domain logic.  Not shipped."""

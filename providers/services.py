@@ -1,0 +1,84 @@
+"""The Dishka providers of the platform: its database, and what each service's handlers ask for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable
+
+from dishka import Provider, Scope, provide
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from integr8s_idem import EventPublisher
+from services.coordinator.admission import Admission
+from services.database import Database
+from services.k8s_worker.runner import Runner
+from services.k8s_worker.subprocess_runner import SubprocessRunner
+from services.k8s_worker.worker import PodWorker
+from services.result_processor.results import Results
+from services.saga_orchestrator.saga import Sagas
+from services.settings import PlatformSection
+
+
+class DatabaseProvider(Provider):
+    """The platform's `Database`, opened at first use.  Needs `PlatformSection` in the container's context."""
+
+    scope = Scope.APP
+
+    @provide
+    async def database(self, settings: PlatformSection) -> AsyncIterable[Database]:
+        database = Database(settings.database_url)
+        try:
+            await database.open()
+            yield database
+        finally:
+            await database.close()
+
+
+class TransactionProvider(Provider):
+    """One transaction for each handled event: committed once the handler has succeeded, else rolled back."""
+
+    scope = Scope.REQUEST
+
+    @provide
+    async def connection(self, database: Database) -> AsyncGenerator[AsyncConnection, BaseException | None]:
+        async with database.transaction() as connection:
+            error = yield connection
+            if error is not None:
+                await connection.rollback()
+
+
+class CoordinatorProvider(Provider):
+    """`Admission`, in the transaction of the event."""
+
+    admission = provide(Admission, scope=Scope.REQUEST)
+
+
+class ResultProcessorProvider(Provider):
+    """`Results`, in the transaction of the event."""
+
+    results = provide(Results, scope=Scope.REQUEST)
+
+
+class SagaProvider(Provider):
+    """`Sagas`, with short transactions of their own: they commit before they publish."""
+
+    scope = Scope.APP
+
+    @provide
+    def sagas(self, database: Database, settings: PlatformSection, publisher: EventPublisher) -> Sagas:
+        return Sagas(database, settings, publisher)
+
+
+class K8sWorkerProvider(Provider):
+    """`PodWorker`, with short transactions of its own: none stays open while a script runs."""
+
+    scope = Scope.APP
+
+    @provide
+    def runner(self, settings: PlatformSection) -> Runner:
+        return {"subprocess": SubprocessRunner}[settings.runner](settings)
+
+    @provide
+    def pods(
+        self, database: Database, settings: PlatformSection, runner: Runner, publisher: EventPublisher
+    ) -> PodWorker:
+        return PodWorker(database, settings, runner, publisher)

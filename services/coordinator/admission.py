@@ -1,0 +1,218 @@
+"""The coordinator's queue and its decisions, in the platform's database.
+
+A decision is stored under the key of the work that led to it, in the transaction that changes the
+queue.  A worker that dies between that commit and the publishing leaves the decision behind; the
+redelivery finds it and publishes the same events again.  Nothing admitted is ever forgotten.
+
+Whoever decides counts up a row first.  That row is the lock: of two coordinators one waits, and sees
+what the other has admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import ColumnElement, Row, delete, func, literal, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from services.database import decisions, executions, insert, now, turns
+from services.events import ExecutionRequested
+from services.settings import PlatformSection
+
+_TURN = "admission"
+_PRUNED_AT_ONCE = 1_000
+
+
+class ExecutionState(str, Enum):
+    """Where an execution is, as the coordinator sees it.  The last four take no slot and change no more."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    REJECTED = "rejected"
+
+
+_WHY_NOT_AGAIN = {
+    ExecutionState.FINISHED: "an execution of this id has already finished",
+    ExecutionState.CANCELLED: "the execution was cancelled",
+    ExecutionState.REJECTED: "an execution of this id was rejected before",
+}
+
+
+class Admitted(BaseModel):
+    """An execution that got a slot, with what its event needs to name its request."""
+
+    model_config = ConfigDict(frozen=True)
+
+    execution_id: str
+    user_id: str = ""
+    correlation_id: str = ""
+
+
+class Decision(BaseModel):
+    """What one event led to."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rejected: str | None = None
+    """Why the request was rejected; `None` if it was not, or if the event was no request."""
+    scheduled: tuple[Admitted, ...] = ()
+    """Executions that got a slot, in the order of their admission."""
+
+
+class Admission:
+    """Decides within one transaction of the caller's, which commits what was decided."""
+
+    def __init__(self, connection: AsyncConnection, settings: PlatformSection) -> None:
+        self._connection = connection
+        self._settings = settings
+
+    async def request(self, key: str, event: ExecutionRequested) -> Decision:
+        """Queue the execution, or reject it, and admit whatever fits.
+
+        Args:
+            key: Names the work, at most 255 characters; the same key gets the same decision.
+        """
+        turn = await self._take_turn()
+        decided = await self._decided(key)
+        if decided is not None:
+            return decided
+        rejected = await self._enter(event, turn)
+        return await self._decide(key, rejected)
+
+    async def end(self, key: str, execution_id: str, state: ExecutionState) -> Decision:
+        """Free the execution's slot, or its place in the queue, and admit whatever fits now.
+
+        An execution that is not known yet is noted as ended: its request is still on its way.
+        """
+        turn = await self._take_turn()
+        decided = await self._decided(key)
+        if decided is not None:
+            return decided
+        known = await self._state_of(execution_id)
+        if known is None:
+            await self._add(_row(execution_id, state, turn))
+        elif known in (ExecutionState.QUEUED, ExecutionState.RUNNING):
+            change = update(executions).where(executions.c.execution_id == execution_id)
+            await self._connection.execute(change.values(state=state.value, remind_at=None))
+        return await self._decide(key, None)
+
+    async def _take_turn(self) -> int:
+        """The number of this decision.  Returns once every earlier one is committed."""
+        first = insert(self._connection, turns).values(name=_TURN, number=1)
+        count = first.on_conflict_do_update(index_elements=["name"], set_={"number": turns.c.number + 1})
+        return int((await self._connection.execute(count.returning(turns.c.number))).scalar_one())
+
+    async def _decided(self, key: str) -> Decision | None:
+        stored = await self._connection.execute(select(decisions.c.decision).where(decisions.c.key == key))
+        row = stored.one_or_none()
+        return None if row is None else Decision.model_validate(row.decision)
+
+    async def _decide(self, key: str, rejected: str | None) -> Decision:
+        decision = Decision(rejected=rejected, scheduled=tuple(await self._admit()))
+        row = {"key": key, "decision": decision.model_dump(mode="json"), "decided_at": now()}
+        await self._connection.execute(decisions.insert().values(**row))
+        return decision
+
+    async def _enter(self, event: ExecutionRequested, turn: int) -> str | None:
+        """Put the execution where it belongs; the reason if that is not the queue."""
+        known = await self._state_of(event.execution_id)
+        if known is not None:
+            return _WHY_NOT_AGAIN.get(known)
+        mistake = self._mistake_in(event)
+        state = ExecutionState.REJECTED if mistake else ExecutionState.QUEUED
+        await self._add(_row(event.execution_id, state, turn, event))
+        return mistake
+
+    def _mistake_in(self, event: ExecutionRequested) -> str | None:
+        settings = self._settings
+        memory = event.memory_limit_mb or settings.default_memory_mb
+        if event.timeout_seconds > settings.max_timeout_seconds:
+            return f"timeout_seconds is {event.timeout_seconds:g}, at most {settings.max_timeout_seconds:g} are given"
+        if memory > settings.max_memory_mb:
+            return f"memory_limit_mb is {memory}, at most {settings.max_memory_mb} are given"
+        if event.cpu_limit > settings.max_cpu:
+            return f"cpu_limit is {event.cpu_limit:g}, at most {settings.max_cpu:g} are given"
+        return None
+
+    async def _state_of(self, execution_id: str) -> ExecutionState | None:
+        found = select(executions.c.state).where(executions.c.execution_id == execution_id)
+        state = (await self._connection.execute(found)).scalar_one_or_none()
+        return None if state is None else ExecutionState(state)
+
+    async def _add(self, row: dict[str, object]) -> None:
+        await self._connection.execute(executions.insert().values(**row))
+
+    async def _admit(self) -> list[Admitted]:
+        """Give the free slots away."""
+        count = select(func.count()).where(executions.c.state == ExecutionState.RUNNING.value)
+        running = (await self._connection.execute(count)).scalar_one()
+        admitted: list[Admitted] = []
+        while running + len(admitted) < self._settings.max_running:
+            following = await self._admit_next()
+            if following is None:
+                break
+            admitted.append(following)
+        return admitted
+
+    async def _admit_next(self) -> Admitted | None:
+        chosen = select(executions.c.execution_id).where(executions.c.state == ExecutionState.QUEUED.value)
+        chosen = chosen.where(self._user_has_room())
+        chosen = chosen.order_by(executions.c.priority.desc(), executions.c.position).limit(1)
+        change = update(executions).where(executions.c.execution_id == chosen.scalar_subquery())
+        change = change.values(state=ExecutionState.RUNNING.value, remind_at=self._reminder())
+        row = (await self._connection.execute(change.returning(*_NAMED))).one_or_none()
+        return None if row is None else _admitted(row)
+
+    def _user_has_room(self) -> ColumnElement[bool]:
+        others = executions.alias("others")
+        theirs = select(func.count()).where(
+            others.c.state == ExecutionState.RUNNING.value, others.c.user_id == executions.c.user_id
+        )
+        return theirs.correlate(executions).scalar_subquery() < self._settings.max_running_per_user
+
+    def _reminder(self) -> ColumnElement[float]:
+        return now() + executions.c.timeout_seconds + literal(self._settings.slot_reminder_seconds)
+
+
+_NAMED = (executions.c.execution_id, executions.c.user_id, executions.c.correlation_id)
+
+
+def _admitted(row: Row[Any]) -> Admitted:
+    return Admitted(execution_id=row.execution_id, user_id=row.user_id, correlation_id=row.correlation_id)
+
+
+def _row(
+    execution_id: str, state: ExecutionState, turn: int, event: ExecutionRequested | None = None
+) -> dict[str, object]:
+    return {
+        "execution_id": execution_id,
+        "state": state.value,
+        "position": turn,
+        "priority": event.priority if event else 0,
+        "timeout_seconds": event.timeout_seconds if event else 0.0,
+        "user_id": (event.metadata.user_id if event else None) or "",
+        "correlation_id": (event.metadata.correlation_id or event.event_id) if event else "",
+    }
+
+
+async def overdue(connection: AsyncConnection, settings: PlatformSection) -> Sequence[Admitted]:
+    """Running executions that should long have ended; each is handed out once per `slot_reminder_seconds`.
+
+    Scheduling them once more repairs what a dead-lettered event has broken: the saga takes a second one for nothing.
+    """
+    pause = now() + literal(settings.slot_reminder_seconds)
+    due = update(executions).where(executions.c.state == ExecutionState.RUNNING.value, executions.c.remind_at < now())
+    rows = await connection.execute(due.values(remind_at=pause).returning(*_NAMED))
+    return [_admitted(row) for row in rows]
+
+
+async def forget_old_decisions(connection: AsyncConnection, settings: PlatformSection) -> int:
+    """Drop some decisions that no redelivery can ask for any more; how many."""
+    old = decisions.c.decided_at < now() - literal(settings.decision_retention_seconds)
+    some = select(decisions.c.key).where(old).limit(_PRUNED_AT_ONCE).scalar_subquery()
+    return (await connection.execute(delete(decisions).where(decisions.c.key.in_(some)))).rowcount

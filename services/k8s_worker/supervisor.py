@@ -1,0 +1,163 @@
+"""Runs one script within limits and leaves nothing behind.  A program of its own: `python -I -S supervisor.py SPEC`.
+
+It stands between the worker and the script because only a parent gets the resource usage of exactly
+its child, and because somebody must clean up if the worker is killed.
+
+stdin          the lifeline: when it ends, because the worker closes it or dies, the run is ended
+stdout, stderr go to the script as they are
+report         file descriptor named in SPEC: a line with the script's process id, then a line with how it ended
+
+Not a sandbox: the limits are for accidents, and a script may do all that the worker's user may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+CLEANING_SECONDS = 5.0
+
+
+def main(spec: dict[str, Any]) -> None:
+    report = spec["report"]
+    os.set_inheritable(report, False)
+    child_ended = _watch_children()
+    _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _become_script(spec)
+    os.write(report, b"%d\n" % child)
+    try:
+        status, usage = _wait(child, child_ended)
+    finally:
+        _end_descendants(child)
+        shutil.rmtree(spec["folder"], ignore_errors=True)
+    ended = {
+        "exit_code": os.waitstatus_to_exitcode(status),
+        "wall_seconds": time.monotonic() - started,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_memory_kib": usage.ru_maxrss // (1024 if sys.platform == "darwin" else 1),
+    }
+    os.write(report, json.dumps(ended).encode() + b"\n")
+
+
+def _watch_children() -> int:
+    """A file descriptor that becomes readable when a child has ended."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    return readable
+
+
+def _become_script(spec: dict[str, Any]) -> NoReturn:
+    try:
+        # A group of its own, so that it can be killed together with what it starts.
+        os.setsid()
+        _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for name in ("SIGPIPE", "SIGXFSZ"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.chdir(spec["folder"])
+        for name, limit in spec["limits"].items():
+            _limit(getattr(resource, name), limit)
+        os.execve(spec["command"][0], spec["command"], {})  # noqa: S606  # no shell is wanted
+    except BaseException as error:  # noqa: BLE001  # a forked child must not go on as its parent
+        os.write(2, f"could not start: {error}\n".encode())
+    os._exit(127)
+
+
+def _limit(kind: int, wanted: int) -> None:
+    # The hard limit of CPU time kills without saying why; one second before it, SIGXCPU says so.
+    above = wanted + 1 if kind == resource.RLIMIT_CPU else wanted
+    _, inherited = resource.getrlimit(kind)
+    hard = above if inherited == resource.RLIM_INFINITY else min(above, inherited)
+    resource.setrlimit(kind, (min(wanted, hard), hard))
+
+
+def _wait(child: int, child_ended: int) -> tuple[int, resource.struct_rusage]:
+    while True:
+        pid, status, usage = os.wait4(child, os.WNOHANG)
+        if pid:
+            return status, usage
+        readable, _, _ = select.select([0, child_ended], [], [])
+        if child_ended in readable:
+            os.read(child_ended, 4096)
+        if 0 in readable and not os.read(0, 4096):
+            _kill_group(child)
+            # It may not have made its group yet.
+            _kill(child)
+            _, status, usage = os.wait4(child, 0)
+            return status, usage
+
+
+def _end_descendants(group: int) -> None:
+    """Kill what the script has started, wherever it went: as their reaper we inherit all of them."""
+    _kill_group(group)
+    until = time.monotonic() + CLEANING_SECONDS
+    while time.monotonic() < until:
+        for pid in _children():
+            _kill(pid)
+        if not _reap():
+            return
+        time.sleep(0.001)
+
+
+def _reap() -> bool:
+    """Take leave of all children that have ended; whether others are left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    mine = str(os.getpid())
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue
+        # pid (name) state parent …, where the name may hold anything but is closed by the last parenthesis.
+        if text.rpartition(")")[2].split()[1] == mine:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _call_prctl(option: int, value: int) -> None:
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

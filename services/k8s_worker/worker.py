@@ -1,0 +1,101 @@
+"""Runs pods: takes them, tells that they are there, watches over them, keeps how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+
+from integr8s_idem.events import EventMetadata, derived_event_id
+from integr8s_idem.manager import Attempt
+from services.database import Database
+from services.events import CreatePodCommand, DeletePodCommand, ExecutionFailed, Outcome, PodCreated
+from services.k8s_worker.outcomes import failure, outcome_of
+from services.k8s_worker.pods import Ownership, PodTable
+from services.k8s_worker.runner import Runner, UnsupportedLanguageError
+from services.publishing import Publisher
+from services.settings import PlatformSection
+
+_log = logging.getLogger(__name__)
+
+
+def pod_name_of(key: str) -> str:
+    """The pod's name: the same for every run of the same work, so that a rerun finds what is there."""
+    return f"exec-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+
+
+class PodWorker:
+    """The pods of this process."""
+
+    def __init__(self, database: Database, settings: PlatformSection, runner: Runner, publisher: Publisher) -> None:
+        self._pods = PodTable(database)
+        self._settings = settings
+        self._runner = runner
+        self._publisher = publisher
+        self._running: dict[str, asyncio.Event] = {}
+
+    async def create(self, command: CreatePodCommand, attempt: Attempt) -> Outcome:
+        """Run the command's script, unless it has ended already.  How it ended, kept but not published.
+
+        Raises:
+            SupersededError: A later attempt runs it.
+            PermanentError: Another command runs this execution.
+            PublishError, OSError: Nothing was run.
+        """
+        owner = Ownership(command.execution_id, pod_name_of(attempt.key), attempt.number, attempt.fence)
+        known = await self._pods.begin(owner, command)
+        if known is not None:
+            return known
+        if attempt.number > 1:
+            _log.warning("execution %s runs again, attempt %d", command.execution_id, attempt.number)
+        await self._publisher.publish(_created(command, owner.pod_name, attempt))
+        return await self._pods.end(owner, await self._run(command, owner.pod_name, attempt))
+
+    async def delete(self, command: DeletePodCommand) -> ExecutionFailed | None:
+        """End the pod, wherever it runs.  The outcome to publish if it never ran."""
+        outcome = await self._pods.delete(command)
+        stop = self._running.get(command.execution_id)
+        if stop is not None:
+            stop.set()
+        return outcome
+
+    async def check(self) -> None:
+        """Report our runs as alive, end those that are to be deleted, close what dead workers have left.
+
+        Raises:
+            PublishError: Some orphan stays open until the next check.
+        """
+        for execution_id in await self._pods.report_alive(list(self._running)):
+            if execution_id in self._running:
+                self._running[execution_id].set()
+        for outcome in await self._pods.orphans(self._settings.pod_lost_seconds):
+            _log.warning("closing the pod of execution %s: deleted, and nobody runs it", outcome.execution_id)
+            await self._publisher.publish(outcome)
+            await self._pods.close(outcome)
+
+    async def _run(self, command: CreatePodCommand, pod_name: str, attempt: Attempt) -> Outcome:
+        stop = asyncio.Event()
+        self._running[command.execution_id] = stop
+        event_id = derived_event_id(attempt.key, 0)
+        try:
+            run = await self._runner.run(pod_name, command, stop)
+        except UnsupportedLanguageError as error:
+            told = command.metadata
+            return failure(
+                command.execution_id, event_id, "unsupported_language", str(error), told.correlation_id, told.user_id
+            )
+        finally:
+            # A later attempt in this process may have put its own there.
+            if self._running.get(command.execution_id) is stop:
+                del self._running[command.execution_id]
+        return outcome_of(run, command, event_id)
+
+
+def _created(command: CreatePodCommand, pod_name: str, attempt: Attempt) -> PodCreated:
+    told = command.metadata
+    return PodCreated(
+        event_id=derived_event_id(attempt.key_for("pod_created"), 0),
+        execution_id=command.execution_id,
+        pod_name=pod_name,
+        metadata=EventMetadata(service_name="k8s-worker", correlation_id=told.correlation_id, user_id=told.user_id),
+    )

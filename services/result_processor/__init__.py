@@ -1,0 +1,1 @@
+"""Keeps the result of every execution."""

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from dishka import Scope
+from dishka.exception_base import DishkaError
+from sqlalchemy import select
+
+from integr8s_idem import EventDispatcher, EventPublisher, EventRouter, IdempotentEventDispatcher, KeyStrategy
+from integr8s_idem.integrations.dishka import (
+    AsyncContainer,
+    DispatcherProvider,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+)
+from providers import containers, platform
+from providers.settings import PlatformSettings
+from services.coordinator.admission import Admission
+from services.coordinator.handlers import router as coordinator_router
+from services.database import Database, results
+from services.events import ExecutionCompleted, ExecutionRequested
+from services.k8s_worker.worker import PodWorker
+from services.result_processor.results import Results
+from services.saga_orchestrator.saga import Sagas
+
+CONTAINERS = [service.container for service in platform.services.values()]
+
+
+@pytest.fixture
+def settings(database_url: str) -> PlatformSettings:
+    return PlatformSettings.model_validate({"store": {"kind": "memory"}, "platform": {"database_url": database_url}})
+
+
+@pytest.mark.parametrize("make", CONTAINERS, ids=lambda make: make.__name__)
+async def test_every_service_has_all_it_asks_for(
+    make: Callable[[PlatformSettings], AsyncContainer], settings: PlatformSettings
+) -> None:
+    container = make(settings)
+
+    assert isinstance(await container.get(EventDispatcher), EventDispatcher)
+    assert isinstance(await container.get(EventPublisher), EventPublisher)
+
+    await container.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "ttl", "strategy"),
+    [
+        (containers.coordinator_container, 7_200, KeyStrategy.EVENT_BASED),
+        (containers.k8s_worker_container, 3_600, KeyStrategy.CONTENT_HASH),
+        (containers.result_processor_container, 7_200, KeyStrategy.CONTENT_HASH),
+        (containers.saga_orchestrator_container, None, None),
+    ],
+    ids=["coordinator", "k8s worker", "result processor", "saga orchestrator"],
+)
+async def test_who_gets_which_dispatcher(
+    make: Callable[[PlatformSettings], AsyncContainer],
+    ttl: int | None,
+    strategy: KeyStrategy | None,
+    settings: PlatformSettings,
+) -> None:
+    container = make(settings)
+    dispatcher = await container.get(EventDispatcher)
+
+    if ttl is None:
+        assert type(dispatcher) is EventDispatcher
+    else:
+        assert isinstance(dispatcher, IdempotentEventDispatcher)
+        handler = dispatcher.wrap(dispatcher.router.handlers[0])
+        assert (handler.ttl, handler.resolver.strategy) == (timedelta(seconds=ttl), strategy)
+
+    await container.close()
+
+
+async def test_a_services_dispatcher_is_swapped_by_one_line(
+    settings: PlatformSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handlers and all other providers stay as they are."""
+
+    def plain(router: EventRouter, **_guard: object) -> DispatcherProvider:
+        return DispatcherProvider(router)
+
+    monkeypatch.setattr(containers, "IdempotentDispatcherProvider", plain)
+    container = containers.coordinator_container(settings)
+
+    dispatcher = await container.get(EventDispatcher)
+
+    assert type(dispatcher) is EventDispatcher
+    assert dispatcher.router is coordinator_router
+    await container.close()
+
+
+async def test_two_dispatchers_in_one_container_are_refused(
+    settings: PlatformSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the platform's ancestor the last one won, silently."""
+
+    class Both(IdempotentDispatcherProvider):
+        def __init__(self, router: EventRouter, **_guard: object) -> None:
+            super().__init__(router)
+            self.provide(lambda: EventDispatcher(router), provides=EventDispatcher, scope=Scope.APP)
+
+    monkeypatch.setattr(containers, "IdempotentDispatcherProvider", Both)
+
+    with pytest.raises(DishkaError):
+        containers.coordinator_container(settings)
+
+
+async def test_a_container_without_what_its_handlers_need_is_refused(
+    settings: PlatformSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "CoordinatorProvider", IdempotencyProvider)
+
+    with pytest.raises(DishkaError):
+        containers.coordinator_container(settings)
+
+
+async def test_a_failed_handler_leaves_nothing_in_the_database(settings: PlatformSettings) -> None:
+    container = containers.coordinator_container(settings)
+    event = ExecutionRequested(execution_id="e1", script="print()")
+
+    async def fail() -> None:
+        async with container() as request:
+            await (await request.get(Admission)).request("k1", event)
+            raise RuntimeError("the handler failed")
+
+    with pytest.raises(RuntimeError, match="the handler failed"):
+        await fail()
+
+    async with container() as request:
+        decision = await (await request.get(Admission)).request("k2", event)
+    assert [admitted.execution_id for admitted in decision.scheduled] == ["e1"]
+    await container.close()
+
+
+async def test_what_a_handler_has_done_is_there_once_its_scope_is_closed(settings: PlatformSettings) -> None:
+    container = containers.result_processor_container(settings)
+    database = await container.get(Database)
+
+    async with container() as request:
+        await (await request.get(Results)).store("k1", ExecutionCompleted(execution_id="e1"))
+
+    async with database.reading() as connection:
+        assert (await connection.execute(select(results.c.status))).scalar_one() == "completed"
+    await container.close()
+
+
+async def test_the_pods_of_a_process_are_one_object(settings: PlatformSettings) -> None:
+    """Handlers and background work meet in it."""
+    container = containers.k8s_worker_container(settings)
+
+    async with container() as first, container() as second:
+        assert await first.get(PodWorker) is await second.get(PodWorker)
+
+    await container.close()
+
+
+async def test_the_saga_orchestrator_opens_no_idempotency_store(settings: PlatformSettings) -> None:
+    container = containers.saga_orchestrator_container(settings)
+
+    assert (await container.get(EventDispatcher)).manager is None
+    assert isinstance(await container.get(Sagas), Sagas)
+
+    await container.close()
+
+
+def test_the_services_have_the_groups_of_the_specification() -> None:
+    groups = {name: service.group_id or name for name, service in platform.services.items()}
+
+    assert groups == {
+        "coordinator": "execution-coordinator",
+        "k8s-worker": "k8s-worker",
+        "result-processor": "result-processor",
+        "saga-orchestrator": "saga-orchestrator",
+    }

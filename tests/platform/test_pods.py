@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import pytest
+from sqlalchemy import select, update
+
+from integr8s_idem.errors import PermanentError, PublishError
+from integr8s_idem.keys import fingerprint_of
+from integr8s_idem.manager import Attempt
+from services.database import Database, pods
+from services.events import (
+    CreatePodCommand,
+    DeletePodCommand,
+    ExecutionCompleted,
+    ExecutionFailed,
+    ExecutionTimeout,
+    Outcome,
+    ResourceUsage,
+)
+from services.k8s_worker.outcomes import outcome_of
+from services.k8s_worker.pods import SupersededError
+from services.k8s_worker.runner import Run, RunEnd, UnsupportedLanguageError
+from services.k8s_worker.worker import PodWorker, pod_name_of
+from services.settings import PlatformSection
+from tests.platform.conftest import RecordingPublisher
+
+CREATE = CreatePodCommand(execution_id="e1", saga_id="s1", script="print()", timeout_seconds=5)
+DELETE = DeletePodCommand(execution_id="e1", saga_id="s1", reason="cancelled by ann")
+FIRST = Attempt("idempotency:k8s-worker:create:1", 1, 10, float("inf"))
+SECOND = replace(FIRST, number=2, fence=11)
+
+
+class FakeRunner:
+    """Ends when it is told to, or at once."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.at_once = True
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def run(self, pod_name: str, command: CreatePodCommand, stop: asyncio.Event) -> Run:
+        self.runs += 1
+        self.begun.set()
+        if command.language != "python":
+            raise UnsupportedLanguageError(command.language, ("python",))
+        if self.at_once:
+            return Run(RunEnd.EXITED, stdout=f"run {self.runs}")
+        waiting = [asyncio.ensure_future(event.wait()) for event in (stop, self.may_end)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waiting:
+                wait.cancel()
+        return Run(RunEnd.STOPPED if stop.is_set() else RunEnd.EXITED, stdout=f"run {self.runs}")
+
+
+@dataclass
+class Worker:
+    """The k8s worker as one process has it."""
+
+    pods: PodWorker
+    runner: FakeRunner
+    publisher: RecordingPublisher
+    database: Database
+
+    async def begin(self, attempt: Attempt = FIRST) -> asyncio.Task[Outcome]:
+        """Create the pod, up to the middle of its run."""
+        self.runner.at_once = False
+        task = asyncio.create_task(self.pods.create(CREATE, attempt))
+        await self.runner.begun.wait()
+        return task
+
+    async def row(self) -> tuple[str, int]:
+        async with self.database.reading() as connection:
+            row = (await connection.execute(select(pods.c.state, pods.c.attempt))).one()
+            return row.state, row.attempt
+
+    async def nobody_reports_it(self) -> None:
+        async with self.database.transaction() as connection:
+            await connection.execute(update(pods).values(seen_at=0))
+
+
+@pytest.fixture
+def worker(database: Database, settings: PlatformSection, publisher: RecordingPublisher) -> Worker:
+    runner = FakeRunner()
+    return Worker(PodWorker(database, settings, runner, publisher), runner, publisher, database)
+
+
+@pytest.fixture
+def another(database: Database, settings: PlatformSection, publisher: RecordingPublisher) -> Worker:
+    runner = FakeRunner()
+    return Worker(PodWorker(database, settings, runner, publisher), runner, publisher, database)
+
+
+async def cancelled(task: asyncio.Task[Outcome]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_pod_is_announced_before_it_runs(worker: Worker) -> None:
+    running = await worker.begin()
+
+    (created,) = worker.publisher.events
+    assert created.event_type == "pod_created"
+    assert created.model_dump()["pod_name"] == pod_name_of(FIRST.key)
+    worker.runner.may_end.set()
+    await running
+
+
+async def test_a_rerun_after_a_crash_in_the_run_runs_the_script_again_and_says_so(
+    worker: Worker, another: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cancelled(await worker.begin())
+
+    outcome = await another.pods.create(CREATE, SECOND)
+
+    assert isinstance(outcome, ExecutionCompleted)
+    assert another.runner.runs == 1
+    assert await another.row() == ("ended", 2)
+    assert "runs again, attempt 2" in caplog.text
+
+
+async def test_a_rerun_after_the_run_publishes_the_same_outcome_without_running(
+    worker: Worker, another: Worker
+) -> None:
+    """The worker died between the end of the script and the publishing of its outcome."""
+    lost = await worker.pods.create(CREATE, FIRST)
+
+    again = await another.pods.create(CREATE, SECOND)
+
+    assert another.runner.runs == 0
+    assert again == lost
+    assert fingerprint_of(again) == fingerprint_of(lost)
+
+
+async def test_both_attempts_announce_the_same_pod(worker: Worker, another: Worker) -> None:
+    await cancelled(await worker.begin())
+
+    await another.pods.create(CREATE, SECOND)
+
+    first, second = worker.publisher.events
+    assert (first.event_id, fingerprint_of(first)) == (second.event_id, fingerprint_of(second))
+
+
+async def test_nothing_runs_while_the_broker_is_away(worker: Worker) -> None:
+    worker.publisher.broken = True
+
+    with pytest.raises(PublishError):
+        await worker.pods.create(CREATE, FIRST)
+
+    assert worker.runner.runs == 0
+
+
+async def test_an_attempt_that_was_overtaken_does_not_count(worker: Worker, another: Worker) -> None:
+    """It stalled beyond its lease, and somebody else has the pod."""
+    stalled = await worker.begin(FIRST)
+    running = await another.begin(SECOND)
+
+    worker.runner.may_end.set()
+    with pytest.raises(SupersededError):
+        await stalled
+
+    another.runner.may_end.set()
+    await running
+    assert await worker.row() == ("ended", 2)
+
+
+async def test_an_attempt_that_comes_too_late_does_not_start(worker: Worker, another: Worker) -> None:
+    running = await worker.begin(SECOND)
+
+    with pytest.raises(SupersededError):
+        await another.pods.create(CREATE, FIRST)
+
+    assert another.runner.runs == 0
+    worker.runner.may_end.set()
+    await running
+
+
+async def test_an_execution_has_one_pod_whatever_is_commanded(worker: Worker, another: Worker) -> None:
+    running = await worker.begin()
+
+    with pytest.raises(PermanentError, match="run by pod"):
+        await another.pods.create(CREATE, replace(SECOND, key="idempotency:k8s-worker:create:2"))
+
+    worker.runner.may_end.set()
+    await running
+
+
+async def test_deleting_ends_the_run(worker: Worker) -> None:
+    running = await worker.begin()
+
+    assert await worker.pods.delete(DELETE) is None
+
+    outcome = await running
+    assert isinstance(outcome, ExecutionFailed)
+    assert (outcome.error_type, outcome.stdout) == ("deleted", "run 1")
+
+
+async def test_deleting_ends_a_run_of_another_worker(worker: Worker, another: Worker) -> None:
+    running = await worker.begin()
+
+    await another.pods.delete(DELETE)
+    await worker.pods.check()
+
+    outcome = await running
+    assert isinstance(outcome, ExecutionFailed)
+    assert outcome.error_type == "deleted"
+
+
+async def test_what_is_deleted_first_never_runs_and_both_say_the_same(worker: Worker) -> None:
+    deleted = await worker.pods.delete(DELETE)
+    created = await worker.pods.create(CREATE, FIRST)
+
+    assert worker.runner.runs == 0
+    assert deleted is not None
+    assert (deleted.event_id, fingerprint_of(deleted)) == (created.event_id, fingerprint_of(created))
+
+
+async def test_deleting_twice_says_the_same(worker: Worker, another: Worker) -> None:
+    """The worker died between the commit and the publishing."""
+    lost = await worker.pods.delete(DELETE)
+
+    assert await another.pods.delete(DELETE) == lost
+
+
+async def test_deleting_what_has_ended_changes_nothing(worker: Worker) -> None:
+    outcome = await worker.pods.create(CREATE, FIRST)
+
+    assert await worker.pods.delete(DELETE) is None
+    assert await worker.pods.create(CREATE, SECOND) == outcome
+
+
+async def test_a_rerun_of_what_was_deleted_meanwhile_does_not_run(worker: Worker, another: Worker) -> None:
+    await cancelled(await worker.begin())
+    await another.pods.delete(DELETE)
+
+    outcome = await another.pods.create(CREATE, SECOND)
+
+    assert another.runner.runs == 0
+    assert isinstance(outcome, ExecutionFailed)
+    assert outcome.stderr == DELETE.reason
+
+
+async def test_a_deleted_pod_that_nobody_runs_is_closed(worker: Worker, another: Worker) -> None:
+    """Its worker has died, and its command will not come again."""
+    await cancelled(await worker.begin())
+    await another.pods.delete(DELETE)
+    await another.nobody_reports_it()
+
+    await another.pods.check()
+    await another.pods.check()
+
+    assert worker.publisher.types == ["pod_created", "execution_failed"]
+    assert await another.row() == ("ended", 1)
+
+
+async def test_an_orphan_stays_open_until_its_outcome_is_published(worker: Worker, another: Worker) -> None:
+    await cancelled(await worker.begin())
+    await another.pods.delete(DELETE)
+    await another.nobody_reports_it()
+    another.publisher.broken = True
+
+    with pytest.raises(PublishError):
+        await another.pods.check()
+
+    assert await another.row() == ("running", 1)
+
+
+async def test_a_deleted_pod_that_is_reported_is_left_to_its_worker(worker: Worker, another: Worker) -> None:
+    running = await worker.begin()
+    await worker.nobody_reports_it()
+    await worker.pods.check()
+    await another.pods.delete(DELETE)
+
+    await another.pods.check()
+
+    assert await another.row() == ("running", 1)
+    worker.runner.may_end.set()
+    await running
+
+
+async def test_another_language_is_a_failure_of_the_request(worker: Worker) -> None:
+    command = CREATE.model_copy(update={"language": "cobol"})
+
+    outcome = await worker.pods.create(command, FIRST)
+
+    assert isinstance(outcome, ExecutionFailed)
+    assert outcome.error_type == "unsupported_language"
+
+
+@pytest.mark.parametrize(
+    ("run", "error_type"),
+    [
+        (Run(RunEnd.EXITED, 1, stderr="Traceback\nValueError: no"), "script_error"),
+        (Run(RunEnd.EXITED, 1, stderr="Traceback\nMemoryError\n"), "memory_limit"),
+        (Run(RunEnd.EXITED, -24), "cpu_limit"),
+        (Run(RunEnd.EXITED, -11), "signal"),
+        (Run(RunEnd.FLOODED, -9), "output_limit"),
+        (Run(RunEnd.STOPPED, -9), "deleted"),
+        (Run(RunEnd.LOST, -9), "supervisor_lost"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_a_failure_says_what_kind_it_is(run: Run, error_type: str) -> None:
+    outcome = outcome_of(run, CREATE, "id")
+
+    assert isinstance(outcome, ExecutionFailed)
+    assert outcome.error_type == error_type
+
+
+def test_a_timeout_says_how_long_it_was_allowed() -> None:
+    outcome = outcome_of(Run(RunEnd.TIMED_OUT, -9, usage=ResourceUsage(wall_seconds=5)), CREATE, "id")
+
+    assert isinstance(outcome, ExecutionTimeout)
+    assert (outcome.timeout_seconds, outcome.resource_usage.wall_seconds) == (5, 5)
