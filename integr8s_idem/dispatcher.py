@@ -16,7 +16,13 @@ from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar
 
 from integr8s_idem.config import OnInProgress
-from integr8s_idem.errors import ApplicationError, HandlerTimeoutError, PermanentError, PublishError
+from integr8s_idem.errors import (
+    ApplicationError,
+    HandlerCancelledError,
+    HandlerTimeoutError,
+    PermanentError,
+    PublishError,
+)
 from integr8s_idem.events import BaseEvent, derived_event_id, event_type_of
 from integr8s_idem.keys import Key, KeyResolver, KeySpace, KeyStrategy
 from integr8s_idem.manager import (
@@ -111,6 +117,18 @@ async def call_with_event(handler: RegisteredHandler, call: HandlerCall) -> Any:
     return await handler.function(call.event)
 
 
+def name_of(function: HandlerFunction) -> str:
+    """What stands in the keys of a handler that was given no name.
+
+    Raises:
+        ApplicationError: It has none of its own; all lambdas would share their keys.
+    """
+    name = getattr(function, "__name__", "<nameless>")
+    if not name.isidentifier():
+        raise ApplicationError(f"{function!r} has no name that could stand in its keys: give it one (name=…)")
+    return str(name)
+
+
 class EventRouter:
     """Collects the handlers of a service."""
 
@@ -131,7 +149,7 @@ class EventRouter:
 
         def register(function: FunctionT) -> FunctionT:
             for event in events:
-                self._add(RegisteredHandler(event, name or function.__name__, function))
+                self._add(RegisteredHandler(event, name or name_of(function), function))
             return function
 
         return register
@@ -142,8 +160,9 @@ class EventRouter:
             self._add(handler)
 
     def _add(self, handler: RegisteredHandler) -> None:
+        event_type = handler.event_type
         for known in self._handlers:
-            if known.event_type != handler.event_type:
+            if known.event_type != event_type:
                 continue
             if known.name == handler.name:
                 raise ApplicationError(
@@ -254,7 +273,7 @@ class EventHandler:
         max_attempts: int = 5,
     ) -> None:
         self.function = function
-        self.name = name or function.__name__
+        self.name = name or name_of(function)
         self.scope = scope
         self.observer = observer
         self.max_attempts = max_attempts
@@ -292,14 +311,25 @@ class EventHandler:
 
     async def _call(self, call: HandlerCall) -> Any:
         if self._timeout is None:
-            return await self.invoke(self._registered, call)
+            return await self._invoke(call)
         try:
             async with asyncio.timeout(self._timeout.total_seconds()) as limit:
-                return await self.invoke(self._registered, call)
+                return await self._invoke(call)
         except TimeoutError as error:
             if limit.expired():
                 raise HandlerTimeoutError(self.name, self._timeout) from error
             raise
+
+    async def _invoke(self, call: HandlerCall) -> Any:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        try:
+            return await self.invoke(self._registered, call)
+        except asyncio.CancelledError as error:
+            if task is None or task.cancelling() > before:
+                raise
+            # Of the handler's own making: as a cancellation it would end our caller, who was not meant.
+            raise HandlerCancelledError(self.name) from error
 
     async def _publish(self, events: Sequence[BaseEvent], patient: bool) -> None:
         if self._publisher is None:
@@ -413,8 +443,16 @@ class EventDispatcher:
         return [handler.handling(event) for handler in self._handlers.get(event.event_type, ())]
 
     async def dispatch(self, event: BaseEvent) -> list[Outcome[Any]]:
-        """One try with every handler of `event`, at the same time; for callers without a worker."""
-        return list(await asyncio.gather(*(handling.attempt() for handling in self.handlings(event))))
+        """One try with every handler of `event`, at the same time; for callers without a worker.
+
+        Each comes to its end; then the first error is raised, if there was one.
+        """
+        tries = (handling.attempt() for handling in self.handlings(event))
+        ends = await asyncio.gather(*tries, return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return [end for end in ends if not isinstance(end, BaseException)]
 
 
 class IdempotentEventDispatcher(EventDispatcher):

@@ -6,6 +6,7 @@ IdempotencyError
 ├── PreviouslyFailedError       this work was given up earlier; its record blocks it
 ├── LeaseLostError              our reservation was taken over, or might have been          (retryable)
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
+├── HandlerCancelledError       a handler ended with a cancellation that nobody asked for   (retryable)
 ├── PermanentError              raised by handlers: trying again cannot help
 │   └── CrashedTooOftenError    earlier runs ended without a word, as often as attempts are allowed
 ├── InvalidKeyError             nothing usable to make a key of
@@ -146,6 +147,22 @@ class HandlerTimeoutError(IdempotencyError):
         )
 
 
+class HandlerCancelledError(IdempotencyError):
+    """A handler ended with a `CancelledError` of its own making: its task was not cancelled."""
+
+    retryable = True
+
+    def __init__(self, handler: str) -> None:
+        super().__init__(handler)
+        self.handler = handler
+
+    def __str__(self) -> str:
+        return (
+            f"handler {self.handler} raised CancelledError though nobody cancelled it: it awaited something that "
+            f"was cancelled elsewhere. Catch it there. {self.read_more}"
+        )
+
+
 class PermanentError(IdempotencyError):
     """Raise it from a handler when trying again cannot help: no retry, dead-letter topic at once."""
 
@@ -222,7 +239,7 @@ class UndecodableEventError(EventError):
         return f"{self.reason}: {self.detail}. {self.read_more}"
 
 
-class EventTooLargeError(EventError):
+class EventTooLargeError(EventError, PermanentError):
     """An event is larger than the settings allow; it did not leave."""
 
     def __init__(self, topic: str, size: int, limit: int) -> None:

@@ -46,12 +46,12 @@ def decode_result(key: str, stored: StoredResult, expected: object = Any) -> Any
     try:
         if expected is Any:
             return pydantic_core.from_json(stored.body)
-        return _adapter(expected).validate_json(stored.body)
+        return _adapter_of(expected).validate_json(stored.body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ResultDecodeError(key, _name(expected), f"{where + ': ' if where else ''}{first['msg']}") from None
-    except (ValueError, PydanticSchemaGenerationError, PydanticUserError) as error:
+    except (ValueError, TypeError, PydanticSchemaGenerationError, PydanticUserError) as error:
         raise ResultDecodeError(key, _name(expected), str(error)) from error
 
 
@@ -60,9 +60,18 @@ def return_type_of(function: Callable[..., object]) -> object:
     try:
         # A callable object says it on __call__; functools.partial on the function inside.
         inner = inspect.unwrap(getattr(function, "func", function))
+        if not inspect.isroutine(inner) and not inspect.isclass(inner):
+            inner = type(inner).__call__
         return typing.get_type_hints(inner).get("return", Any)
     except (NameError, TypeError, AttributeError):
         return Any
+
+
+def _adapter_of(expected: Any) -> TypeAdapter[Any]:
+    try:
+        return _adapter(expected)
+    except TypeError:  # some types cannot be hashed, and so not be remembered
+        return TypeAdapter(expected)
 
 
 @lru_cache(maxsize=512)

@@ -264,9 +264,12 @@ def _invoker(container: AsyncContainer, needs: dict[HandlerFunction, _Needs]) ->
     async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
         context = {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
         async with container(context) as request:
-            _current.set(request)
-            found: dict[str, Any] = await request.get(needs[handler.function].key)
-            return await handler.function(call.event, **found)
+            token = _current.set(request)
+            try:
+                found: dict[str, Any] = await request.get(needs[handler.function].key)
+                return await handler.function(call.event, **found)
+            finally:
+                _current.reset(token)
 
     return invoke
 
@@ -292,8 +295,11 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
     async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
         context = {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
         async with container(context) as request:
-            _current.set(request)
-            return await wrapped[handler.function](call.event)
+            token = _current.set(request)
+            try:
+                return await wrapped[handler.function](call.event)
+            finally:
+                _current.reset(token)
 
     dispatcher.invoke_with(invoke)
 

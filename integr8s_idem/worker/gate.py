@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from integr8s_idem.errors import StoreError
+from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Observer
 from integr8s_idem.worker.retries import Backoff
 
@@ -19,12 +20,13 @@ PROBE = Backoff(initial=0.2, longest=2.0)
 class StoreGate:
     """Open while the store answers.  Whoever finds it silent closes the gate; a probe opens it again."""
 
-    def __init__(self, ping: Callable[[], Awaitable[object]] | None, observer: Observer) -> None:
+    def __init__(self, ping: Callable[[], Awaitable[StoreHealth]] | None, observer: Observer) -> None:
         """`ping`: `None` for a service without a store, whose gate is always open."""
         self._ping = ping
         self._observer = observer
         self._opened: asyncio.Future[None] | None = None
         self._probe: asyncio.Task[None] | None = None
+        self._warned: set[str] = set()
         self.reason = ""
         """Why it is closed."""
 
@@ -61,9 +63,13 @@ class StoreGate:
             StoreConfigurationError: It refuses us, and waiting does not help.
             StoreUnavailableError: It does not answer.
         """
-        if self._ping is not None:
-            await self._ping()
-            self._observer.measure(Gauge.STORE_UP, 1)
+        if self._ping is None:
+            return
+        health = await self._ping()
+        self._observer.measure(Gauge.STORE_UP, 1)
+        for warning in sorted(set(health.warnings) - self._warned):
+            self._warned.add(warning)
+            logger.warning("store %s %s: %s", health.kind, health.version, warning)
 
     async def stop(self) -> None:
         """Look no longer."""

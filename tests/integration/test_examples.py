@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from decimal import Decimal
@@ -18,7 +20,8 @@ from integr8s_idem import BaseEvent, EventPublisher, Service, Settings, load_set
 from integr8s_idem.worker import ServiceGroup, ServiceReport
 from tests.support.kafka import Kafka
 
-SETTINGS = Path(__file__).parents[2] / "examples" / "billing" / "settings.toml"
+ROOT = Path(__file__).parents[2]
+SETTINGS = ROOT / "examples" / "billing" / "settings.toml"
 
 
 @pytest.fixture
@@ -114,3 +117,20 @@ async def test_after_a_restart_an_order_that_is_delivered_again_is_not_charged(s
         await shop.until(lambda now: now["billing"].tally.duplicates == 1)
 
         assert (await shop.payments()).charges == []
+
+
+@pytest.mark.kafka
+async def test_an_order_placed_from_another_terminal_is_charged_once(
+    settings: Settings, kafka: Kafka, topic_prefix: str
+) -> None:
+    servers = {
+        "INTEGR8S_IDEM_KAFKA__BOOTSTRAP_SERVERS": kafka.bootstrap,
+        "INTEGR8S_IDEM_KAFKA__TOPIC_PREFIX": topic_prefix,
+    }
+    async with Shop(settings).open() as shop:
+        command = [sys.executable, "-m", "examples.billing.place_order", "17"]
+        placing = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env={**os.environ, **servers})
+
+        assert await placing.wait() == 0
+        await shop.until(lambda now: now["billing"].tally.duplicates == 1 and now["audit"].tally.handled == 1)
+        assert (await shop.payments()).charges == [("17", Decimal("9.90"))]

@@ -1,0 +1,50 @@
+"""The checkout as its files: what stands in it, what was fetched or made is left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+_MADE: Final = {"__pycache__", "dist", "build"}
+_HIDDEN_BUT_OURS: Final = {".ci", ".github", ".gitignore", ".dockerignore", ".editorconfig", ".pre-commit-config.yaml"}
+_FENCE: Final = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def files(suffix: str = "") -> Iterator[Path]:
+    """Every file of ours whose name ends with `suffix`, sorted."""
+    return (path for path in _below(ROOT) if path.name.endswith(suffix))
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        hidden = path.name.startswith(".") and path.name not in _HIDDEN_BUT_OURS
+        if hidden or path.name in _MADE or path.is_symlink():
+            continue
+        if path.is_dir():
+            yield from _below(path)
+        else:
+            yield path
+
+
+def name_of(path: Path) -> str:
+    """How people name a file of the checkout."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def code_blocks(markdown: str, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return [body for found, body in _FENCE.findall(markdown) if found == language]
+
+
+def without_code(markdown: str) -> str:
+    """Prose alone: neither fenced blocks nor spans of code."""
+    return re.sub(r"`[^`\n]*`", "", _FENCE.sub("", markdown))
+
+
+def anchors(markdown: str) -> set[str]:
+    """What links can point at: headings, lower case, spaces as hyphens, other marks dropped."""
+    headings = re.findall(r"^#{1,6} (.+)$", _FENCE.sub("", markdown), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

@@ -1,0 +1,79 @@
+"""What the documentation shows runs, and what it points at is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from integr8s_idem.config import settings_warnings
+from integr8s_idem.config.loading import load_settings
+from tests.packaging.repository import ROOT, anchors, code_blocks, files, name_of, without_code
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROGRAMS = code_blocks(README, "python")
+PAGES = list(files(".md"))
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+PATH_IN_CODE = re.compile(
+    r"`((?:integr8s_idem|tests|examples|docs|providers|services|deploy|benchmarks)/[\w./*{},-]*)`"
+)
+
+MAKE_CONTAINERS = """
+if "platform" in globals():
+    import asyncio
+    for service in platform.services.values():
+        asyncio.run(service.container(Settings()).close())
+"""
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_every_program_of_the_readme_runs(number: int, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAMS[number] + MAKE_CONTAINERS, encoding="utf-8")
+
+    ran = subprocess.run([sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_the_first_program_of_the_readme_is_the_example_of_the_first_minute() -> None:
+    example = (ROOT / "examples" / "first_minute.py").read_text(encoding="utf-8")
+
+    assert example.endswith(PROGRAMS[0])
+    assert example.startswith('"""')
+
+
+@pytest.mark.parametrize("number", range(len(code_blocks(README, "toml"))))
+def test_the_settings_of_the_readme_hold_no_mistake(number: int, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(code_blocks(README, "toml")[number], encoding="utf-8")
+
+    assert settings_warnings(load_settings(file)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.finditer(without_code(page.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", link["target"]):
+            continue
+        place, _, anchor = unquote(link["target"]).partition("#")
+        target = page.parent / place if place else page
+
+        assert target.exists(), f"{name_of(page)} points at {link['target']}"
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), link["target"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    for named in PATH_IN_CODE.findall(page.read_text(encoding="utf-8")):
+        patterns = [named]
+        if (choice := re.search(r"\{([^}]*)\}", named)) is not None:
+            patterns = [named.replace(choice[0], part) for part in choice[1].split(",")]
+
+        for pattern in patterns:
+            assert any(ROOT.glob(pattern.rstrip("/"))), f"{name_of(page)} names {pattern}"

@@ -1,0 +1,89 @@
+"""Every public error is drawn, explained, and survives pickling and copying."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+from datetime import timedelta
+from typing import Any, get_type_hints
+
+import pytest
+
+from integr8s_idem import errors
+from integr8s_idem.errors import EventError, IdempotencyError, SettingsMistake, StoreError
+from tests.packaging.repository import ROOT, anchors
+
+ERRORS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, IdempotencyError)]
+BASES = {IdempotencyError, EventError, StoreError}
+DRAWN = re.compile(r"^(?P<branch>(?:[│ ] {3})*(?:├── |└── |))(?P<name>[A-Z]\w+Error)\b(?P<words>.*)$", re.MULTILINE)
+PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+SAMPLES: dict[object, Any] = {str: "order:1", bytes: b"\x01\x02", int: 3, timedelta: timedelta(seconds=30)}
+
+
+def drawing() -> list[tuple[str, str | None, bool]]:
+    """Name, name of the parent, whether it is marked as retryable: line by line."""
+    path: list[str] = []
+    lines = []
+    for line in DRAWN.finditer(errors.__doc__ or ""):
+        path[len(line["branch"]) // 4 :] = [line["name"]]
+        lines.append((line["name"], path[-2] if len(path) > 1 else None, "(retryable)" in line["words"]))
+    return lines
+
+
+def sample(kind: type[IdempotencyError]) -> IdempotencyError:
+    """An instance with some value for each field."""
+    initializer: Any = kind.__init__
+    if initializer is Exception.__init__:
+        return kind("the card was stolen")
+    hints = get_type_hints(initializer)
+    names = [name for name in inspect.signature(initializer).parameters if name != "self"]
+    mistakes = (SettingsMistake("store.url", "is no Redis URL"),)
+    return kind(*[SAMPLES.get(hints[name], mistakes) for name in names])
+
+
+def section(kind: type[IdempotencyError]) -> str:
+    """What the reference says about an error."""
+    found = re.search(rf"^## {kind.__name__}$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"docs/reference/errors.md has no section ## {kind.__name__}"
+    return found[1]
+
+
+def test_the_drawing_shows_every_error_below_its_parent() -> None:
+    real = {(kind.__name__, kind.__mro__[1].__name__ if kind is not IdempotencyError else None) for kind in ERRORS}
+
+    drawn = [(name, parent) for name, parent, _ in drawing()]
+
+    assert set(drawn) == real
+    assert len(drawn) == len(ERRORS)
+
+
+def test_the_drawing_marks_what_is_retryable() -> None:
+    marked = {name for name, _, retryable in drawing() if retryable}
+
+    assert marked == {kind.__name__ for kind in ERRORS if vars(kind).get("retryable")}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_every_error_has_a_section_where_it_says(kind: type[IdempotencyError]) -> None:
+    file, _, anchor = sample(kind).read_more.removeprefix("Read more: ").partition("#")
+
+    assert file == "docs/reference/errors.md"
+    assert anchor in anchors(PAGE)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ERRORS if kind not in BASES])
+def test_every_section_says_what_is_known_and_what_to_do(kind: type[IdempotencyError]) -> None:
+    told = section(kind)
+
+    assert re.findall(r"^\*\*(.+?)\*\*", told, re.MULTILINE) == ["Known.", "Unknown.", "To do."]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_every_error_survives_pickling_and_copying(kind: type[IdempotencyError]) -> None:
+    error = sample(kind)
+
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(twin) is kind
+        assert (twin.args, vars(twin), str(twin)) == (error.args, vars(error), str(error))

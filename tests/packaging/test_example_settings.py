@@ -1,0 +1,63 @@
+"""settings.example.toml shows every setting, and loads."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from integr8s_idem.config import ServiceSettings, Settings, load_settings
+from integr8s_idem.config.example import example_settings
+from integr8s_idem.config.shape import shape_of
+
+EXAMPLE = Path(__file__).parents[2] / "settings.example.toml"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No settings of this machine, and an empty working directory."""
+    for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def uncommented(text: str) -> str:
+    """With the settings that have no default."""
+    return re.sub(r"(?m)^# (?=[a-z_]+ = )", "", text)
+
+
+def settings_in(text: str) -> set[str]:
+    """`kafka.client_id` and so on; a free name is `<name>`."""
+    return {
+        f"{section}.{name}".replace("services.example.", "services.<name>.")
+        for section, table in tomllib.loads(text).items()
+        for inner, settings in (table.items() if section == "services" else [("", table)])
+        for name in (f"{inner}.{each}".lstrip(".") for each in settings)
+    }
+
+
+def test_the_example_is_what_the_command_prints() -> None:
+    """Write it anew: integr8s-idem settings example > settings.example.toml"""
+    assert EXAMPLE.read_text(encoding="utf-8") == example_settings()
+
+
+def test_the_example_holds_every_setting_and_no_other() -> None:
+    shown = settings_in(uncommented(EXAMPLE.read_text(encoding="utf-8")))
+
+    assert shown == {".".join(path) for path in shape_of(Settings).leaves()}
+
+
+def test_the_example_loads_and_is_the_defaults() -> None:
+    assert load_settings(EXAMPLE) == Settings(services={"example": ServiceSettings()})
+
+
+def test_every_setting_of_the_example_is_explained() -> None:
+    lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
+
+    for above, line in pairwise(lines):
+        if re.match(r"(# )?[a-z_]+ = ", line):
+            assert re.match(r"# \S.*\.$", above), line

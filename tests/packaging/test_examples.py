@@ -1,0 +1,121 @@
+"""The examples run as they stand: without a server where they need none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from dishka.exceptions import NoFactoryError
+
+from examples.billing.containers import audit_container, billing_container
+from examples.billing.handlers import OrderPaid, OrderPlaced, audit_router, router
+from examples.billing.payments import Payments
+from examples.billing.workers import platform
+from integr8s_idem import (
+    EventDispatcher,
+    EventPublisher,
+    EventRouter,
+    IdempotentEventDispatcher,
+    Settings,
+    load_settings,
+)
+from integr8s_idem.config import settings_warnings
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    DispatcherProvider,
+    FromDishka,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.worker import Service, ServiceWorker
+
+ROOT = Path(__file__).parents[2]
+BILLING = ROOT / "examples" / "billing"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings of this machine."""
+    for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return load_settings(BILLING / "settings.toml")
+
+
+@pytest.fixture(params=list(platform.services.values()), ids=lambda service: service.name)
+async def worker(request: pytest.FixtureRequest, settings: Settings) -> AsyncIterator[ServiceWorker]:
+    """A service's worker as the process makes it, before it is run."""
+    service: Service = request.param
+    container = service.container(settings)
+    dispatcher = await container.get(EventDispatcher)
+    publisher = await container.get(EventPublisher)
+    yield ServiceWorker(service.name, dispatcher, publisher, settings.kafka, settings.service(service.name))
+    await container.close()
+
+
+def test_the_first_minute_charges_once() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "first_minute.py")], capture_output=True, text=True, timeout=30
+    )
+
+    assert (ran.stdout, ran.stderr) == ("charging the card\nreceipt-1\nreceipt-1\n", "")
+
+
+def test_the_settings_of_the_first_hour_hold_no_mistake_and_no_warning(settings: Settings) -> None:
+    assert settings_warnings(settings, platform.services) == []
+    assert settings.service("billing").group_id == "billing"
+
+
+def test_the_platform_of_the_first_hour_has_both_services() -> None:
+    assert list(platform.services) == ["billing", "audit"]
+
+
+async def test_topics_follow_from_the_routers(worker: ServiceWorker) -> None:
+    read = {"billing": ("shop.order_placed",), "audit": ("shop.order_paid",)}
+
+    assert worker.topics == read[worker.name]
+    assert (router.events, audit_router.events) == ((OrderPlaced,), (OrderPaid,))
+
+
+async def test_billing_is_guarded_and_audit_is_not(settings: Settings) -> None:
+    billing, audit = billing_container(settings), audit_container(settings)
+
+    assert type(await billing.get(EventDispatcher)) is IdempotentEventDispatcher
+    assert type(await audit.get(EventDispatcher)) is EventDispatcher
+    await billing.close()
+    await audit.close()
+
+
+async def test_a_handler_whose_dependency_nobody_provides_is_refused_at_start(settings: Settings) -> None:
+    lonely = EventRouter()
+
+    @lonely.on(OrderPlaced)
+    async def charge(event: OrderPlaced, payments: FromDishka[Payments]) -> None: ...
+
+    with pytest.raises(NoFactoryError, match="Payments"):
+        make_async_container(
+            KafkaProvider(),
+            DispatcherProvider(lonely),
+            context={Settings: settings, ServiceName: ServiceName("billing")},
+            validation_settings=STRICT_VALIDATION,
+        )
+
+
+def test_the_first_hour_on_embedded_servers_charges_once() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "examples.billing"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "billing: 1 handled, 1 duplicates blocked",
+        "audit: 1 handled, 0 duplicates blocked",
+    ]

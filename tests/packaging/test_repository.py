@@ -1,0 +1,93 @@
+"""What the repository's files may hold: no registry's address, and a version of everything that is installed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.packaging.repository import ROOT, files, name_of
+
+# Written in parts, or this file would name them.
+REGISTRIES = [
+    ".".join(parts)
+    for parts in (
+        ("pypi", "org"), ("pythonhosted", "org"), ("npmjs", "org"), ("npmjs", "com"), ("yarnpkg", "com"),
+        ("crates", "io"), ("proxy", "golang", "org"), ("maven", "org"), ("maven", "apache", "org"),
+        ("rubygems", "org"), ("anaconda", "org"), ("jfrog", "io"),
+    )
+]  # fmt: skip
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def text_of(path: Path) -> str | None:
+    """`None` for what is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def asked_for() -> list[Requirement]:
+    """What pyproject.toml asks for: to run, with every extra, to develop, to build."""
+    project = PROJECT["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values(), PROJECT["dependency-groups"]["dev"]]
+    return [Requirement(line) for line in sum(lists, start=list(PROJECT["build-system"]["requires"]))]
+
+
+def needed() -> set[str]:
+    """The names of everything that follows from it in this environment."""
+    seen: set[tuple[str, str]] = set()
+    waiting = [(requirement, "") for requirement in asked_for()]
+    while waiting:
+        requirement, extra = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) not in seen and name != PROJECT["project"]["name"]:
+                seen.add((name, wanted))
+                waiting += [(Requirement(line), wanted) for line in distribution(name).requires or ()]
+    return {name for name, _ in seen}
+
+
+@pytest.mark.parametrize("host", REGISTRIES)
+def test_no_file_names_a_registry(host: str) -> None:
+    named = re.compile(rf"(?<![\w-]){re.escape(host)}(?![\w-])")
+
+    assert [name_of(path) for path in files() if named.search(text_of(path) or "")] == []
+
+
+def test_constraints_are_names_and_versions_and_no_address() -> None:
+    assert [line for line in CONSTRAINTS if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.+!]*", line)] == []
+
+
+def test_constraints_pin_everything_that_is_installed_for_us() -> None:
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in CONSTRAINTS}
+
+    assert needed() - pinned == set()
+
+
+def test_constraints_pin_what_pyproject_allows() -> None:
+    pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in CONSTRAINTS)}
+
+    for requirement in asked_for():
+        if requirement.name != PROJECT["project"]["name"]:
+            assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+
+
+def test_the_servers_of_compose_listen_on_loopback_and_redis_forgets_nothing() -> None:
+    compose = (ROOT / "compose.yaml").read_text(encoding="utf-8")
+    published = re.findall(r'^ +- "?([\d.:]+)"?$', compose, re.MULTILINE)
+
+    assert published == ["127.0.0.1:9092:9092", "127.0.0.1:6379:6379"]
+    assert re.findall(r'"--(appendonly|maxmemory-policy)", "(\w+)"', compose) == [
+        ("appendonly", "yes"),
+        ("maxmemory-policy", "noeviction"),
+    ]

@@ -1,0 +1,147 @@
+"""A broker in memory, and the consumer of it that `ServiceWorker` takes: one member, pure asyncio, fit for virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from integr8s_idem.events import BaseEvent, encode_event, event_headers
+from integr8s_idem.worker.records import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRecord:
+    """One message."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes]] = ()
+    timestamp: int = 1_893_456_000_000
+
+
+@dataclass(slots=True)
+class FakeBroker:
+    """Messages by partition, and how far the group has committed."""
+
+    logs: dict[Partition, list[FakeRecord]] = field(default_factory=dict)
+    committed: dict[Partition, int] = field(default_factory=dict)
+    commits: list[dict[Partition, int]] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(
+        self, topic: str, value: bytes | None, *, partition: int = 0, key: bytes | None = None, gap: int = 0,
+        headers: Sequence[tuple[str, bytes]] = (),
+    ) -> FakeRecord:  # fmt: skip
+        """Append a message; `gap` offsets before it are empty, as after compaction."""
+        log = self.logs.setdefault(Partition(topic, partition), [])
+        offset = (log[-1].offset + 1 if log else 0) + gap
+        record = FakeRecord(topic, partition, offset, key, value, headers)
+        log.append(record)
+        self.arrived.set()
+        return record
+
+    def publish(self, *events: BaseEvent, partition: int = 0) -> None:
+        """Append events to the topics of their types."""
+        for event in events:
+            key = event.aggregate_id.encode() if event.aggregate_id else None
+            self.put(
+                event.event_type, encode_event(event), partition=partition, key=key, headers=event_headers(event)
+            )
+
+    def values(self, topic: str) -> list[FakeRecord]:
+        """All messages of a topic."""
+        return [record for at, log in self.logs.items() if at.topic == topic for record in log]
+
+
+class FakeConsumer:
+    """The only member of its group: it gets every partition of its topics that exists when it starts."""
+
+    def __init__(self, broker: FakeBroker) -> None:
+        self.broker = broker
+        self.paused: set[Partition] = set()
+        self.errors: list[BaseException] = []
+        """Raised by the next polls, one each."""
+        self._topics: Sequence[str] = ()
+        self._listener: Any = None
+        self._positions: dict[Partition, int] = {}
+
+    def subscribe(self, topics: Sequence[str], *, listener: Any) -> None:
+        self._topics, self._listener = topics, listener
+
+    async def start(self) -> None:
+        await self.give(at for at in self.broker.logs if at.topic in self._topics)
+
+    async def stop(self) -> None:
+        if self._positions:
+            await self._listener.on_partitions_revoked(set(self._positions))
+        self._positions.clear()
+
+    async def give(self, partitions: Iterable[Partition]) -> None:
+        """A rebalance adds partitions; as with aiokafka it clears all pauses."""
+        given = set(partitions)
+        self.paused.clear()
+        for partition in given:
+            self._positions[partition] = self.broker.committed.get(partition, 0)
+        await self._listener.on_partitions_assigned(given)
+
+    async def take(self, partitions: Iterable[Partition]) -> None:
+        """A rebalance takes partitions away."""
+        taken = set(partitions)
+        await self._listener.on_partitions_revoked(taken)
+        self.paused.clear()
+        for partition in taken:
+            del self._positions[partition]
+
+    async def getmany(self, *, timeout_ms: int, max_records: int) -> Mapping[Any, Sequence[Any]]:
+        if self.errors:
+            raise self.errors.pop(0)
+        batches = self._fetch(max_records)
+        if not batches:
+            self.broker.arrived.clear()
+            try:
+                await asyncio.wait_for(self.broker.arrived.wait(), timeout_ms / 1000)
+            except TimeoutError:
+                return {}
+            batches = self._fetch(max_records)
+        await asyncio.sleep(0)
+        return batches
+
+    def _fetch(self, max_records: int) -> dict[Partition, list[FakeRecord]]:
+        batches: dict[Partition, list[FakeRecord]] = {}
+        for partition, position in self._positions.items():
+            if partition in self.paused:
+                continue
+            records = [record for record in self.broker.logs.get(partition, []) if record.offset >= position]
+            if taken := records[:max_records]:
+                batches[partition] = taken
+                self._positions[partition] = taken[-1].offset + 1
+        return batches
+
+    async def commit(self, offsets: Mapping[Any, int]) -> None:
+        assert set(offsets) <= set(self._positions), "a partition that is not ours"
+        self.broker.commits.append(dict(offsets))
+        self.broker.committed.update(offsets)
+
+    async def position(self, partition: Any) -> int:
+        return self._positions[partition]
+
+    def seek(self, partition: Any, offset: int) -> None:
+        self._positions[partition] = offset
+
+    def pause(self, *partitions: Any) -> None:
+        self.paused.update(partitions)
+
+    def resume(self, *partitions: Any) -> None:
+        self.paused.difference_update(partitions)
+
+    def assignment(self) -> set[Any]:
+        return set(self._positions)
+
+    def highwater(self, partition: Any) -> int | None:
+        log = self.broker.logs.get(partition)
+        return log[-1].offset + 1 if log else 0

@@ -1,0 +1,180 @@
+"""The coalescer: many single questions, few calls, and each caller gets its own answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from integr8s_idem.batching import Coalescer
+from integr8s_idem.errors import StoreUnavailableError
+from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
+
+
+class Backend:
+    """Answers the square of each question, after a second."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.error: Exception | None = None
+
+    async def __call__(self, questions: list[int]) -> Sequence[int]:
+        self.batches.append(questions)
+        await asyncio.sleep(1)
+        if self.error is not None:
+            raise self.error
+        return [question**2 for question in questions]
+
+
+@virtual_time
+async def test_a_lone_question_leaves_at_once() -> None:
+    backend = Backend()
+
+    assert await Coalescer(backend).ask(3) == 9
+
+    assert asyncio.get_running_loop().time() == 1
+    assert backend.batches == [[3]]
+
+
+@virtual_time
+async def test_questions_during_a_call_leave_together_in_their_order() -> None:
+    backend = Backend()
+    coalescer = Coalescer(backend)
+
+    first = coalescer.ask(0)
+    await asyncio.sleep(0.5)
+    answers = await asyncio.gather(first, *(coalescer.ask(number) for number in range(1, 100)))
+
+    assert answers == [number**2 for number in range(100)]
+    assert backend.batches == [[0], list(range(1, 100))]
+
+
+@virtual_time
+async def test_no_call_is_larger_than_allowed() -> None:
+    backend = Backend()
+    coalescer = Coalescer(backend, max_batch=7)
+
+    await asyncio.gather(*(coalescer.ask(number) for number in range(50)))
+
+    assert max(map(len, backend.batches)) == 7
+    assert sum(map(len, backend.batches)) == 50
+
+
+@virtual_time
+async def test_an_error_reaches_everyone_who_asked_as_one_of_its_own() -> None:
+    backend = Backend()
+    coalescer, backend.error = Coalescer(backend), StoreUnavailableError("reserve", "down")
+
+    errors = await asyncio.gather(*(coalescer.ask(number) for number in range(3)), return_exceptions=True)
+
+    assert {type(error) for error in errors} == {StoreUnavailableError}
+    assert {str(error) for error in errors} == {str(backend.error)}
+    assert len(set(map(id, errors))) == 3
+    backend.error = None
+    assert await coalescer.ask(2) == 4
+
+
+class UncopyableError(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(one + other)
+
+
+@virtual_time
+async def test_an_error_that_cannot_be_copied_reaches_everyone_too() -> None:
+    backend = Backend()
+    coalescer, backend.error = Coalescer(backend), UncopyableError(1, 2)
+
+    errors = await asyncio.gather(*(coalescer.ask(number) for number in range(3)), return_exceptions=True)
+
+    assert errors == [backend.error] * 3
+
+
+@pytest.mark.parametrize("answers", [0, 1, 3])
+@virtual_time
+async def test_a_backend_that_answers_too_few_or_too_many_is_an_error_for_all(answers: int) -> None:
+    async def backend(questions: list[int]) -> Sequence[int]:
+        return [0] * answers
+
+    coalescer = Coalescer(backend)
+
+    errors = await asyncio.gather(coalescer.ask(1), coalescer.ask(2), return_exceptions=True)
+
+    assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
+
+
+@virtual_time
+async def test_a_cancelled_caller_recalls_nothing_and_its_answer_is_handed_to_abandoned() -> None:
+    abandoned: list[tuple[int, int]] = []
+    coalescer = Coalescer(Backend(), abandoned=lambda question, answer: abandoned.append((question, answer)))
+    waiting = [asyncio.create_task(coalescer.answer(number)) for number in range(3)]
+    await asyncio.sleep(0.5)
+
+    waiting[1].cancel()
+    await asyncio.wait(waiting)
+
+    assert [task.result() for task in waiting if not task.cancelled()] == [0, 4]
+    assert abandoned == [(1, 1)]
+
+
+@virtual_time
+async def test_settled_waits_for_all_that_was_asked() -> None:
+    backend = Backend()
+    coalescer = Coalescer(backend, max_batch=1)
+    waiting = [coalescer.ask(number) for number in range(5)]
+
+    await coalescer.settled()
+
+    assert all(answer.done() for answer in waiting)
+    await coalescer.settled()
+
+
+def test_a_coalescer_survives_its_event_loop() -> None:
+    coalescer = Coalescer(Backend())
+
+    async def leave_it_hanging() -> None:
+        coalescer.ask(1)
+
+    async def ask() -> int:
+        return await coalescer.ask(3)
+
+    run_virtual(leave_it_hanging())
+
+    assert run_virtual(ask()) == 9
+
+
+@given(seed=st.integers(0, 2**32), callers=st.integers(1, 40), most=st.integers(1, 10))
+def test_in_any_interleaving_each_caller_gets_its_own_answer_or_it_is_abandoned(
+    seed: int, callers: int, most: int
+) -> None:
+    chance = random.Random(seed)
+    answered: dict[int, int] = {}
+    abandoned: dict[int, int] = {}
+
+    async def backend(questions: list[int]) -> Sequence[int]:
+        assert len(questions) <= most
+        await asyncio.sleep(chance.choice([0, 0, 1, 2]))
+        return [question**2 for question in questions]
+
+    async def main() -> None:
+        coalescer = Coalescer(backend, max_batch=most, abandoned=abandoned.__setitem__)
+
+        async def caller(number: int) -> None:
+            await asyncio.sleep(chance.choice([0, 0, 1, 2, 3]))
+            answered[number] = await coalescer.answer(number)
+
+        tasks = [asyncio.create_task(caller(number)) for number in range(callers)]
+        for task in chance.sample(tasks, callers // 3):
+            await asyncio.sleep(chance.choice([0, 0, 1]))
+            task.cancel()
+        await asyncio.wait(tasks)
+        await coalescer.settled()
+
+    run_virtual(main())
+
+    assert not set(answered) & set(abandoned)
+    assert all(answer == number**2 for number, answer in (answered | abandoned).items())
+    assert len(answered) >= callers - callers // 3

@@ -1,0 +1,360 @@
+"""Dishka: what containers check when they are made, and what a handler's scope does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import pytest
+from dishka import FromComponent, FromDishka, Provider, Scope, from_context, provide
+from dishka.exceptions import DishkaError, ExitError, NoFactoryError
+
+from integr8s_idem.config import IdempotencyConfig, Settings
+from integr8s_idem.config.sections import MemoryStoreSettings
+from integr8s_idem.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher, Outgoing
+from integr8s_idem.errors import ApplicationError, InvalidKeyError
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    DispatcherProvider,
+    IdempotencyProvider,
+    IdempotencyRedis,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    inject,
+    make_async_container,
+    setup_dishka,
+)
+from integr8s_idem.keys import KeyStrategy
+from integr8s_idem.manager import Attempt, Executed, HandlerFailed, IdempotencyManager
+from integr8s_idem.records import Completed, Completion
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.worker import EventPublisher
+
+SETTINGS = Settings(store=MemoryStoreSettings(kind="memory"), idempotency=IdempotencyConfig(max_attempts=2))
+CONTEXT: dict[Any, Any] = {Settings: SETTINGS, ServiceName: ServiceName("billing")}
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str = "1"
+
+
+class OrderPaid(BaseEvent):
+    event_type: Literal["order_paid"] = "order_paid"
+
+
+class Payments:
+    """An application's own service."""
+
+
+class Transaction:
+    """What a REQUEST scope opens and commits."""
+
+
+class NotingStore(MemoryIdempotencyRepository):
+    def __init__(self, steps: list[str]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        self.steps.append("complete")
+        return await super().complete(completions)
+
+
+class NotingPublisher(EventPublisher):
+    def __init__(self, steps: list[str]) -> None:
+        super().__init__(SETTINGS.kafka)
+        self.steps = steps
+
+    async def publish(self, *events: BaseEvent) -> None:
+        self.steps.append("publish")
+
+
+class Application(Provider):
+    """A user's own provider; tells what happens in which order."""
+
+    scope = Scope.APP
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[str] = []
+        self.commit_fails = False
+
+    payments = provide(Payments)
+
+    @provide(scope=Scope.REQUEST)
+    async def transaction(self, event: BaseEvent) -> AsyncIterable[Transaction]:
+        self.steps.append(f"begin {event.event_type}")
+        yield Transaction()
+        if self.commit_fails:
+            raise ConnectionError("the database is gone")
+        self.steps.append("commit")
+
+    @provide(override=True)
+    def publisher(self) -> EventPublisher:
+        return NotingPublisher(self.steps)
+
+    @provide(override=True)
+    def repository(self) -> IdempotencyRepository:
+        return NotingStore(self.steps)
+
+
+def container_for(router: EventRouter, application: Application | None = None, *more: Provider) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router),
+        application or Application(),
+        *more,
+        context=CONTEXT,
+        validation_settings=STRICT_VALIDATION,
+    )
+
+
+def router_of(*handlers: Callable[..., Any]) -> EventRouter:
+    router = EventRouter()
+    for handler in handlers:
+        router.on(OrderPlaced)(handler)
+    return router
+
+
+async def plain(event: OrderPlaced) -> None:
+    """Needs nothing."""
+
+
+async def test_a_container_is_made_and_gives_its_dispatcher_without_any_server() -> None:
+    container = make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router_of(plain)),
+        context={Settings: Settings(), ServiceName: ServiceName("billing")},
+        validation_settings=STRICT_VALIDATION,
+    )
+
+    dispatcher = await container.get(EventDispatcher)
+
+    assert isinstance(dispatcher, IdempotentEventDispatcher)
+    assert dispatcher.manager is await container.get(IdempotencyManager)
+    assert dispatcher.manager.scope == "billing"
+    assert await container.get(IdempotencyRedis) is not None
+    await container.close()
+
+
+async def test_a_plain_service_needs_no_store() -> None:
+    container = make_async_container(
+        KafkaProvider(), DispatcherProvider(router_of(plain)), context=CONTEXT, validation_settings=STRICT_VALIDATION
+    )
+
+    dispatcher = await container.get(EventDispatcher)
+
+    assert type(dispatcher) is EventDispatcher
+    assert dispatcher.manager is None
+    await container.close()
+
+
+def test_a_handler_whose_dependency_nobody_provides_is_refused_and_named() -> None:
+    class Missing:
+        """Nobody makes it."""
+
+    async def charge_the_card(event: OrderPlaced, missing: Missing) -> None:
+        raise AssertionError
+
+    charge_the_card.__annotations__ = {"event": OrderPlaced, "missing": FromDishka[Missing]}
+
+    with pytest.raises(NoFactoryError, match="Missing") as caught:
+        container_for(router_of(charge_the_card))
+
+    assert "charge_the_card" in str(caught.value)
+
+
+def test_two_dispatchers_in_one_container_are_refused() -> None:
+    with pytest.raises(DishkaError, match="EventDispatcher"):
+        container_for(router_of(plain), None, DispatcherProvider(EventRouter()))
+
+
+def test_an_idempotent_dispatcher_without_a_manager_is_refused() -> None:
+    with pytest.raises(NoFactoryError, match="IdempotencyManager"):
+        make_async_container(
+            KafkaProvider(),
+            IdempotentDispatcherProvider(router_of(plain)),
+            context=CONTEXT,
+            validation_settings=STRICT_VALIDATION,
+        )
+
+
+async def two_plain(event: OrderPlaced, payments: Payments) -> None:
+    """Somebody forgot `FromDishka`."""
+
+
+async def none_plain(payments: FromDishka[Payments]) -> None:
+    """Somebody forgot the event."""
+
+
+@pytest.mark.parametrize(("handler", "told"), [(two_plain, "neither: payments"), (none_plain, "no parameter for")])
+def test_a_handler_takes_one_plain_parameter_its_event(handler: Callable[..., Any], told: str) -> None:
+    with pytest.raises(ApplicationError, match=told) as caught:
+        DispatcherProvider(router_of(handler))
+
+    assert handler.__name__ in str(caught.value)
+
+
+def test_a_key_strategy_that_fits_no_event_is_refused_when_declared() -> None:
+    with pytest.raises(InvalidKeyError, match="order"):
+        IdempotentDispatcherProvider(router_of(plain), key_strategy=KeyStrategy.CONTENT_HASH, fields=["order"])
+
+
+async def pay(
+    event: OrderPlaced, transaction: FromDishka[Transaction], outgoing: FromDishka[Outgoing], application: FromDishka[Application]
+) -> str:  # fmt: skip
+    application.steps.append("handle")
+    outgoing.publish(OrderPaid())
+    return "receipt-1"
+
+
+class Itself(Provider):
+    application = from_context(Application, scope=Scope.APP)
+
+
+def paying(application: Application) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router_of(pay)),
+        application,
+        Itself(),
+        context={**CONTEXT, Application: application},
+        validation_settings=STRICT_VALIDATION,
+    )
+
+
+async def test_the_scope_closes_before_events_leave_and_the_record_is_completed_last() -> None:
+    application = Application()
+    container = paying(application)
+
+    (outcome,) = await (await container.get(EventDispatcher)).dispatch(OrderPlaced())
+
+    assert outcome == Executed("receipt-1", 1)
+    assert application.steps == ["begin order_placed", "handle", "commit", "publish", "complete"]
+    await container.close()
+
+
+async def test_a_failed_commit_is_a_failure_of_the_handler_and_nothing_is_published() -> None:
+    application = Application()
+    application.commit_fails = True
+    container = paying(application)
+    (handling,) = (await container.get(EventDispatcher)).handlings(OrderPlaced())
+
+    outcome = await handling.attempt()
+
+    assert isinstance(outcome, HandlerFailed)
+    assert isinstance(outcome.error, ExitError)
+    assert not outcome.given_up
+    assert application.steps == ["begin order_placed", "handle"]
+    application.commit_fails = False
+    assert await handling.attempt() == Executed("receipt-1", 2)
+    await container.close()
+
+
+async def test_every_run_has_a_scope_of_its_own_that_knows_event_and_attempt() -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    async def look(
+        event: OrderPlaced, attempt: FromDishka[Attempt], same: FromDishka[BaseEvent], transaction: FromDishka[Transaction]
+    ) -> None:  # fmt: skip
+        assert same is event
+        seen.append((event.order_id, attempt.number, id(transaction)))
+        if attempt.number == 1:
+            raise ValueError("no")
+
+    container = container_for(router_of(look))
+    (handling,) = (await container.get(EventDispatcher)).handlings(OrderPlaced(order_id="7"))
+
+    await handling.attempt()
+    await handling.attempt()
+
+    assert [(order, number) for order, number, _ in seen] == [("7", 1), ("7", 2)]
+    await container.close()
+
+
+async def test_a_dependency_may_come_from_a_component() -> None:
+    got: list[object] = []
+
+    class Elsewhere(Provider):
+        component = "elsewhere"
+        scope = Scope.APP
+        payments = provide(Payments)
+
+    async def charge(
+        event: OrderPlaced,
+        here: FromDishka[Payments],
+        there: Annotated[Payments, FromComponent("elsewhere")],
+    ) -> None:
+        got.extend((here, there))
+
+    container = container_for(router_of(charge), None, Elsewhere())
+
+    await (await container.get(EventDispatcher)).dispatch(OrderPlaced())
+
+    assert [type(found) for found in got] == [Payments, Payments]
+    assert got[0] is not got[1]
+    await container.close()
+
+
+@inject
+async def helper(amount: int, payments: FromDishka[Payments], attempt: FromDishka[Attempt]) -> tuple[int, Payments, int]:
+    return amount, payments, attempt.number
+
+
+async def test_inject_fills_functions_that_are_called_while_an_event_is_handled() -> None:
+    found: list[Any] = []
+
+    async def charge(event: OrderPlaced) -> None:
+        found.append(await helper(30))  # type: ignore[call-arg]  # the rest is injected
+
+    container = container_for(router_of(charge))
+
+    await (await container.get(EventDispatcher)).dispatch(OrderPlaced())
+
+    assert found == [(30, await container.get(Payments), 1)]
+    await container.close()
+
+
+async def test_inject_outside_of_a_handler_finds_no_container_not_even_a_closed_one() -> None:
+    container = container_for(router_of(plain))
+    (handling,) = (await container.get(EventDispatcher)).handlings(OrderPlaced())
+    await handling.attempt()
+
+    with pytest.raises(LookupError):
+        await helper(30)  # type: ignore[call-arg]  # the rest is injected
+
+    await container.close()
+
+
+async def test_setup_dishka_gives_handlers_of_a_dispatcher_made_by_hand_their_dependencies() -> None:
+    found: list[Any] = []
+
+    async def charge(event: OrderPlaced, payments: FromDishka[Payments], attempt: FromDishka[Attempt]) -> str:
+        found.append((payments, attempt.number))
+        return "receipt-1"
+
+    class Mine(Provider):
+        scope = Scope.APP
+        payments = provide(Payments)
+        attempt = from_context(Attempt, scope=Scope.REQUEST)
+
+    container = make_async_container(Mine())
+    manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="billing")
+    dispatcher, event = IdempotentEventDispatcher(router_of(charge), manager), OrderPlaced()
+    setup_dishka(container, dispatcher)
+
+    (first,), (second,) = await dispatcher.dispatch(event), await dispatcher.dispatch(event)
+
+    assert first == Executed("receipt-1", 1)
+    assert isinstance(second, Completed)
+    assert found == [(await container.get(Payments), 1)]
+    await manager.close()
+    await container.close()

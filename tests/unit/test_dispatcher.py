@@ -1,0 +1,420 @@
+"""Routers and dispatchers: who is called, in which order, and what is published."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from datetime import timedelta
+from typing import Any, Literal
+
+import pytest
+
+from integr8s_idem.config import OnKeyReused
+from integr8s_idem.dispatcher import (
+    EventDispatcher,
+    EventHandler,
+    EventRouter,
+    HandlerCall,
+    IdempotentEventDispatcher,
+    IdempotentEventHandler,
+    RegisteredHandler,
+    with_idempotency,
+)
+from integr8s_idem.errors import (
+    ApplicationError,
+    HandlerCancelledError,
+    HandlerTimeoutError,
+    InvalidKeyError,
+    KeyReusedError,
+    PermanentError,
+    PublishError,
+    StoreUnavailableError,
+)
+from integr8s_idem.events import BaseEvent, EventMetadata
+from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.manager import Executed, HandlerFailed
+from integr8s_idem.records import Completed
+from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.guarded import LEASE, guarded
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str = "1"
+    tags: list[str] = []  # noqa: RUF012  # pydantic copies it
+
+
+class OrderPaid(BaseEvent):
+    event_type: Literal["order_paid"] = "order_paid"
+    order_id: str = "1"
+
+
+class Broker:
+    """A publisher that remembers, and can refuse."""
+
+    def __init__(self, refusals: int = 0) -> None:
+        self.published: list[BaseEvent] = []
+        self.refusals = refusals
+
+    async def publish(self, *events: BaseEvent) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise PublishError("order_paid", "no broker")
+        self.published.extend(events)
+
+
+async def with_outgoing(handler: RegisteredHandler, call: HandlerCall) -> Any:
+    """Handlers of these tests get the whole call."""
+    return await handler.function(call)
+
+
+async def pay(call: HandlerCall) -> str:
+    call.outgoing.publish(OrderPaid())
+    call.outgoing.publish(OrderPaid(order_id="2"))
+    return "paid"
+
+
+async def nothing(event: BaseEvent) -> None:
+    pass
+
+
+def test_a_router_keeps_handlers_as_declared() -> None:
+    router = EventRouter()
+
+    router.on(OrderPlaced, OrderPaid)(nothing)
+    router.on(OrderPlaced, name="ship")(nothing)
+
+    assert [(h.event_type, h.name) for h in router.handlers] == [
+        ("order_placed", "nothing"),
+        ("order_paid", "nothing"),
+        ("order_placed", "ship"),
+    ]
+    assert router.events == (OrderPlaced, OrderPaid)
+
+
+def test_two_handlers_of_one_event_may_not_share_a_name() -> None:
+    router, other = EventRouter(), EventRouter()
+    router.on(OrderPlaced)(nothing)
+    other.on(OrderPlaced)(nothing)
+
+    with pytest.raises(ApplicationError, match="two handlers named nothing"):
+        router.include(other)
+
+
+def test_two_classes_may_not_share_an_event_type() -> None:
+    class Impostor(BaseEvent):
+        event_type: Literal["order_placed"] = "order_placed"
+
+    router = EventRouter()
+    router.on(OrderPlaced)(nothing)
+
+    with pytest.raises(ApplicationError, match="OrderPlaced and Impostor share"):
+        router.on(Impostor, name="other")(nothing)
+
+
+def test_a_handler_of_no_event_or_of_one_without_type_is_refused() -> None:
+    with pytest.raises(ApplicationError, match="at least one event"):
+        EventRouter().on()
+    with pytest.raises(ApplicationError, match="pins no event_type"):
+        EventRouter().on(BaseEvent)(nothing)
+
+
+@pytest.mark.parametrize("function", [lambda event: nothing(event), functools.partial(nothing)])
+def test_a_function_without_a_name_of_its_own_must_be_given_one(function: Any) -> None:
+    with pytest.raises(ApplicationError, match="name"):
+        EventRouter().on(OrderPlaced)(function)
+    with pytest.raises(ApplicationError, match="name"):
+        IdempotentEventHandler(function, guarded().manager)
+
+    EventRouter().on(OrderPlaced, name="pay")(function)
+
+
+@virtual_time
+async def test_two_handlers_of_one_event_both_run_and_each_once() -> None:
+    router, calls = EventRouter(), list[str]()
+    for name in ("charge", "ship"):
+
+        async def handle(event: BaseEvent, name: str = name) -> None:
+            calls.append(name)
+
+        router.on(OrderPlaced, name=name)(handle)
+    dispatcher, event = IdempotentEventDispatcher(router, guarded().manager), OrderPlaced()
+
+    first = await dispatcher.dispatch(event)
+    second = await dispatcher.dispatch(event)
+
+    assert sorted(calls) == ["charge", "ship"]
+    assert [type(outcome) for outcome in first + second] == [Executed, Executed, Completed, Completed]
+
+
+@virtual_time
+async def test_a_plain_dispatcher_runs_a_handler_each_time() -> None:
+    router, calls = EventRouter(), list[str]()
+
+    @router.on(OrderPlaced)
+    async def charge(event: OrderPlaced) -> None:
+        calls.append(event.order_id)
+
+    dispatcher = EventDispatcher(router)
+    await dispatcher.dispatch(OrderPlaced())
+    await dispatcher.dispatch(OrderPlaced())
+    await dispatcher.dispatch(OrderPaid())
+
+    assert calls == ["1", "1"]
+
+
+@virtual_time
+async def test_a_plain_handling_counts_its_tries_and_gives_up() -> None:
+    router = EventRouter()
+
+    @router.on(OrderPlaced)
+    async def charge(event: OrderPlaced) -> None:
+        raise ValueError("no")
+
+    (handling,) = EventDispatcher(router, max_attempts=3).handlings(OrderPlaced())
+    outcomes = [await handling.attempt() for _ in range(3)]
+
+    assert [outcome.given_up for outcome in outcomes if isinstance(outcome, HandlerFailed)] == [False, False, True]
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@virtual_time
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure_of_the_handler(guard: bool) -> None:  # noqa: FBT001
+    here, router = guarded(), EventRouter()
+
+    @router.on(OrderPlaced)
+    async def careless(event: OrderPlaced) -> None:
+        task = asyncio.create_task(asyncio.sleep(1))
+        task.cancel()
+        await task
+
+    dispatcher = IdempotentEventDispatcher(router, here.manager) if guard else EventDispatcher(router)
+
+    (outcome,) = await dispatcher.dispatch(OrderPlaced())
+
+    assert isinstance(outcome, HandlerFailed)
+    assert isinstance(outcome.error, HandlerCancelledError)
+    assert "careless" in str(outcome.error)
+
+
+@virtual_time
+async def test_a_handler_is_stopped_at_its_timeout() -> None:
+    here, router = guarded(), EventRouter()
+
+    @router.on(OrderPlaced)
+    async def slow(event: OrderPlaced) -> None:
+        await asyncio.sleep(LEASE * 3)
+
+    (outcome,) = await IdempotentEventDispatcher(router, here.manager, timeout=timedelta(seconds=5)).dispatch(
+        OrderPlaced()
+    )
+
+    assert isinstance(outcome, HandlerFailed)
+    assert isinstance(outcome.error, HandlerTimeoutError)
+    assert asyncio.get_running_loop().time() == 5
+
+
+@virtual_time
+async def test_one_handlers_store_error_does_not_leave_the_others_behind() -> None:
+    here, router, ends = guarded(), EventRouter(), list[str]()
+
+    @router.on(OrderPlaced)
+    async def good(event: OrderPlaced) -> None:
+        await asyncio.sleep(5)
+        ends.append("good")
+
+    @router.on(OrderPlaced)
+    async def bad(event: OrderPlaced) -> None:
+        here.store.down.add("complete")
+
+    with pytest.raises(StoreUnavailableError):
+        await IdempotentEventDispatcher(router, here.manager).dispatch(OrderPlaced())
+
+    assert ends == ["good"]
+
+
+@virtual_time
+async def test_outgoing_events_are_published_after_success_and_before_completion() -> None:
+    here, broker = guarded(), Broker()
+    here.store.held["complete"] = asyncio.Event()
+    handler = IdempotentEventHandler(pay, here.manager, invoke=with_outgoing, publisher=broker)
+    running = asyncio.create_task(handler(OrderPlaced()))
+    while not here.store.calls["complete"]:
+        await asyncio.sleep(0)
+
+    assert len(broker.published) == 2
+    here.store.held["complete"].set()
+    assert await running == "paid"
+
+
+@virtual_time
+async def test_a_failed_handler_publishes_nothing() -> None:
+    broker = Broker()
+
+    async def fail(call: HandlerCall) -> None:
+        call.outgoing.publish(OrderPaid())
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await IdempotentEventHandler(fail, guarded().manager, invoke=with_outgoing, publisher=broker)(OrderPlaced())
+
+    assert broker.published == []
+
+
+@virtual_time
+async def test_a_rerun_publishes_the_same_ids_and_two_handlers_different_ones() -> None:
+    event, ids = OrderPlaced(), list[list[str]]()
+    for name in ("pay", "pay", "other"):
+        broker = Broker()
+        await IdempotentEventHandler(pay, guarded().manager, name=name, invoke=with_outgoing, publisher=broker)(event)
+        ids.append([published.event_id for published in broker.published])
+
+    assert ids[0] == ids[1]
+    assert len({*ids[0], *ids[2]}) == 4
+
+
+@virtual_time
+async def test_an_id_given_by_the_handler_stays() -> None:
+    broker = Broker()
+
+    async def give(call: HandlerCall) -> None:
+        call.outgoing.publish(OrderPaid(event_id="mine"))
+
+    await EventHandler(give, invoke=with_outgoing, publisher=broker)(OrderPlaced())
+
+    assert broker.published[0].event_id == "mine"
+
+
+@virtual_time
+async def test_outgoing_events_name_their_service_and_follow_the_correlation() -> None:
+    broker, manager = Broker(), guarded().manager
+    incoming = OrderPlaced(metadata=EventMetadata(user_id="bob", service_name="shop"))
+
+    await IdempotentEventHandler(pay, manager, invoke=with_outgoing, publisher=broker)(incoming)
+
+    told = broker.published[0].metadata
+    assert (told.service_name, told.correlation_id, told.user_id) == ("billing", incoming.event_id, "bob")
+
+
+@virtual_time
+async def test_the_patient_wait_for_the_broker_without_a_second_run() -> None:
+    here, broker, runs = guarded(), Broker(refusals=20), list[int]()
+
+    async def once(call: HandlerCall) -> None:
+        runs.append(call.attempt.number)
+        await pay(call)
+
+    handler = IdempotentEventHandler(once, here.manager, invoke=with_outgoing, publisher=broker)
+
+    async def soon(error: Exception) -> None:
+        await asyncio.sleep(1)
+
+    outcome = await handler.handling(OrderPlaced()).attempt(wait_for_store=soon)
+
+    assert isinstance(outcome, Executed)
+    assert runs == [1]
+    assert len(broker.published) == 2
+
+
+@virtual_time
+async def test_without_patience_a_broker_that_refuses_is_a_failure() -> None:
+    handler = IdempotentEventHandler(pay, guarded().manager, invoke=with_outgoing, publisher=Broker(refusals=1))
+
+    with pytest.raises(PublishError):
+        await handler(OrderPlaced())
+
+
+@virtual_time
+async def test_the_key_is_made_before_the_handler_can_change_the_event() -> None:
+    manager, runs = guarded().manager, list[int]()
+
+    async def meddle(event: OrderPlaced) -> None:
+        runs.append(1)
+        event.tags.append("seen")
+
+    handler = IdempotentEventHandler(meddle, manager, resolver=KeyResolver(KeyStrategy.CONTENT_HASH))
+    await handler(OrderPlaced())
+    await handler(OrderPlaced())
+
+    assert len(runs) == 1
+
+
+@virtual_time
+async def test_a_reused_id_runs_as_other_work_where_the_policy_says_so() -> None:
+    here, broker = guarded(on_key_reused=OnKeyReused.RUN), Broker()
+    handler = IdempotentEventHandler(pay, here.manager, invoke=with_outgoing, publisher=broker)
+
+    await handler(OrderPlaced(event_id="1"))
+    await handler(OrderPlaced(event_id="1", order_id="another"))
+
+    assert len({event.event_id for event in broker.published}) == 4
+
+
+@virtual_time
+async def test_a_reused_id_with_another_payload_that_fails_is_given_up_some_time() -> None:
+    here, router = guarded(on_key_reused=OnKeyReused.RUN, max_attempts=2), EventRouter()
+
+    @router.on(OrderPlaced)
+    async def charge(event: OrderPlaced) -> None:
+        if event.order_id == "another":
+            raise ValueError("no")
+
+    dispatcher = IdempotentEventDispatcher(router, here.manager)
+    await dispatcher.dispatch(OrderPlaced(event_id="1"))
+    (handling,) = dispatcher.handlings(OrderPlaced(event_id="1", order_id="another"))
+
+    outcomes = [await handling.attempt() for _ in range(2)]
+
+    assert [outcome.given_up for outcome in outcomes if isinstance(outcome, HandlerFailed)] == [False, True]
+
+
+@virtual_time
+async def test_with_idempotency_runs_a_function_once() -> None:
+    manager, runs, event = guarded().manager, list[str](), OrderPlaced()
+
+    async def charge(event: OrderPlaced) -> str:
+        runs.append(event.order_id)
+        return "receipt-1"
+
+    results = [await with_idempotency(event, charge, manager, ttl=timedelta(days=1)) for _ in range(2)]
+
+    assert (results, runs) == (["receipt-1", "receipt-1"], ["1"])
+    with pytest.raises(KeyReusedError):
+        await with_idempotency(OrderPlaced(event_id=event.event_id, order_id="2"), charge, manager)
+
+
+@virtual_time
+async def test_with_idempotency_takes_content_and_custom_keys() -> None:
+    manager, runs = guarded().manager, list[str]()
+
+    async def charge(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+
+    for _ in range(2):
+        await with_idempotency(OrderPlaced(), charge, manager, key_strategy=KeyStrategy.CONTENT_HASH)
+        await with_idempotency(OrderPlaced(), charge, manager, key_strategy=KeyStrategy.CUSTOM, custom_key="order:1")
+
+    assert len(runs) == 2
+    with pytest.raises(InvalidKeyError):
+        await with_idempotency(OrderPlaced(), charge, manager, key_strategy=KeyStrategy.CONTENT_HASH, fields={"nope"})
+
+
+def test_a_resolver_that_fits_no_event_is_refused_at_start() -> None:
+    router = EventRouter()
+    router.on(OrderPlaced)(nothing)
+
+    with pytest.raises(InvalidKeyError, match="OrderPlaced has no field nope"):
+        IdempotentEventDispatcher(
+            router, guarded().manager, resolver=KeyResolver(KeyStrategy.CONTENT_HASH, frozenset({"nope"}))
+        )
+
+
+@virtual_time
+async def test_a_permanent_error_is_given_up_by_plain_dispatchers_too() -> None:
+    async def hopeless(event: OrderPlaced) -> None:
+        raise PermanentError("no such user")
+
+    outcome = await EventHandler(hopeless).handling(OrderPlaced()).attempt()
+
+    assert isinstance(outcome, HandlerFailed)
+    assert outcome.given_up

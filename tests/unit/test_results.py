@@ -1,0 +1,254 @@
+"""What handlers return, to bytes and back."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal
+from enum import Enum
+from typing import Annotated, Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field, computed_field
+
+from integr8s_idem.errors import ResultDecodeError, ResultDroppedError
+from integr8s_idem.records import StoredResult
+from integr8s_idem.results import decode_result, encode_result, return_type_of
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.guarded import Job, guarded
+
+
+@dataclass
+class Receipt:
+    number: int
+    paid: Decimal
+
+
+class Order(BaseModel):
+    order_id: UUID
+    receipts: list[Receipt] = Field(default_factory=list)
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Broken(BaseModel):
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def secret(self) -> str:
+        raise KeyError("no such secret")
+
+
+RECEIPT = Receipt(1, Decimal("3.50"))
+ORDER = Order(order_id=UUID(int=7), receipts=[RECEIPT])
+
+
+def back(value: object, expected: object = Any) -> Any:
+    return decode_result("order:1", encode_result(value), expected)
+
+
+@pytest.mark.parametrize("value", [None, 0, "", False, [], {}, b"", b"\xff\x00", 2**80, -0.0, 1e300, "é😀\0", [1, [None]]])
+def test_plain_values_come_back_as_what_they_are(value: object) -> None:
+    again = back(value)
+
+    assert again == value
+    assert type(again) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (RECEIPT, Receipt),
+        (ORDER, Order),
+        ([RECEIPT, RECEIPT], list[Receipt]),
+        ({"a": ORDER}, dict[str, Order]),
+        (None, Receipt | None),
+        (None, None),
+        ((1, "a"), tuple[int, str]),
+        ({1, 2}, set[int]),
+        (datetime(2030, 1, 1, tzinfo=UTC), datetime),
+        (Colour.RED, Colour),
+        ({1: b"a"}, dict[int, bytes]),
+        (5, Annotated[int, Field(gt=1)]),
+    ],
+    ids=str,
+)
+def test_typed_values_come_back_in_the_type_of_the_annotation(value: object, expected: object) -> None:
+    assert back(value, expected) == value
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_infinity_comes_back(value: float) -> None:
+    assert back(value) == value
+    assert back(value, float) == value
+
+
+def test_not_a_number_comes_back() -> None:
+    assert math.isnan(back(math.nan))
+    assert math.isnan(back([math.nan], list[float])[0])
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))  # fmt: skip
+def test_any_json_value_comes_back(value: object) -> None:
+    assert back(value) == value
+
+
+CYCLE: list[object] = []
+CYCLE.append(CYCLE)
+
+
+def deep() -> object:
+    value: list[object] = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [object(), CYCLE, lambda: 1, "\ud800", {"a": b"\xff"}, Broken(), deep()],
+    ids=["object", "cycle", "function", "surrogate", "bytes inside", "broken model", "deep"],
+)  # fmt: skip
+@virtual_time
+async def test_what_cannot_be_written_is_dropped_and_the_work_stays_done(value: object) -> None:
+    here, job = guarded(), Job(result=value)
+
+    assert await here.manager.run("order:1", job) is value
+
+    with pytest.raises(ResultDroppedError, match="order:1 is done"):
+        await here.manager.run("order:1", job)
+    assert job.runs == 1
+    assert here.observer.counts[Signal.RESULT_DROPPED] == 1
+
+
+@virtual_time
+async def test_a_result_larger_than_allowed_is_dropped_and_the_protection_stays() -> None:
+    here, exact, more = guarded(max_result_size_bytes=10), Job(result="x" * 8), Job(result="x" * 9)
+
+    await here.manager.run("exact", exact)
+    await here.manager.run("more", more)
+
+    assert await here.manager.run("exact", exact) == "x" * 8
+    with pytest.raises(ResultDroppedError):
+        await here.manager.run("more", more)
+    assert (exact.runs, more.runs) == (1, 1)
+
+
+@virtual_time
+async def test_without_result_caching_a_duplicate_gets_none_and_no_error() -> None:
+    here, job = guarded(enable_result_caching=False), Job()
+
+    assert await here.manager.run("order:1", job) == "receipt-1"
+    assert await here.manager.run("order:1", job) is None
+
+    assert job.runs == 1
+
+
+@pytest.mark.parametrize("value", [None, 0, "", False, [], b""])
+@virtual_time
+async def test_empty_results_are_results(value: object) -> None:
+    here, job = guarded(), Job(result=value)
+    await here.manager.run("order:1", job)
+
+    again = await here.manager.run("order:1", job)
+
+    assert again == value
+    assert type(again) is type(value)
+    assert job.runs == 1
+
+
+@virtual_time
+async def test_a_replayed_result_has_the_type_that_the_function_promises() -> None:
+    here = guarded()
+
+    async def charge() -> Receipt:
+        return RECEIPT
+
+    await here.manager.run("order:1", charge)
+
+    assert await here.manager.run("order:1", charge) == RECEIPT
+
+
+@virtual_time
+async def test_a_result_that_no_longer_fits_is_an_error_that_says_the_work_is_done() -> None:
+    here = guarded()
+
+    async def old() -> dict[str, int]:
+        return {"number": 1}
+
+    async def new() -> Receipt:
+        raise AssertionError("ran again")
+
+    await here.manager.run("order:1", old)
+
+    with pytest.raises(ResultDecodeError, match=r"of order:1 does not fit Receipt: paid: Field required\. The work is"):
+        await here.manager.run("order:1", new)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [StoredResult(b"{"), StoredResult(b""), StoredResult(b"\xff"), StoredResult(b"1", "text/plain"), StoredResult(b"9" * 5_000)],
+)  # fmt: skip
+@pytest.mark.parametrize("expected", [Any, Receipt])
+def test_bytes_that_are_no_result_are_a_decode_error(stored: StoredResult, expected: object) -> None:
+    with pytest.raises(ResultDecodeError):
+        decode_result("order:1", stored, expected)
+
+
+class Opaque:
+    """Nothing that pydantic knows."""
+
+
+@pytest.mark.parametrize("expected", [Opaque, Annotated[int, []]])
+def test_a_type_that_cannot_be_checked_is_a_decode_error_or_checked_all_the_same(expected: object) -> None:
+    try:
+        value = back(1, expected)
+    except ResultDecodeError:
+        return
+
+    assert value == 1
+
+
+class Charger:
+    async def __call__(self, amount: int) -> Receipt:
+        return Receipt(amount, Decimal(1))
+
+    async def method(self) -> Receipt:
+        return RECEIPT
+
+
+async def plain() -> Receipt:
+    return RECEIPT
+
+
+async def out_of_reach() -> Missing:  # type: ignore[name-defined]  # noqa: F821
+    return RECEIPT
+
+
+@functools.wraps(plain)
+async def wrapped(*args: object) -> Any:
+    return await plain()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (plain, Receipt),
+        (wrapped, Receipt),
+        (functools.partial(plain), Receipt),
+        (functools.partial(functools.partial(Charger(), 1)), Receipt),
+        (Charger(), Receipt),
+        (Charger().method, Receipt),
+        (lambda: None, Any),
+        (out_of_reach, Any),
+    ],
+)
+def test_the_return_type_is_found_wherever_it_stands(function: Callable[..., object], expected: object) -> None:
+    assert return_type_of(function) is expected
