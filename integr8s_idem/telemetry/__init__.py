@@ -57,6 +57,7 @@ class Signal(str, Enum):
     PUBLISHED = "idempotency_events_published"
     COMMIT_FAILED = "idempotency_commit_failures"
     REBALANCE = "idempotency_rebalances"
+    PARTITION_DAMAGED = "idempotency_damaged_partitions"
     STALE_COMPLETION = "idempotency_stale_completions"
 
 

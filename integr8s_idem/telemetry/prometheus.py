@@ -52,6 +52,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.PUBLISHED: "Outgoing events confirmed by the broker.",
     Signal.COMMIT_FAILED: "Offset commits that failed.",
     Signal.REBALANCE: "Changes of the assignment of partitions.",
+    Signal.PARTITION_DAMAGED: "Partitions set aside because a batch in them cannot be read.",
     Signal.STALE_COMPLETION: "Outcomes of deliveries whose partition had been given up.",
     Gauge.KEYS_ACTIVE: "Active keys, counted in the store from time to time.",
     Gauge.IN_FLIGHT: "Deliveries taken from the broker and not settled.",

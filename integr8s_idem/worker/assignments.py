@@ -22,6 +22,8 @@ class Assignment:
     progress: Progress = field(default_factory=Progress)
     start: int | None = None
     """Where fetching began."""
+    damaged: bool = False
+    """It holds a batch that cannot be read: it rests until somebody skips that on purpose and restarts."""
     ended: bool = False
     """The partition is no longer ours: nothing of this assignment is committed any more."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)

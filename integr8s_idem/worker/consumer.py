@@ -48,6 +48,9 @@ POLL_RECORDS: Final = 500
 STALLED_AFTER: Final = 60.0
 """Seconds without a finished poll, beyond a rebalance's, before the worker calls itself dead."""
 
+SAME_FAILURES: Final = 3
+"""Polls that fail in a row before a damaged partition is looked for."""
+
 LAST_GRACE: Final = 5.0
 """Seconds for cancelled handlers to clean up after themselves."""
 
@@ -265,13 +268,9 @@ class ServiceWorker:
                 batches = await self._consumer.getmany(timeout_ms=int(POLL_SECONDS * 1000), max_records=room)
             except (NoOffsetForPartitionError, OffsetOutOfRangeError):
                 raise  # where to go on is for people to say, not for us to guess
-            except KafkaError as error:
+            except Exception as error:  # noqa: BLE001  # a damaged batch raises what its codec likes
                 failures += 1
-                self._last_poll = time.monotonic()
-                self._reason = f"poll failed: {type(error).__name__}: {error}"
-                logger.warning("%s: %s", self.name, self._reason)
-                self._rewind()
-                await asyncio.sleep(POLL_BACKOFF.pause(failures))
+                await self._poll_failed(error, failures)
                 continue
             if failures:
                 failures, self._reason = 0, ""
@@ -279,6 +278,40 @@ class ServiceWorker:
             if self._joined and self._state == "starting":
                 self._state = "running"
             self._take(batches)
+
+    async def _poll_failed(self, error: Exception, failures: int) -> None:
+        self._last_poll = time.monotonic()
+        self._reason = f"poll failed: {type(error).__name__}: {error}"
+        logger.warning("%s: %s", self.name, self._reason)
+        self._rewind()
+        passing = isinstance(error, KafkaError) and error.retriable
+        if not passing and failures >= SAME_FAILURES:
+            await self._set_damaged_aside()
+        await asyncio.sleep(POLL_BACKOFF.pause(failures))
+
+    async def _set_damaged_aside(self) -> None:
+        """A batch that cannot be read fails every poll: find its partition, let it rest, go on with the others (A9)."""
+        for partition, assignment in list(self._assignments.items()):
+            if assignment.damaged or assignment.closed or partition not in self._consumer.assignment():
+                continue
+            try:
+                batches = await self._consumer.getmany(
+                    partition, timeout_ms=int(POLL_SECONDS * 1000), max_records=POLL_RECORDS
+                )
+            except Exception as error:  # noqa: BLE001  # as above
+                assignment.damaged = True
+                self.observer.count(Signal.PARTITION_DAMAGED)
+                logger.error(  # no bug of ours
+                    "%s: %s[%d] cannot be read from offset %s on and rests; others go on: %s",
+                    self.name,
+                    partition.topic,
+                    partition.partition,
+                    assignment.progress.next_offset or assignment.start,
+                    f"{type(error).__name__}: {error}",
+                )
+            else:
+                self._take(batches)
+        self._rewind()
 
     def _take(self, batches: Any) -> None:
         """Note what has come before anything is awaited (R1)."""

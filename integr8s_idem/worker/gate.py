@@ -84,8 +84,8 @@ class StoreGate:
             await asyncio.sleep(PROBE.pause(tries))
             try:
                 await self.check()
-            except StoreError as error:
-                self.reason = str(error)
+            except Exception as error:  # noqa: BLE001  # a probe that dies would leave the gate closed for ever
+                self.reason = str(error) or type(error).__name__
                 continue
             break
         logger.info("store available again, going on")

@@ -38,7 +38,11 @@ class Pressure:
         resting = frozenset(
             partition
             for partition, assignment in assignments.items()
-            if hold or self._full or assignment.closed or assignment.progress.span >= MOST_UNCOMMITTED
+            if hold
+            or self._full
+            or assignment.closed
+            or assignment.damaged
+            or assignment.progress.span >= MOST_UNCOMMITTED
         )
         ours = consumer.assignment()
         if wakened := [partition for partition in self._resting - resting if partition in ours]:

@@ -176,16 +176,23 @@ class Settler:
         record = delivery.record
         topic = record.topic + self.dead_letter_suffix
         headers = letter.headers(record, self.service, self.group)
-        value, tries = record.value, 0
+        key, value, tries = record.key, record.value, 0
         while True:
             try:
-                await self.publisher.send(topic, record.key, value, headers)
+                await self.publisher.send(topic, key, value, headers)
                 break
             except EventTooLargeError:
-                body = record.value or b""
-                value = None
-                headers.append((PREFIX + "body-bytes", str(len(body)).encode()))
-                headers.append((PREFIX + "body-sha256", hashlib.sha256(body).hexdigest().encode()))
+                # What makes it too large is left behind, one part after the other: a letter must arrive.
+                if value is not None:
+                    headers.append((PREFIX + "body-bytes", str(len(value)).encode()))
+                    headers.append((PREFIX + "body-sha256", hashlib.sha256(value).hexdigest().encode()))
+                    value = None
+                elif headers[: len(record.headers)] == list(record.headers) != []:
+                    headers = headers[len(record.headers) :]
+                elif key is not None:
+                    key = None
+                else:
+                    raise
             except PublishError as error:
                 tries += 1
                 logger.error("dead-letter topic %s takes nothing, waiting: %s", topic, error)  # no bug of ours
