@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 import pytest
-from dishka.exceptions import DishkaError
+from dishka.exceptions import ImplicitOverrideDetectedError
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, Settings
 from integr8s_idem.dispatcher import EventRouter, IdempotentEventDispatcher
@@ -271,9 +271,7 @@ async def test_a_handler_that_changes_its_event_does_not_change_its_key() -> Non
         runs.append(event.order_id)
         event.tags.append("seen")
 
-    dispatcher = IdempotentEventDispatcher(
-        router, guarded().manager, resolver=KeyResolver(KeyStrategy.CONTENT_HASH)
-    )
+    dispatcher = IdempotentEventDispatcher(router, guarded().manager, resolver=KeyResolver(KeyStrategy.CONTENT_HASH))
 
     (first,), (second,) = await dispatcher.dispatch(OrderPlaced()), await dispatcher.dispatch(OrderPlaced())
 
@@ -340,7 +338,7 @@ async def test_active_keys_are_measured_and_go_down_again() -> None:
 def test_two_providers_of_one_dispatcher_are_refused() -> None:
     router = EventRouter()
 
-    with pytest.raises(DishkaError, match="EventDispatcher"):
+    with pytest.raises(ImplicitOverrideDetectedError, match="EventDispatcher"):
         make_async_container(
             IdempotencyProvider(),
             KafkaProvider(),

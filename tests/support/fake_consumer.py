@@ -1,4 +1,4 @@
-"""A broker in memory, and the consumer of it that `ServiceWorker` takes: one member, pure asyncio, fit for virtual time."""
+"""A broker in memory, and the consumer of it that `ServiceWorker` takes: one member, fit for virtual time."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ class FakeBroker:
         """Append events to the topics of their types."""
         for event in events:
             key = event.aggregate_id.encode() if event.aggregate_id else None
-            self.put(
-                event.event_type, encode_event(event), partition=partition, key=key, headers=event_headers(event)
-            )
+            self.put(event.event_type, encode_event(event), partition=partition, key=key, headers=event_headers(event))
 
     def values(self, topic: str) -> list[FakeRecord]:
         """All messages of a topic."""
@@ -97,24 +95,24 @@ class FakeConsumer:
         for partition in taken:
             del self._positions[partition]
 
-    async def getmany(self, *, timeout_ms: int, max_records: int) -> Mapping[Any, Sequence[Any]]:
+    async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int) -> Mapping[Any, Sequence[Any]]:
         if self.errors:
             raise self.errors.pop(0)
-        batches = self._fetch(max_records)
+        batches = self._fetch(partitions, max_records)
         if not batches:
             self.broker.arrived.clear()
             try:
                 await asyncio.wait_for(self.broker.arrived.wait(), timeout_ms / 1000)
             except TimeoutError:
                 return {}
-            batches = self._fetch(max_records)
+            batches = self._fetch(partitions, max_records)
         await asyncio.sleep(0)
         return batches
 
-    def _fetch(self, max_records: int) -> dict[Partition, list[FakeRecord]]:
+    def _fetch(self, only: Sequence[Partition], max_records: int) -> dict[Partition, list[FakeRecord]]:
         batches: dict[Partition, list[FakeRecord]] = {}
         for partition, position in self._positions.items():
-            if partition in self.paused:
+            if partition in self.paused or (only and partition not in only):
                 continue
             records = [record for record in self.broker.logs.get(partition, []) if record.offset >= position]
             if taken := records[:max_records]:

@@ -53,8 +53,10 @@ class RunningWorker:
 
     async def crash(self) -> None:
         """It is gone without a word, as far as the broker is concerned."""
-        self.task.cancel()
-        await asyncio.wait({self.task})
+        doomed = {self.task}.union(*(place.tasks for place in self.worker._assignments.values()))
+        for task in doomed:
+            task.cancel()
+        await asyncio.wait(doomed)
 
 
 @asynccontextmanager

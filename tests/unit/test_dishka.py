@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from dishka import FromComponent, FromDishka, Provider, Scope, from_context, provide
-from dishka.exceptions import DishkaError, ExitError, NoFactoryError
+from dishka.exceptions import ExitError, ImplicitOverrideDetectedError, NoFactoryError
 
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.config.sections import MemoryStoreSettings
@@ -49,6 +49,10 @@ class OrderPaid(BaseEvent):
 
 class Payments:
     """An application's own service."""
+
+
+class Missing:
+    """Nobody makes it."""
 
 
 class Transaction:
@@ -157,13 +161,8 @@ async def test_a_plain_service_needs_no_store() -> None:
 
 
 def test_a_handler_whose_dependency_nobody_provides_is_refused_and_named() -> None:
-    class Missing:
-        """Nobody makes it."""
-
-    async def charge_the_card(event: OrderPlaced, missing: Missing) -> None:
+    async def charge_the_card(event: OrderPlaced, missing: FromDishka[Missing]) -> None:
         raise AssertionError
-
-    charge_the_card.__annotations__ = {"event": OrderPlaced, "missing": FromDishka[Missing]}
 
     with pytest.raises(NoFactoryError, match="Missing") as caught:
         container_for(router_of(charge_the_card))
@@ -172,7 +171,7 @@ def test_a_handler_whose_dependency_nobody_provides_is_refused_and_named() -> No
 
 
 def test_two_dispatchers_in_one_container_are_refused() -> None:
-    with pytest.raises(DishkaError, match="EventDispatcher"):
+    with pytest.raises(ImplicitOverrideDetectedError, match="EventDispatcher"):
         container_for(router_of(plain), None, DispatcherProvider(EventRouter()))
 
 
@@ -208,8 +207,11 @@ def test_a_key_strategy_that_fits_no_event_is_refused_when_declared() -> None:
 
 
 async def pay(
-    event: OrderPlaced, transaction: FromDishka[Transaction], outgoing: FromDishka[Outgoing], application: FromDishka[Application]
-) -> str:  # fmt: skip
+    event: OrderPlaced,
+    transaction: FromDishka[Transaction],
+    outgoing: FromDishka[Outgoing],
+    application: FromDishka[Application],
+) -> str:
     application.steps.append("handle")
     outgoing.publish(OrderPaid())
     return "receipt-1"
@@ -263,8 +265,11 @@ async def test_every_run_has_a_scope_of_its_own_that_knows_event_and_attempt() -
     seen: list[tuple[str, int, int]] = []
 
     async def look(
-        event: OrderPlaced, attempt: FromDishka[Attempt], same: FromDishka[BaseEvent], transaction: FromDishka[Transaction]
-    ) -> None:  # fmt: skip
+        event: OrderPlaced,
+        attempt: FromDishka[Attempt],
+        same: FromDishka[BaseEvent],
+        transaction: FromDishka[Transaction],
+    ) -> None:
         assert same is event
         seen.append((event.order_id, attempt.number, id(transaction)))
         if attempt.number == 1:
@@ -305,7 +310,9 @@ async def test_a_dependency_may_come_from_a_component() -> None:
 
 
 @inject
-async def helper(amount: int, payments: FromDishka[Payments], attempt: FromDishka[Attempt]) -> tuple[int, Payments, int]:
+async def helper(
+    amount: int, payments: FromDishka[Payments], attempt: FromDishka[Attempt]
+) -> tuple[int, Payments, int]:
     return amount, payments, attempt.number
 
 

@@ -26,8 +26,28 @@ from integr8s_idem.keys import (
     fingerprint_of,
 )
 
+NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 SPACE = KeySpace("idempotency", "billing")
-NASTY = ["a", ":", "::", "{a}", "{}", "*", "?", "[a]", "#", "%", "%3A", "\0", "\n", "\x7f", "é", "e\u0301", "😀", "\ud800"]
+NASTY = [
+    "a",
+    ":",
+    "::",
+    "{a}",
+    "{}",
+    "*",
+    "?",
+    "[a]",
+    "#",
+    "%",
+    "%3A",
+    "\0",
+    "\n",
+    "\x7f",
+    "é",
+    "e\u0301",
+    "😀",
+    "\ud800",
+]
 # st.text() leaves lone surrogates out unless it is asked for them.
 text = st.text(st.characters(exclude_categories=()), min_size=1, max_size=40) | st.sampled_from(NASTY)
 components = st.tuples(text, text, text, text)
@@ -159,8 +179,8 @@ def test_content_is_what_is_left_without_id_time_and_metadata() -> None:
         ({"amount": Decimal("30")}, {"amount": "30"}, True),
         ({"amount": Decimal("30")}, {"amount": Decimal("30.0")}, False),
         ({"amount": None}, {}, True),
-        ({"at": datetime(2030, 1, 1, 12, tzinfo=UTC)}, {"at": "2030-01-01T12:00:00Z"}, True),
-        ({"at": datetime(2030, 1, 1, 12, tzinfo=UTC)}, {"at": datetime(2030, 1, 1, 13, tzinfo=timezone(timedelta(hours=1)))}, False),
+        ({"at": NOON}, {"at": "2030-01-01T12:00:00Z"}, True),
+        ({"at": NOON}, {"at": NOON.astimezone(timezone(timedelta(hours=1)))}, False),
         ({"extra": {"a": 1, "b": 2}}, {"extra": {"b": 2, "a": 1}}, True),
         ({"extra": {"a": None}}, {"extra": {}}, False),
         ({"extra": [1, 2]}, {"extra": [2, 1]}, False),
@@ -205,8 +225,9 @@ def test_canonical_json(value: object, expected: bytes) -> None:
     assert canonical_json(value) == expected
 
 
+imitations = st.sampled_from(["#1", "##1", f"#{2**60}"])
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(st.characters(), max_size=5) | st.sampled_from(["#1", "##1", f"#{2**60}"]),
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(), max_size=5) | imitations,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip

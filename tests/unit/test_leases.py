@@ -128,7 +128,7 @@ async def test_a_short_lease_among_long_ones_is_renewed_in_its_own_time() -> Non
 
     values = await asyncio.gather(long.manager.run("a", job), short.manager.run("b", job))
 
-    assert values == ["receipt-1", "receipt-1"]
+    assert list(values) == ["receipt-1", "receipt-1"]
 
 
 @virtual_time

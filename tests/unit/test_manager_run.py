@@ -217,9 +217,7 @@ async def test_a_wait_of_hours_for_another_process_ends_with_its_result() -> Non
 async def test_waiting_calls_take_over_when_the_first_one_fails() -> None:
     here, job = guarded(), Job(seconds=1, errors=[ValueError("no")])
 
-    results = await asyncio.gather(
-        *(here.manager.run("order:1", job) for _ in range(5)), return_exceptions=True
-    )
+    results = await asyncio.gather(*(here.manager.run("order:1", job) for _ in range(5)), return_exceptions=True)
 
     assert [type(result) for result in results].count(ValueError) == 1
     assert results.count("receipt-1") == 4

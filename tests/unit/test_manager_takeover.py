@@ -109,7 +109,7 @@ async def stall(here: Guarded, job: Job) -> asyncio.Task[object]:
     here.manager._leases.take = lambda lease: lease._fence.reschedule(None)  # type: ignore[method-assign]
     running = asyncio.create_task(here.manager.execute(Work(Key.of("order:1")), job.with_attempt))
     await job.started.wait()
-    return running  # type: ignore[return-value]
+    return running
 
 
 @virtual_time

@@ -55,7 +55,9 @@ def back(value: object, expected: object = Any) -> Any:
     return decode_result("order:1", encode_result(value), expected)
 
 
-@pytest.mark.parametrize("value", [None, 0, "", False, [], {}, b"", b"\xff\x00", 2**80, -0.0, 1e300, "é😀\0", [1, [None]]])
+@pytest.mark.parametrize(
+    "value", [None, 0, "", False, [], {}, b"", b"\xff\x00", 2**80, -0.0, 1e300, "é😀\0", [1, [None]]]
+)
 def test_plain_values_come_back_as_what_they_are(value: object) -> None:
     again = back(value)
 
@@ -96,7 +98,10 @@ def test_not_a_number_comes_back() -> None:
     assert math.isnan(back([math.nan], list[float])[0])
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))  # fmt: skip
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+@given(st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))
 def test_any_json_value_comes_back(value: object) -> None:
     assert back(value) == value
 
@@ -194,8 +199,14 @@ async def test_a_result_that_no_longer_fits_is_an_error_that_says_the_work_is_do
 
 @pytest.mark.parametrize(
     "stored",
-    [StoredResult(b"{"), StoredResult(b""), StoredResult(b"\xff"), StoredResult(b"1", "text/plain"), StoredResult(b"9" * 5_000)],
-)  # fmt: skip
+    [
+        StoredResult(b"{"),
+        StoredResult(b""),
+        StoredResult(b"\xff"),
+        StoredResult(b"1", "text/plain"),
+        StoredResult(b"9" * 5_000),
+    ],
+)
 @pytest.mark.parametrize("expected", [Any, Receipt])
 def test_bytes_that_are_no_result_are_a_decode_error(stored: StoredResult, expected: object) -> None:
     with pytest.raises(ResultDecodeError):

@@ -1,0 +1,244 @@
+"""`ServiceWorker` on a broker in memory: which end of a handler lets an offset move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+
+from integr8s_idem.config import OnFailure
+from integr8s_idem.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
+from integr8s_idem.errors import PermanentError
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.records import Partition
+from tests.support.fake_consumer import FakeBroker, FakeRecord
+from tests.support.fake_worker import FakePublisher, running
+from tests.support.guarded import LEASE, Guarded, guarded
+
+TOPIC = Partition("order_placed", 0)
+DEAD = "order_placed.dlq"
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str = "1"
+
+
+def dispatcher_of(handle: Callable[[OrderPlaced], Any], here: Guarded | None = None) -> EventDispatcher:
+    router = EventRouter()
+    router.on(OrderPlaced, name="handle")(handle)
+    return IdempotentEventDispatcher(router, here.manager) if here else EventDispatcher(router)
+
+
+def told(record: FakeRecord) -> dict[str, bytes]:
+    return {name.removeprefix("idempotency-dlq-"): text for name, text in record.headers}
+
+
+@virtual_time
+async def test_a_duplicate_is_acknowledged_without_a_second_run() -> None:
+    broker, runs, event = FakeBroker(), list[str](), OrderPlaced()
+    broker.publish(event, event, event)
+
+    async def handle(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+
+    async with running(dispatcher_of(handle, guarded()), broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 3)
+
+    assert runs == ["1"]
+    assert worker.worker.report().tally.duplicates == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "config", "attempts"),
+    [
+        (ValueError("no"), {"max_attempts": 3}, b"3"),
+        (PermanentError("no"), {}, b"1"),
+        (ValueError("no"), {"on_failure": OnFailure.BLOCK}, b"1"),
+    ],
+)
+@virtual_time
+async def test_what_is_given_up_is_dead_lettered_before_its_offset_moves(
+    error: Exception, config: dict[str, Any], attempts: bytes
+) -> None:
+    broker = FakeBroker()
+    broker.publish(OrderPlaced())
+
+    async def handle(event: OrderPlaced) -> None:
+        assert TOPIC not in broker.committed
+        raise error
+
+    async with running(dispatcher_of(handle, guarded(**config)), broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+
+    (letter,) = broker.values(DEAD)
+    assert letter.value == broker.values("order_placed")[0].value
+    assert (told(letter)["reason"], told(letter)["attempts"]) == (b"handler_failed", attempts)
+
+
+@virtual_time
+async def test_an_undecodable_message_is_dead_lettered_as_it_came_and_blocks_nobody() -> None:
+    broker, runs = FakeBroker(), list[str]()
+    broker.put("order_placed", b"\xff not json", headers=[("x", b"\xfe")])
+    broker.publish(OrderPlaced())
+
+    async def handle(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+
+    async with running(dispatcher_of(handle, guarded()), broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 2)
+
+    (letter,) = broker.values(DEAD)
+    assert (letter.value, letter.headers[0]) == (b"\xff not json", ("x", b"\xfe"))
+    assert told(letter)["reason"] == b"malformed"
+    assert runs == ["1"]
+
+
+@virtual_time
+async def test_a_message_that_fits_into_no_dead_letter_leaves_its_size_and_hash() -> None:
+    broker = FakeBroker()
+    broker.put("order_placed", b"x" * 5_000)
+    publisher = FakePublisher(broker, limit=2_000)
+
+    async with running(dispatcher_of(lambda event: asyncio.sleep(0), guarded()), broker, publisher) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+
+    (letter,) = broker.values(DEAD)
+    assert letter.value is None
+    assert told(letter)["body-bytes"] == b"5000"
+
+
+@virtual_time
+async def test_headers_too_large_for_a_dead_letter_do_not_keep_the_worker_busy_for_ever() -> None:
+    broker = FakeBroker()
+    broker.put("order_placed", b"no json", headers=[("huge", b"h" * 5_000)])
+    publisher = FakePublisher(broker, limit=2_000)
+
+    async with running(dispatcher_of(lambda event: asyncio.sleep(0), guarded()), broker, publisher) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+
+    (letter,) = broker.values(DEAD)
+    assert "huge" not in told(letter)
+    assert told(letter)["reason"] == b"malformed"
+
+
+@virtual_time
+async def test_an_outage_of_the_store_costs_no_attempt_and_no_dead_letter() -> None:
+    here, broker, attempts = guarded(max_attempts=1), FakeBroker(), list[str]()
+    broker.put("order_placed", None)
+
+    async def handle(event: OrderPlaced) -> None:
+        attempts.append(event.order_id)
+
+    async with running(dispatcher_of(handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: worker.worker.report().state == "running")
+        here.store.down |= {"reserve", "renew", "complete", "fail", "release", "ping"}
+        broker.publish(*(OrderPlaced(order_id=str(number)) for number in range(20)))
+        await asyncio.sleep(LEASE * 20)
+        assert (attempts, broker.committed) == ([], {TOPIC: 1})
+        assert worker.worker.report().state == "paused"
+        here.store.down.clear()
+        await worker.until(lambda: broker.committed.get(TOPIC) == 21, 10)
+
+    assert sorted(map(int, attempts)) == list(range(20))
+    assert [told(letter)["reason"] for letter in broker.values(DEAD)] == [b"empty"]
+
+
+@virtual_time
+async def test_an_outage_while_handlers_run_makes_nobody_run_again() -> None:
+    here, broker, runs = guarded(), FakeBroker(), list[str]()
+    broker.publish(*(OrderPlaced(order_id=str(number)) for number in range(20)))
+
+    async def handle(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+        await asyncio.sleep(5)
+
+    async with running(dispatcher_of(handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: len(runs) == 20)
+        here.store.down |= {"reserve", "renew", "complete", "fail", "release", "ping"}
+        await asyncio.sleep(LEASE * 20)
+        here.store.down.clear()
+        await worker.until(lambda: broker.committed.get(TOPIC) == 20, 10)
+
+    assert len(runs) == 20
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@virtual_time
+async def test_a_handler_that_leaks_a_cancellation_is_retried_and_its_partition_goes_on(guard: bool) -> None:
+    broker, runs = FakeBroker(), list[str]()
+    broker.publish(OrderPlaced(order_id="1"), OrderPlaced(order_id="2"))
+
+    async def handle(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+        if len(runs) == 1:
+            raise asyncio.CancelledError
+
+    async with running(dispatcher_of(handle, guarded() if guard else None), broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 2, 60)
+
+    assert runs == ["1", "1", "2"]
+
+
+@virtual_time
+async def test_a_worker_that_dies_loses_nothing_and_its_successor_sees_attempt_two() -> None:
+    here, broker, attempts = guarded(), FakeBroker(), list[str]()
+    broker.publish(OrderPlaced())
+
+    async def handle(event: OrderPlaced) -> None:
+        attempts.append(event.order_id)
+        await asyncio.sleep(5)
+
+    async with running(dispatcher_of(handle, here), broker) as first:
+        await first.until(lambda: len(attempts) == 1)
+        here.store.down |= {"complete", "release"}  # as for a process that is gone
+        await first.crash()
+        assert TOPIC not in broker.committed
+    here.store.down.clear()
+
+    successor = guarded(here.store)
+    async with running(dispatcher_of(handle, successor), broker) as second:
+        await second.until(lambda: broker.committed.get(TOPIC) == 1, LEASE + 10)
+
+    assert len(attempts) == 2
+    assert second.worker.report().tally.reruns == 1
+
+
+@virtual_time
+async def test_a_completion_after_the_partition_was_taken_moves_no_offset() -> None:
+    here, broker, runs = guarded(), FakeBroker(), list[str]()
+    broker.publish(OrderPlaced())
+
+    async def handle(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+        await asyncio.sleep(20)
+
+    async with running(dispatcher_of(handle, here), broker, drain_timeout_seconds=5) as worker:
+        await worker.until(lambda: len(runs) == 1)
+        await worker.consumer.take({TOPIC})
+        await worker.consumer.give({TOPIC})
+        await worker.until(lambda: worker.worker.report().tally.stale == 1)
+        assert TOPIC not in broker.committed
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+
+    assert runs == ["1"]
+
+
+@virtual_time
+async def test_a_stop_lets_running_handlers_end_and_commits_them() -> None:
+    broker, ends = FakeBroker(), list[str]()
+    broker.publish(*(OrderPlaced(order_id=str(number)) for number in range(5)))
+
+    async def handle(event: OrderPlaced) -> None:
+        await asyncio.sleep(3)
+        ends.append(event.order_id)
+
+    async with running(dispatcher_of(handle, guarded()), broker) as worker:
+        await worker.until(lambda: len(ends) == 1)
+        await asyncio.sleep(1)
+
+    assert ends == ["0", "1"]
+    assert broker.committed[TOPIC] == 2

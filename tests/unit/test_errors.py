@@ -1,0 +1,74 @@
+"""Every error: pickled, copied, said in one sentence that tells what to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from datetime import timedelta
+
+import pytest
+
+from integr8s_idem import errors
+from integr8s_idem.errors import IdempotencyError, SettingsMistake
+
+LEASE = timedelta(seconds=30)
+EXAMPLES: list[IdempotencyError] = [
+    errors.KeyReusedError("order:1", b"\x01" * 16, b"\x02" * 16),
+    errors.InProgressError("order:1", 1, LEASE, "billing-7"),
+    errors.PreviouslyFailedError("order:1", 5, "ValueError: no"),
+    errors.LeaseLostError("order:1", 1, LEASE, "billing", "billing-7"),
+    errors.HandlerTimeoutError("charge", LEASE),
+    errors.HandlerCancelledError("charge"),
+    errors.PermanentError("no such user"),
+    errors.CrashedTooOftenError(5),
+    errors.InvalidKeyError("empty"),
+    errors.ResultDroppedError("order:1"),
+    errors.ResultDecodeError("order:1", "Receipt", "paid: Field required"),
+    errors.UndecodableEventError("malformed", "no JSON"),
+    errors.EventTooLargeError("orders", 2, 1),
+    errors.PublishError("orders", "no broker"),
+    errors.StoreUnavailableError("reserve", "connection refused"),
+    errors.ResultNotStoredError("order:1", "connection refused"),
+    errors.StoreConfigurationError("reserve", "NOAUTH"),
+    errors.CorruptRecordError("order:1", "no such version"),
+    errors.SettingsError("settings.toml", [SettingsMistake("store.url", "no Redis URL")]),
+    errors.ApplicationError("no such service"),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_error_survives_pickling_and_copying(error: IdempotencyError) -> None:
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is type(error)
+        assert str(twin) == str(error)
+        assert vars(twin) == vars(error)
+
+
+def test_every_error_of_the_tree_is_among_the_examples() -> None:
+    def kinds(kind: type[IdempotencyError]) -> set[str]:
+        return {kind.__name__}.union(*(kinds(child) for child in kind.__subclasses__()))
+
+    abstract = {"IdempotencyError", "EventError", "StoreError"}
+
+    assert {name for name in kinds(IdempotencyError) if hasattr(errors, name)} - abstract == {
+        type(error).__name__ for error in EXAMPLES
+    }
+
+
+def test_the_drawing_of_the_tree_shows_every_error() -> None:
+    assert errors.__doc__ is not None
+
+    for error in EXAMPLES:
+        assert type(error).__name__ in errors.__doc__
+
+
+def test_what_can_succeed_later_is_marked_so() -> None:
+    assert {type(error).__name__ for error in EXAMPLES if error.retryable} == {
+        "InProgressError",
+        "LeaseLostError",
+        "HandlerTimeoutError",
+        "HandlerCancelledError",
+        "PublishError",
+        "StoreUnavailableError",
+        "ResultNotStoredError",
+    }

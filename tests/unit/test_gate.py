@@ -1,0 +1,149 @@
+"""The store's gate."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
+from integr8s_idem.records import StoreHealth
+from integr8s_idem.telemetry import Gauge
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.gate import StoreGate
+from tests.support.counting import CountingObserver
+
+DOWN = StoreUnavailableError("reserve", "connection refused")
+
+
+class Store:
+    """Answers a ping, or does not."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.pings = 0
+
+    async def ping(self) -> StoreHealth:
+        self.pings += 1
+        if self.error is not None:
+            raise self.error
+        return StoreHealth(kind="fake", version="1", latency=timedelta(0))
+
+
+def never() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
+@virtual_time
+async def test_an_open_gate_holds_nobody() -> None:
+    gate = StoreGate(Store().ping, CountingObserver())
+
+    await gate.wait(unless=never())
+
+    assert gate.is_open
+    assert asyncio.get_running_loop().time() == 0
+
+
+@virtual_time
+async def test_a_closed_gate_opens_for_all_within_two_seconds_of_the_stores_return() -> None:
+    store, observer = Store(), CountingObserver()
+    gate, store.error = StoreGate(store.ping, observer), DOWN
+    gate.close(DOWN)
+    assert (gate.is_open, observer.gauges[Gauge.STORE_UP]) == (False, 0)
+    assert "connection refused" in gate.reason
+    waiting = [asyncio.create_task(gate.wait(unless=never())) for _ in range(5)]
+
+    await asyncio.sleep(600)
+    assert not any(task.done() for task in waiting)
+    store.error = None
+    await asyncio.gather(*waiting)
+
+    assert asyncio.get_running_loop().time() <= 602
+    assert (gate.is_open, gate.reason, observer.gauges[Gauge.STORE_UP]) == (True, "", 1)
+    assert 300 <= store.pings <= 6_000
+
+
+@virtual_time
+async def test_a_closing_assignment_lets_its_deliveries_go() -> None:
+    store, closing = Store(), never()
+    gate, store.error = StoreGate(store.ping, CountingObserver()), DOWN
+    gate.close(DOWN)
+    waiting = asyncio.create_task(gate.wait(unless=closing))
+    await asyncio.sleep(1)
+
+    closing.set_result(None)
+    await waiting
+
+    assert not gate.is_open
+    await gate.stop()
+
+
+@virtual_time
+async def test_a_bug_in_ping_does_not_keep_the_gate_closed_for_ever() -> None:
+    store = Store()
+    gate, store.error = StoreGate(store.ping, CountingObserver()), ZeroDivisionError()
+    gate.close(DOWN)
+    await asyncio.sleep(10)
+    assert gate.reason == "ZeroDivisionError"
+
+    store.error = None
+    await gate.wait(unless=never())
+
+    assert gate.is_open
+
+
+@virtual_time
+async def test_many_who_close_it_start_one_probe() -> None:
+    store = Store()
+    gate, store.error = StoreGate(store.ping, CountingObserver()), DOWN
+
+    for _ in range(50):
+        gate.close(DOWN)
+    await asyncio.sleep(0.2)
+
+    assert store.pings <= 3
+    await gate.stop()
+
+
+@virtual_time
+async def test_work_that_is_done_waits_out_the_outage() -> None:
+    store = Store()
+    gate, store.error = StoreGate(store.ping, CountingObserver()), DOWN
+    asyncio.get_running_loop().call_later(60, setattr, store, "error", None)
+
+    await gate.wait_out(DOWN)
+
+    assert 60 <= asyncio.get_running_loop().time() <= 62
+
+
+@virtual_time
+async def test_a_gate_without_a_store_never_closes() -> None:
+    gate = StoreGate(None, CountingObserver())
+
+    gate.close(DOWN)
+    await gate.check()
+
+    assert gate.is_open
+
+
+@virtual_time
+async def test_a_check_tells_what_the_store_says() -> None:
+    store = Store()
+    gate, store.error = StoreGate(store.ping, CountingObserver()), StoreConfigurationError("ping", "NOAUTH")
+
+    with pytest.raises(StoreConfigurationError):
+        await gate.check()
+
+
+@virtual_time
+async def test_a_stopped_gate_looks_no_longer() -> None:
+    store = Store()
+    gate, store.error = StoreGate(store.ping, CountingObserver()), DOWN
+    gate.close(DOWN)
+
+    await gate.stop()
+    pings = store.pings
+    await asyncio.sleep(60)
+
+    assert store.pings == pings

@@ -1,0 +1,79 @@
+"""The contiguous watermark, against a naive model."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from integr8s_idem.worker.offsets import Progress
+
+
+@given(
+    first=st.integers(0, 1_000),
+    gaps=st.lists(st.integers(1, 5), min_size=1, max_size=40),
+    seed=st.integers(0, 2**32),
+)
+def test_in_any_order_of_completion_everything_below_the_watermark_is_finished(
+    first: int, gaps: list[int], seed: int
+) -> None:
+    chance, progress = random.Random(seed), Progress()
+    offsets, at = list[int](), first
+    for gap in gaps:
+        offsets.append(at)
+        at += gap
+    waiting, open_ones, finished = list(offsets), list[int](), set[int]()
+
+    while waiting or open_ones:
+        if waiting and (not open_ones or chance.random() < 0.5):
+            open_ones.append(waiting.pop(0))
+            assert progress.deliver(open_ones[-1])
+        else:
+            done = open_ones.pop(chance.randrange(len(open_ones)))
+            finished.add(done)
+            progress.finish(done)
+
+        delivered = offsets[: len(offsets) - len(waiting)]
+        unfinished = [offset for offset in delivered if offset not in finished]
+        assert progress.unfinished == len(unfinished)
+        assert progress.committable == (unfinished[0] if unfinished else delivered[-1] + 1)
+        assert progress.span == sum(offset >= progress.committable for offset in delivered)
+        committed = progress.to_commit
+        if committed is not None:
+            assert committed > (progress.committed if progress.committed is not None else first)
+            progress.committed = committed
+
+    assert progress.committed == offsets[-1] + 1
+
+
+def test_nothing_is_committed_before_something_is_finished() -> None:
+    progress = Progress()
+    assert progress.to_commit is None
+
+    progress.deliver(7)
+    progress.deliver(9)
+    progress.finish(9)
+    assert progress.to_commit is None
+
+    progress.finish(7)
+    assert progress.to_commit == 10
+
+
+def test_what_was_delivered_before_is_not_delivered_again() -> None:
+    progress = Progress()
+
+    answers = [progress.deliver(offset) for offset in (5, 6, 5, 6, 8, 7)]
+
+    assert answers == [True, True, False, False, True, False]
+    assert progress.next_offset == 9
+
+
+def test_a_watermark_is_committed_once() -> None:
+    progress = Progress()
+    progress.deliver(0)
+    progress.finish(0)
+    progress.committed = progress.to_commit
+
+    assert progress.committed == 1
+    assert progress.to_commit is None
