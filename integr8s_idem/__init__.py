@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, Final
 from integr8s_idem.config import IdempotencyConfig, Section, Settings, load_settings
 from integr8s_idem.dispatcher import (
     EventDispatcher,
-    EventRouter,
     IdempotentEventDispatcher,
     IdempotentEventHandler,
-    Outgoing,
     with_idempotency,
 )
 from integr8s_idem.errors import IdempotencyError, PermanentError
 from integr8s_idem.events import BaseEvent, EventMetadata, derived_event_id
 from integr8s_idem.keys import KeyResolver, KeyStrategy
-from integr8s_idem.manager import Attempt, IdempotencyManager
+from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Verdict
+from integr8s_idem.routing import EventRouter, Outgoing
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.work import Attempt
 
 if TYPE_CHECKING:
     from integr8s_idem.stores.redis import RedisIdempotencyRepository

@@ -8,11 +8,11 @@ covers what no clock of ours can see, such as a process that was stopped as a wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from itertools import groupby
 from types import TracebackType
-from typing import Final
+from typing import Final, TypeAlias
 
 from integr8s_idem.errors import LeaseLostError, StoreError
 from integr8s_idem.records import Reserved
@@ -26,6 +26,9 @@ RETRY_AFTER: Final = 1 / 12
 """Share of the lease after which a renewal that got no answer is tried again."""
 
 
+ReserveAnew: TypeAlias = Callable[[], Awaitable[Reserved | None]]
+
+
 def fence_margin(lease: float) -> float:
     """Seconds before the end of a lease at which its handler is cancelled: a tenth, at most one second."""
     return min(lease / 10, 1.0)
@@ -34,10 +37,11 @@ def fence_margin(lease: float) -> float:
 class HeldLease:
     """One lease while its handler runs.  Leaving the block raises `LeaseLostError` if it was cut short."""
 
-    __slots__ = ("_fence", "_keeper", "deadline", "renew_at", "reservation")
+    __slots__ = ("_fence", "_keeper", "deadline", "renew_at", "reservation", "reserve_anew")
 
-    def __init__(self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float) -> None:
+    def __init__(self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew) -> None:
         self._keeper = keeper
+        self.reserve_anew = reserve_anew
         self.reservation = reservation
         self.deadline = 0.0
         """When the lease ends at the earliest, by the event loop's clock."""
@@ -99,9 +103,15 @@ class LeaseKeeper:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._renewal: asyncio.Task[None] | None = None
 
-    def hold(self, reservation: Reserved, asked_at: float) -> HeldLease:
-        """`async with` it around the work.  `asked_at`: event-loop time before `reserve` was sent."""
-        return HeldLease(self, reservation, asked_at)
+    def hold(self, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew) -> HeldLease:
+        """`async with` it around the work.
+
+        Args:
+            asked_at: Event-loop time before `reserve` was sent.
+            reserve_anew: Asked when the store no longer knows the reservation: a new one if the record
+                is merely gone, `None` if somebody else had the key since.
+        """
+        return HeldLease(self, reservation, asked_at, reserve_anew)
 
     def take(self, lease: HeldLease) -> None:
         """Look after `lease` from now on."""
@@ -171,9 +181,24 @@ class LeaseKeeper:
             if still_ours:
                 lease.renewed(asked_at, duration.total_seconds())
             else:
-                # The record is gone or somebody else's; which of the two, completion finds out.
-                lease.renew_at = lease.deadline
-                lease.lose()
+                await self._find_out(lease)
+
+    async def _find_out(self, lease: HeldLease) -> None:
+        """Our record is gone, or somebody else's: go on in the first case, stop in the second."""
+        asked_at = asyncio.get_running_loop().time()
+        try:
+            again = await lease.reserve_anew()
+        except StoreError:
+            self._observer.count(Signal.STORE_ERROR)
+            return
+        if lease not in self._held:
+            return
+        if again is None:
+            lease.renew_at = lease.deadline
+            lease.lose()
+        else:
+            lease.reservation = again
+            lease.renewed(asked_at, again.lease.total_seconds())
 
 
 def _duration(lease: HeldLease) -> timedelta:

@@ -36,24 +36,17 @@ from dishka.integrations.base import default_parse_dependency, wrap_injection
 from redis.asyncio import Redis
 
 from integr8s_idem.config import RedisStoreSettings, Settings
-from integr8s_idem.dispatcher import (
-    EventDispatcher,
-    EventRouter,
-    HandlerCall,
-    HandlerFunction,
-    IdempotentEventDispatcher,
-    Invoke,
-    Outgoing,
-    RegisteredHandler,
-)
+from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.keys import KeyResolver, KeyStrategy
-from integr8s_idem.manager import Attempt, IdempotencyManager
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.routing import EventRouter, HandlerCall, HandlerFunction, Invoke, Outgoing, RegisteredHandler
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from integr8s_idem.telemetry.setup import observer_for
+from integr8s_idem.work import Attempt
 from integr8s_idem.worker import EventPublisher
 
 __all__ = [

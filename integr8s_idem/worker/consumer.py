@@ -213,9 +213,10 @@ class ServiceWorker:
             await asyncio.wait({poll, self._stopping, self._failed}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
         finally:
-            for task in (poll, *helpers):
+            # Stopped at once, it leaves no handler behind that runs on without what it was given.
+            for task in (poll, *helpers, *self._handlers()):
                 task.cancel()
-            await asyncio.wait({poll, *helpers})
+            await asyncio.wait({poll, *helpers, *self._handlers()}, timeout=LAST_GRACE)
             await self._leave()
         if poll.done() and not poll.cancelled() and poll.exception() is not None:
             raise poll.exception()  # type: ignore[misc]  # just seen not to be None
@@ -245,12 +246,16 @@ class ServiceWorker:
         self._state = "draining"
         assignments = list(self._assignments.values())
         await self._close(assignments)
-        running = {task for assignment in assignments for task in assignment.tasks} | self._leftover
+        running = self._handlers()
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=LAST_GRACE)
         await self._offsets.commit(self._consumer, assignments)
+
+    def _handlers(self) -> set[asyncio.Task[Any]]:
+        """What handles deliveries, those of partitions given up included."""
+        return {task for assignment in self._assignments.values() for task in assignment.tasks} | self._leftover
 
     async def _leave(self) -> None:
         self._assignments.clear()

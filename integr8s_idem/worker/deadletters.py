@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from integr8s_idem.manager import describe_error
+from integr8s_idem.ledger import describe_error
 from integr8s_idem.worker.records import Record
 
 PREFIX = "idempotency-dlq-"

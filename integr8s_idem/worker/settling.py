@@ -26,9 +26,10 @@ from integr8s_idem.errors import (
     UndecodableEventError,
 )
 from integr8s_idem.events import EventDecoder
-from integr8s_idem.manager import Executed, HandlerFailed, Outcome, describe_error
+from integr8s_idem.ledger import describe_error
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
 from integr8s_idem.telemetry import Observer, Signal
+from integr8s_idem.work import Executed, HandlerFailed, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.deadletters import PREFIX, DeadLetter
 from integr8s_idem.worker.gate import StoreGate

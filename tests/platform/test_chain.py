@@ -16,7 +16,7 @@ from integr8s_idem import EventDispatcher, EventPublisher
 from integr8s_idem.errors import PublishError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.integrations.dishka import AsyncContainer
-from integr8s_idem.manager import HandlerFailed
+from integr8s_idem.work import HandlerFailed
 from providers import containers, platform
 from providers.settings import PlatformSettings
 from services.database import Database, executions, results, sagas

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiokafka.errors import CorruptRecordException
+
 from integr8s_idem.events import BaseEvent, encode_event, event_headers
 from integr8s_idem.worker.records import Partition
 
@@ -30,6 +32,8 @@ class FakeBroker:
 
     logs: dict[Partition, list[FakeRecord]] = field(default_factory=dict)
     committed: dict[Partition, int] = field(default_factory=dict)
+    damaged: dict[Partition, int] = field(default_factory=dict)
+    """Offsets that cannot be read.  As with aiokafka, a poll that meets one loses what it took from others."""
     commits: list[dict[Partition, int]] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -114,7 +118,11 @@ class FakeConsumer:
         for partition, position in self._positions.items():
             if partition in self.paused or (only and partition not in only):
                 continue
-            records = [record for record in self.broker.logs.get(partition, []) if record.offset >= position]
+            if position == self.broker.damaged.get(partition):
+                raise CorruptRecordException(f"{partition} at {position}")
+            end = self.broker.damaged.get(partition, 2**62)
+            log = self.broker.logs.get(partition, [])
+            records = [record for record in log if position <= record.offset < end]
             if taken := records[:max_records]:
                 batches[partition] = taken
                 self._positions[partition] = taken[-1].offset + 1

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from integr8s_idem.config import IdempotencyConfig
-from integr8s_idem.manager import Attempt, IdempotencyManager
+from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import IdempotencyRecord
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.virtual_time import virtual_now
+from integr8s_idem.work import Attempt
 from tests.support.counting import CountingObserver
 from tests.support.flaky_store import FlakyStore
 

@@ -13,11 +13,8 @@ from integr8s_idem.config import OnKeyReused
 from integr8s_idem.dispatcher import (
     EventDispatcher,
     EventHandler,
-    EventRouter,
-    HandlerCall,
     IdempotentEventDispatcher,
     IdempotentEventHandler,
-    RegisteredHandler,
     with_idempotency,
 )
 from integr8s_idem.errors import (
@@ -32,9 +29,10 @@ from integr8s_idem.errors import (
 )
 from integr8s_idem.events import BaseEvent, EventMetadata
 from integr8s_idem.keys import KeyResolver, KeyStrategy
-from integr8s_idem.manager import Executed, HandlerFailed
 from integr8s_idem.records import Completed
+from integr8s_idem.routing import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.work import Executed, HandlerFailed
 from tests.support.guarded import LEASE, guarded
 
 

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import pytest
 
 from integr8s_idem.config import OnFailure
-from integr8s_idem.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
+from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.routing import EventRouter
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.records import Partition
 from tests.support.fake_consumer import FakeBroker, FakeRecord
@@ -242,3 +243,46 @@ async def test_a_stop_lets_running_handlers_end_and_commits_them() -> None:
 
     assert ends == ["0", "1"]
     assert broker.committed[TOPIC] == 2
+
+
+@virtual_time
+async def test_a_poll_that_fails_loses_nothing_it_had_taken_from_other_partitions() -> None:
+    """aiokafka drops records that a failing `getmany` has taken already, their positions advanced."""
+    broker, runs = FakeBroker(), list[str]()
+    for number in range(6):
+        broker.publish(OrderPlaced(order_id=str(number)), partition=number % 2)
+    broker.damaged[Partition("order_placed", 1)] = 1
+
+    async def handle(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+
+    async with running(dispatcher_of(handle, guarded()), broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 3)
+        broker.publish(OrderPlaced(order_id="later"))
+        await worker.until(lambda: broker.committed.get(TOPIC) == 4)
+
+        assert worker.consumer.paused == {Partition("order_placed", 1)}
+
+    assert sorted(runs) == ["0", "1", "2", "4", "later"]
+    assert broker.committed[Partition("order_placed", 1)] == 1
+
+
+@virtual_time
+async def test_a_worker_stopped_at_once_leaves_no_handler_behind() -> None:
+    broker, ends = FakeBroker(), list[str]()
+    broker.publish(OrderPlaced())
+    started = asyncio.Event()
+
+    async def handle(event: OrderPlaced) -> None:
+        started.set()
+        try:
+            await asyncio.sleep(3_600)
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    async with running(dispatcher_of(handle, guarded()), broker) as worker:
+        await started.wait()
+        await worker.crash()
+
+        assert ends == ["cancelled"]

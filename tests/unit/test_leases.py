@@ -9,6 +9,7 @@ import pytest
 from integr8s_idem.errors import LeaseLostError
 from integr8s_idem.keys import Key
 from integr8s_idem.leases import fence_margin
+from integr8s_idem.records import IdempotencyStatus, Reserved
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
 from tests.support.guarded import LEASE, Job, guarded
@@ -61,16 +62,50 @@ async def test_a_slow_answer_to_reserve_shortens_the_lease_on_our_side() -> None
 
 
 @virtual_time
-async def test_a_handler_whose_record_was_taken_away_is_stopped_at_the_next_renewal() -> None:
+async def test_a_handler_whose_key_somebody_else_got_is_stopped_at_the_next_renewal() -> None:
     here, job = guarded(), Job(seconds=1_000)
     running = asyncio.create_task(here.manager.run("order:1", job))
     await job.started.wait()
     await here.manager.delete("order:1")
+    await guarded(here.store, owner="billing-7").manager.reserve("order:1")
 
     with pytest.raises(LeaseLostError):
         await running
 
     assert asyncio.get_running_loop().time() <= LEASE / 2
+
+
+@virtual_time
+async def test_a_record_that_vanishes_while_its_handler_runs_is_reserved_anew_and_the_handler_goes_on() -> None:
+    here, job = guarded(), Job(seconds=LEASE * 2)
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+    await here.manager.delete("order:1")
+
+    assert await running == "receipt-1"
+
+    assert (await here.record()).status is IdempotencyStatus.COMPLETED
+    assert here.observer.counts[Signal.RECORD_VANISHED] == 1
+    assert job.runs == 1
+
+
+@virtual_time
+async def test_a_key_that_somebody_had_and_gave_back_is_not_taken_for_a_vanished_one() -> None:
+    """Their run may have had effects: ours must not go on as if nothing had been."""
+    here, job = guarded(), Job(seconds=1_000)
+    other = guarded(here.store, owner="billing-7")
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+    await here.manager.delete("order:1")
+    theirs = await other.manager.reserve("order:1")
+    assert isinstance(theirs, Reserved)
+    await other.manager.release(theirs)
+
+    with pytest.raises(LeaseLostError):
+        await running
+
+    assert here.observer.counts[Signal.RECORD_VANISHED] == 0
+    assert isinstance(await other.manager.reserve("order:1"), Reserved)
 
 
 @virtual_time

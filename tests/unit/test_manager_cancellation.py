@@ -8,10 +8,10 @@ import pytest
 
 from integr8s_idem.errors import LeaseLostError
 from integr8s_idem.keys import Key
-from integr8s_idem.manager import Executed, HandlerFailed, Work
 from integr8s_idem.records import IdempotencyStatus, InProgress
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.work import Executed, HandlerFailed, Work
 from tests.support.guarded import LEASE, Guarded, Job, guarded
 
 
@@ -260,7 +260,8 @@ async def test_a_lost_lease_of_a_nested_run_is_an_ordinary_failure_of_the_outer_
     async def outer(_: object) -> object:
         running = asyncio.create_task(inner.manager.run("inner", job))
         await job.started.wait()
-        await here.store.delete([inner.manager.space.full(Key.of("inner"))])
+        await inner.manager.delete("inner")
+        await guarded(here.store, scope="steps", owner="billing-7").manager.reserve("inner")
         return await running
 
     outcome = await here.manager.execute(Work(Key.of("outer")), outer)

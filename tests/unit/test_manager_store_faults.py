@@ -15,10 +15,10 @@ from integr8s_idem.errors import (
     StoreUnavailableError,
 )
 from integr8s_idem.keys import Key
-from integr8s_idem.manager import Executed, HandlerFailed, Work
 from integr8s_idem.records import Completed, IdempotencyStatus
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.work import Executed, HandlerFailed, Work
 from tests.support.guarded import LEASE, Guarded, Job, guarded
 
 

@@ -1,0 +1,241 @@
+"""One event on its way through one handler.
+
+Order of one run: the handler returns, what it opened is closed (the business commit), its outgoing
+events are published, the record is completed.  Only then may the offset move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from integr8s_idem.config import OnInProgress
+from integr8s_idem.errors import (
+    ApplicationError,
+    HandlerCancelledError,
+    HandlerTimeoutError,
+    PermanentError,
+    PublishError,
+)
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.keys import Key, KeyResolver, KeySpace
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.records import InProgress
+from integr8s_idem.routing import (
+    HandlerCall,
+    HandlerFunction,
+    Invoke,
+    Outgoing,
+    Publisher,
+    RegisteredHandler,
+    call_with_event,
+    name_of,
+)
+from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
+from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, WaitForStore, Work
+
+FIRST_PAUSE: Final = 0.1
+LONGEST_PAUSE: Final = 5.0
+"""Seconds between tries to publish what a handler has left behind."""
+
+
+class Handling:
+    """One event on its way through one handler; lives until that is settled, over all tries.
+
+    This one is unguarded and counts its tries in memory.
+    """
+
+    on_in_progress = OnInProgress.WAIT
+
+    def __init__(self, handler: EventHandler, event: BaseEvent) -> None:
+        self.handler = handler
+        self.event = event
+        self._tries = 0
+
+    @property
+    def label(self) -> str:
+        """What people read: type and id of the event."""
+        return f"{self.event.event_type}:{self.event.event_id}"
+
+    async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
+        """One try.  Arguments and errors as those of `IdempotencyManager.execute`; a caller that waits for
+        the store also waits for the broker to take what the handler publishes."""
+        self._tries += 1
+        handler = self.handler
+        attempt = Attempt(handler.plain_key(self.event), self._tries, 0, float("inf"), self.label)
+        try:
+            with handler.observer.phase(Phase.HANDLE, self.event.event_type):
+                value = await handler.work(self.event, attempt, patient=wait_for_store is not None)
+        except Exception as error:  # noqa: BLE001  # handed on as the outcome
+            handler.observer.count(Signal.HANDLER_FAILED, self.event.event_type)
+            given_up = isinstance(error, PermanentError) or self._tries >= handler.max_attempts
+            return HandlerFailed(error, self._tries, given_up)
+        return Executed(value, self._tries)
+
+    async def wait(self, found: InProgress, looks: int) -> None:
+        """Return when another try makes sense."""
+        raise AssertionError("an unguarded handler is never in progress elsewhere")
+
+
+class GuardedHandling(Handling):
+    """The same behind a manager.  The key is computed here, once, before the handler can touch the event."""
+
+    def __init__(self, handler: IdempotentEventHandler, event: BaseEvent) -> None:
+        super().__init__(handler, event)
+        self._manager = handler.manager
+        self.on_in_progress = handler.manager.config.on_in_progress
+        keyed = handler.resolver.resolve(handler.name, event)
+        self._work = Work(keyed.key, keyed.fingerprint, handler.ttl, event.event_type)
+
+    @property
+    def label(self) -> str:
+        return self._work.key.label
+
+    async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
+        async def work(attempt: Attempt) -> Any:
+            return await self.handler.work(self.event, attempt, patient=wait_for_store is not None)
+
+        return await self._manager.execute(self._work, work, wait_for_store=wait_for_store)
+
+    async def wait(self, found: InProgress, looks: int) -> None:
+        await self._manager.wait_for_change(found, looks=looks)
+
+    async def run(self) -> Any:
+        """The value, new or remembered; waits for a twin and raises as `IdempotencyManager.run` does."""
+
+        async def work(attempt: Attempt) -> Any:
+            return await self.handler.work(self.event, attempt)
+
+        return await self._manager.run_work(self._work, work, returns=self.handler.function)
+
+
+class EventHandler:
+    """One handler with all it needs to run.  Awaiting a call of it makes one unguarded try."""
+
+    def __init__(
+        self,
+        function: HandlerFunction,
+        *,
+        name: str | None = None,
+        event: type[BaseEvent] = BaseEvent,
+        scope: str = "",
+        invoke: Invoke = call_with_event,
+        publisher: Publisher | None = None,
+        observer: Observer = SILENT,
+        timeout: timedelta | None = None,
+        max_attempts: int = 5,
+    ) -> None:
+        self.function = function
+        self.name = name or name_of(function)
+        self.scope = scope
+        self.observer = observer
+        self.max_attempts = max_attempts
+        self._registered = RegisteredHandler(event, self.name, function)
+        self.invoke = invoke
+        self._publisher = publisher
+        self._timeout = timeout
+
+    def handling(self, event: BaseEvent) -> Handling:
+        """Begin to handle `event`."""
+        return Handling(self, event)
+
+    async def __call__(self, event: BaseEvent) -> Any:
+        outcome = await self.handling(event).attempt()
+        if isinstance(outcome, HandlerFailed):
+            raise outcome.error
+        assert isinstance(outcome, Executed)
+        return outcome.value
+
+    def plain_key(self, event: BaseEvent) -> str:
+        """A key made of the event's id, for ids derived from it."""
+        return KeySpace("plain", self.scope or "-").full(
+            Key.of_event(self.name, event.event_type, "id", event.event_id)
+        )
+
+    async def work(self, event: BaseEvent, attempt: Attempt, *, patient: bool = False) -> Any:
+        """The handler, the closing of its scope, the publishing of what it leaves behind."""
+        outgoing = Outgoing()
+        result = await self._call(HandlerCall(event, attempt, outgoing))
+        events = outgoing.finished(event, attempt.key, self.scope)
+        if events:
+            await self._publish(events, patient)
+        self.observer.count(Signal.HANDLED, event.event_type)
+        return result
+
+    async def _call(self, call: HandlerCall) -> Any:
+        if self._timeout is None:
+            return await self._invoke(call)
+        try:
+            async with asyncio.timeout(self._timeout.total_seconds()) as limit:
+                return await self._invoke(call)
+        except TimeoutError as error:
+            if limit.expired():
+                raise HandlerTimeoutError(self.name, self._timeout) from error
+            raise
+
+    async def _invoke(self, call: HandlerCall) -> Any:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        try:
+            return await self.invoke(self._registered, call)
+        except asyncio.CancelledError as error:
+            if task is None or task.cancelling() > before:
+                raise
+            # Of the handler's own making: as a cancellation it would end our caller, who was not meant.
+            raise HandlerCancelledError(self.name) from error
+
+    async def _publish(self, events: Sequence[BaseEvent], patient: bool) -> None:
+        if self._publisher is None:
+            raise ApplicationError(f"handler {self.name} publishes events, but nobody gave it a publisher")
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await self._publisher.publish(*events)
+            except PublishError:
+                # The handler has succeeded: running it again because of the broker would repeat its
+                # effects.  Patience ends with the lease, or when the worker is told to stop.
+                if not patient:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE)
+
+
+class IdempotentEventHandler(EventHandler):
+    """One handler behind a manager.  Awaiting a call of it gives the result, new or remembered."""
+
+    def __init__(
+        self,
+        function: HandlerFunction,
+        manager: IdempotencyManager,
+        *,
+        resolver: KeyResolver | None = None,
+        ttl: timedelta | None = None,
+        name: str | None = None,
+        event: type[BaseEvent] = BaseEvent,
+        invoke: Invoke = call_with_event,
+        publisher: Publisher | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """`resolver`: how keys are made, by event id if not given; `ttl`: how long outcomes are remembered."""
+        super().__init__(
+            function,
+            name=name,
+            event=event,
+            scope=manager.scope,
+            invoke=invoke,
+            publisher=publisher,
+            observer=manager.observer,
+            timeout=timeout,
+            max_attempts=manager.config.max_attempts,
+        )
+        self.manager = manager
+        self.resolver = resolver or KeyResolver()
+        self.ttl = ttl
+
+    def handling(self, event: BaseEvent) -> GuardedHandling:
+        return GuardedHandling(self, event)
+
+    async def __call__(self, event: BaseEvent) -> Any:
+        return await self.handling(event).run()

@@ -1,0 +1,217 @@
+"""The store as one manager uses it: calls gathered, outcomes written until they stand.
+
+What is done must be remembered though the store is down for a moment, has lost the record, or has been
+asked twice; what is not ours any more must not be touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from datetime import timedelta
+from typing import Any, Final
+
+from integr8s_idem.batching import Coalescer
+from integr8s_idem.config import IdempotencyConfig, OnStoreError
+from integr8s_idem.errors import (
+    LeaseLostError,
+    ResultNotStoredError,
+    StoreConfigurationError,
+    StoreError,
+    StoreUnavailableError,
+)
+from integr8s_idem.keys import Key, KeySpace
+from integr8s_idem.records import (
+    Completion,
+    Failure,
+    InProgress,
+    Previous,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+    Verdict,
+)
+from integr8s_idem.results import encode_result
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.telemetry import Observer, Phase, Signal
+from integr8s_idem.work import WaitForStore, Work
+
+LONGEST_ERROR: Final = 1024
+"""Characters of an error kept in a FAILED record."""
+
+FIRST_PAUSE: Final = 0.05
+LONGEST_PAUSE: Final = 1.0
+"""Seconds between two tries to write an outcome, growing from the first to the longest."""
+
+RETENTION_IN_LEASES: Final = 10
+"""A record that nobody settles is kept for this many leases at least, so that attempts of a crashing event count."""
+
+
+class Ledger:
+    """Reserves and settles on behalf of one manager."""
+
+    def __init__(
+        self, config: IdempotencyConfig, repository: IdempotencyRepository, observer: Observer, scope: str, owner: str
+    ) -> None:
+        self._config = config
+        self._observer = observer
+        self._scope = scope
+        self._owner = owner
+        self.space = KeySpace(config.key_prefix, scope, config.hash_keys)
+        self._reservations = Coalescer(repository.reserve, abandoned=self._give_back)
+        self._completions = Coalescer(repository.complete)
+        self._failures = Coalescer(repository.fail)
+        self._releases = Coalescer(repository.release)
+        self._background: set[asyncio.Task[Any]] = set()
+
+    # Single calls.
+
+    def request(self, work: Work, trace: TraceLink | None = None) -> ReserveRequest:
+        return ReserveRequest(
+            key=self.space.full(work.key),
+            token=work.token,
+            lease=self._config.lease,
+            retention=max(work.ttl or self._config.ttl, RETENTION_IN_LEASES * self._config.lease),
+            fingerprint=work.fingerprint,
+            owner=self._owner,
+            trace=trace,
+        )
+
+    async def reserve(self, request: ReserveRequest) -> Verdict:
+        """Ask; if we are cancelled meanwhile, what we get is given back."""
+        return await self._reservations.answer(request)
+
+    async def complete(self, completion: Completion) -> bool:
+        return await self._completions.ask(completion)
+
+    async def fail(self, failure: Failure) -> bool:
+        return await self._failures.ask(failure)
+
+    async def release(self, reserved: Reserved) -> bool:
+        return await self._releases.ask(reserved)
+
+    def completion(self, reserved: Reserved, value: object, ttl: timedelta | None, event_type: str = "") -> Completion:
+        """The record of a success.  A result that is too large or cannot be written is dropped and counted."""
+        stored, dropped = self._result_to_keep(value, event_type)
+        return Completion(reservation=reserved, ttl=ttl or self._config.ttl, result=stored, result_dropped=dropped)
+
+    def failure(self, reserved: Reserved, error: str, ttl: timedelta | None) -> Failure:
+        """The record of work that is given up."""
+        return Failure(reservation=reserved, ttl=ttl or self._config.ttl, error=error)
+
+    async def close(self) -> None:
+        """Return once all writes that are under way have ended."""
+        if self._background:
+            await asyncio.wait(self._background)
+        for writes in (self._completions, self._failures, self._releases):
+            await writes.settled()
+
+    # Outcomes.
+
+    async def settle(
+        self,
+        work: Work,
+        reserved: Reserved,
+        write: Callable[[Reserved], Awaitable[bool]],
+        deadline: float,
+        wait_for_store: WaitForStore | None,
+    ) -> None:
+        """Write the outcome; a store that is down for a moment must not turn a success into a failure.
+
+        `deadline`: when the lease ends, renewals included, by the event loop's clock.
+        """
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                if await write(reserved):
+                    return
+                reserved = await self._reserved_again(work, reserved)
+            except (StoreUnavailableError, StoreConfigurationError) as error:
+                self._observer.count(Signal.STORE_ERROR, work.event_type)
+                if self._config.on_store_error is OnStoreError.OPEN:
+                    return  # who runs without the store does not wait for it either
+                if wait_for_store is not None:
+                    await wait_for_store(error)
+                    continue
+                refused = isinstance(error, StoreConfigurationError)
+                if refused or asyncio.get_running_loop().time() + pause > deadline:
+                    raise ResultNotStoredError(work.key.label, error.reason) from error
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, LONGEST_PAUSE)
+
+    async def _reserved_again(self, work: Work, reserved: Reserved) -> Reserved:
+        """The store does not know our token any more: find out why, and take the key if nobody has it.
+
+        A record that was evicted, flushed or lost in a failover is reserved anew, so that the outcome
+        of work that is done is remembered after all.  A key that somebody else holds or has settled
+        is lost to us.
+        """
+        verdict = await self.reserve(self.request(work))
+        if isinstance(verdict, Reserved):
+            gone = verdict.previous is Previous.NONE
+            self._observer.count(Signal.RECORD_VANISHED if gone else Signal.RESERVATION_LOST, work.event_type)
+            return verdict
+        self._observer.count(Signal.RESERVATION_LOST, work.event_type)
+        raise self.lost(work, reserved, verdict.owner if isinstance(verdict, InProgress) else "another worker")
+
+    async def reserved_anew(self, work: Work) -> Reserved | None:
+        """The reservation again, if the store has merely forgotten it; `None` if somebody else had the key since."""
+        verdict = await self.reserve(self.request(work))
+        if not isinstance(verdict, Reserved):
+            return None
+        if verdict.previous is Previous.NONE:
+            self._observer.count(Signal.RECORD_VANISHED, work.event_type)
+            return verdict
+        await self.try_to_release(work, verdict)
+        return None
+
+    def lost(self, work: Work, reserved: Reserved, owner: str = "") -> LeaseLostError:
+        """The error for a reservation that is no longer ours."""
+        return LeaseLostError(work.key.label, reserved.attempt, reserved.lease, self._scope, owner)
+
+    async def try_to_release(self, work: Work, reserved: Reserved) -> None:
+        """Give the key back.  If that fails, its lease ends by itself."""
+        with self._observer.phase(Phase.RELEASE, work.event_type):
+            try:
+                released = await self._releases.ask(reserved)
+            except StoreError:
+                self._observer.count(Signal.STORE_ERROR, work.event_type)
+                return
+        if not released:
+            self._observer.count(Signal.RESERVATION_LOST, work.event_type)
+
+    def release_later(self, work: Work, reserved: Reserved) -> None:
+        """Give the key back without waiting: we are being cancelled."""
+        self._in_background(self.try_to_release(work, reserved))
+
+    def _give_back(self, request: ReserveRequest, verdict: Verdict) -> None:
+        """The caller was cancelled while its reservation was under way."""
+        if isinstance(verdict, Reserved):
+            self.release_later(Work(Key(request.key, request.key)), verdict)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _result_to_keep(self, value: object, event_type: str) -> tuple[StoredResult | None, bool]:
+        if not self._config.enable_result_caching:
+            return None, False
+        try:
+            stored = encode_result(value)
+        except Exception:  # noqa: BLE001  # a serializer is the user's code
+            # The work is done: what cannot be written must not undo that.
+            self._observer.count(Signal.RESULT_DROPPED, event_type)
+            return None, True
+        if len(stored.body) > self._config.max_result_size_bytes:
+            self._observer.count(Signal.RESULT_DROPPED, event_type)
+            return None, True
+        self._observer.count(Signal.RESULT_BYTES, event_type, len(stored.body))
+        return stored, False
+
+
+def describe_error(error: BaseException) -> str:
+    """One line about `error`, bounded: for records and dead letters."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= LONGEST_ERROR else text[: LONGEST_ERROR - 1] + "…"

@@ -1,0 +1,155 @@
+"""What handles what: a service's handlers as it declares them, and what each run of one is given."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.events import BaseEvent, derived_event_id, event_type_of
+from integr8s_idem.work import Attempt
+
+HandlerFunction = Callable[..., Awaitable[Any]]
+FunctionT = TypeVar("FunctionT", bound=HandlerFunction)
+
+
+class Outgoing:
+    """Events that a handler leaves behind.  They are sent once the handler and its scope have succeeded."""
+
+    def __init__(self) -> None:
+        self._events: list[BaseEvent] = []
+
+    def publish(self, event: BaseEvent) -> None:
+        """Send `event` after success.  Unless its id was given, it is derived from the incoming key and the
+        order of the calls, so that a rerun publishes the same ids and the next service drops them."""
+        self._events.append(event)
+
+    def finished(self, incoming: BaseEvent, key: str, service: str) -> list[BaseEvent]:
+        """The events as they go out: with their final ids, in the name of `service`, correlated with `incoming`."""
+        return [_finish(event, index, incoming, key, service) for index, event in enumerate(self._events)]
+
+
+def _finish(event: BaseEvent, index: int, incoming: BaseEvent, key: str, service: str) -> BaseEvent:
+    told = event.metadata
+    metadata = told.model_copy(
+        update={
+            "correlation_id": told.correlation_id or incoming.metadata.correlation_id or incoming.event_id,
+            "service_name": told.service_name or service,
+            # Metadata that a handler gave is about somebody; the incoming event's user is only the default.
+            "user_id": told.user_id if "metadata" in event.model_fields_set else incoming.metadata.user_id,
+        }
+    )
+    update: dict[str, object] = {"metadata": metadata}
+    if "event_id" not in event.model_fields_set:
+        update["event_id"] = derived_event_id(key, index)
+    return event.model_copy(update=update)
+
+
+class Publisher(Protocol):
+    """Sends events."""
+
+    async def publish(self, *events: BaseEvent) -> None:
+        """Return once the broker has confirmed all of them.  Raises `PublishError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerCall:
+    """What one run of a handler is given."""
+
+    event: BaseEvent
+    attempt: Attempt
+    outgoing: Outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredHandler:
+    """A handler as its service declares it."""
+
+    event: type[BaseEvent]
+    name: str
+    """Part of its keys: changing it makes old events new."""
+    function: HandlerFunction
+
+    @property
+    def event_type(self) -> str:
+        return event_type_of(self.event)
+
+
+Invoke = Callable[[RegisteredHandler, HandlerCall], Awaitable[Any]]
+"""Calls a handler, opening and closing whatever it needs.  `integrations.dishka` has one with a REQUEST scope."""
+
+
+async def call_with_event(handler: RegisteredHandler, call: HandlerCall) -> Any:
+    """Call a handler that takes nothing but its event."""
+    return await handler.function(call.event)
+
+
+def name_of(function: HandlerFunction) -> str:
+    """What stands in the keys of a handler that was given no name.
+
+    Raises:
+        ApplicationError: It has none of its own; all lambdas would share their keys.
+    """
+    name = getattr(function, "__name__", "<nameless>")
+    if not name.isidentifier():
+        raise ApplicationError(f"{function!r} has no name that could stand in its keys: give it one (name=…)")
+    return str(name)
+
+
+class EventRouter:
+    """Collects the handlers of a service."""
+
+    def __init__(self) -> None:
+        self._handlers: list[RegisteredHandler] = []
+
+    def on(self, *events: type[BaseEvent], name: str | None = None) -> Callable[[FunctionT], FunctionT]:
+        """Declare a handler of `events`.
+
+        Args:
+            name: Stands in its keys instead of the function's name, so that the function can be renamed.
+
+        Raises:
+            ApplicationError: No event, an event without a type, or a second handler of that name for it.
+        """
+        if not events:
+            raise ApplicationError("router.on() needs the class of at least one event")
+
+        def register(function: FunctionT) -> FunctionT:
+            for event in events:
+                self._add(RegisteredHandler(event, name or name_of(function), function))
+            return function
+
+        return register
+
+    def include(self, other: EventRouter) -> None:
+        """Take over the handlers of `other`."""
+        for handler in other.handlers:
+            self._add(handler)
+
+    def _add(self, handler: RegisteredHandler) -> None:
+        event_type = handler.event_type
+        for known in self._handlers:
+            if known.event_type != event_type:
+                continue
+            if known.name == handler.name:
+                raise ApplicationError(
+                    f"{handler.event_type} has two handlers named {handler.name}, which would share a key; "
+                    "give one of them a name: @router.on(…, name=…)"
+                )
+            if known.event is not handler.event:
+                raise ApplicationError(
+                    f"{known.event.__name__} and {handler.event.__name__} share the event type {handler.event_type}"
+                )
+        self._handlers.append(handler)
+
+    @property
+    def handlers(self) -> tuple[RegisteredHandler, ...]:
+        """All handlers, as declared."""
+        return tuple(self._handlers)
+
+    @property
+    def events(self) -> tuple[type[BaseEvent], ...]:
+        """The events that somebody handles, without repetition."""
+        return tuple(dict.fromkeys(handler.event for handler in self._handlers))

@@ -1,0 +1,76 @@
+"""One unit of work on its way through the manager, and what came of it.  Pure data."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Generic, TypeAlias, TypeVar
+
+from integr8s_idem.errors import StoreError
+from integr8s_idem.keys import Key, downstream_key
+from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
+
+T = TypeVar("T")
+
+WaitForStore: TypeAlias = Callable[[StoreError], Awaitable[None]]
+"""Returns when it is worth asking the store again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One run of some work, as its function sees it."""
+
+    key: str
+    """The full key."""
+    number: int
+    """1 for the first; more means that an earlier run failed, was stopped or crashed."""
+    fence: int
+    """For conditional writes downstream: refuse those with a lower number than the highest seen."""
+    deadline: float
+    """When the lease ends unless it is renewed, by the event loop's clock (`loop.time()`)."""
+    label: str = ""
+    """The key as people read it."""
+
+    def key_for(self, name: str) -> str:
+        """A key for something done downstream, the same at every attempt: hand it to a payment API."""
+        return downstream_key(self.key, name)
+
+
+@dataclass(slots=True)
+class Work:
+    """One unit of work on its way through `execute`; the same object is used for every try."""
+
+    key: Key
+    fingerprint: bytes | None = None
+    ttl: timedelta | None = None
+    """How long its outcome is remembered; the configured default if `None`."""
+    event_type: str = ""
+    """For metrics: one of a closed set, or empty."""
+    unguarded_runs: int = 0
+    """Runs without a reservation, counted here because no record does."""
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    """Kept while `reserve` gets no answer, so that a lost answer finds its reservation; then made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Executed(Generic[T]):
+    """The function ran and returned."""
+
+    value: T
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerFailed:
+    """The function ran and raised, or crashed too often to be tried again."""
+
+    error: Exception
+    attempt: int
+    given_up: bool
+    """The key is FAILED now; otherwise it was released, and the work may be tried again."""
+
+
+Outcome: TypeAlias = Executed[T] | HandlerFailed | Completed | InProgress | Failed | KeyReused | Corrupt
+"""What came of one pass: the work was done now, was done before, or why it was not done."""
