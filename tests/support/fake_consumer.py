@@ -85,11 +85,11 @@ class FakeConsumer:
 
     async def give(self, partitions: Iterable[Partition]) -> None:
         """A rebalance adds partitions; as with aiokafka it clears all pauses."""
-        given = set(partitions)
+        given = sorted(set(partitions))
         self.paused.clear()
         for partition in given:
             self._positions[partition] = self.broker.committed.get(partition, 0)
-        await self._listener.on_partitions_assigned(given)
+        await self._listener.on_partitions_assigned(set(given))
 
     async def take(self, partitions: Iterable[Partition]) -> None:
         """A rebalance takes partitions away."""
