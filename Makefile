@@ -18,7 +18,7 @@ setup: $(SETUP)  ## virtual environment with everything, pinned by constraints.t
 $(SETUP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; say which: make PYTHON=python3.12 …")'
 	@echo "setting up $(VENV) (a minute or two)"
-	@$(PYTHON) -m venv --clear $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable '.[all]'
 	@touch $@
