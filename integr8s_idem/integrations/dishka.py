@@ -35,7 +35,7 @@ from dishka import (
 from dishka.integrations.base import default_parse_dependency, wrap_injection
 from redis.asyncio import Redis
 
-from integr8s_idem.config import RedisStoreSettings, Settings
+from integr8s_idem.config import IdempotencyConfig, RedisStoreSettings, Settings
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
@@ -45,6 +45,7 @@ from integr8s_idem.routing import EventRouter, HandlerCall, HandlerFunction, Inv
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from integr8s_idem.telemetry import Observer
 from integr8s_idem.telemetry.setup import observer_for
 from integr8s_idem.work import Attempt
 from integr8s_idem.worker import EventPublisher
@@ -83,6 +84,10 @@ class IdempotencyProvider(Provider):
     scope = Scope.APP
 
     @provide
+    def config(self, settings: Settings, service: ServiceName) -> IdempotencyConfig:
+        return settings.idempotency_for(service)
+
+    @provide
     async def repository(self, settings: Settings) -> AsyncIterable[IdempotencyRepository]:
         store = settings.store
         if not isinstance(store, RedisStoreSettings):
@@ -100,10 +105,14 @@ class IdempotencyProvider(Provider):
 
     @provide
     async def manager(
-        self, settings: Settings, service: ServiceName, repository: IdempotencyRepository
+        self,
+        config: IdempotencyConfig,
+        settings: Settings,
+        service: ServiceName,
+        repository: IdempotencyRepository,
     ) -> AsyncIterable[IdempotencyManager]:
         observer = observer_for(settings.telemetry, service)
-        manager = IdempotencyManager(settings.idempotency_for(service), repository, observer, scope=service)
+        manager = IdempotencyManager(config, repository, observer, scope=service)
         yield manager
         await manager.close()
 
@@ -139,15 +148,25 @@ class DispatcherProvider(Provider):
             self.provide(needs.make, provides=needs.key, scope=Scope.REQUEST)
 
     @provide
+    def observer(self, settings: Settings, service: ServiceName) -> Observer:
+        # Here, since every service has one dispatcher provider, and a type may have one provider only.
+        return observer_for(settings.telemetry, service, group=settings.service(service).group_id)
+
+    @provide
     def dispatcher(
-        self, settings: Settings, service: ServiceName, container: AsyncContainer, publisher: EventPublisher
+        self,
+        settings: Settings,
+        service: ServiceName,
+        container: AsyncContainer,
+        publisher: EventPublisher,
+        observer: Observer,
     ) -> EventDispatcher:
         return EventDispatcher(
             self.router,
             scope=service,
             invoke=self.invoker(container),
             publisher=publisher,
-            observer=observer_for(settings.telemetry, service),
+            observer=observer,
             timeout=handler_timeout(settings, service),
             max_attempts=settings.idempotency_for(service).max_attempts,
         )

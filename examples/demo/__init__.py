@@ -1,0 +1,14 @@
+"""The reference platform under faults, with a verdict that is counted from the outside: `python -m examples.demo`.
+
+__main__.py     the command line
+play.py         the order of events: set up, publish, kill, wait, stop, count
+scenery.py      servers, settings and topics of one run, and their removal
+requests.py     what is asked for
+services.py     the four services as processes
+duplicator.py   events that come twice
+ledger.py       what the platform's database says
+metrics.py      what the services' /metrics say
+journal.py      how often each script ran, told by the scripts themselves
+verdict.py      whether all of that fits together.  Pure
+display.py      a live table on a terminal, else plain lines
+"""

@@ -1,0 +1,74 @@
+"""`python -m examples.demo`: exit status 0 if the verdict is good, 1 if not, 2 if there is none."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.demo.display import Display
+from examples.demo.errors import DemoError
+from examples.demo.play import Asked, Outcome, play
+from examples.demo.requests import FILE, read_requests
+from integr8s_idem.errors import IdempotencyError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; the exit status."""
+    options = _options(arguments)
+    try:
+        asked = Asked(read_requests(options.requests), options.settings, options.deadline, options.keep)
+        with Display() as display:
+            outcome = asyncio.run(_played(asked, display))
+            _tell(display, outcome)
+    except (DemoError, IdempotencyError) as error:
+        print(f"no verdict: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+    if options.json is not None:
+        options.json.write_text(json.dumps(_for_machines(outcome), indent=2) + "\n", encoding="utf-8")
+    return 0 if outcome.verdict.good else 1
+
+
+async def _played(asked: Asked, display: Display) -> Outcome:
+    """SIGTERM ends it as Ctrl-C does: everything is cleared up on the way out."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await play(asked, display)
+
+
+def _tell(display: Display, outcome: Outcome) -> None:
+    for line in outcome.verdict.for_people():
+        display.say(line)
+    for line in outcome.complaints[:20]:
+        display.say(f"logged      {line}")
+    good = "good: nothing lost, nothing run twice without need" if outcome.verdict.good else "NOT good"
+    display.say(f"verdict     {good}; {outcome.broker}, {outcome.store}, {outcome.seconds:.0f} s")
+
+
+def _for_machines(outcome: Outcome) -> dict[str, Any]:
+    where = {"broker": outcome.broker, "store": outcome.store, "seconds": round(outcome.seconds, 1)}
+    return {**outcome.verdict.for_machines(), **where}
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description="The platform under faults.")
+    parser.add_argument("--requests", type=Path, default=FILE, metavar="FILE", help="what is asked for, as JSON lines")
+    parser.add_argument("--settings", type=Path, metavar="FILE", help="TOML file that names a Kafka and a Redis to use")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict there, for machines")
+    parser.add_argument("--deadline", type=float, default=110.0, metavar="SECONDS", help="when to stop waiting")
+    parser.add_argument("--keep", action="store_true", help="keep the folder with logs, database and journal")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

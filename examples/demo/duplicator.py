@@ -1,0 +1,92 @@
+"""Events that come twice."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from aiokafka.errors import KafkaError
+
+from examples.demo.errors import DemoError
+from integr8s_idem.config import KafkaSettings
+from integr8s_idem.errors import PublishError
+from integr8s_idem.worker import EventPublisher
+from integr8s_idem.worker.consumer import bounded_stop, make_consumer
+from integr8s_idem.worker.records import Consumer
+
+EVERY: Final = 3
+"""One event of this many is delivered twice."""
+
+_DELAYS: Final = (0.0, 0.2, 1.0, 3.0)
+"""Seconds before a copy follows, in turn: some meet the first delivery under way, some long after its end."""
+
+_POLL_MS: Final = 200
+_STOP_SECONDS: Final = 5.0
+
+
+class Duplicator:
+    """Reads every topic of the platform, and publishes every third event once more, byte for byte.
+
+    A copy is known by its event id, which was seen before, and is not copied again.
+    """
+
+    def __init__(self, kafka: KafkaSettings, group: str, event_types: tuple[str, ...]) -> None:
+        self._kafka = kafka
+        self._group = group
+        self._topics = [kafka.topic_prefix + event_type for event_type in event_types]
+        self._publisher = EventPublisher(kafka)
+        self._seen: set[tuple[str, bytes]] = set()
+        self._due = 0
+        self.copies = 0
+        """Copies that the broker has confirmed."""
+
+    @property
+    def events(self) -> int:
+        """Different events seen so far."""
+        return len(self._seen)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy is on its way."""
+        return self._due == self.copies
+
+    async def run(self) -> None:
+        """Until it is cancelled.
+
+        Raises:
+            DemoError: The broker failed us.
+        """
+        consumer = make_consumer(self._kafka, self._group)
+        consumer.subscribe(self._topics, listener=None)
+        try:
+            await consumer.start()
+            async with asyncio.TaskGroup() as copying:
+                while True:
+                    for record in await _next(consumer):
+                        if self._is_due(record):
+                            copying.create_task(self._copy(record, _DELAYS[self._due % len(_DELAYS)]))
+                            self._due += 1
+        except* (KafkaError, PublishError) as errors:
+            raise DemoError(
+                "; ".join(f"events cannot be doubled: {error!r}" for error in errors.exceptions)
+            ) from errors
+        finally:
+            await bounded_stop(consumer, _STOP_SECONDS)
+            await self._publisher.close()
+
+    def _is_due(self, record: Any) -> bool:
+        identity = (record.topic, dict(record.headers)["event_id"])
+        if identity in self._seen:
+            return False
+        self._seen.add(identity)
+        return len(self._seen) % EVERY == 0
+
+    async def _copy(self, record: Any, delay: float) -> None:
+        await asyncio.sleep(delay)
+        await self._publisher.send(record.topic, record.key, record.value, record.headers)
+        self.copies += 1
+
+
+async def _next(consumer: Consumer) -> list[Any]:
+    batches = await consumer.getmany(timeout_ms=_POLL_MS, max_records=1_000)
+    return [record for records in batches.values() for record in records]

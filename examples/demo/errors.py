@@ -1,0 +1,7 @@
+"""What ends the demo before its verdict."""
+
+from __future__ import annotations
+
+
+class DemoError(Exception):
+    """The demo cannot go on.  The message says why."""

@@ -1,0 +1,229 @@
+"""The order of events: set up, publish, kill, wait, stop, count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from examples.demo.display import Display, Figures
+from examples.demo.duplicator import Duplicator
+from examples.demo.errors import DemoError
+from examples.demo.metrics import Metrics
+from examples.demo.requests import DemoRequest, as_events
+from examples.demo.scenery import EVENT_TYPES, Scenery, scenery
+from examples.demo.services import ServiceProcess, Services
+from examples.demo.settings import LEASE_SECONDS
+from examples.demo.verdict import Seen, Verdict
+from examples.demo.waiting import LOOK_SECONDS, until
+from integr8s_idem.errors import PublishError
+from integr8s_idem.worker import EventPublisher
+from providers import platform
+
+VICTIM: Final = "k8s-worker"
+
+_TWICE_AT_ONCE: Final = 10
+"""Requests that are published twice from the start, one right behind the other."""
+_SEVERAL: Final = 3
+_TICK_SECONDS: Final = 1.0
+_QUIET_SECONDS: Final = 2.5
+"""Without a new delivery, before it counts as over.  Services measure their lag once a second."""
+_END_SECONDS: Final = 20.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for on the command line."""
+
+    requests: list[DemoRequest]
+    settings: Path | None = None
+    seconds: float = 110.0
+    """When it stops waiting, after the start."""
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it went, and on what."""
+
+    verdict: Verdict
+    broker: str
+    store: str
+    seconds: float
+    complaints: Sequence[str]
+    """What the services logged as errors."""
+
+
+async def play(asked: Asked, display: Display) -> Outcome:
+    """Run the demo.
+
+    Raises:
+        DemoError, SettingsError, ApplicationError: It could not be run; nothing is left of it.
+    """
+    async with scenery(asked.settings, keep=asked.keep) as scene:
+        services = Services(list(platform.services), scene.settings_file, scene.folder)
+        try:
+            stage = _Stage(asked, scene, services, display)
+            await stage.act()
+            display.say("the services are asked to end")
+            late = await services.end(_END_SECONDS)
+        finally:
+            services.kill()
+        verdict = Verdict(stage.count(late))
+        complaints = [f"{service.name}: {line}" for service in services for line in service.complaints()]
+        return Outcome(verdict, scene.broker, scene.store, display.seconds, complaints)
+
+
+class _Stage:
+    """The services at work, and what happens to them."""
+
+    def __init__(self, asked: Asked, scene: Scenery, services: Services, display: Display) -> None:
+        self._asked = asked
+        self._scene = scene
+        self._services = services
+        self._display = display
+        self._events = as_events(asked.requests, scene.run, scene.journal)
+        self._duplicator = Duplicator(scene.kafka, f"{scene.run}.duplicator", EVENT_TYPES)
+        self._metrics = Metrics()
+        self._published = 0
+        self._in_flight: frozenset[str] | None = None
+        self._troubles: list[str] = []
+
+    async def act(self) -> None:
+        """Everything up to the moment when the services may end.
+
+        Raises:
+            DemoError: It cannot go on.
+        """
+        try:
+            async with asyncio.timeout(self._asked.seconds - self._display.seconds):
+                await self._act()
+        except TimeoutError:
+            self._troubles.append(f"not over after {self._asked.seconds:g} s")
+        await self._look()
+
+    def count(self, late: Sequence[str]) -> Seen:
+        """What there is to see once the services have ended.  `late`: those that did not by themselves."""
+        scene, metrics = self._scene, self._metrics
+        return Seen(
+            requested=[event.execution_id for event in self._events],
+            runs=scene.journal.runs(),
+            results=scene.ledger.results(),
+            in_flight=self._in_flight or (),
+            attempts=scene.ledger.attempts(),
+            killed=self._in_flight is not None,
+            events=self._duplicator.events,
+            copies=self._duplicator.copies,
+            deliveries=metrics["deliveries"],
+            duplicates_blocked=metrics["duplicates_blocked"],
+            takeovers=metrics["takeovers"],
+            dead_letters=metrics["dead_letters"],
+            troubles=[*self._troubles, *(f"{name} had to be killed in the end" for name in late)],
+        )
+
+    async def _act(self) -> None:
+        await self._set_up()
+        try:
+            async with asyncio.TaskGroup() as beside:
+                tasks = [beside.create_task(self._duplicator.run()), beside.create_task(self._keep_looking())]
+                await self._publish()
+                await self._kill_in_the_middle()
+                await self._wait_for_results()
+                await self._wait_for_quiet()
+                for task in tasks:
+                    task.cancel()
+        except* DemoError as errors:
+            raise DemoError("; ".join(map(str, errors.exceptions))) from errors
+
+    async def _set_up(self) -> None:
+        self._display.say(f"{self._scene.broker}, {self._scene.store}; starting {len(platform.services)} services")
+        self._services.start()
+        await self._services.ready()
+        self._display.say("all services are ready")
+
+    async def _publish(self) -> None:
+        publisher = EventPublisher(self._scene.kafka)
+        try:
+            for number, event in enumerate(self._events):
+                await publisher.publish(*([event] * (2 if number < _TWICE_AT_ONCE else 1)))
+                self._published += 1
+        except PublishError as error:
+            raise DemoError(f"a request could not be published: {error}") from error
+        finally:
+            await publisher.close()
+        self._display.say(f"{len(self._events)} requests are published")
+
+    async def _kill_in_the_middle(self) -> None:
+        """Kill the k8s worker while a script of its runs, and start it again at once."""
+        worker = self._services.by_name[VICTIM]
+        await self._freeze_at_work(worker)
+        worker.kill()
+        self._metrics.died(VICTIM)
+        self._in_flight = self._scene.ledger.in_flight()
+        worker.start()
+        self._display.say(
+            f"killed the {VICTIM} with {len(self._in_flight)} executions in flight, and started it again; "
+            f"they are taken over when their leases of {LEASE_SECONDS:g} s end"
+        )
+        await worker.ready()
+
+    async def _freeze_at_work(self, worker: ServiceProcess) -> None:
+        """Stop `worker` (SIGSTOP) in the middle of its work.
+
+        Stopped, it cannot end what we have seen it at: killed now, it is killed in the middle of that.
+        """
+        while True:
+            await until(self._is_in_the_middle)
+            await self._metrics.scrape(worker.name, worker.port)
+            worker.freeze()
+            if self._is_in_the_middle():
+                return
+            worker.thaw()
+
+    def _is_in_the_middle(self) -> bool:
+        """Whether a third is done and several scripts run; later on one is enough."""
+        done, all_of_them = self._scene.ledger.progress().done, len(self._events)
+        if done < all_of_them // 3:
+            return False
+        begun = self._scene.ledger.in_flight() & self._scene.journal.runs().keys()
+        return len(begun) >= (_SEVERAL if done < all_of_them // 2 else 1)
+
+    async def _wait_for_results(self) -> None:
+        await until(lambda: self._scene.ledger.progress().done >= len(self._events))
+        self._display.say("every request has its result")
+
+    async def _wait_for_quiet(self) -> None:
+        """A duplicate may still come after the last result, and do harm: wait for all of them."""
+        last, since = (-1, -1, -1), self._display.seconds
+        while self._display.seconds - since < _QUIET_SECONDS:
+            now = (self._duplicator.events, self._duplicator.copies, self._metrics["deliveries"])
+            busy = self._metrics["in_flight"] or self._metrics["consumer_lag"] or not self._duplicator.idle
+            if busy or now != last:
+                last, since = now, self._display.seconds
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            self._services.check()
+            await self._look()
+            await asyncio.sleep(_TICK_SECONDS)
+
+    async def _look(self) -> None:
+        """Ask everybody, and show it."""
+        ports = {service.name: service.port for service in self._services if service.port}
+        await asyncio.gather(*(self._metrics.scrape(name, port) for name, port in ports.items()))
+        metrics, progress = self._metrics, self._scene.ledger.progress()
+        self._display.show(
+            Figures(
+                requested=self._published,
+                scheduled=progress.scheduled,
+                running=progress.running,
+                done=progress.done,
+                delivered_twice=self._duplicator.copies,
+                duplicates_blocked=metrics["duplicates_blocked"],
+                takeovers=metrics["takeovers"],
+                dead_letters=metrics["dead_letters"],
+            )
+        )

@@ -1,0 +1,198 @@
+"""Servers, topics and files of one run, and their removal."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, Final
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import KafkaError
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from examples.demo.errors import DemoError
+from examples.demo.journal import Journal
+from examples.demo.ledger import Ledger
+from examples.demo.settings import DATABASE, of_the_run, servers_named_in, write_settings
+from integr8s_idem.config import KafkaSettings, RedisStoreSettings
+from integr8s_idem.config.addresses import without_secret
+from integr8s_idem.embedded import embedded
+from integr8s_idem.events import event_type_of
+from integr8s_idem.stores.redis.client import redis_client
+from integr8s_idem.worker.clients import connection_options
+from services import events
+from services.database import Database
+
+EVENT_TYPES: Final = tuple(
+    event_type_of(kind)
+    for kind in vars(events).values()
+    if isinstance(kind, type) and issubclass(kind, events.ExecutionEvent) and kind is not events.ExecutionEvent
+)
+"""Of all events of the platform: each has a topic."""
+
+_PARTITIONS: Final = 4
+_ADMIN_SECONDS: Final = 10.0
+_REMOVAL_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Scenery:
+    """Where everything of this run is."""
+
+    run: str
+    """Names this run: its executions, topics, groups and keys start with it."""
+    folder: Path
+    settings_file: Path
+    kafka: KafkaSettings
+    broker: str
+    store: str
+    journal: Journal
+    ledger: Ledger
+
+
+@asynccontextmanager
+async def scenery(settings_file: Path | None, *, keep: bool) -> AsyncIterator[Scenery]:
+    """Make everything that services need; remove it at the end.
+
+    Args:
+        settings_file: Names a Kafka and a Redis to use; `None` starts embedded ones.
+        keep: Leave the folder with logs, database and journal behind.
+
+    Raises:
+        DemoError, SettingsError, ApplicationError: Something cannot be had; the message says what.
+    """
+    run = f"demo-{uuid.uuid4().hex[:8]}"
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(_folder(keep=keep))
+        if settings_file is None:
+            servers = (await stack.enter_async_context(embedded())).settings()
+            kafka, store = of_the_run(run, KafkaSettings(**servers["kafka"]), RedisStoreSettings(**servers["store"]))
+            names = ("embedded Kafka (emulator)", "embedded Redis")
+        else:
+            kafka, store = of_the_run(run, *servers_named_in(settings_file))
+            names = (f"Kafka at {kafka.bootstrap_servers}", f"Redis at {without_secret(store.url)}")
+            await stack.enter_async_context(_topics(kafka))
+            await stack.enter_async_context(_keys(store, run))
+        file = folder / "settings.toml"
+        write_settings(file, run, kafka, store)
+        await _make_tables(folder / DATABASE)
+        journal, ledger = Journal(folder / "journal"), Ledger(folder / DATABASE)
+        yield Scenery(run, folder, file, kafka, *names, journal, ledger)
+
+
+@contextmanager
+def _folder(*, keep: bool) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="idem-demo-"))
+    (folder / "work").mkdir()
+    try:
+        yield folder
+    finally:
+        if keep:
+            print(f"kept: {folder}")
+        else:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """The last scripts' supervisors may still be clearing up in there: tried until it is gone."""
+    until = time.monotonic() + _REMOVAL_SECONDS
+    while True:
+        try:
+            return rmtree(folder)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.05)
+
+
+async def _make_tables(path: Path) -> None:
+    """So that whoever counts finds tables, however slowly the services start."""
+    database = Database(f"sqlite+aiosqlite:///{path}")
+    try:
+        await database.open()
+    finally:
+        await database.close()
+
+
+@asynccontextmanager
+async def _topics(kafka: KafkaSettings) -> AsyncIterator[None]:
+    """With several partitions, where the broker lets us choose; else it makes them at first use."""
+    refused = await _make_topics(kafka)
+    try:
+        if refused:
+            raise DemoError(f"Kafka at {kafka.bootstrap_servers} refused topics: {'; '.join(refused)}")
+        yield
+    finally:
+        await _forget_topics(kafka)
+
+
+async def _make_topics(kafka: KafkaSettings) -> list[str]:
+    """Those that were refused, and why."""
+    # Replicas as the broker has them by default.
+    wanted = [NewTopic(kafka.topic_prefix + event_type, _PARTITIONS, -1, {}) for event_type in EVENT_TYPES]
+    async with _admin(kafka) as admin:
+        try:
+            answer: Any = await admin.create_topics(wanted)
+        except KafkaError as error:
+            print(f"topics cannot be made, the broker may do so itself: {error!r}")
+            return []
+    return [f"{topic}: {why or code}" for topic, code, why in answer.topic_errors if code]
+
+
+async def _forget_topics(kafka: KafkaSettings) -> None:
+    """Dead-letter topics included."""
+    try:
+        async with asyncio.timeout(_ADMIN_SECONDS), _admin(kafka) as admin:
+            ours = [topic for topic in await admin.list_topics() if topic.startswith(kafka.topic_prefix)]
+            await admin.delete_topics(ours)
+    except (DemoError, KafkaError, OSError, TimeoutError) as error:
+        print(f"topics {kafka.topic_prefix}* stay: {error!r}")
+
+
+@asynccontextmanager
+async def _admin(kafka: KafkaSettings) -> AsyncIterator[AIOKafkaAdminClient]:
+    admin = AIOKafkaAdminClient(**connection_options(kafka))
+    try:
+        try:
+            await admin.start()
+        except (KafkaError, OSError) as error:
+            raise DemoError(f"Kafka at {kafka.bootstrap_servers} does not answer: {error}") from error
+        yield admin
+    finally:
+        await admin.close()
+
+
+@asynccontextmanager
+async def _keys(store: RedisStoreSettings, run: str) -> AsyncIterator[None]:
+    """A Redis that answers, and has no key of ours in the end."""
+    client = redis_client(store)
+    try:
+        try:
+            async with asyncio.timeout(_ADMIN_SECONDS):
+                await client.ping()
+        except (RedisError, OSError, TimeoutError) as error:
+            raise DemoError(f"Redis at {without_secret(store.url)} does not answer: {error}") from error
+        try:
+            yield
+        finally:
+            await _forget_keys(client, run)
+    finally:
+        await client.aclose()
+
+
+async def _forget_keys(client: Redis, run: str) -> None:
+    try:
+        async with asyncio.timeout(_ADMIN_SECONDS):
+            keys = [key async for key in client.scan_iter(match=f"{run}*", count=1_000)]
+            if keys:
+                await client.unlink(*keys)
+    except (RedisError, OSError, TimeoutError) as error:
+        print(f"keys {run}* stay: {error!r}")

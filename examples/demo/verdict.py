@@ -1,0 +1,157 @@
+"""Whether what was seen from the outside fits together.  Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What was seen, by execution where it is about executions."""
+
+    requested: Collection[str]
+    runs: Mapping[str, int]
+    """Lines in the journal."""
+    results: Mapping[str, Sequence[str]]
+    """The status of every result in the database."""
+    in_flight: Collection[str] = ()
+    """What the k8s worker had taken and not ended when it was killed."""
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    """The attempt that ran last, as the k8s worker tells."""
+    killed: bool = True
+    """Whether a worker was killed while a script ran."""
+    events: int = 0
+    """Different events on the topics."""
+    copies: int = 0
+    """How many of them were delivered once more by us."""
+    deliveries: int = 0
+    duplicates_blocked: int = 0
+    takeovers: int = 0
+    dead_letters: int = 0
+    troubles: Sequence[str] = ()
+    """What went wrong with the demo itself."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement on what was seen."""
+
+    seen: Seen
+
+    @property
+    def good(self) -> bool:
+        return not self.faults
+
+    @cached_property
+    def lost(self) -> list[str]:
+        """Requests without a result."""
+        return sorted(execution for execution in self.seen.requested if not self.seen.results.get(execution))
+
+    @cached_property
+    def executed_once(self) -> list[str]:
+        return sorted(execution for execution, runs in self.seen.runs.items() if runs == 1)
+
+    @cached_property
+    def rerun(self) -> list[str]:
+        """Scripts that began more than once."""
+        return sorted(execution for execution, runs in self.seen.runs.items() if runs > 1)
+
+    @cached_property
+    def reruns_after_kill(self) -> list[str]:
+        """Those of them that were in flight when the worker was killed: the price of its death."""
+        return [execution for execution in self.rerun if execution in self.seen.in_flight]
+
+    @cached_property
+    def statuses(self) -> Counter[str]:
+        return Counter(status for statuses in self.seen.results.values() for status in statuses)
+
+    @cached_property
+    def faults(self) -> list[str]:
+        """Everything that speaks against the platform, or against the demo as its proof.  Empty: all is well."""
+        return [*self._wrong_results(), *self._wrong_runs(), *self._no_proof()]
+
+    def _wrong_results(self) -> list[str]:
+        seen = self.seen
+        requested = set(seen.requested)
+        return [
+            *_fault("without a stored result", self.lost),
+            *_fault("with more than one stored result", (e for e, found in seen.results.items() if len(found) > 1)),
+            *_fault("with a result that nobody asked for", seen.results.keys() - requested),
+            *_fault("run though nobody asked for it", seen.runs.keys() - requested),
+            *_fault("completed without having run", (e for e, found in seen.results.items() if self._is_made_up(e))),
+        ]
+
+    def _wrong_runs(self) -> list[str]:
+        seen = self.seen
+        untold = (e for e in self.reruns_after_kill if seen.attempts.get(e) != seen.runs[e])
+        return [
+            *_fault("run again though not in flight at the kill", set(self.rerun) - set(seen.in_flight)),
+            *_fault("run more than twice", (e for e in self.rerun if seen.runs[e] > 2)),
+            *_fault("run twice and not reported as attempt 2", untold),
+        ]
+
+    def _no_proof(self) -> list[str]:
+        seen = self.seen
+        found = list(seen.troubles)
+        if not seen.killed:
+            found.append("no worker was killed while a script ran")
+        if seen.copies < seen.events // 3:
+            found.append(f"only {seen.copies} of {seen.events} events were delivered twice, not a third")
+        return found
+
+    def _is_made_up(self, execution: str) -> bool:
+        return "completed" in self.seen.results[execution] and not self.seen.runs.get(execution)
+
+    def for_machines(self) -> dict[str, Any]:
+        """The verdict in numbers."""
+        seen = self.seen
+        return {
+            "good": self.good,
+            "requested": len(seen.requested),
+            "events": seen.events,
+            "delivered_twice": seen.copies,
+            "deliveries": seen.deliveries,
+            "duplicates_blocked": seen.duplicates_blocked,
+            "takeovers": seen.takeovers,
+            "dead_letters": seen.dead_letters,
+            "executed_once": len(self.executed_once),
+            "in_flight_at_kill": len(seen.in_flight),
+            "reruns_after_kill": len(self.reruns_after_kill),
+            "results_stored": sum(map(len, seen.results.values())),
+            "results_by_status": dict(sorted(self.statuses.items())),
+            "lost": len(self.lost),
+            "faults": self.faults,
+        }
+
+    def for_people(self) -> list[str]:
+        """The verdict in lines."""
+        seen = self.seen
+        statuses = ", ".join(f"{count} {status}" for status, count in sorted(self.statuses.items()))
+        unrun = len(set(seen.requested) - seen.runs.keys())
+        return [
+            f"asked for   {len(seen.requested)} scripts to be run",
+            f"delivered   {seen.events} events, {seen.copies} of them twice; the services took {seen.deliveries} "
+            f"deliveries and blocked {seen.duplicates_blocked} duplicates",
+            f"killed      a k8s worker with {len(seen.in_flight)} executions in flight; "
+            f"{seen.takeovers} leases were taken over",
+            f"run         {len(self.executed_once)} scripts once, {len(self.rerun)} twice "
+            f"({len(self.reruns_after_kill)} of them in flight at the kill), {unrun} never",
+            f"stored      {sum(map(len, seen.results.values()))} results: {statuses or 'none'}",
+            f"lost        {len(self.lost)}",
+            *(f"fault       {fault}" for fault in self.faults),
+        ]
+
+
+def _fault(what: str, executions: Collection[str] | Any) -> list[str]:
+    """At most one line."""
+    found = sorted(executions)
+    if not found:
+        return []
+    shown = ", ".join(found[:_SHOWN]) + (", …" if len(found) > _SHOWN else "")
+    return [f"{len(found)} {what}: {shown}"]

@@ -1,0 +1,15 @@
+"""Waiting for what other processes do: nobody tells us, so we look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+LOOK_SECONDS: Final = 0.05
+
+
+async def until(fact: Callable[[], bool]) -> None:
+    """Return once `fact()` is true."""
+    while not fact():  # noqa: ASYNC110  # no event of this process tells of another's work
+        await asyncio.sleep(LOOK_SECONDS)
