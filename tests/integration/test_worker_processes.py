@@ -155,12 +155,12 @@ async def test_a_running_worker_moves_its_metrics_and_tells_its_health(setting: 
         await eventually(lambda: _metric(address, "idempotency_keys_active") == 1.0)
         assert _get(f"{address}/readyz")[0] == 200
         await eventually(lambda: setting.times("end"))
+        await eventually(lambda: _metric(address, "idempotency_keys_active") == 0.0)
         await setting.publisher.publish(event)
         await eventually(lambda: _metric(address, "idempotency_duplicates_blocked_total") == 1.0)
 
         assert _metric(address, "idempotency_cache_misses_total") == 1.0
         assert _metric(address, "idempotency_cache_hits_total") == 1.0
-        await eventually(lambda: _metric(address, "idempotency_keys_active") == 0.0)
         assert _get(f"{address}/healthz")[0] == 200
 
 
