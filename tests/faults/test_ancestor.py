@@ -340,7 +340,7 @@ async def test_active_keys_are_measured_and_go_down_again() -> None:
 def test_two_providers_of_one_dispatcher_are_refused() -> None:
     router = EventRouter()
 
-    with pytest.raises(ImplicitOverrideDetectedError, match="EventDispatcher"):
+    with pytest.raises(ImplicitOverrideDetectedError, match="DispatcherProvider"):
         make_async_container(
             IdempotencyProvider(),
             KafkaProvider(),

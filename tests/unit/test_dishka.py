@@ -173,7 +173,7 @@ def test_a_handler_whose_dependency_nobody_provides_is_refused_and_named() -> No
 
 
 def test_two_dispatchers_in_one_container_are_refused() -> None:
-    with pytest.raises(ImplicitOverrideDetectedError, match="EventDispatcher"):
+    with pytest.raises(ImplicitOverrideDetectedError, match="DispatcherProvider"):
         container_for(router_of(plain), None, DispatcherProvider(EventRouter()))
 
 
