@@ -86,13 +86,20 @@ class EventDispatcher:
             max_attempts=self._max_attempts,
         )
 
-    def handlings(self, event: BaseEvent) -> list[Handling]:
+    @property
+    def scope(self) -> str:
+        """The service it works for."""
+        return self._scope
+
+    def handlings(self, event: BaseEvent, generation: int = 0) -> list[Handling]:
         """Begin to handle `event`: one handling for each of its handlers.
+
+        `generation`: how often the event was replayed on purpose; each generation is work of its own.
 
         Raises:
             InvalidKeyError: The event offers nothing to make a key of.
         """
-        return [handler.handling(event) for handler in self._handlers.get(event.event_type, ())]
+        return [handler.handling(event, generation) for handler in self._handlers.get(event.event_type, ())]
 
     async def dispatch(self, event: BaseEvent) -> list[Outcome[Any]]:
         """One try with every handler of `event`, at the same time; for callers without a worker.

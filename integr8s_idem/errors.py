@@ -7,6 +7,7 @@ IdempotencyError
 ├── LeaseLostError              our reservation was taken over, or might have been          (retryable)
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
 ├── HandlerCancelledError       a handler ended with a cancellation that nobody asked for   (retryable)
+├── HandlerExitError            a handler called sys.exit()                                  (retryable)
 ├── PermanentError              raised by handlers: trying again cannot help
 │   └── CrashedTooOftenError    earlier runs ended without a word, as often as attempts are allowed
 ├── InvalidKeyError             nothing usable to make a key of
@@ -100,7 +101,8 @@ class PreviouslyFailedError(IdempotencyError):
     def __str__(self) -> str:
         return (
             f"{self.key} was given up after attempt {self.attempt}: {self.error}. "
-            f"Delete its record to allow another try. {self.read_more}"
+            "To try again, publish it with the header idempotency-generation = 1, or delete its record. "
+            f"{self.read_more}"
         )
 
 
@@ -160,6 +162,22 @@ class HandlerCancelledError(IdempotencyError):
         return (
             f"handler {self.handler} raised CancelledError though nobody cancelled it: it awaited something that "
             f"was cancelled elsewhere. Catch it there. {self.read_more}"
+        )
+
+
+class HandlerExitError(IdempotencyError):
+    """A handler called `sys.exit()`, which would have ended the process with other deliveries under way."""
+
+    retryable = True
+
+    def __init__(self, handler: str) -> None:
+        super().__init__(handler)
+        self.handler = handler
+
+    def __str__(self) -> str:
+        return (
+            f"handler {self.handler} called sys.exit(): taken for a failure, the process goes on. "
+            f"Raise an error instead. {self.read_more}"
         )
 
 

@@ -7,10 +7,11 @@ key       aggregate_id, so that the events of one aggregate keep their order
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, TypeVar, get_args
 
 import uuid_utils
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -24,6 +25,7 @@ DERIVED_IDS: Final = uuid.UUID("6f9b7a52-54c1-5d0b-9f0e-3f3d1f0f6c1e")
 """Namespace of the ids derived from an incoming key; changing it would make old events new."""
 
 EventId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH)]
+_TYPE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,150}")
 EventT = TypeVar("EventT", bound="BaseEvent")
 
 
@@ -81,9 +83,15 @@ def event_type_of(event: type[BaseEvent]) -> str:
     Raises:
         ApplicationError: It pins none, so no topic and no decoder can be found for it.
     """
-    pinned = event.model_fields["event_type"].default
-    if not isinstance(pinned, str):
+    told = event.model_fields["event_type"]
+    pinned, choices = told.default, get_args(told.annotation)
+    if not isinstance(pinned, str) or (choices and choices != (pinned,)):
         raise ApplicationError(f'{event.__name__} pins no event_type; write event_type: Literal["…"] = "…" in it')
+    if not _TYPE_NAME.fullmatch(pinned):
+        raise ApplicationError(
+            f"{event.__name__} has the event_type {pinned[:80]!r}, which makes no topic: "
+            "use letters, digits, '.', '_' and '-', at most 150"
+        )
     return pinned
 
 

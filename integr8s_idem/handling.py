@@ -15,6 +15,7 @@ from integr8s_idem.config import OnInProgress
 from integr8s_idem.errors import (
     ApplicationError,
     HandlerCancelledError,
+    HandlerExitError,
     HandlerTimeoutError,
     PermanentError,
     PublishError,
@@ -30,6 +31,7 @@ from integr8s_idem.routing import (
     Outgoing,
     Publisher,
     RegisteredHandler,
+    async_function,
     call_with_event,
     name_of,
 )
@@ -49,9 +51,11 @@ class Handling:
 
     on_in_progress = OnInProgress.WAIT
 
-    def __init__(self, handler: EventHandler, event: BaseEvent) -> None:
+    def __init__(self, handler: EventHandler, event: BaseEvent, generation: int = 0) -> None:
+        """`generation`: how often the event was replayed on purpose."""
         self.handler = handler
         self.event = event
+        self._generation = generation
         self._tries = 0
 
     @property
@@ -64,7 +68,7 @@ class Handling:
         the store also waits for the broker to take what the handler publishes."""
         self._tries += 1
         handler = self.handler
-        attempt = Attempt(handler.plain_key(self.event), self._tries, 0, float("inf"), self.label)
+        attempt = Attempt(handler.plain_key(self.event, self._generation), self._tries, 0, float("inf"), self.label)
         try:
             with handler.observer.phase(Phase.HANDLE, self.event.event_type):
                 value = await handler.work(self.event, attempt, patient=wait_for_store is not None)
@@ -82,11 +86,11 @@ class Handling:
 class GuardedHandling(Handling):
     """The same behind a manager.  The key is computed here, once, before the handler can touch the event."""
 
-    def __init__(self, handler: IdempotentEventHandler, event: BaseEvent) -> None:
-        super().__init__(handler, event)
+    def __init__(self, handler: IdempotentEventHandler, event: BaseEvent, generation: int = 0) -> None:
+        super().__init__(handler, event, generation)
         self._manager = handler.manager
         self.on_in_progress = handler.manager.config.on_in_progress
-        keyed = handler.resolver.resolve(handler.name, event)
+        keyed = handler.resolver.resolve(handler.name, event, generation)
         self._work = Work(keyed.key, keyed.fingerprint, handler.ttl, event.event_type)
 
     @property
@@ -127,7 +131,7 @@ class EventHandler:
         timeout: timedelta | None = None,
         max_attempts: int = 5,
     ) -> None:
-        self.function = function
+        self.function = async_function(function)
         self.name = name or name_of(function)
         self.scope = scope
         self.observer = observer
@@ -137,9 +141,9 @@ class EventHandler:
         self._publisher = publisher
         self._timeout = timeout
 
-    def handling(self, event: BaseEvent) -> Handling:
-        """Begin to handle `event`."""
-        return Handling(self, event)
+    def handling(self, event: BaseEvent, generation: int = 0) -> Handling:
+        """Begin to handle `event`; `generation` counts how often it was replayed on purpose."""
+        return Handling(self, event, generation)
 
     async def __call__(self, event: BaseEvent) -> Any:
         outcome = await self.handling(event).attempt()
@@ -148,11 +152,10 @@ class EventHandler:
         assert isinstance(outcome, Executed)
         return outcome.value
 
-    def plain_key(self, event: BaseEvent) -> str:
+    def plain_key(self, event: BaseEvent, generation: int = 0) -> str:
         """A key made of the event's id, for ids derived from it."""
-        return KeySpace("plain", self.scope or "-").full(
-            Key.of_event(self.name, event.event_type, "id", event.event_id)
-        )
+        key = Key.of_event(self.name, event.event_type, "id", event.event_id)
+        return KeySpace("plain", self.scope or "-").full(key.in_generation(generation))
 
     async def work(self, event: BaseEvent, attempt: Attempt, *, patient: bool = False) -> Any:
         """The handler, the closing of its scope, the publishing of what it leaves behind."""
@@ -185,6 +188,9 @@ class EventHandler:
                 raise
             # Of the handler's own making: as a cancellation it would end our caller, who was not meant.
             raise HandlerCancelledError(self.name) from error
+        except SystemExit as error:
+            # It would end the process, and all services in it, with deliveries under way.
+            raise HandlerExitError(self.name) from error
 
     async def _publish(self, events: Sequence[BaseEvent], patient: bool) -> None:
         if self._publisher is None:
@@ -232,10 +238,10 @@ class IdempotentEventHandler(EventHandler):
         )
         self.manager = manager
         self.resolver = resolver or KeyResolver()
-        self.ttl = ttl
+        self.ttl = None if ttl is None else manager.checked_ttl(ttl)
 
-    def handling(self, event: BaseEvent) -> GuardedHandling:
-        return GuardedHandling(self, event)
+    def handling(self, event: BaseEvent, generation: int = 0) -> GuardedHandling:
+        return GuardedHandling(self, event, generation)
 
     async def __call__(self, event: BaseEvent) -> Any:
         return await self.handling(event).run()

@@ -36,6 +36,9 @@ VOLATILE_FIELDS: Final = frozenset({"event_id", "timestamp", "metadata"})
 FINGERPRINT_BYTES: Final = 16
 """The first half of a SHA-256: compared only within one key, 128 bits are plenty, and records stay small."""
 
+LONGEST_LABEL: Final = 200
+"""Characters of a key as people read it."""
+
 _SAFE: Final = "-._~@+,/"
 
 
@@ -65,12 +68,22 @@ class Key:
         Raises:
             InvalidKeyError: It is empty, or no string.
         """
-        return Key(":" + _escape(_given(text), safe=_SAFE + ":"), text)
+        return Key(":" + _escape(_given(text), safe=_SAFE + ":"), _label(text))
 
     @staticmethod
     def of_event(handler: str, event_type: str, how: str, value: str) -> Key:
         """A key made from an event; `handler` keeps two handlers of one event apart."""
-        return Key(":".join(map(_escape, (handler, event_type, how, value))), f"{event_type}:{value}")
+        return Key(":".join(map(_escape, (handler, event_type, how, value))), _label(f"{event_type}:{value}"))
+
+    def in_generation(self, generation: int) -> Key:
+        """The same work, to be done anew on purpose; generation 0 is the first, and the key as it is.
+
+        The earlier generations keep their records: a replay lifts their block and leaves their history.
+        """
+        if generation == 0:
+            return self
+        # No component holds a semicolon: it is escaped.
+        return Key(f"{self.text};{generation}", f"{self.label} (generation {generation})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,11 @@ class KeyResolver:
     """For `custom`: makes the key from the event."""
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "strategy", KeyStrategy(self.strategy))
+        except ValueError as error:
+            known = ", ".join(strategy.value for strategy in KeyStrategy)
+            raise InvalidKeyError(f"{self.strategy!r} is no key strategy; there are {known}") from error
         if (self.strategy is KeyStrategy.CUSTOM) != (self.custom is not None):
             raise InvalidKeyError("the custom strategy and a key function go together, one without the other does not")
         if self.fields is not None and self.strategy is not KeyStrategy.CONTENT_HASH:
@@ -134,27 +152,34 @@ class KeyResolver:
                 f"{event.__name__} has no field {', '.join(sorted(missing)) or '(none was named)'} to hash"
             )
 
-    def resolve(self, handler: str, event: BaseEvent) -> KeyedWork:
-        """The key of `event` for `handler`.
+    def resolve(self, handler: str, event: BaseEvent, generation: int = 0) -> KeyedWork:
+        """The key of `event` for `handler`; `generation` counts how often it was replayed on purpose.
 
         Raises:
             InvalidKeyError: The event offers nothing to make a key of.
         """
         if self.strategy is KeyStrategy.EVENT_BASED:
             key = Key.of_event(handler, event.event_type, "id", event.event_id)
-            return KeyedWork(key, fingerprint_of(event))
+            return KeyedWork(key.in_generation(generation), fingerprint_of(event))
         if self.strategy is KeyStrategy.CONTENT_HASH:
             digest = content_hash(event, self.fields)
-            return KeyedWork(Key.of_event(handler, event.event_type, "content", digest), None)
+            return KeyedWork(Key.of_event(handler, event.event_type, "content", digest).in_generation(generation), None)
         assert self.custom is not None
         value = _given(self.custom(event))
-        return KeyedWork(Key.of_event(handler, event.event_type, "custom", value), None)
+        return KeyedWork(Key.of_event(handler, event.event_type, "custom", value).in_generation(generation), None)
 
 
 def _given(text: object) -> str:
     if not isinstance(text, str) or not text:
-        raise InvalidKeyError(f"a key is a string with at least one character, not {text!r}")
+        raise InvalidKeyError(f"a key is a string with at least one character, not {str(text)[:80]!r}")
     return text
+
+
+def _label(text: str) -> str:
+    """`text` for people, bounded: a key of a megabyte belongs neither into a log nor into a header."""
+    if len(text) <= LONGEST_LABEL:
+        return text
+    return f"{text[: LONGEST_LABEL - 30]}…#{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 def _escape(component: str, *, safe: str = _SAFE) -> str:

@@ -72,7 +72,7 @@ class Ledger:
             key=self.space.full(work.key),
             token=work.token,
             lease=self._config.lease,
-            retention=max(work.ttl or self._config.ttl, RETENTION_IN_LEASES * self._config.lease),
+            retention=max(self._ttl(work.ttl), RETENTION_IN_LEASES * self._config.lease),
             fingerprint=work.fingerprint,
             owner=self._owner,
             trace=trace,
@@ -94,11 +94,11 @@ class Ledger:
     def completion(self, reserved: Reserved, value: object, ttl: timedelta | None, event_type: str = "") -> Completion:
         """The record of a success.  A result that is too large or cannot be written is dropped and counted."""
         stored, dropped = self._result_to_keep(value, event_type)
-        return Completion(reservation=reserved, ttl=ttl or self._config.ttl, result=stored, result_dropped=dropped)
+        return Completion(reservation=reserved, ttl=self._ttl(ttl), result=stored, result_dropped=dropped)
 
     def failure(self, reserved: Reserved, error: str, ttl: timedelta | None) -> Failure:
         """The record of work that is given up."""
-        return Failure(reservation=reserved, ttl=ttl or self._config.ttl, error=error)
+        return Failure(reservation=reserved, ttl=self._ttl(ttl), error=error)
 
     async def close(self) -> None:
         """Return once all writes that are under way have ended."""
@@ -106,6 +106,9 @@ class Ledger:
             await asyncio.wait(self._background)
         for writes in (self._completions, self._failures, self._releases):
             await writes.settled()
+
+    def _ttl(self, ttl: timedelta | None) -> timedelta:
+        return self._config.ttl if ttl is None else ttl
 
     # Outcomes.
 

@@ -7,6 +7,7 @@ says what came of it, for those who settle deliveries.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import random
 import secrets
@@ -73,7 +74,10 @@ class IdempotencyManager:
             raise ApplicationError(
                 "a manager needs a repository: RedisIdempotencyRepository, or MemoryIdempotencyRepository to try it"
             )
+        if not scope:
+            raise ApplicationError("a manager needs a scope: who does the work, usually the service's name")
         self.config = config or IdempotencyConfig()
+        self.checked_ttl(self.config.ttl)
         self.repository = repository
         self.observer = observer
         self.scope = scope
@@ -86,6 +90,20 @@ class IdempotencyManager:
     def space(self) -> KeySpace:
         """Where its keys live in the store."""
         return self._ledger.space
+
+    def checked_ttl(self, ttl: timedelta) -> timedelta:
+        """`ttl`, if outcomes kept for so long protect anything.
+
+        Raises:
+            ApplicationError: It is shorter than the lease: a duplicate of a running event would come too late.
+        """
+        if ttl < self.config.lease:
+            raise ApplicationError(
+                f"a ttl of {ttl.total_seconds():g} s is shorter than the lease of "
+                f"{self.config.processing_timeout_seconds:g} s: outcomes would be forgotten before their twins come. "
+                "Raise the ttl, or lower [idempotency] processing_timeout_seconds"
+            )
+        return ttl
 
     # The verbs of the store, for one key or many.
 
@@ -176,9 +194,12 @@ class IdempotencyManager:
         """
 
         async def ignoring_the_attempt(_: Attempt) -> T:
-            return await function()
+            running = function()
+            if not inspect.isawaitable(running):
+                raise ApplicationError(f"{function!r} is no async function; what it did has been done")
+            return await running
 
-        work = Work(as_key(key), fingerprint, ttl)
+        work = Work(as_key(key), fingerprint, None if ttl is None else self.checked_ttl(ttl))
         return await self.run_work(
             work, ignoring_the_attempt, returns=function, on_in_progress=on_in_progress, wait_timeout=wait_timeout
         )
@@ -193,7 +214,7 @@ class IdempotencyManager:
         wait_timeout: timedelta | None = None,
     ) -> T:
         """As `run`, for a function that wants its `Attempt`; the annotation of `returns` types a replayed result."""
-        policy = on_in_progress or self.config.on_in_progress
+        policy = OnInProgress(on_in_progress or self.config.on_in_progress)
         longest = self.config.wait_timeout if wait_timeout is None else wait_timeout
         give_up_at = asyncio.get_running_loop().time() + longest.total_seconds()
         looks = 0
@@ -283,8 +304,10 @@ class IdempotencyManager:
                 work.token = secrets.token_bytes(16)
                 span.annotate("idempotency.attempt", verdict.attempt)
             span.annotate("idempotency.verdict", type(verdict).__name__)
-        fresh = isinstance(verdict, Reserved) and verdict.previous is Previous.NONE
-        self.observer.count(Signal.CACHE_MISS if fresh else Signal.CACHE_HIT, work.event_type)
+        if not work.known:
+            work.known = True
+            fresh = isinstance(verdict, Reserved) and verdict.previous is Previous.NONE
+            self.observer.count(Signal.CACHE_MISS if fresh else Signal.CACHE_HIT, work.event_type)
         if isinstance(verdict, Reserved) and verdict.previous is Previous.LAPSED:
             self.observer.count(Signal.TAKEOVER, work.event_type)
         return verdict

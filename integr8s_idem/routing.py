@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -98,6 +99,24 @@ def name_of(function: HandlerFunction) -> str:
     return str(name)
 
 
+def async_function(function: HandlerFunction) -> HandlerFunction:
+    """`function`, if it is one that can be awaited.
+
+    Raises:
+        ApplicationError: It is a plain `def`: its effects would happen, and awaiting its result would fail.
+    """
+    inner = inspect.unwrap(getattr(function, "func", function))
+    if getattr(inner, "__name__", "") == "<lambda>":
+        return function  # nothing tells what it returns
+    if not (inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))):  # noqa: B004
+        raise ApplicationError(f"handler {getattr(function, '__qualname__', function)!s} is no async function")
+    return function
+
+
+def _is_event_class(candidate: object) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, BaseEvent)
+
+
 class EventRouter:
     """Collects the handlers of a service."""
 
@@ -115,10 +134,13 @@ class EventRouter:
         """
         if not events:
             raise ApplicationError("router.on() needs the class of at least one event")
+        for event in events:
+            if not _is_event_class(event):
+                raise ApplicationError(f"{event!r} is no class of events; write @router.on(OrderPlaced)")
 
         def register(function: FunctionT) -> FunctionT:
             for event in events:
-                self._add(RegisteredHandler(event, name or name_of(function), function))
+                self._add(RegisteredHandler(event, name or name_of(function), async_function(function)))
             return function
 
         return register

@@ -48,6 +48,8 @@ class Work:
     """How long its outcome is remembered; the configured default if `None`."""
     event_type: str = ""
     """For metrics: one of a closed set, or empty."""
+    known: bool = False
+    """Whether the store has answered once: hits and misses are counted by work, not by look."""
     unguarded_runs: int = 0
     """Runs without a reservation, counted here because no record does."""
     token: bytes = field(default_factory=lambda: secrets.token_bytes(16))

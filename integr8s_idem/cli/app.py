@@ -27,8 +27,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    rich_markup_mode=None,  # its help calls every flag a <bool>
 )
-settings_app = typer.Typer(help="Look at settings.", no_args_is_help=True)
+settings_app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(settings_app, name="settings")
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, as in billing.workers:platform.")]
@@ -66,7 +67,7 @@ def run_command(
     embedded: Annotated[bool, typer.Option("--embedded", help="With a Kafka and a Redis of its own.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines, also on a terminal.")] = False,
 ) -> None:
-    """Run the services of a platform until Ctrl-C or SIGTERM, which drain."""
+    """Run the services of a platform; Ctrl-C or SIGTERM drains."""
 
     def start() -> int:
         platform = load_application(target)
@@ -120,12 +121,12 @@ def _name(error: IdempotencyError) -> str:
 def _checked(
     file: Path | None, platform: Platform | None
 ) -> tuple[Sequence[SettingsMistake], Sequence[SettingsMistake]]:
-    settings_type = platform.settings_type if platform else Settings
+    settings_type, services = (platform.settings_type, list(platform.services)) if platform else (Settings, [])
     try:
-        settings = load_settings(file, settings_type)
+        settings = load_settings(file, settings_type, services=services)
     except SettingsError as error:
         return error.mistakes, ()
-    return (), settings_warnings(settings, platform.services if platform else ())
+    return (), settings_warnings(settings, services)
 
 
 def _print_json(source: str, mistakes: Sequence[SettingsMistake], warnings: Sequence[SettingsMistake]) -> None:

@@ -55,9 +55,17 @@ def brokers(servers: str) -> str:
     """
     for part in (part.strip() for part in servers.split(",")):
         if not _BROKER.fullmatch(part):
-            host = without_secret(part).rpartition("://")[2].rpartition("@")[2].partition("/")[0] or "localhost:9092"
-            raise ValueError(f'"{without_secret(part)}" is no broker; write host:port, as in {host}')
+            raise ValueError(f'"{without_secret(part)}" is no broker; write host:port, as in {_broker_like(part)}')
     return servers
+
+
+def _broker_like(part: str) -> str:
+    """A broker that may have been meant by `part`, which is none."""
+    host = without_secret(part).rpartition("://")[2].rpartition("@")[2].partition("/")[0]
+    if _BROKER.fullmatch(host):
+        return host
+    name = host.partition(":")[0]
+    return f"{name if _BROKER.fullmatch(name) else 'localhost'}:9092"
 
 
 def collector_url(url: str) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import TYPE_CHECKING, Final
 
 from integr8s_idem.config.addresses import url_holds_password
 from integr8s_idem.config.environment import same_name
 from integr8s_idem.config.policies import OnInProgress, OnStoreError
 from integr8s_idem.config.sections import MemoryStoreSettings, RedisStoreSettings, ServiceSettings
+from integr8s_idem.config.shape import Path
 from integr8s_idem.errors import SettingsMistake
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ KAFKA_RETENTION_SECONDS: Final = 7 * 24 * 3600
 """How long topics keep events unless told otherwise (retention.ms)."""
 _SESSION_BOUNDS: Final = (6.0, 1800.0)
 """What brokers allow a session timeout unless told otherwise (group.min/max.session.timeout.ms)."""
+_NEAR: Final = 0.8
+"""How alike two words are that differ by a slip: one letter in five."""
 _LEASE: Final = "idempotency.processing_timeout_seconds"
 _REBALANCE: Final = "kafka.rebalance_timeout_seconds"
 
@@ -222,6 +225,44 @@ def _unknown_service(name: str, services: list[str]) -> SettingsMistake:
     near = get_close_matches(name, services, n=1)
     hint = f"did you mean services.{near[0]}?" if near else f"known are {', '.join(services)}"
     return SettingsMistake(f"services.{name}", f"is no service of this application; {hint}")
+
+
+def misspelled_services(
+    sections: object, services: list[str], origins: Mapping[Path, str]
+) -> list[SettingsMistake]:
+    """Sections named nearly as a service of the application, which would run without them.
+
+    Others may be those of another application that shares the file, and so may one beside which the
+    service has a section of its own.  `origins`: which variable gave a value.
+    """
+    names = list(sections) if isinstance(sections, Mapping) else []
+    free = [service for service in services if not _is_among(service, names)]
+    found = [(name, service) for name in names for service in free if is_misspelled(name, service)]
+    return [
+        SettingsMistake(
+            f"services.{name}",
+            f"is no service of this application; did you mean services.{service}?{_set_by(name, origins)}",
+        )
+        for name, service in dict(reversed(found)).items()
+    ]
+
+
+def is_misspelled(name: str, service: str) -> bool:
+    """Whether `name` looks like `service` with a slip in it, and not like a sister: billing-eu, worker-2."""
+    given, wanted = same_name(name).split("_"), same_name(service).split("_")
+    if "".join(given) == "".join(wanted):
+        return True
+    return len(given) == len(wanted) and all(map(_is_near, given, wanted))
+
+
+def _is_near(given: str, wanted: str) -> bool:
+    digits = [[letter for letter in word if letter.isdigit()] for word in (given, wanted)]
+    return digits[0] == digits[1] and SequenceMatcher(None, given, wanted).ratio() >= _NEAR
+
+
+def _set_by(name: str, origins: Mapping[Path, str]) -> str:
+    variable = next((origin for path, origin in origins.items() if path[:2] == ("services", name)), None)
+    return f" (set by {variable})" if variable else ""
 
 
 def _compared(

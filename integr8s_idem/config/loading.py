@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar, overload
 
 from pydantic import ValidationError
 
-from integr8s_idem.config.checks import contradictions
+from integr8s_idem.config.checks import contradictions, misspelled_services
 from integr8s_idem.config.mistakes import Found, Translator
 from integr8s_idem.config.reading import Reading
 from integr8s_idem.config.settings import Settings
+from integr8s_idem.config.shape import Path as Place
 from integr8s_idem.config.shape import shape_of
 from integr8s_idem.errors import SettingsError, SettingsMistake
 
@@ -23,12 +24,18 @@ DEFAULT_FILE: Final = Path("settings.toml")
 
 
 @overload
-def load_settings(path: Path | None = None, *, overrides: Mapping[str, Any] | None = None) -> Settings: ...
+def load_settings(
+    path: Path | None = None, *, overrides: Mapping[str, Any] | None = None, services: Iterable[str] = ()
+) -> Settings: ...
 
 
 @overload
 def load_settings(
-    path: Path | None = None, settings_type: type[SettingsT] = ..., *, overrides: Mapping[str, Any] | None = None
+    path: Path | None = None,
+    settings_type: type[SettingsT] = ...,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    services: Iterable[str] = (),
 ) -> SettingsT: ...
 
 
@@ -37,6 +44,7 @@ def load_settings(
     settings_type: type[Any] = Settings,
     *,
     overrides: Mapping[str, Any] | None = None,
+    services: Iterable[str] = (),
 ) -> Settings:
     """Read the settings, once, at start.
 
@@ -44,6 +52,7 @@ def load_settings(
         path: The TOML file.  `None`: ./settings.toml if it is there, else no file.
         settings_type: `Settings`, or the application's subclass of it.
         overrides: Nested values that win over every source: `{"kafka": {"bootstrap_servers": "…"}}`.
+        services: Those of the application, if known: a section whose name is nearly one of them is a mistake.
 
     Raises:
         SettingsError: Every mistake in file, environment and overrides, and every contradiction
@@ -54,13 +63,8 @@ def load_settings(
     source = settings_source(path)
     settings, found = _validated(settings_type, reading, dict(overrides or {}))
     mistakes = [each.mistake for each in found]
-    if settings is not None:
-        doubtful = [".".join(place) for each in found for place in (each.place, each.meant) if place]
-        mistakes += [
-            each.mistake
-            for each in contradictions(settings)
-            if not any(_rests_on(each.path, path) or _rests_on(each.other, path) for path in doubtful)
-        ]
+    mistakes += misspelled_services(reading.merged.get("services"), list(services), reading.origins)
+    mistakes += _contradictions(settings or _ours(reading), reading.without | {each.meant for each in found})
     if mistakes or settings is None:
         raise SettingsError(source, mistakes)
     return settings
@@ -88,10 +92,28 @@ def _validated(
         if isinstance(outcome, Settings):
             return outcome, found
         new = [each for each in _translated(settings_type, reading, outcome) if each.place not in reading.without]
-        found += new
+        said = {each.mistake.path for each in found}
+        found += [each for each in new if each.mistake.path not in said]
         reading.without |= {each.place for each in new if each.place}
         if not any(each.place for each in new):
             return None, found
+
+
+def _ours(reading: Reading) -> Settings | None:
+    """What can be read of our own sections where the application's cannot be, so that they are checked as well."""
+    reading.without |= {(name,) for name in reading.merged if name not in Settings.model_fields}
+    outcome = _attempt(Settings, reading, dict(reading.merged))
+    return outcome if isinstance(outcome, Settings) else None
+
+
+def _contradictions(settings: Settings | None, doubtful: set[Place]) -> list[SettingsMistake]:
+    """Those between settings of which none is doubtful."""
+    paths = [".".join(place) for place in doubtful if place]
+    return [
+        each.mistake
+        for each in (contradictions(settings) if settings else ())
+        if not any(_rests_on(each.path, path) or _rests_on(each.other, path) for path in paths)
+    ]
 
 
 def _attempt(settings_type: type[Settings], reading: Reading, overrides: dict[str, Any]) -> Settings | ValidationError:
@@ -131,12 +153,17 @@ def _table(file: Path) -> dict[str, Any]:
         line = error.object[: error.start].count(b"\n") + 1
         mistake = (f"line {line}", "holds bytes that are no UTF-8 text; save the file as UTF-8")
     except tomllib.TOMLDecodeError as error:
-        mistake = _syntax(str(error))
+        mistake = _syntax(str(error), file)
     raise SettingsError(str(file), [SettingsMistake(*mistake)])
 
 
-def _syntax(message: str) -> tuple[str, str]:
+def _syntax(message: str, file: Path) -> tuple[str, str]:
     """`Invalid value (at line 3, column 7)` into place and words."""
     words, _, place = message.rpartition(" (at ")
-    hint = "; texts stand in quotes" if "Invalid value" in words else ""
-    return place.rstrip(")") or "end", f"is no TOML: {words[:1].lower()}{words[1:]}{hint}"
+    words, place = words[:1].lower() + words[1:], place.rstrip(")")
+    if place.startswith("line"):
+        hint = "; texts stand in quotes" if words == "invalid value" else ""
+        return place, f"is no TOML: {words}{hint}"
+    last_line = len(file.read_text(encoding="utf-8-sig").rstrip().splitlines())
+    found = "where a value should stand" if words == "invalid value" else f"too early: {words}"
+    return f"line {last_line}", f"is no TOML: the file ends {found}"

@@ -50,8 +50,18 @@ class Translator:
         if error["type"] in {"union_tag_invalid", "union_tag_not_found"}:
             path = (*place, str(error["ctx"]["discriminator"]).strip("'"))
         message = self._message(error, path)
+        whole = self._without_index(place)
+        if len(place) == len(whole) + 1:  # one of a list of texts or numbers: the setting is the list
+            path, message = whole, f"each {message}"
         origin = self.origins.get(path)
-        return Found(SettingsMistake(".".join(path), message + (f" (set by {origin})" if origin else "")), place)
+        # A wrong tag alone is left out, so that its neighbours are looked at as those of the default.
+        out = path if error["type"] == "union_tag_invalid" else whole
+        return Found(SettingsMistake(".".join(path), message + (f" (set by {origin})" if origin else "")), out)
+
+    def _without_index(self, place: Path) -> Path:
+        """`place` up to the list that it stands in: lists are left out whole."""
+        lists = (end for end in range(len(place)) if isinstance(self._value_at(place[:end]), list | tuple))
+        return place[: next(lists, len(place))]
 
     def _place(self, error: ErrorDetails) -> Path:
         """The error's location without what is no name in the settings: tags of unions, `[key]`."""
@@ -117,9 +127,9 @@ class Translator:
         shape: Shape | None = self.shape
         value: Any = self.values
         for part in path:
-            if shape is None or shape.is_list:
-                return shape
-            shape = shape.child(part, value)
+            if shape is None:
+                return None
+            shape = shape.item if shape.is_list else shape.child(part, value)
             value = value.get(part) if isinstance(value, Mapping) else None
         return shape
 

@@ -60,6 +60,12 @@ class Shape:
         return any(schema.get("type") == "array" for schema in self.variants())
 
     @property
+    def item(self) -> Shape | None:
+        """What each of a list must be; `None` where the places of a list differ."""
+        inner = [schema["items"] for schema in self.variants() if isinstance(schema.get("items"), Mapping)]
+        return Shape({"anyOf": inner}, self.definitions) if inner else None
+
+    @property
     def names_are_free(self) -> bool:
         """Whether users choose the names here, as in `[services.<name>]`."""
         return any(_freely_named(schema) is not None for schema in self.variants())

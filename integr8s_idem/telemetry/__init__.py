@@ -1,6 +1,6 @@
 """What the library tells about itself: one small Protocol, silent by default.
 
-An observer sees event types, service and handler names: closed sets, fit for metric labels.
+An observer sees event types, reasons, service and handler names: closed sets, fit for metric labels.
 It never sees a key or a payload, so that no implementation can leak or explode on one; a key
 reaches a span only through `Span.annotate`, and only where a setting says so.
 """
@@ -98,8 +98,11 @@ class Observer(Protocol):
         """One phase; its duration is measured, an exception marks it failed."""
         ...
 
-    def count(self, signal: Signal, event_type: str = "", amount: int = 1) -> None:
-        """Something happened."""
+    def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
+        """Something happened; `reason`, of a closed set, says why a message was not or could not be handled.
+
+        Only `Signal.DEAD_LETTER` and `Signal.UNDECODABLE` have one; `event_type` is empty where none is known.
+        """
         ...
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
@@ -136,7 +139,7 @@ class SilentObserver:
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
-    def count(self, signal: Signal, event_type: str = "", amount: int = 1) -> None:
+    def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
         """Nobody listens."""
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:

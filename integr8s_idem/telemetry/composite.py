@@ -37,10 +37,10 @@ class CompositeObserver:
         """One phase, in all of them."""
         return _together([observer.phase(phase, event_type) for observer in self._observers])
 
-    def count(self, signal: Signal, event_type: str = "", amount: int = 1) -> None:
+    def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
         """Something happened."""
         for observer in self._observers:
-            observer.count(signal, event_type, amount)
+            observer.count(signal, event_type, amount, reason=reason)
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         """A level."""

@@ -101,7 +101,7 @@ class OpenTelemetryObserver:
             attributes["idempotency.event_type"] = _text(event_type)
         return _RecordedPhase(tracer.start_span(phase.value, attributes=attributes), self._span_keys)
 
-    def count(self, signal: Signal, event_type: str = "", amount: int = 1) -> None:
+    def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
         """Counting is left to the metrics."""
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:

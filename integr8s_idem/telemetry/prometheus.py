@@ -1,12 +1,12 @@
 """Counters, levels and durations for Prometheus.
 
-Every label comes from a closed set: services and phases by nature, event types and topics because
-a set that grows is cut off and everything beyond it is counted as `other`.
+Every label comes from a closed set: services and phases by nature, event types, topics and reasons
+because a set that grows is cut off and everything beyond it is counted as `other`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Lock
@@ -24,14 +24,16 @@ MAX_LABELS: Final = 200
 """Distinct event types, and distinct topics, of one service; further ones share the label `other`."""
 MAX_LABEL_LENGTH: Final = 128
 """Characters of a label; a longer one is `other`."""
+MAX_REASONS: Final = 20
+"""Distinct reasons of one service."""
 OTHER: Final = "other"
 
 BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """Upper bounds in seconds: from one round trip to a store up to a handler as long as the default lease."""
 
 HELP: Final[Mapping[Signal | Gauge, str]] = {
-    Signal.CACHE_HIT: "Deliveries whose work was known to the store.",
-    Signal.CACHE_MISS: "Deliveries whose work was new to the store.",
+    Signal.CACHE_HIT: "Work the store knew already, once per delivery and handler.",
+    Signal.CACHE_MISS: "Work that was new to the store, once per delivery and handler.",
     Signal.DUPLICATE_BLOCKED: "Deliveries whose handler did not run because the work was done or given up.",
     Signal.TAKEOVER: "Reservations taken over from an owner whose lease ended without a word.",
     Signal.RESERVATION_LOST: "Runs whose reservation was gone before their end.",
@@ -47,8 +49,8 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.HANDLED: "Deliveries whose handler returned.",
     Signal.HANDLER_FAILED: "Runs of a handler that raised or took too long.",
     Signal.RETRY: "Deliveries to be tried again.",
-    Signal.DEAD_LETTER: "Messages moved to a dead-letter topic.",
-    Signal.UNDECODABLE: "Messages that are no event known here.",
+    Signal.DEAD_LETTER: "Messages moved to a dead-letter topic, by reason.",
+    Signal.UNDECODABLE: "Messages that are no event known here, by reason.",
     Signal.PUBLISHED: "Outgoing events confirmed by the broker.",
     Signal.COMMIT_FAILED: "Offset commits that failed.",
     Signal.REBALANCE: "Changes of the assignment of partitions.",
@@ -63,6 +65,11 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
 
 _OF_THE_SERVICE: Final = frozenset({Signal.STORE_ERROR, Signal.UNDECODABLE, Signal.COMMIT_FAILED, Signal.REBALANCE})
 """Signals that have no event type."""
+
+_UNREADABLE: Final = ("empty", "malformed", "missing_id", "unknown_type", "unsupported_version", "invalid")
+_GIVEN_UP: Final = ("handler_failed", "previously_failed", "key_reused", "corrupt_record", "no_key")
+_WITH_REASON: Final = frozenset({Signal.DEAD_LETTER, Signal.UNDECODABLE})
+"""Signals whose family has a label `reason`."""
 
 _SILENT_SPAN: Final = SILENT.phase(Phase.HANDLE).__enter__()
 
@@ -91,7 +98,7 @@ def _families_of(registry: CollectorRegistry) -> _Families:
 def _make_families(registry: CollectorRegistry) -> _Families:
     return _Families(
         counters={
-            signal: Counter(signal.value, HELP.get(signal, ""), ["service", "event_type"], registry=registry)
+            signal: Counter(signal.value, HELP.get(signal, ""), _counter_labels(signal), registry=registry)
             for signal in Signal
         },
         gauges={
@@ -115,6 +122,17 @@ def _make_families(registry: CollectorRegistry) -> _Families:
     )
 
 
+def _counter_labels(signal: Signal) -> list[str]:
+    return ["service", "event_type", "reason"] if signal in _WITH_REASON else ["service", "event_type"]
+
+
+def _reasons_of(signal: Signal, event_type: str) -> tuple[str, ...]:
+    """The reasons to start with; a message that could not be read has no event type."""
+    if signal not in _WITH_REASON:
+        return ("",)
+    return _GIVEN_UP if event_type else _UNREADABLE
+
+
 def _gauge_labels(gauge: Gauge) -> list[str]:
     return ["service", "topic"] if gauge is Gauge.CONSUMER_LAG else ["service"]
 
@@ -122,8 +140,9 @@ def _gauge_labels(gauge: Gauge) -> list[str]:
 class _BoundedLabels:
     """The label for a value: itself, or `other` where it is unfit or one too many."""
 
-    def __init__(self) -> None:
-        self._known = {"", OTHER}
+    def __init__(self, most: int = MAX_LABELS, known: Iterable[str] = ()) -> None:
+        self._known = {"", OTHER, *known}
+        self._most = most + 2
 
     def __contains__(self, value: str) -> bool:
         return value in self._known
@@ -132,7 +151,7 @@ class _BoundedLabels:
         if value in self._known:
             return value
         # A lone surrogate is not printable, and would spoil every scrape, since it has no UTF-8 form.
-        if len(value) > MAX_LABEL_LENGTH or not value.isprintable() or len(self._known) >= MAX_LABELS + 2:
+        if len(value) > MAX_LABEL_LENGTH or not value.isprintable() or len(self._known) >= self._most:
             return OTHER
         self._known.add(value)
         return value
@@ -141,8 +160,8 @@ class _BoundedLabels:
 class PrometheusObserver:
     """Counts and measures one service into `registry`.  Safe to use from several threads.
 
-    Counters of the service start at 0 at once, those of an event type as soon as the type is seen, so
-    that the first dead letter is an increase.  A gauge is absent until it is measured.
+    Counters of the service start at 0 at once, those of an event type as soon as the type is seen, for
+    each reason there is, so that the first dead letter is an increase.  A gauge is absent until it is measured.
     """
 
     def __init__(self, service: str, registry: CollectorRegistry = REGISTRY) -> None:
@@ -150,13 +169,14 @@ class PrometheusObserver:
         self._families = _families_of(registry)
         self._event_types = _BoundedLabels()
         self._topics = _BoundedLabels()
+        self._reasons = _BoundedLabels(MAX_REASONS, known=(*_UNREADABLE, *_GIVEN_UP))
         self._admitting = Lock()
-        self._counters: dict[tuple[Signal, str], Counter] = {}
+        self._counters: dict[tuple[Signal, str, str], Counter] = {}
         self._gauges: dict[tuple[Gauge, str], prometheus_client.Gauge] = {}
         self._phases: dict[tuple[Phase, str], Histogram] = {}
         self._processing: dict[str, Histogram] = {}
         for signal in Signal:
-            self._start_counter(signal, "")
+            self._start_counters(signal, "")
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
         """Measure one delivery, by the monotonic clock."""
@@ -168,10 +188,10 @@ class PrometheusObserver:
         histogram = self._phases.get((phase, event_type))
         return _Timed(histogram or self._phase_histogram(phase, event_type))
 
-    def count(self, signal: Signal, event_type: str = "", amount: int = 1) -> None:
-        """Add `amount` to the counter of `signal`."""
-        counter = self._counters.get((signal, event_type))
-        (counter or self._counter(signal, event_type)).inc(amount)
+    def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
+        """Add `amount` to the counter of `signal`; `reason` is a label of dead letters and undecodable messages."""
+        counter = self._counters.get((signal, event_type, reason))
+        (counter or self._counter(signal, event_type, reason)).inc(amount)
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         """Set the level of `gauge`."""
@@ -181,13 +201,22 @@ class PrometheusObserver:
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
         """Metrics do not travel."""
 
-    def _counter(self, signal: Signal, event_type: str) -> Counter:
+    def _counter(self, signal: Signal, event_type: str, reason: str) -> Counter:
         label = self._admit(event_type)
-        return self._counters.get((signal, label)) or self._start_counter(signal, label)
+        why = ""
+        if signal in _WITH_REASON:
+            with self._admitting:
+                why = self._reasons.label(reason)
+        return self._counters.get((signal, label, why)) or self._start_counter(signal, label, why)
 
-    def _start_counter(self, signal: Signal, label: str) -> Counter:
-        counter = self._families.counters[signal].labels(self._service, label)
-        self._counters[signal, label] = counter
+    def _start_counters(self, signal: Signal, label: str) -> None:
+        for reason in _reasons_of(signal, label):
+            self._start_counter(signal, label, reason)
+
+    def _start_counter(self, signal: Signal, label: str, reason: str) -> Counter:
+        labels = (label, reason) if signal in _WITH_REASON else (label,)
+        counter = self._families.counters[signal].labels(self._service, *labels)
+        self._counters[signal, label, reason] = counter
         return counter
 
     def _processing_histogram(self, event_type: str) -> Histogram:
@@ -214,10 +243,10 @@ class PrometheusObserver:
         with self._admitting:
             is_new = event_type not in self._event_types
             label = self._event_types.label(event_type)
-        if is_new and (Signal.DELIVERED, label) not in self._counters:
+        if is_new and (Signal.DELIVERED, label, "") not in self._counters:
             for signal in Signal:
                 if signal not in _OF_THE_SERVICE:
-                    self._start_counter(signal, label)
+                    self._start_counters(signal, label)
         return label
 
 

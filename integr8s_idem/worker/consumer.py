@@ -22,7 +22,7 @@ from aiokafka.errors import (
 
 from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.dispatcher import EventDispatcher
-from integr8s_idem.errors import StoreUnavailableError
+from integr8s_idem.errors import ApplicationError, StoreUnavailableError
 from integr8s_idem.events import EventDecoder, event_type_of
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.worker.assignments import AbandonedError, Assignment, Delivery
@@ -111,6 +111,8 @@ class ServiceWorker:
         self.topics = service.topics or tuple(
             publisher.topic_of(event_type_of(event)) for event in dispatcher.router.events
         )
+        if not self.topics:
+            raise ApplicationError(f"service {name} reads no topic: its router has no handler, and none is set")
         self._kafka = kafka
         self._service = service
         self._make_consumer = consumer
@@ -153,6 +155,11 @@ class ServiceWorker:
         """Something of ours is broken: stop rather than lose an event."""
         if not self._failed.done():
             self._failed.set_exception(error)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether handlers run on that were cancelled: the event loop cannot end before they do."""
+        return any(not task.done() for task in self._handlers())
 
     def report(self) -> ServiceReport:
         """How it is doing now."""
@@ -207,6 +214,8 @@ class ServiceWorker:
         self._consumer = self._make_consumer(self._kafka, self.group)
         self._consumer.subscribe(self.topics, listener=_Listener(self))
         await self._start_consumer()
+        if self._stopping.done():
+            return
         helpers = [asyncio.get_running_loop().create_task(work) for work in (self._commit_loop(), self._measure_loop())]
         poll = asyncio.get_running_loop().create_task(self._poll_loop())
         try:
@@ -217,6 +226,11 @@ class ServiceWorker:
             for task in (poll, *helpers, *self._handlers()):
                 task.cancel()
             await asyncio.wait({poll, *helpers, *self._handlers()}, timeout=LAST_GRACE)
+            if self.stuck:
+                logger.error(
+                    "%s: handlers were cancelled and do not end; their keys are free when their leases end", self.name
+                )
+            self._leftover |= self._handlers()
             await self._leave()
         if poll.done() and not poll.cancelled() and poll.exception() is not None:
             raise poll.exception()  # type: ignore[misc]  # just seen not to be None

@@ -39,6 +39,8 @@ class Platform:
         Raises:
             ApplicationError: Two services share a name.
         """
+        if not services:
+            raise ApplicationError("a platform needs at least one service")
         self.services: Mapping[str, Service] = {service.name: service for service in services}
         self.settings_type = settings
         if len(self.services) < len(services):

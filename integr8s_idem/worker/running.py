@@ -13,10 +13,11 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import Final
 
 from dishka import AsyncContainer
+from dishka.exception_base import DishkaError
 
 from integr8s_idem.config import Settings
 from integr8s_idem.dispatcher import EventDispatcher
-from integr8s_idem.errors import StoreError
+from integr8s_idem.errors import ApplicationError, IdempotencyError, StoreError
 from integr8s_idem.telemetry import Gauge
 from integr8s_idem.telemetry.setup import configure_telemetry
 from integr8s_idem.worker.clients import bounded
@@ -49,6 +50,11 @@ class RunningService:
         if self._worker is not None:
             self._worker.stop()
 
+    @property
+    def stuck(self) -> bool:
+        """Whether a handler ignores that it was cancelled."""
+        return self._worker is not None and self._worker.stuck
+
     def report(self) -> ServiceReport:
         """How it is doing."""
         if self._worker is not None:
@@ -68,14 +74,24 @@ class RunningService:
         """Run until stopped or broken; what broke it stays in `error`."""
         try:
             await self._run()
+        except (IdempotencyError, DishkaError) as error:
+            # Theirs are sentences and drawings that say what to do: a traceback would bury them.
+            self.error = error
+            logger.error("service %s failed: %s: %s", self.service.name, type(error).__name__, error)  # no bug of ours
         except Exception as error:
             self.error = error
             logger.exception("service %s failed", self.service.name)
 
     async def _run(self) -> None:
         container = self.service.container(self._settings)
+        if not isinstance(container, AsyncContainer):
+            raise ApplicationError(
+                f"the container of service {self.service.name} is a {type(container).__name__}; "
+                "make it with make_async_container"
+            )
         try:
             dispatcher = await container.get(EventDispatcher)
+            self._check(dispatcher)
             publisher = await container.get(EventPublisher)
             name = self.service.name
             section = self._settings.service(name)
@@ -89,6 +105,14 @@ class RunningService:
             await self._work(container, self._worker, dispatcher)
         finally:
             await _close(container, self.service.name)
+
+    def _check(self, dispatcher: EventDispatcher) -> None:
+        name = self.service.name
+        if dispatcher.scope and dispatcher.scope != name:
+            raise ApplicationError(
+                f"service {name} has the container of {dispatcher.scope}: with one name for two services they would "
+                f'share keys and swallow each other\'s events. Give it ServiceName("{name}")'
+            )
 
     async def _work(self, container: AsyncContainer, worker: ServiceWorker, dispatcher: EventDispatcher) -> None:
         loop = asyncio.get_running_loop()
@@ -153,6 +177,11 @@ class ServiceGroup:
         """Whether each service lives and is ready."""
         return Health(tuple(service.health() for service in self._running))
 
+    @property
+    def stuck(self) -> bool:
+        """Whether some handler ignores that it was cancelled: then the event loop never ends by itself."""
+        return any(service.stuck for service in self._running)
+
     def stop(self) -> None:
         """Drain at the first call; at the second stop at once: what was under way comes again."""
         self._stops += 1
@@ -166,7 +195,7 @@ class ServiceGroup:
                 task.cancel()
 
     async def run(self) -> int:
-        """Run until stopped; the exit status: 0, or 1 if a service failed."""
+        """Run until stopped; the exit status: 0, or 1 if a service failed or had to be stopped at once."""
         telemetry = self._settings.telemetry
         names = ",".join(service.service.name for service in self._running)
         async with AsyncExitStack() as stack:
@@ -178,7 +207,7 @@ class ServiceGroup:
             stack.enter_context(self._signals())
             self._tasks = [asyncio.get_running_loop().create_task(service.run()) for service in self._running]
             await asyncio.wait(self._tasks)
-        return 1 if any(service.error for service in self._running) else 0
+        return 1 if self._stops > 1 or self.stuck or any(service.error for service in self._running) else 0
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReu
 from integr8s_idem.telemetry import Observer, Signal
 from integr8s_idem.work import Executed, HandlerFailed, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
-from integr8s_idem.worker.deadletters import PREFIX, DeadLetter
+from integr8s_idem.worker.deadletters import PREFIX, DeadLetter, generation_of
 from integr8s_idem.worker.gate import StoreGate
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.retries import Backoff
@@ -85,16 +85,17 @@ class Settler:
         record = delivery.record
         try:
             event = self.decoder.decode(record.value)
+            generation = generation_of(record)
         except UndecodableEventError as error:
-            self.observer.count(Signal.UNDECODABLE, error.reason)
+            self.observer.count(Signal.UNDECODABLE, reason=error.reason)
             await self._dead_letter(delivery, DeadLetter(error.reason, error))
             return
         self.observer.count(Signal.DELIVERED, event.event_type)
         with self.observer.processing(event.event_type, record.topic, record.headers):
             try:
-                handlings = self.dispatcher.handlings(event)
+                handlings = self.dispatcher.handlings(event, generation)
             except Exception as error:  # noqa: BLE001  # a key function is the user's code: its error goes with the letter
-                await self._dead_letter(delivery, DeadLetter("no_key", error))
+                await self._dead_letter(delivery, DeadLetter("no_key", error, event_type=event.event_type))
                 return
             if len(handlings) == 1:
                 await self._settle(delivery, handlings[0])
@@ -119,6 +120,7 @@ class Settler:
                     return None
                 case InProgress() if handling.on_in_progress is OnInProgress.SKIP:
                     self.tally.duplicates += 1
+                    self.observer.count(Signal.DUPLICATE_BLOCKED, handling.event.event_type)
                     return None
                 case InProgress() if handling.on_in_progress is OnInProgress.RAISE:
                     looks += 1
@@ -162,7 +164,7 @@ class Settler:
             handling.label,
             handling.handler.name,
             failed.attempt,
-            type(failed.error).__name__,
+            describe_error(failed.error),
             pause,
             exc_info=failed.error if logger.isEnabledFor(logging.DEBUG) else None,
         )
@@ -201,7 +203,7 @@ class Settler:
                 if delivery.assignment.closed:
                     raise AbandonedError from error
         self.tally.dead_letters += 1
-        self.observer.count(Signal.DEAD_LETTER, letter.reason)
+        self.observer.count(Signal.DEAD_LETTER, letter.event_type, reason=letter.reason)
         logger.error(
             "dead-lettered %s[%d]@%d to %s: %s",
             record.topic,
@@ -209,22 +211,24 @@ class Settler:
             record.offset,
             topic,
             describe_error(letter.error) if isinstance(letter.error, BaseException) else letter.error,
+            # Given up after tries: where it happened is what somebody will want to know.
+            exc_info=letter.error if letter.attempts and isinstance(letter.error, BaseException) else None,
         )
 
 
 def _letter(handling: Handling, outcome: Outcome[Any]) -> DeadLetter:
-    name, label = handling.handler.name, handling.label
+    name, label, kind = handling.handler.name, handling.label, handling.event.event_type
     match outcome:
         case HandlerFailed():
-            return DeadLetter("handler_failed", outcome.error, name, label, outcome.attempt)
+            return DeadLetter("handler_failed", outcome.error, name, label, outcome.attempt, kind)
         case Failed():
             error: Exception = PreviouslyFailedError(label, outcome.attempt, outcome.error)
-            return DeadLetter("previously_failed", error, name, label, outcome.attempt)
+            return DeadLetter("previously_failed", error, name, label, outcome.attempt, kind)
         case KeyReused():
             error = KeyReusedError(label, outcome.stored, outcome.offered)
-            return DeadLetter("key_reused", error, name, label)
+            return DeadLetter("key_reused", error, name, label, event_type=kind)
         case Corrupt():
-            return DeadLetter("corrupt_record", CorruptRecordError(label, outcome.reason), name, label)
+            return DeadLetter("corrupt_record", CorruptRecordError(label, outcome.reason), name, label, event_type=kind)
         case _:
             raise AssertionError(f"{outcome} is no reason for a dead letter")
 

@@ -1,58 +1,169 @@
-"""What an event costs at the store, counted by the store."""
+"""What an event costs at the store: the commands that came over the wire, as the store saw them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import timedelta
+from typing import Any, Final, Literal
 
 import pytest
 from redis.asyncio import Redis
 
-from integr8s_idem import IdempotencyManager
+from integr8s_idem import BaseEvent, EventRouter, IdempotencyManager
+from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.records import ReserveRequest, Verdict
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem.worker.records import Partition
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import RunningWorker, running
+
+TOPIC = Partition("order_placed", 0)
+OF_A_CONNECTION: Final = frozenset({"HELLO", "CLIENT", "SELECT"})
+"""Sent by the driver once for each new connection, whatever the number of events."""
+LAST: Final = "nothing more is listened to"
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
 
 
 @pytest.fixture
 async def manager(redis_client: Redis) -> AsyncIterator[IdempotencyManager]:
-    repository = RedisIdempotencyRepository(redis_client, timeout=timedelta(seconds=5))
-    manager = IdempotencyManager(repository=repository, scope="billing")
-    await manager.run("warm-up", _work)  # loads the scripts
-    await redis_client.config_resetstat()
+    manager = await warm_manager(RedisIdempotencyRepository(redis_client, timeout=timedelta(seconds=5)))
     yield manager
     await manager.close()
+
+
+async def warm_manager(repository: RedisIdempotencyRepository) -> IdempotencyManager:
+    """A manager whose scripts the server knows."""
+    manager = IdempotencyManager(repository=repository, scope="billing")
+    await manager.run("warm-up", _work)
+    return manager
 
 
 async def _work() -> str:
     return "done"
 
 
-async def calls(client: Redis) -> int:
-    """Commands that came over the wire, without those that scripts call and without this one."""
-    stats = await client.info("commandstats")
-    inner = {"cmdstat_get", "cmdstat_set", "cmdstat_time", "cmdstat_pttl", "cmdstat_pexpire"}
-    ours = {"cmdstat_info", "cmdstat_config|resetstat", "cmdstat_config"}
-    return sum(values["calls"] for name, values in stats.items() if name not in inner | ours)
+@asynccontextmanager
+async def overheard(client: Redis) -> AsyncIterator[list[str]]:
+    """Names of the commands that clients send during the block.  The list is complete once the block is left.
+
+    Redis marks what a script calls as coming from `lua`; that costs no round trip and is left out.
+    """
+    commands: list[str] = []
+    async with client.monitor() as monitor:
+        yield commands
+        await client.echo(LAST)
+        while LAST not in (heard := await monitor.next_command())["command"]:
+            if heard["client_type"] != "lua":
+                commands.append(heard["command"].partition(" ")[0].upper())
+    commands[:] = [command for command in commands if command not in OF_A_CONNECTION]
 
 
 async def test_a_fresh_event_costs_two_round_trips(manager: IdempotencyManager, redis_client: Redis) -> None:
-    await manager.run("order:1", _work)
+    async with overheard(redis_client) as commands:
+        await manager.run("order:1", _work)
 
-    assert await calls(redis_client) == 2
+    assert commands == ["EVALSHA", "EVALSHA"]
 
 
 async def test_a_duplicate_costs_one_round_trip(manager: IdempotencyManager, redis_client: Redis) -> None:
     await manager.run("order:1", _work)
-    await redis_client.config_resetstat()
 
-    assert await manager.run("order:1", _work) == "done"
+    async with overheard(redis_client) as commands:
+        assert await manager.run("order:1", _work) == "done"
 
-    assert await calls(redis_client) == 1
+    assert commands == ["EVALSHA"]
 
 
 async def test_a_hundred_events_at_once_share_their_round_trips(
     manager: IdempotencyManager, redis_client: Redis
 ) -> None:
-    await asyncio.gather(*(manager.run(f"order:{number}", _work) for number in range(100)))
+    async with overheard(redis_client) as commands:
+        await asyncio.gather(*(manager.run(f"order:{number}", _work) for number in range(100)))
 
-    assert await calls(redis_client) == 2
+    assert commands == ["EVALSHA", "EVALSHA"]
+
+
+class TalkativeRepository(RedisIdempotencyRepository):
+    """Looks and notes before it asks, in round trips of their own."""
+
+    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        if await self.client.get("seen") is None:
+            await self.client.set("seen", "1")
+        return await super().reserve(requests)
+
+
+async def test_a_get_and_a_set_beside_the_scripts_are_counted(redis_client: Redis) -> None:
+    manager = await warm_manager(TalkativeRepository(redis_client, timeout=timedelta(seconds=5)))
+    await redis_client.delete("seen")
+
+    async with overheard(redis_client) as commands:
+        await manager.run("order:1", _work)
+
+    await manager.close()
+    assert commands == ["GET", "SET", "EVALSHA", "EVALSHA"]
+
+
+# The same through a worker.
+
+
+@asynccontextmanager
+async def worker_of(manager: IdempotencyManager, **service: Any) -> AsyncIterator[RunningWorker]:
+    """A worker that is past its start, at which it asks how the store is."""
+    router, broker = EventRouter(), FakeBroker()
+
+    @router.on(OrderPlaced, name="handle")
+    async def handle(event: OrderPlaced) -> str:
+        return "done"
+
+    broker.publish(OrderPlaced())
+    async with running(IdempotentEventDispatcher(router, manager), broker, **service) as worker:
+        await settled(worker)
+        yield worker
+
+
+async def trips_for(events: Sequence[OrderPlaced], worker: RunningWorker, client: Redis) -> list[str]:
+    """What the worker sends to the store from the arrival of `events` to the commit of the last."""
+    async with overheard(client) as commands:
+        worker.broker.publish(*events)
+        await settled(worker)
+    return commands
+
+
+async def settled(worker: RunningWorker) -> None:
+    """Every message is committed."""
+    broker = worker.broker
+    await worker.until(lambda: broker.committed.get(TOPIC) == len(broker.logs[TOPIC]), seconds=30)
+
+
+async def test_in_the_order_of_its_partition_an_event_costs_two_round_trips_and_its_duplicate_one(
+    manager: IdempotencyManager, redis_client: Redis
+) -> None:
+    events = [OrderPlaced() for _ in range(10)]
+
+    async with worker_of(manager, ordering="partition") as worker:
+        fresh = await trips_for(events, worker, redis_client)
+        again = await trips_for(events, worker, redis_client)
+
+    assert fresh == ["EVALSHA"] * 20
+    assert again == ["EVALSHA"] * 10
+    assert worker.worker.report().tally.duplicates == 10
+
+
+async def test_events_of_many_aggregates_share_the_round_trips_of_their_worker(
+    manager: IdempotencyManager, redis_client: Redis
+) -> None:
+    events = [OrderPlaced(aggregate_id=f"order-{number}") for number in range(50)]
+
+    async with worker_of(manager, ordering="key") as worker:
+        fresh = await trips_for(events, worker, redis_client)
+        again = await trips_for(events, worker, redis_client)
+
+    assert {*fresh, *again} == {"EVALSHA"}
+    assert len(fresh) <= 10
+    assert len(again) <= 5
+    assert worker.worker.report().tally.duplicates == 50

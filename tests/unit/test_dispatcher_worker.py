@@ -11,7 +11,8 @@ import pytest
 from integr8s_idem.config import OnFailure
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import PermanentError
-from integr8s_idem.events import BaseEvent
+from integr8s_idem.events import BaseEvent, encode_event
+from integr8s_idem.keys import Key, KeyResolver, KeyStrategy
 from integr8s_idem.routing import EventRouter
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.records import Partition
@@ -287,3 +288,65 @@ async def test_a_worker_stopped_at_once_leaves_no_handler_behind() -> None:
         await asyncio.wait({worker.task})
 
         assert ends == ["cancelled"]
+
+
+@virtual_time
+async def test_a_failed_event_replayed_with_a_generation_is_handled_and_its_history_stays() -> None:
+    """The ancestor's FAILED records swallowed every replay from the dead-letter topic."""
+    broker, here, mended, runs = FakeBroker(), guarded(max_attempts=1), list[bool](), list[str]()
+    event = OrderPlaced()
+    broker.publish(event)
+
+    async def handle(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+        if not mended:
+            raise ValueError("not yet")
+
+    async with running(dispatcher_of(handle, here), broker) as worker:
+        await worker.until(lambda: len(broker.values(DEAD)) == 1)
+        mended.append(True)
+        broker.publish(event)  # the plain replay stays blocked, and is not silently acknowledged
+        await worker.until(lambda: len(broker.values(DEAD)) == 2)
+        broker.put("order_placed", encode_event(event), headers=[("idempotency-generation", b"1")])
+        broker.put("order_placed", encode_event(event), headers=[("idempotency-generation", b"1")])
+        await worker.until(lambda: broker.committed.get(TOPIC) == 4)
+
+    key = Key.of_event("handle", "order_placed", "id", event.event_id)
+    first, second = await here.manager.get(key), await here.manager.get(key.in_generation(1))
+    assert runs == ["1", "1"]
+    assert (first and first.status.value, second and second.status.value) == ("failed", "completed")
+    assert worker.worker.report().tally.duplicates == 1
+
+
+@virtual_time
+async def test_a_generation_that_is_no_number_is_dead_lettered() -> None:
+    broker = FakeBroker()
+    broker.put("order_placed", encode_event(OrderPlaced()), headers=[("idempotency-generation", b"one")])
+
+    async def handle(event: OrderPlaced) -> None: ...
+
+    async with running(dispatcher_of(handle, guarded()), broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+
+    assert told(broker.values(DEAD)[0])["reason"] == b"invalid"
+
+
+@virtual_time
+async def test_an_event_with_a_key_of_two_megabytes_is_dead_lettered_whole_and_the_loop_lives() -> None:
+    broker, here = FakeBroker(), guarded(max_attempts=1)
+    router = EventRouter()
+
+    @router.on(OrderPlaced)
+    async def handle(event: OrderPlaced) -> None:
+        raise ValueError("no")
+
+    resolver = KeyResolver(KeyStrategy.CUSTOM, custom=lambda event: "\x00\n:{}*" + "k" * 2_000_000)
+    broker.publish(OrderPlaced())
+    broker.publish(OrderPlaced(order_id="2"))
+
+    async with running(IdempotentEventDispatcher(router, here.manager, resolver=resolver), broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 2)
+
+    assert [letter.value for letter in broker.values(DEAD)] == [
+        record.value for record in broker.values("order_placed")
+    ]

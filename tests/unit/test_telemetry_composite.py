@@ -42,8 +42,8 @@ class Recorder:
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
         return self._span(phase.name)
 
-    def count(self, signal: Signal, event_type: str = "", amount: int = 1) -> None:
-        self._tell(f"{signal.name} {event_type} {amount}")
+    def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
+        self._tell(f"{signal.name} {event_type} {amount} {reason}")
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         self._tell(f"{gauge.name} {value} {part}")
@@ -87,11 +87,14 @@ def test_every_observer_hears_everything() -> None:
     both: Observer = combined(Recorder("a", story), Recorder("b", story))
     headers: list[tuple[str, bytes]] = []
 
-    both.count(Signal.RETRY, "order", 2)
+    both.count(Signal.DEAD_LETTER, "order", 2, reason="no_key")
     both.measure(Gauge.CONSUMER_LAG, 1.5, "orders")
     both.inject(headers)
 
-    assert story == ["a RETRY order 2", "b RETRY order 2", "a CONSUMER_LAG 1.5 orders", "b CONSUMER_LAG 1.5 orders"]
+    assert story == [
+        *("a DEAD_LETTER order 2 no_key", "b DEAD_LETTER order 2 no_key"),
+        *("a CONSUMER_LAG 1.5 orders", "b CONSUMER_LAG 1.5 orders"),
+    ]
     assert headers == [("a", b""), ("b", b"")]
 
 

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import re
+from typing import Literal
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from integr8s_idem.errors import UndecodableEventError
+from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.telemetry import Gauge, Phase, Signal
-from integr8s_idem.telemetry.prometheus import HELP, MAX_LABELS, PrometheusObserver
+from integr8s_idem.telemetry.prometheus import HELP, MAX_LABELS, MAX_REASONS, PrometheusObserver
+from integr8s_idem.worker import settling
+
+WITH_REASON = (Signal.DEAD_LETTER, Signal.UNDECODABLE)
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str
 
 
 @pytest.fixture
@@ -20,13 +33,8 @@ def lines_of(registry: CollectorRegistry) -> list[str]:
     return generate_latest(registry).decode().splitlines()
 
 
-def event_types_in(registry: CollectorRegistry, metric: str) -> set[str]:
-    return {
-        sample.labels["event_type"]
-        for family in registry.collect()
-        for sample in family.samples
-        if sample.name == metric
-    }
+def labels_in(registry: CollectorRegistry, metric: str, label: str) -> set[str]:
+    return {sample.labels[label] for family in registry.collect() for sample in family.samples if sample.name == metric}
 
 
 def test_the_four_metrics_of_the_seeds_are_on_the_page(registry: CollectorRegistry) -> None:
@@ -41,7 +49,7 @@ def test_the_four_metrics_of_the_seeds_are_on_the_page(registry: CollectorRegist
     assert 'idempotency_keys_active{service="billing"} 3.0' in page
 
 
-@pytest.mark.parametrize("signal", Signal)
+@pytest.mark.parametrize("signal", [signal for signal in Signal if signal not in WITH_REASON])
 def test_every_signal_is_counted_by_service_and_event_type(registry: CollectorRegistry, signal: Signal) -> None:
     observer = PrometheusObserver("billing", registry)
 
@@ -52,17 +60,73 @@ def test_every_signal_is_counted_by_service_and_event_type(registry: CollectorRe
     assert registry.get_sample_value(f"{signal.value}_total", labels) == 5
 
 
+@pytest.mark.parametrize("signal", WITH_REASON)
+def test_what_is_given_up_is_counted_by_reason_too(registry: CollectorRegistry, signal: Signal) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.count(signal, "order_placed", reason="no_key")
+    observer.count(signal, "order_placed", 4, reason="no_key")
+    observer.count(signal, reason="malformed")
+
+    of_orders = {"service": "billing", "event_type": "order_placed", "reason": "no_key"}
+    of_nobody_knows_what = {"service": "billing", "event_type": "", "reason": "malformed"}
+    assert registry.get_sample_value(f"{signal.value}_total", of_orders) == 5
+    assert registry.get_sample_value(f"{signal.value}_total", of_nobody_knows_what) == 1
+
+
+def test_other_signals_have_no_reason(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.count(Signal.CACHE_HIT, "order_placed", reason="no_key")
+
+    assert 'idempotency_cache_hits_total{event_type="order_placed",service="billing"} 1.0' in lines_of(registry)
+
+
+def test_reasons_never_become_event_types(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.count(Signal.UNDECODABLE, reason="malformed")
+    observer.count(Signal.DEAD_LETTER, reason="malformed")
+
+    assert labels_in(registry, "idempotency_cache_hits_total", "event_type") == {""}
+
+
 @pytest.mark.parametrize("named", [*Signal, *Gauge])
 def test_every_metric_says_what_it_is(named: Signal | Gauge) -> None:
     assert HELP[named].endswith(".")
 
 
-def test_the_first_dead_letter_of_an_event_type_is_an_increase_from_zero(registry: CollectorRegistry) -> None:
+@pytest.mark.parametrize("reason", re.findall(r'DeadLetter\("(\w+)"', inspect.getsource(settling)))
+def test_the_first_dead_letter_of_an_event_type_is_an_increase_from_zero(
+    registry: CollectorRegistry, reason: str
+) -> None:
     observer = PrometheusObserver("billing", registry)
 
     observer.count(Signal.DELIVERED, "order_placed")
 
-    labels = {"service": "billing", "event_type": "order_placed"}
+    labels = {"service": "billing", "event_type": "order_placed", "reason": reason}
+    assert registry.get_sample_value("idempotency_dead_letters_total", labels) == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no json",
+        b'{"event_type": "order_placed"}',
+        b'{"event_id": "1", "event_type": "order_lost"}',
+        b'{"event_id": "1", "event_type": "order_placed", "event_version": "9.0"}',
+        b'{"event_id": "1", "event_type": "order_placed", "order_id": 5}',
+    ],
+)
+def test_the_first_undecodable_message_is_an_increase_from_zero(registry: CollectorRegistry, body: bytes) -> None:
+    PrometheusObserver("billing", registry)
+
+    with pytest.raises(UndecodableEventError) as caught:
+        EventDecoder([OrderPlaced]).decode(body)
+
+    labels = {"service": "billing", "event_type": "", "reason": caught.value.reason}
+    assert registry.get_sample_value("idempotency_undecodable_messages_total", labels) == 0
     assert registry.get_sample_value("idempotency_dead_letters_total", labels) == 0
 
 
@@ -142,11 +206,25 @@ def test_event_types_without_end_make_a_bounded_number_of_series(registry: Colle
             pass
 
     others = {"service": "billing", "event_type": "other"}
-    assert len(event_types_in(registry, "idempotency_cache_hits_total")) == MAX_LABELS + 2
+    assert len(labels_in(registry, "idempotency_cache_hits_total", "event_type")) == MAX_LABELS + 2
     assert registry.get_sample_value("idempotency_cache_hits_total", others) == 300
     assert registry.get_sample_value("idempotency_processing_seconds_count", others) == 300
     assert len(observer._counters) < len(Signal) * (MAX_LABELS + 3)
     assert len(observer._processing) + len(observer._phases) + len(observer._gauges) <= 3 * (MAX_LABELS + 2)
+
+
+@pytest.mark.parametrize("signal", WITH_REASON)
+def test_reasons_without_end_make_a_bounded_number_of_series(registry: CollectorRegistry, signal: Signal) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    for number in range(MAX_REASONS + 300):
+        observer.count(signal, "order_placed", reason=f"reason-{number}")
+    observer.count(signal, "order_placed", reason="no_key")
+
+    labels = {"service": "billing", "event_type": "order_placed"}
+    assert len(labels_in(registry, f"{signal.value}_total", "reason")) <= MAX_REASONS + 2
+    assert (registry.get_sample_value(f"{signal.value}_total", labels | {"reason": "other"}) or 0) >= 300
+    assert registry.get_sample_value(f"{signal.value}_total", labels | {"reason": "no_key"}) == 1
 
 
 @pytest.mark.parametrize(
@@ -158,11 +236,14 @@ def test_an_event_type_unfit_for_a_label_is_counted_as_other(registry: Collector
     observer = PrometheusObserver("billing", registry)
 
     observer.count(Signal.DELIVERED, hostile)
+    observer.count(Signal.DEAD_LETTER, hostile, reason=hostile)
     with observer.processing(hostile, hostile, [(hostile, b"")]), observer.phase(Phase.HANDLE, hostile):
         pass
     observer.measure(Gauge.CONSUMER_LAG, 1, hostile)
 
-    assert 'idempotency_deliveries_total{event_type="other",service="billing"} 1.0' in lines_of(registry)
+    page = lines_of(registry)
+    assert 'idempotency_deliveries_total{event_type="other",service="billing"} 1.0' in page
+    assert 'idempotency_dead_letters_total{event_type="other",reason="other",service="billing"} 1.0' in page
 
 
 def test_quotes_in_an_event_type_are_escaped(registry: CollectorRegistry) -> None:

@@ -1,0 +1,134 @@
+"""What people get wrong, refused where they did it, in one sentence."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal, cast
+
+import pytest
+
+from integr8s_idem import (
+    BaseEvent,
+    EventRouter,
+    IdempotencyConfig,
+    IdempotencyManager,
+    IdempotentEventHandler,
+    KeyResolver,
+    MemoryIdempotencyRepository,
+    Platform,
+)
+from integr8s_idem.errors import ApplicationError, HandlerExitError, InProgressError, InvalidKeyError
+from integr8s_idem.events import event_type_of
+from integr8s_idem.keys import LONGEST_LABEL, Key
+from tests.support.guarded import guarded
+from tests.support.workers import OrderPlaced
+
+
+async def handle(event: BaseEvent) -> str:
+    return "done"
+
+
+def test_a_platform_without_services_is_refused() -> None:
+    with pytest.raises(ApplicationError, match="at least one service"):
+        Platform()
+
+
+def test_a_handler_that_is_no_async_function_is_refused_before_its_effects_happen() -> None:
+    def charge(event: OrderPlaced) -> None: ...
+
+    with pytest.raises(ApplicationError, match=r"charge is no async function"):
+        EventRouter().on(OrderPlaced)(cast(Any, charge))
+
+
+def test_a_decorator_without_its_event_is_refused() -> None:
+    with pytest.raises(ApplicationError, match="no class of events"):
+        EventRouter().on(cast(Any, handle))
+
+
+@pytest.mark.parametrize("name", ["", "a b/c", "x" * 151, "naïve"])
+def test_an_event_type_that_makes_no_topic_is_refused(name: str) -> None:
+    class Odd(BaseEvent):
+        event_type: str = name
+
+    with pytest.raises(ApplicationError, match="makes no topic"):
+        event_type_of(Odd)
+
+
+def test_an_event_type_with_two_values_is_refused() -> None:
+    class Both(BaseEvent):
+        event_type: Literal["a", "b"] = "a"
+
+    with pytest.raises(ApplicationError, match="pins no event_type"):
+        event_type_of(Both)
+
+
+@pytest.mark.parametrize("seconds", [-5, 0, 1, 299])
+async def test_a_ttl_shorter_than_the_lease_is_refused_wherever_it_is_given(seconds: float) -> None:
+    manager, ttl = guarded(processing_timeout_seconds=300).manager, timedelta(seconds=seconds)
+
+    with pytest.raises(ApplicationError, match="shorter than the lease of 300 s"):
+        await manager.run("order:1", lambda: handle(OrderPlaced(order_id="1")), ttl=ttl)
+    with pytest.raises(ApplicationError, match="shorter than the lease"):
+        IdempotentEventHandler(handle, manager, ttl=ttl)
+
+
+def test_a_config_that_forgets_before_its_lease_ends_is_refused() -> None:
+    config = IdempotencyConfig(default_ttl_seconds=1, processing_timeout_seconds=300)
+
+    with pytest.raises(ApplicationError, match="shorter than the lease"):
+        IdempotencyManager(config, MemoryIdempotencyRepository(), scope="billing")
+
+
+def test_a_manager_without_a_scope_is_refused() -> None:
+    with pytest.raises(ApplicationError, match="needs a scope"):
+        IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="")
+
+
+async def test_a_policy_given_as_text_is_the_policy() -> None:
+    here = guarded()
+    await here.manager.reserve("order:1")
+
+    with pytest.raises(InProgressError):
+        await here.manager.run("order:1", lambda: handle(OrderPlaced(order_id="1")), on_in_progress=cast(Any, "raise"))
+    assert (
+        await here.manager.run("order:1", lambda: handle(OrderPlaced(order_id="1")), on_in_progress=cast(Any, "skip"))
+        is None
+    )
+
+
+def test_a_strategy_given_as_text_is_the_strategy_and_an_unknown_one_is_refused() -> None:
+    event = OrderPlaced(order_id="1")
+
+    assert KeyResolver(cast(Any, "content_hash")).resolve("h", event) == KeyResolver(
+        KeyResolver(cast(Any, "content_hash")).strategy
+    ).resolve("h", event)
+    with pytest.raises(InvalidKeyError, match="there are event_based, content_hash, custom"):
+        KeyResolver(cast(Any, "by_magic"))
+
+
+async def test_a_function_of_run_that_is_not_async_says_so() -> None:
+    with pytest.raises(ApplicationError, match="no async function"):
+        await guarded().manager.run("order:1", cast(Any, lambda: "receipt"))
+
+
+async def test_a_handler_that_calls_exit_is_a_failure_and_ends_nobody_else() -> None:
+    async def leave(event: BaseEvent) -> None:
+        raise SystemExit(0)
+
+    with pytest.raises(HandlerExitError):
+        await IdempotentEventHandler(leave, guarded().manager)(OrderPlaced(order_id="1"))
+
+
+def test_a_key_of_a_megabyte_has_a_label_that_fits_a_header_and_still_tells_keys_apart() -> None:
+    first, second = Key.of("x" * 1_000_000 + "1"), Key.of("x" * 1_000_000 + "2")
+
+    assert len(first.label) <= LONGEST_LABEL
+    assert first.label != second.label
+
+
+def test_a_generation_makes_another_key_that_no_other_key_equals() -> None:
+    first = Key.of_event("charge", "order_placed", "id", "1")
+
+    assert first.in_generation(0) is first
+    assert first.in_generation(1).text != Key.of_event("charge", "order_placed", "id", "1;1").text
+    assert len({first.in_generation(number).text for number in range(5)}) == 5

@@ -1,0 +1,97 @@
+"""Services side by side: what does not fit together is said at the start."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import pytest
+from dishka import make_container
+
+from integr8s_idem import BaseEvent, EventRouter, Service, Settings
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    DispatcherProvider,
+    FromDishka,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.worker import ServiceGroup
+from tests.support.workers import OrderPlaced
+
+SETTINGS = Settings(store={"kind": "memory"}, telemetry={"metrics_enabled": False})
+
+
+def router() -> EventRouter:
+    router = EventRouter()
+
+    @router.on(OrderPlaced)
+    async def charge(event: OrderPlaced) -> None: ...
+
+    return router
+
+
+def container(settings: Settings, name: str = "billing", handlers: EventRouter | None = None) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(handlers or router()),
+        context={Settings: settings, ServiceName: ServiceName(name)},
+        validation_settings=STRICT_VALIDATION,
+    )
+
+
+async def failure_of(service: Service, caplog: pytest.LogCaptureFixture) -> str:
+    """What a group says of a service that cannot start."""
+    with caplog.at_level(logging.ERROR):
+        assert await ServiceGroup([service], SETTINGS).run() == 1
+    (record,) = [record for record in caplog.records if "failed" in record.message]
+    assert record.exc_info is None, "a sentence, no traceback"
+    return record.message
+
+
+async def test_a_service_with_the_container_of_another_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """They would share their keys: each event would be handled by one of them alone."""
+    told = await failure_of(Service("shipping", container=container), caplog)
+
+    assert "service shipping has the container of billing" in told
+    assert 'ServiceName("shipping")' in told
+
+
+async def test_a_service_without_handlers_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def empty(settings: Settings) -> AsyncContainer:
+        return container(settings, handlers=EventRouter())
+
+    assert "reads no topic" in await failure_of(Service("billing", container=empty), caplog)
+
+
+async def test_a_container_that_is_not_async_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service("billing", container=lambda settings: make_container())  # type: ignore[arg-type,return-value]
+
+    assert "make it with make_async_container" in await failure_of(service, caplog)
+
+
+async def test_a_handler_whose_dependency_nobody_provides_is_told_by_the_drawing_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Payments: ...
+
+    async def charge(event: BaseEvent, payments: object) -> None: ...
+
+    charge.__annotations__ = {"event": OrderPlaced, "payments": cast(Any, FromDishka)[Payments]}
+    handlers = EventRouter()
+    handlers.on(OrderPlaced)(charge)
+
+    def incomplete(settings: Settings) -> AsyncContainer:
+        return make_async_container(
+            KafkaProvider(),
+            DispatcherProvider(handlers),
+            context={Settings: settings, ServiceName: ServiceName("billing")},
+            validation_settings=STRICT_VALIDATION,
+        )
+
+    assert "Payments" in await failure_of(Service("billing", container=incomplete), caplog)
