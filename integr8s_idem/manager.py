@@ -275,7 +275,8 @@ class IdempotencyManager:
         """
         pause = min(FIRST_LOOK * 2 ** min(looks, 10), LONGEST_LOOK, found.retry_after.total_seconds() + 0.01)
         pause = min(pause * random.uniform(0.75, 1.25), at_most)  # noqa: S311  # jitter, no secret
-        self.observer.count(Signal.WAITED)
+        if looks == 0:
+            self.observer.count(Signal.WAITED)
         with self.observer.phase(Phase.WAIT):
             if (running := self._running.get(found.key)) is not None:
                 # Our own process tells us; the lease is the limit in case it goes on and on.

@@ -39,7 +39,6 @@ async def redis_client(redis_url: str) -> AsyncIterator[Redis]:
 EXPECTED_SKIPS = (
     "this store cannot hold an unreadable record",  # memory holds objects, not bytes
     "no redis-server or valkey-server on the PATH",  # the bundled 6.2 is always tested
-    "INTEGR8S_IDEM_TEST_POSTGRES",  # the platform's second database, where somebody names one
 )
 """Reasons for which a test may be skipped where CI=true; any other skip is a failure there."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from integr8s_idem.errors import ApplicationError
+from integr8s_idem.errors import ApplicationError, SettingsError
 from integr8s_idem.worker import Platform, Service
 
 _OWN_LINES: Final = 12
@@ -68,6 +68,8 @@ def _module(name: str) -> ModuleType:
                 f'"{name.partition(".")[0]}", or install it'
             ) from None
         raise ApplicationError(_broken(name, error, f'install "{error.name}", or mend the import')) from None
+    except (ApplicationError, SettingsError):
+        raise  # what the module built does not fit together, and says so itself
     except Exception as error:  # noqa: BLE001 -- whatever an application raises when it is imported is shown
         raise ApplicationError(_broken(name, error, "mend the application and try again")) from None
     except SystemExit:

@@ -13,6 +13,8 @@ from rich.text import Text
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 """What every record has, and a copy of the message that uvicorn adds; the rest came by `extra`."""
+REPEAT_SECONDS: Final = 30.0
+"""How long the same line of aiokafka is not shown again."""
 _COLOURS: Final = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
 
 
@@ -42,13 +44,47 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:01 INFO    integr8s_idem.worker  message  name=value`, in local time."""
+    """`12:00:01 INFO    integr8s_idem.worker  message  name=value`, in local time.
+
+    One line, and an indented one for each of a traceback.  Events and their ids come from elsewhere:
+    what they hold can neither steer the terminal nor look like a line of its own.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).astimezone().strftime("%H:%M:%S")
         extra = "".join(f"  {name}={value}" for name, value in extra_fields(record).items())
-        line = f"{time} {record.levelname:<7} {record.name}  {record.getMessage()}{extra}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{time} {record.levelname:<7} {record.name}  {record.getMessage().rstrip()}{extra}"
+        below = [self.formatException(record.exc_info)] if record.exc_info else []
+        below += [self.formatStack(record.stack_info)] if record.stack_info else []
+        return "\n".join([printable(line), *(f"    {printable(each)}" for text in below for each in text.split("\n"))])
+
+
+def printable(text: str) -> str:
+    """`text` in one line, with escapes for whatever a terminal would obey instead of show."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+class NotTheSameAgain(logging.Filter):
+    """Lets a line of aiokafka pass once in `REPEAT_SECONDS`, by this machine's clock.
+
+    It says each failed connection anew, several times a second.  Its lines are not left out altogether:
+    at start they alone name the cause, and later on they alone say that brokers are gone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to show it."""
+        if record.name.partition(".")[0] != "aiokafka":
+            return True
+        line, now = record.getMessage(), record.created
+        # A clock that was set back must not silence anything.
+        self._last = {said: when for said, when in self._last.items() if 0 <= now - when < REPEAT_SECONDS}
+        is_new = line not in self._last
+        self._last.setdefault(line, now)
+        return is_new
 
 
 class ConsoleHandler(logging.Handler):
@@ -81,6 +117,8 @@ def log_as_text(console: Console, level: str) -> None:
 
 
 def _install(handler: logging.Handler, level: str) -> None:
+    if level != "DEBUG":
+        handler.addFilter(NotTheSameAgain())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from integr8s_idem.cli.logging import log_as_json, log_as_text
 from integr8s_idem.cli.table import LiveTable
-from integr8s_idem.config import Settings, load_settings, settings_warnings
+from integr8s_idem.config import RedisStoreSettings, Settings, load_settings, settings_warnings
 from integr8s_idem.config.loading import settings_source
 from integr8s_idem.errors import IdempotencyError
 from integr8s_idem.worker import Platform, Service, ServiceGroup, ServiceReport
@@ -41,6 +41,9 @@ _NO_CREDENTIALS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """What the settings say about real servers means nothing to embedded ones."""
+
+_NOTHING_TO_KEEP: Final = frozenset({"idempotency.default_ttl_seconds"})
+"""Warnings about topics that outlive the records: embedded topics end with the process."""
 
 
 class Group(Protocol):
@@ -79,7 +82,9 @@ class Run:
 
     def settings(self, overrides: Mapping[str, Any] | None = None) -> Settings:
         """The platform's settings.  Raises `SettingsError`."""
-        return load_settings(self.settings_file, self.platform.settings_type, overrides=overrides)
+        return load_settings(
+            self.settings_file, self.platform.settings_type, overrides=overrides, services=self.platform.services
+        )
 
 
 def run(asked: Run, make_group: MakeGroup = ServiceGroup, servers: StartServers | None = None) -> int:
@@ -95,7 +100,6 @@ def run(asked: Run, make_group: MakeGroup = ServiceGroup, servers: StartServers 
         log_as_json(sys.stdout, settings.telemetry.log_level)
     else:
         log_as_text(console, settings.telemetry.log_level)
-    _warn(asked, settings)
     return _in_loop(_run(asked, settings, make_group, servers or _embedded, table))
 
 
@@ -106,7 +110,9 @@ async def _run(
         if asked.embedded:
             stack.enter_context(_terminated_by_cancelling())
             started = await stack.enter_async_context(servers())
-            settings = asked.settings(merged(_NO_CREDENTIALS, started.settings()))
+            settings = asked.settings(merged(_embedded_settings(settings), started.settings()))
+            _tell_where(settings)
+        _warn(asked, settings)
         group = make_group(asked.services, settings)
         if table is not None:
             await stack.enter_async_context(table.shown(group.reports))
@@ -117,6 +123,20 @@ async def _run(
         except Exception:  # noqa: BLE001 -- logged with its traceback, and the exit status says so
             _log.exception("the services ended by an error that nobody expected")
             return 1
+
+
+def _embedded_settings(own: Settings) -> Mapping[str, Any]:
+    """What embedded servers need beside their addresses.  `own`: what people set."""
+    # Somebody who tries things out may do so beside a worker that has the usual port.
+    is_set = "metrics_port" in own.telemetry.model_fields_set
+    return {**_NO_CREDENTIALS, **({} if is_set else {"telemetry": {"metrics_port": 0}})}
+
+
+def _tell_where(settings: Settings) -> None:
+    """So that people can publish to the embedded servers, and look into them."""
+    assert isinstance(settings.store, RedisStoreSettings)
+    kafka = settings.kafka.bootstrap_servers
+    _log.info("embedded Kafka (emulator) on %s, embedded Redis on %s", kafka, settings.store.url)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,10 +182,12 @@ def _terminated_by_cancelling() -> Iterator[None]:
 def _warn(asked: Run, settings: Settings) -> None:
     source = settings_source(asked.settings_file)
     for warning in settings_warnings(settings, asked.platform.services):
+        if asked.embedded and warning.path in _NOTHING_TO_KEEP:
+            continue
         _log.warning("%s: %s %s", source, warning.path, warning.message)
 
 
 def _embedded() -> AbstractAsyncContextManager[Servers]:
     from integr8s_idem.embedded import embedded  # not everybody has the extra it needs
 
-    return embedded()
+    return embedded(durable=True)  # else the worker would warn of a server that nobody can set otherwise

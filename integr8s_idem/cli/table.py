@@ -3,46 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from integr8s_idem.cli.logging import printable
 from integr8s_idem.worker import ServiceReport
 
 REFRESH_SECONDS: Final = 0.25
 _COLOURS: Final = {"running": "green", "paused": "yellow", "draining": "yellow", "failed": "red", "stopped": "dim"}
 
 
+@dataclass(frozen=True)
+class _Column:
+    heading: str
+    short: str
+    number: Callable[[ServiceReport], int]
+    is_always_shown: bool = True
+
+
+_WIDE: Final = 120
+"""Columns of a terminal from which on there is room for all of the table."""
+_COLUMNS: Final = (
+    _Column("partitions", "", lambda report: report.partitions, is_always_shown=False),
+    _Column("in flight", "", lambda report: report.in_flight, is_always_shown=False),
+    _Column("handled", "handled", lambda report: report.tally.handled),
+    _Column("duplicates", "dups", lambda report: report.tally.duplicates),
+    _Column("retries", "retries", lambda report: report.tally.retries),
+    _Column("dead letters", "dead", lambda report: report.tally.dead_letters),
+    _Column("lag", "lag", lambda report: report.lag),
+)
+
 Snapshot: TypeAlias = Callable[[], Sequence[ServiceReport]]
 
 
-def report_table(reports: Sequence[ServiceReport]) -> Table:
-    """The table of one moment."""
-    table = Table(caption="Ctrl-C drains, a second one stops at once", caption_justify="left")
-    table.add_column("service")
-    table.add_column("state")
-    for heading in ("partitions", "in flight", "handled", "duplicates", "retries", "dead letters", "lag"):
-        table.add_column(heading, justify="right")
+def report_table(reports: Sequence[ServiceReport], width: int) -> Group:
+    """The table of one moment, for a terminal of `width` columns, and below it why services are as they are."""
+    is_wide = width >= _WIDE
+    # The numbers stay whole; a name too long for the line is folded.
+    table = Table(box=box.ROUNDED if is_wide else box.SIMPLE_HEAD)
+    table.add_column("service", overflow="fold", min_width=8)
+    table.add_column("state", no_wrap=True)
+    columns = [column for column in _COLUMNS if is_wide or column.is_always_shown]
+    for column in columns:
+        table.add_column(column.heading if is_wide else column.short, justify="right", no_wrap=True)
     for report in reports:
-        tally = report.tally
-        numbers = (
-            report.partitions,
-            report.in_flight,
-            tally.handled,
-            tally.duplicates,
-            tally.retries,
-            tally.dead_letters,
-            report.lag,
-        )
-        state = f"{report.state}: {report.reason}" if report.reason else report.state
-        shown = Text(state, style=_COLOURS.get(report.state, ""))
-        table.add_row(Text(report.name), shown, *(f"{number:,}" for number in numbers))
-    return table
+        state = Text(report.state, style=_COLOURS.get(report.state, ""))
+        table.add_row(Text(report.name), state, *(f"{column.number(report):,}" for column in columns))
+    return Group(table, *_reasons(reports), Text("Ctrl-C drains, a second one stops at once", style="dim italic"))
+
+
+def _reasons(reports: Sequence[ServiceReport]) -> Iterator[Text]:
+    for report in reports:
+        if report.reason:
+            text = printable(f"{report.name} {report.state}: {report.reason}")
+            yield Text(text, style=_COLOURS.get(report.state, ""))
 
 
 class LiveTable:
@@ -55,17 +77,20 @@ class LiveTable:
     async def shown(self, snapshot: Snapshot) -> AsyncIterator[None]:
         """On the screen while inside; what it said last stays there."""
         with Live(console=self._console, auto_refresh=False, transient=False) as live:
-            drawing = asyncio.create_task(_draw(live, snapshot), name="integr8s-idem table")
+            drawing = asyncio.create_task(self._draw(live, snapshot), name="integr8s-idem table")
             try:
                 yield
             finally:
                 drawing.cancel()
                 with suppress(asyncio.CancelledError):
                     await drawing
-                live.update(report_table(snapshot()), refresh=True)
+                self._show(live, snapshot)
 
+    async def _draw(self, live: Live, snapshot: Snapshot) -> None:
+        while True:
+            self._show(live, snapshot)
+            await asyncio.sleep(REFRESH_SECONDS)
 
-async def _draw(live: Live, snapshot: Snapshot) -> None:
-    while True:
-        live.update(report_table(snapshot()), refresh=True)
-        await asyncio.sleep(REFRESH_SECONDS)
+    def _show(self, live: Live, snapshot: Snapshot) -> None:
+        # Asked each time: people change the size of their terminals.
+        live.update(report_table(snapshot(), self._console.width), refresh=True)

@@ -227,9 +227,7 @@ def _unknown_service(name: str, services: list[str]) -> SettingsMistake:
     return SettingsMistake(f"services.{name}", f"is no service of this application; {hint}")
 
 
-def misspelled_services(
-    sections: object, services: list[str], origins: Mapping[Path, str]
-) -> list[SettingsMistake]:
+def misspelled_services(sections: object, services: list[str], origins: Mapping[Path, str]) -> list[SettingsMistake]:
     """Sections named nearly as a service of the application, which would run without them.
 
     Others may be those of another application that shares the file, and so may one beside which the

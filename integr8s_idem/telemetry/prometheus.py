@@ -34,7 +34,7 @@ BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.CACHE_HIT: "Work the store knew already, once per delivery and handler.",
     Signal.CACHE_MISS: "Work that was new to the store, once per delivery and handler.",
-    Signal.DUPLICATE_BLOCKED: "Deliveries whose handler did not run because the work was done or given up.",
+    Signal.DUPLICATE_BLOCKED: "Deliveries whose handler did not run: work done, given up, or skipped as under way.",
     Signal.TAKEOVER: "Reservations taken over from an owner whose lease ended without a word.",
     Signal.RESERVATION_LOST: "Runs whose reservation was gone before their end.",
     Signal.RECORD_VANISHED: "Records the store had lost when their run was settled.",

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,10 @@ from integr8s_idem.errors import PublishError
 from integr8s_idem.events import BaseEvent
 from services.database import Database, tables
 from services.settings import PlatformSection
+from tests.support.postgres import PostgresServer
+
+POSTGRES_VARIABLE = "INTEGR8S_IDEM_TEST_POSTGRES"
+ON_BOTH = ("test_admission", "test_database", "test_pods", "test_results", "test_saga")
 
 
 class RecordingPublisher:
@@ -35,12 +39,29 @@ def publisher() -> RecordingPublisher:
     return RecordingPublisher()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of what stands in the database run on both; the others run scripts, and need any."""
+    if metafunc.module.__name__.rpartition(".")[2] in ON_BOTH and "database_url" in metafunc.fixturenames:
+        metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """The PostgreSQL that INTEGR8S_IDEM_TEST_POSTGRES names, or one of our own for all tests."""
+    if named := os.environ.get(POSTGRES_VARIABLE):
+        yield named
+    else:
+        with PostgresServer() as server:
+            yield server.url
+
+
 @pytest.fixture
-async def database_url(tmp_path: Path) -> str:
-    """A database without tables: a new file, or the PostgreSQL that INTEGR8S_IDEM_TEST_POSTGRES names."""
-    url = os.environ.get("INTEGR8S_IDEM_TEST_POSTGRES")
-    if url is None:
+async def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database without tables.  Where the environment names a PostgreSQL, it is everybody's default."""
+    kind = getattr(request, "param", "postgresql" if os.environ.get(POSTGRES_VARIABLE) else "sqlite")
+    if kind == "sqlite":
         return f"sqlite+aiosqlite:///{tmp_path}/platform.db"
+    url: str = request.getfixturevalue("postgres_url")
     engine = create_async_engine(url)
     async with engine.begin() as connection:
         await connection.run_sync(tables.drop_all)

@@ -138,3 +138,12 @@ def test_services_named_twice_run_once_and_without_names_all_run() -> None:
 
     assert [service.name for service in chosen_services(application, ["billing", "billing"])] == ["billing"]
     assert [service.name for service in chosen_services(application, [])] == ["billing", "k8s-worker"]
+
+
+def test_what_the_application_builds_wrongly_is_said_without_a_traceback() -> None:
+    written("shop_app", PLATFORM.replace("k8s-worker", "billing"))
+
+    said = refusal("shop_app:platform")
+
+    assert said.startswith("two services are named billing")
+    assert "\n" not in said

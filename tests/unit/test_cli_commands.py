@@ -97,7 +97,7 @@ def test_mistakes_are_json_for_machines() -> None:
 
 
 def test_the_sections_of_an_application_are_checked_with_it() -> None:
-    Path("settings.toml").write_text("[shop]\ncurrency = 1\n[services.biling]")
+    Path("settings.toml").write_text("[shop]\ncurrency = 1\n[services.audit]")
 
     alone, together = typed("settings", "check"), typed("settings", "check", "--app", "cli_shop:platform")
 
@@ -144,3 +144,32 @@ def test_the_module_is_the_command() -> None:
 
     assert done.returncode == 2
     assert done.stderr.startswith('ApplicationError: no service is called "audit"')
+
+
+def test_a_misspelled_service_is_refused_with_the_other_mistakes() -> None:
+    Path("settings.toml").write_text("[kafka]\nclient_id = 3\n[services.biling]")
+
+    answer = typed("settings", "check", "--app", "cli_shop:platform")
+
+    assert answer.exit_code == 2
+    assert "services.biling  is no service of this application; did you mean services.billing?" in answer.stderr
+    assert "kafka.client_id" in answer.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["settings", "check"]])
+def test_the_help_gives_a_flag_no_value(command: list[str]) -> None:
+    answer = typed(*command, "--help")
+
+    assert answer.exit_code == 0
+    assert "bool" not in answer.stdout
+    assert "..." not in answer.stdout.replace("[ARGS]...", "")
+
+
+def test_a_platform_without_services_is_one_sentence() -> None:
+    Path("cli_empty.py").write_text("from integr8s_idem.worker import Platform\nplatform = Platform()")
+
+    answer = typed("run", "cli_empty:platform")
+
+    assert answer.exit_code == 2
+    assert answer.stderr.startswith("ApplicationError: ")
+    assert len(answer.stderr.splitlines()) == 1

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from integr8s_idem.cli.logging import ConsoleHandler, JsonFormatter, TextFormatter
+from integr8s_idem.cli.logging import REPEAT_SECONDS, ConsoleHandler, JsonFormatter, NotTheSameAgain, TextFormatter
 
 
 def record(message: str = "handled %s", *args: Any, extra: dict[str, Any] | None = None) -> logging.LogRecord:
@@ -79,3 +79,51 @@ def test_a_line_on_the_console_is_no_markup() -> None:
     handler.emit(record("[red]a long message that must not be broken[/red]"))
 
     assert stream.getvalue() == "[red]a long message that must not be broken[/red]\n"
+
+
+def test_what_would_steer_the_terminal_is_shown_as_escapes() -> None:
+    stream = StringIO()
+    handler = ConsoleHandler(Console(file=stream, width=20))
+    handler.setFormatter(TextFormatter())
+
+    handler.emit(record("%s", "a\n12:00 INFO faked", extra={"event": "\x1b]0;title\x07\x1b[2J\x9b1m\u202e\ud800"}))
+
+    assert stream.getvalue()[8:] == (
+        " INFO    shop  a\\n12:00 INFO faked  event=\\x1b]0;title\\x07\\x1b[2J\\x9b1m\\u202e\\ud800\n"
+    )
+
+
+def test_a_traceback_keeps_its_lines_indented_and_cannot_steer_either() -> None:
+    given = record("m")
+    try:
+        raise ValueError("first\nsecond\x1b[2J")
+    except ValueError:
+        given.exc_info = sys.exc_info()
+
+    first, *below = TextFormatter().format(given).split("\n")
+
+    assert first.endswith("shop  m")
+    assert below[0] == "    Traceback (most recent call last):"
+    assert below[-2:] == ["    ValueError: first", "    second\\x1b[2J"]
+
+
+def from_aiokafka(message: str, when: float) -> logging.LogRecord:
+    """A line of aiokafka at this second."""
+    line = logging.makeLogRecord({"name": "aiokafka.conn", "msg": message})
+    line.created = when
+    return line
+
+
+def test_the_same_line_of_aiokafka_is_shown_once_in_a_while() -> None:
+    again = NotTheSameAgain()
+
+    shown = [again.filter(from_aiokafka("gone", when)) for when in (100, 101, 100 + REPEAT_SECONDS, 99)]
+
+    assert shown == [True, False, True, True]
+
+
+def test_other_lines_are_shown_each_time() -> None:
+    again = NotTheSameAgain()
+    lines = [record("same"), record("same"), from_aiokafka("one", 1), from_aiokafka("two", 1)]
+
+    assert all(again.filter(line) for line in lines)

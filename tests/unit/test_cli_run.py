@@ -10,15 +10,17 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dishka import AsyncContainer, make_async_container
+from rich.console import Console
 
 from integr8s_idem.cli.run import Run, merged, run
+from integr8s_idem.cli.table import report_table
 from integr8s_idem.config import RedisStoreSettings, Settings
 from integr8s_idem.errors import SettingsError, StoreConfigurationError
 from integr8s_idem.worker import Platform, Service, ServiceReport
@@ -154,11 +156,11 @@ def test_the_log_shows_the_level_that_settings_say(capsys: pytest.CaptureFixture
 
 
 def test_warnings_about_settings_are_logged_at_start(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("settings.toml").write_text("[services.biling]")
+    Path("settings.toml").write_text("[services.shipping]")
 
     run(asked(), FakeGroup())
 
-    assert "services.biling is no service of this application" in capsys.readouterr().out
+    assert "services.shipping is no service of this application" in capsys.readouterr().out
 
 
 def test_on_a_terminal_there_is_a_table_and_lines_for_people_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +243,83 @@ def test_embedded_servers_replace_addresses_and_credentials_and_nothing_else(mon
     assert (store.url, store.password, store.tls_ca_file) == ("unix:///tmp/embedded.sock", None, None)
     assert store.timeout_seconds == 1
     assert servers.stopped
+
+
+def test_a_misspelled_service_stops_the_run() -> None:
+    Path("settings.toml").write_text("[services.biling]")
+    group = FakeGroup()
+
+    with pytest.raises(SettingsError, match=r"did you mean services\.billing\?"):
+        run(asked(), group)
+
+    assert group.services is None
+
+
+def test_where_embedded_servers_are_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    run(asked(embedded=True), FakeGroup(), FakeServers())
+
+    lines = [json.loads(line)["message"] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["embedded Kafka (emulator) on localhost:7, embedded Redis on unix:///tmp/embedded.sock"]
+
+
+def test_embedded_servers_warn_of_what_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("settings.toml").write_text('[kafka]\nauto_offset_reset = "latest"\n[services.audit]\nmax_in_flight = 2')
+
+    run(asked(embedded=True), FakeGroup(), FakeServers())
+
+    shown = capsys.readouterr().out
+    assert "kafka.auto_offset_reset" in shown
+    assert "services.audit.max_in_flight" in shown
+
+
+@pytest.mark.parametrize(("text", "port"), [("", 0), ("[telemetry]\nmetrics_port = 9464", 9464)])
+def test_embedded_servers_come_with_a_free_metrics_port_unless_one_is_set(text: str, port: int) -> None:
+    Path("settings.toml").write_text(text)
+    group = FakeGroup()
+
+    run(asked(embedded=True), group, FakeServers())
+
+    assert group.settings.telemetry.metrics_port == port
+
+
+def test_the_embedded_redis_keeps_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the worker warns of records that a restart would lose."""
+    asked_for: list[bool] = []
+
+    def noted(*, durable: bool = False) -> FakeServers:
+        asked_for.append(durable)
+        return FakeServers()
+
+    monkeypatch.setattr("integr8s_idem.embedded.embedded", lambda *, durable=False: noted(durable=durable)())
+
+    run(asked(embedded=True), FakeGroup())
+
+    assert asked_for == [True]
+
+
+def drawn(width: int, *reports: ServiceReport) -> list[str]:
+    """The lines of the table on a terminal this wide."""
+    stream = StringIO()
+    Console(file=stream, width=width).print(report_table(reports, width))
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_shows_names_states_and_numbers_whole(width: int) -> None:
+    report = replace(REPORT, name="k8s-worker", state="draining", reason="", lag=190_000)
+
+    shown = "\n".join(drawn(width, report))
+
+    for text in ("service", "state", "handled", "retries", "lag", "k8s-worker", "draining", "1,234", "190,000"):
+        assert text in shown
+    assert "…" not in shown
+
+
+def test_a_reason_stands_below_the_table_and_cannot_steer_the_terminal() -> None:
+    lines = drawn(80, replace(REPORT, reason="cannot reach Kafka\x1b[2J"))
+
+    assert "billing running: cannot reach Kafka\\x1b[2J" in lines
+    assert "[2J" not in lines[3]
 
 
 def test_a_sigterm_while_embedded_servers_start_stops_them() -> None:

@@ -106,6 +106,16 @@ def test_every_mistake_is_said_at_once() -> None:
             '"kafka://a:1" is no broker; write host:port, as in a:1',
         ),
         (
+            'kafka.bootstrap_servers = "a:b"',
+            "kafka.bootstrap_servers",
+            '"a:b" is no broker; write host:port, as in a:9092',
+        ),
+        (
+            'services.a.topics = ["a b"]',
+            "services.a.topics",
+            'each must be text that matches ^[A-Za-z0-9._-]{1,249}$, not "a b"',
+        ),
+        (
             'telemetry.otlp_endpoint = "localhost:4317"',
             "telemetry.otlp_endpoint",
             '"localhost:4317" is no URL of a collector; write http://localhost:4317',
@@ -161,6 +171,54 @@ def test_a_contradiction_that_rests_on_a_misspelled_setting_is_not_said() -> Non
     found = mistakes("idempotency.processing_timout_seconds = 900\nservices.a.handler_timeout_seconds = 400")
 
     assert list(found) == ["idempotency.processing_timout_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("store.kind = 3\nstore.url = 5\nstore.foo = 1", ["store.foo", "store.kind", "store.url"]),
+        ('services.a.topics = ["b", "c d"]', ["services.a.topics"]),
+        ("services.a.concurrency = 0", ["services.a.concurrency"]),
+    ],
+)
+def test_a_mistake_hides_no_other(text: str, paths: list[str]) -> None:
+    found = mistakes(f"{text}\nservices.a.retry_initial_seconds = 60")
+
+    assert sorted(found) == sorted([*paths, "services.a.retry_initial_seconds"])
+
+
+def test_a_setting_that_is_missing_in_an_application_hides_no_contradiction_of_ours() -> None:
+    class Shop(Section):
+        currency: str
+
+    class ShopSettings(Settings):
+        shop: Shop
+
+    found = mistakes("services.a.retry_initial_seconds = 60", ShopSettings)
+
+    assert list(found) == ["shop", "services.a.retry_initial_seconds"]
+
+
+def test_a_misspelled_service_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTEGR8S_IDEM_SERVICES__BILING__CONCURRENCY", "3")
+
+    with pytest.raises(SettingsError) as caught:
+        load_settings(services=["billing"])
+
+    assert [mistake.message for mistake in caught.value.mistakes] == [
+        "is no service of this application; did you mean services.billing? "
+        "(set by INTEGR8S_IDEM_SERVICES__BILING__CONCURRENCY)"
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[services.audit]", "[services.billing-eu]", "[services.k8s-worker-2]", "[services.billing]\n[services.biling]"],
+)
+def test_sections_of_other_applications_in_a_shared_file_are_no_mistakes(text: str) -> None:
+    Path("settings.toml").write_text(text)
+
+    load_settings(services=["billing", "k8s-worker-1"])
 
 
 @pytest.mark.parametrize(
@@ -244,6 +302,8 @@ def test_a_setting_of_several_types_is_one_mistake() -> None:
         (b"[kafka]\nclient_id = x\n", "line 2, column 13  is no TOML: invalid value; texts stand in quotes"),
         (b'[kafka]\nclient_id = "x\n', "line 2, column 15  is no TOML: "),
         (b"[kafka\n", "line 1, column 7  is no TOML: "),
+        (b"[kafka]\nclient_id = ", "line 2  is no TOML: the file ends where a value should stand"),
+        (b'[kafka]\nclient_id = """\n\n', "line 2  is no TOML: the file ends too early: unterminated string"),
         (b"[kafka]\nclient_id = '\xff'\n", "line 2  holds bytes that are no UTF-8 text; save the file as UTF-8"),
     ],
 )
