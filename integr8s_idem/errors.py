@@ -41,6 +41,11 @@ def _seconds(duration: timedelta) -> str:
     return f"{duration.total_seconds():g} s"
 
 
+def _sentence(reason: str) -> str:
+    """`reason`, ending as a sentence does; drivers bring their own full stop or none."""
+    return reason.rstrip(".") + "."
+
+
 class IdempotencyError(Exception):
     """Base of all errors below; catching it never catches a bug in a handler."""
 
@@ -207,7 +212,7 @@ class InvalidKeyError(IdempotencyError, ValueError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"no key can be made: {self.reason}. {self.read_more}"
+        return f"no key can be made: {_sentence(self.reason)} {self.read_more}"
 
 
 class ResultDroppedError(IdempotencyError):
@@ -305,7 +310,7 @@ class StoreUnavailableError(StoreError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"the store did not answer {self.operation}: {self.reason}. {self.read_more}"
+        return f"the store did not answer {self.operation}: {_sentence(self.reason)} {self.read_more}"
 
 
 class ResultNotStoredError(StoreUnavailableError):
@@ -332,7 +337,7 @@ class StoreConfigurationError(StoreError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"the store refuses {self.operation}: {self.reason}. {self.read_more}"
+        return f"the store refuses {self.operation}: {_sentence(self.reason)} {self.read_more}"
 
 
 class CorruptRecordError(StoreError):
@@ -392,4 +397,4 @@ class ApplicationError(IdempotencyError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.reason}. {self.read_more}"
+        return f"{_sentence(self.reason)} {self.read_more}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from rich.console import Console
 
@@ -51,6 +52,11 @@ class Group(Protocol):
 
     def reports(self) -> Sequence[ServiceReport]:
         """How each is doing."""
+        ...
+
+    @property
+    def stuck(self) -> bool:
+        """Whether some handler ignores that it was cancelled."""
         ...
 
     async def run(self) -> int:
@@ -117,12 +123,24 @@ async def _run(
         if table is not None:
             await stack.enter_async_context(table.shown(group.reports))
         try:
-            return await group.run()
+            status = await group.run()
         except IdempotencyError:
             raise  # says itself what is wrong and what to do
         except Exception:  # noqa: BLE001 -- logged with its traceback, and the exit status says so
             _log.exception("the services ended by an error that nobody expected")
             return 1
+    if group.stuck:
+        _leave_handlers_behind(status)
+    return status
+
+
+def _leave_handlers_behind(status: int) -> NoReturn:
+    """End the process under handlers that ignore their cancellation: the event loop would wait for them for ever."""
+    _log.error("ending without the handlers that do not end")
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _embedded_settings(own: Settings) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import urllib.request
 from collections.abc import AsyncIterator
@@ -144,6 +145,19 @@ async def test_sigterm_lets_running_handlers_end_and_the_next_worker_repeats_not
         await eventually(lambda: setting.times("end").get("last") == 1, state=lambda: second.output)
 
     assert set(setting.times("begin").values()) == {1}
+
+
+async def test_a_handler_that_ignores_its_cancellation_does_not_keep_the_process_alive(setting: Setting) -> None:
+    with setting.worker("only") as worker:
+        worker.wait_for_line("metrics and health")
+        await setting.publisher.publish(OrderPlaced(order_id="0", seconds=-1))
+        await eventually(lambda: setting.times("begin"))
+        worker.terminate()
+        worker.wait_for_line("stopping")
+        worker.terminate()
+
+        assert await asyncio.to_thread(worker.wait, 60) == 1
+        assert "do not end" in worker.output
 
 
 async def test_a_running_worker_moves_its_metrics_and_tells_its_health(setting: Setting) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,30 @@ from services.database import Database, decisions, executions
 from services.events import ExecutionRejected, ExecutionRequested, ExecutionScheduled
 from services.settings import PlatformSection
 from tests.platform.conftest import RecordingPublisher
+
+REQUEST = """
+import asyncio, sys
+from services.coordinator.admission import Admission
+from services.database import Database
+from services.events import ExecutionRequested
+from services.settings import PlatformSection
+
+async def main(url, name):
+    settings = PlatformSection(database_url=url, max_running=2)
+    database = Database(url)
+    await database.open()
+
+    async def request(number):
+        event = ExecutionRequested(execution_id=f"{name}{number}", script="1", metadata={"user_id": f"{name}{number}"})
+        async with database.transaction() as connection:
+            decision = await Admission(connection, settings).request(event.execution_id, event)
+        return len(decision.scheduled)
+
+    print(sum(await asyncio.gather(*map(request, range(20)))))
+    await database.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
 
 
 class Coordinator:
@@ -216,6 +242,21 @@ async def test_coordinators_that_race_never_give_a_slot_away_twice(
     for other in others:
         await other.close()
     assert sum(len(decision.scheduled) for decision in decided) == settings.max_running
+    assert await coordinator.running() == settings.max_running
+
+
+async def test_coordinators_of_two_processes_never_give_a_slot_away_twice(
+    coordinator: Coordinator, settings: PlatformSection
+) -> None:
+    command = [sys.executable, "-W", "error", "-c", REQUEST, settings.database_url]
+    here = Path(__file__).parents[2]
+
+    processes = [
+        await asyncio.create_subprocess_exec(*command, name, cwd=here, stdout=asyncio.subprocess.PIPE) for name in "ab"
+    ]
+    told = [(await process.communicate())[0] for process in processes]
+
+    assert sum(map(int, told)) == settings.max_running
     assert await coordinator.running() == settings.max_running
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +29,7 @@ class OrderPlaced(BaseEvent):
     event_type: Literal["order_placed"] = "order_placed"
     order_id: str
     seconds: float = 0.0
-    """How long its handler takes."""
+    """How long its handler takes; less than 0: for ever, whoever cancels it."""
 
 
 class OrderPaid(BaseEvent):
@@ -42,6 +43,9 @@ router = EventRouter()
 @router.on(OrderPlaced)
 async def charge(event: OrderPlaced, attempt: FromDishka[Attempt], outgoing: FromDishka[Outgoing]) -> str:
     note("begin", event.order_id, attempt.number)
+    while event.seconds < 0:  # a handler as it should not be: no cancellation ends it
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.1)
     await asyncio.sleep(event.seconds)
     note("end", event.order_id, attempt.number)
     outgoing.publish(OrderPaid(order_id=event.order_id))

@@ -48,6 +48,7 @@ class FakeGroup:
     asked: int = 0
     settings: Settings = field(default_factory=Settings)
     services: Sequence[str] | None = None
+    stuck: bool = False
     drawn: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __call__(self, services: Sequence[Service], settings: Settings) -> FakeGroup:
