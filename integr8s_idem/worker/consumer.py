@@ -432,6 +432,7 @@ class ServiceWorker:
         for partition in partitions:
             self._assignments[Partition(*partition)] = Assignment(Partition(*partition))
         self._joined = True
+        logger.info("%s: partitions that are ours now: %d", self.name, len(self._assignments))
 
     async def _close(self, assignments: Collection[Assignment]) -> None:
         for assignment in assignments:

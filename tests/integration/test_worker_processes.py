@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from aiokafka import AIOKafkaProducer
 
 from integr8s_idem import EventPublisher
 from integr8s_idem.config import KafkaSettings
+from integr8s_idem.events import encode_event
 from tests.support.conditions import eventually
 from tests.support.kafka.broker import Kafka
 from tests.support.processes import ServiceProcess
@@ -22,6 +24,9 @@ from tests.support.workers import kafka_settings
 pytestmark = pytest.mark.kafka
 
 LEASE = 4.0
+
+SLOW_MACHINE = 2.0
+"""Seconds that a busy machine may add to a measured time."""
 
 
 @dataclass
@@ -110,6 +115,44 @@ async def test_a_worker_killed_in_its_handler_is_taken_over_within_a_lease(setti
     assert took < 6 + LEASE + 2 + 15
 
 
+async def test_a_duplicate_that_waits_elsewhere_takes_over_within_a_lease_and_a_second(setting: Setting) -> None:
+    """No rebalance is needed: the other worker has the same event already, and waits for the first one's lease."""
+    with setting.worker("first") as first, setting.worker("second") as second:
+        for worker in (first, second):
+            worker.wait_for_line("partitions that are ours now: 1")
+        event = OrderPlaced(order_id="0", seconds=2.0)
+        await deliver(setting, event, partition=0)
+        await eventually(lambda: setting.times("begin") == {"0": 1})
+        await deliver(setting, event, partition=1)
+        holder, other = (first, second) if setting.journal[0][3] == first.pid else (second, first)
+        await asyncio.to_thread(_wait_until_it_waits, other)
+        holder.kill()
+        killed_at = time.monotonic()
+        await eventually(lambda: setting.times("begin") == {"0": 2}, state=lambda: other.output)
+        took = time.monotonic() - killed_at
+        await eventually(lambda: setting.times("end") == {"0": 1})
+
+    assert [(attempt, pid) for what, _, attempt, pid in setting.journal if what == "end"] == [(2, other.pid)]
+    assert took < LEASE + 1 + SLOW_MACHINE
+
+
+async def deliver(setting: Setting, event: OrderPlaced, *, partition: int) -> None:
+    """Put a copy of `event` into a partition."""
+    producer = AIOKafkaProducer(bootstrap_servers=setting.kafka.bootstrap_servers)
+    await producer.start()
+    topic = setting.publisher.topic_of(event.event_type)
+    await producer.send_and_wait(topic, encode_event(event), partition=partition)
+    await producer.stop()
+
+
+def _wait_until_it_waits(worker: ServiceProcess) -> None:
+    address = _address(worker)
+    give_up_at = time.monotonic() + 30
+    while _metric(address, "idempotency_waits_total") == 0:
+        assert time.monotonic() < give_up_at, worker.output
+        time.sleep(0.05)
+
+
 async def test_a_stalled_worker_that_comes_back_after_its_lease_changes_nothing(setting: Setting) -> None:
     """SIGSTOP beyond lease and session; another one finishes; SIGCONT: refused by its token."""
     with setting.worker("first") as first, setting.worker("second") as second:
@@ -163,8 +206,7 @@ async def test_a_handler_that_ignores_its_cancellation_does_not_keep_the_process
 async def test_a_running_worker_moves_its_metrics_and_tells_its_health(setting: Setting) -> None:
     event = OrderPlaced(order_id="0", seconds=1.0)
     with setting.worker("only") as worker:
-        line = worker.wait_for_line("metrics and health")
-        address = next(word for word in line.replace('"', " ").split() if word.startswith("http://"))
+        address = _address(worker)
         await setting.publisher.publish(event)
         await eventually(lambda: _metric(address, "idempotency_keys_active") == 1.0)
         assert _get(f"{address}/readyz")[0] == 200
@@ -176,6 +218,11 @@ async def test_a_running_worker_moves_its_metrics_and_tells_its_health(setting: 
         assert _metric(address, "idempotency_cache_misses_total") == 1.0
         assert _metric(address, "idempotency_cache_hits_total") == 1.0
         assert _get(f"{address}/healthz")[0] == 200
+
+
+def _address(worker: ServiceProcess) -> str:
+    line = worker.wait_for_line("metrics and health")
+    return next(word for word in line.replace('"', " ").split() if word.startswith("http://"))
 
 
 def _get(url: str) -> tuple[int, str]:
