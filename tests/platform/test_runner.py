@@ -154,7 +154,9 @@ async def test_output_that_is_no_text_is_kept_as_text(runner: SubprocessRunner) 
     assert ended.stdout == "a\ufffdb\ufffd\ufffd"
 
 
-async def test_a_pod_that_is_stopped_tells_what_it_had_printed(runner: SubprocessRunner, tmp_path: Path) -> None:
+async def test_a_pod_that_is_stopped_tells_what_it_had_printed(
+    runner: SubprocessRunner, tmp_path: Path, new_children: Callable[[], list[psutil.Process]]
+) -> None:
     stop, begun = asyncio.Event(), tmp_path / "begun"
     script = f"import time; print('begun'); open({str(begun)!r}, 'w'); time.sleep(600)"
 
@@ -166,10 +168,11 @@ async def test_a_pod_that_is_stopped_tells_what_it_had_printed(runner: Subproces
     assert (ended.end, ended.stdout) == (RunEnd.STOPPED, "begun\n")
 
 
-def children() -> list[psutil.Process]:
-    """Processes of ours, without the servers that other tests have started for the session."""
-    servers = ("redis-server", "java")
-    return [child for child in psutil.Process().children() if child.name() not in (*servers, "sh")]
+@pytest.fixture
+def new_children() -> Callable[[], list[psutil.Process]]:
+    """Processes of ours that this test has started: servers of the session are no business of it."""
+    before = set(psutil.Process().children())
+    return lambda: [child for child in psutil.Process().children() if child not in before]
 
 
 async def test_what_a_script_has_started_ends_with_it(runner: SubprocessRunner, tmp_path: Path) -> None:
@@ -182,7 +185,9 @@ async def test_what_a_script_has_started_ends_with_it(runner: SubprocessRunner, 
     assert is_gone(int(pid_file.read_text()))
 
 
-async def test_a_cancelled_run_leaves_no_process_and_no_file(runner: SubprocessRunner, tmp_path: Path) -> None:
+async def test_a_cancelled_run_leaves_no_process_and_no_file(
+    runner: SubprocessRunner, tmp_path: Path, new_children: Callable[[], list[psutil.Process]]
+) -> None:
     pid_file = tmp_path / "pid"
     script = FORK_AWAY.format(pid_file=str(pid_file)) + "time.sleep(600)"
 
@@ -193,11 +198,13 @@ async def test_a_cancelled_run_leaves_no_process_and_no_file(runner: SubprocessR
         await running
 
     assert is_gone(int(pid_file.read_text()))
-    assert children() == []
+    assert new_children() == []
     assert folders(tmp_path) == []
 
 
-async def test_a_run_that_is_cancelled_while_it_starts_leaves_nothing(runner: SubprocessRunner, tmp_path: Path) -> None:
+async def test_a_run_that_is_cancelled_while_it_starts_leaves_nothing(
+    runner: SubprocessRunner, tmp_path: Path, new_children: Callable[[], list[psutil.Process]]
+) -> None:
     for rounds in range(12):
         running = asyncio.create_task(run(runner, "import time; time.sleep(600)"))
         for _ in range(rounds):
@@ -205,12 +212,12 @@ async def test_a_run_that_is_cancelled_while_it_starts_leaves_nothing(runner: Su
         running.cancel()
         await asyncio.wait([running])
 
-    assert children() == []
+    assert new_children() == []
     assert folders(tmp_path) == []
 
 
 async def test_a_run_that_is_cancelled_once_it_was_started_waits_for_its_end(
-    runner: SubprocessRunner, monkeypatch: pytest.MonkeyPatch
+    runner: SubprocessRunner, monkeypatch: pytest.MonkeyPatch, new_children: Callable[[], list[psutil.Process]]
 ) -> None:
     """The moment between the start of the process and our knowing of it."""
     start, started, may_know = asyncio.create_subprocess_exec, asyncio.Event(), asyncio.Event()
@@ -229,7 +236,7 @@ async def test_a_run_that_is_cancelled_once_it_was_started_waits_for_its_end(
     await asyncio.wait([running])
 
     assert running.cancelled()
-    assert children() == []
+    assert new_children() == []
 
 
 async def test_a_script_does_not_outlive_a_killed_worker(tmp_path: Path) -> None:
