@@ -211,10 +211,7 @@ class ServiceWorker:
             await self._gate.wait(unless=self._stopping)
 
     async def _consume(self) -> None:
-        self._consumer = self._make_consumer(self._kafka, self.group)
-        self._consumer.subscribe(self.topics, listener=_Listener(self))
-        await self._start_consumer()
-        if self._stopping.done():
+        if not await self._join():
             return
         helpers = [asyncio.get_running_loop().create_task(work) for work in (self._commit_loop(), self._measure_loop())]
         poll = asyncio.get_running_loop().create_task(self._poll_loop())
@@ -237,10 +234,12 @@ class ServiceWorker:
         if self._failed.done():
             self._failed.result()
 
-    async def _start_consumer(self) -> None:
-        """Join; brokers that are not there yet are waited for."""
+    async def _join(self) -> bool:
+        """Join the group; brokers that are not there yet are waited for.  `False`: told to stop before."""
         tries = 0
         while not self._stopping.done():
+            self._consumer = self._make_consumer(self._kafka, self.group)
+            self._consumer.subscribe(self.topics, listener=_Listener(self))
             try:
                 await self._consumer.start()
             except (KafkaError, OSError) as error:
@@ -249,11 +248,11 @@ class ServiceWorker:
                 logger.warning("%s: %s", self.name, self._reason)
                 await bounded_stop(self._consumer, 1.0)
                 await asyncio.wait({self._stopping}, timeout=POLL_BACKOFF.pause(tries))
-                self._consumer = self._make_consumer(self._kafka, self.group)
-                self._consumer.subscribe(self.topics, listener=_Listener(self))
                 continue
+            # A consumer that has started must be left, even if we were told to stop meanwhile.
             self._reason = ""
-            return
+            return True
+        return False
 
     async def _drain(self) -> None:
         """Running handlers may end; what waits is let go and comes again.  The poll loop goes on meanwhile."""

@@ -350,3 +350,24 @@ async def test_an_event_with_a_key_of_two_megabytes_is_dead_lettered_whole_and_t
     assert [letter.value for letter in broker.values(DEAD)] == [
         record.value for record in broker.values("order_placed")
     ]
+
+
+@virtual_time
+async def test_a_worker_told_to_stop_while_it_joins_leaves_its_group() -> None:
+    """A member that is not left keeps its partitions from everybody until its session ends."""
+    broker = FakeBroker()
+    broker.publish(OrderPlaced())
+
+    async def handle(event: OrderPlaced) -> None: ...
+
+    async with running(dispatcher_of(handle), broker) as worker:
+        start = worker.consumer.start
+
+        async def told_meanwhile() -> None:
+            await start()
+            worker.worker.stop()
+
+        worker.consumer.start = told_meanwhile  # type: ignore[method-assign]  # the moment under test
+        await asyncio.wait({worker.task})
+
+    assert worker.consumer.assignment() == set()
