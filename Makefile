@@ -8,7 +8,7 @@ SETUP := $(VENV)/.set-up
 KAFKA := .cache/kafka/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix setup kafka wheel clean
+.PHONY: help demo test faults matrix check fix setup kafka wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -38,6 +38,14 @@ demo: $(SETUP)  ## the platform on embedded servers, with duplicates and a kille
 
 test: $(SETUP) $(KAFKA)  ## all tests, on a real Redis and a real Apache Kafka
 	@$(BIN)/python -m pytest
+
+faults: $(SETUP) $(KAFKA)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
+	@$(BIN)/python -m tests.campaigns --all
+	@$(BIN)/python -m pytest -p tests.campaigns.recorder -m scenario
+	@$(BIN)/python -m tests.campaigns.matrix
+
+matrix: $(SETUP)  ## docs/reference/fault-matrix.md from what was recorded
+	@$(BIN)/python -m tests.campaigns.matrix
 
 check: $(SETUP)  ## style, types, layers
 	@$(BIN)/ruff check .

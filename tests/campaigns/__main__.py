@@ -1,0 +1,114 @@
+"""`python -m tests.campaigns`: where the campaigns stand.
+
+    python -m tests.campaigns                       a table of all, with what is left
+    python -m tests.campaigns --all                 go on with all of them, up to their targets
+    python -m tests.campaigns simulation zombies    go on with these
+    python -m tests.campaigns simulation --only 7   run number 7 again; not recorded
+
+A campaign that was stopped goes on after the last batch that it saved.  A broken promise ends it with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Final
+
+from tests.campaigns.figures import Campaign, ViolationError
+from tests.campaigns.record import Record, load, save
+from tests.campaigns.registry import campaigns
+
+MINUTE: Final = 60.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    asked = _parser().parse_args(arguments)
+    known = campaigns()
+    unknown = set(asked.names) - set(known)
+    if unknown:
+        print(f"no such campaign: {', '.join(sorted(unknown))}; there are {', '.join(known)}", file=sys.stderr)
+        return 2
+    chosen = [known[name] for name in (known if asked.all else asked.names)]
+    if not chosen:
+        _show(known, as_json=asked.json)
+        return 0
+    if asked.only is not None:
+        return max(_again(campaign, asked.only) for campaign in chosen)
+    until = time.monotonic() + asked.minutes * MINUTE
+    return max(_go_on(campaign, asked.target, until) for campaign in chosen)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="campaigns to go on with")
+    parser.add_argument("--all", action="store_true", help="all of them, one after the other")
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="run this number again, without recording it")
+    parser.add_argument("--target", type=int, metavar="N", help="go on up to this size instead of the campaign's own")
+    parser.add_argument("--minutes", type=float, default=24 * MINUTE, help="begin no batch after so many minutes")
+    parser.add_argument("--json", action="store_true", help="the table as JSON")
+    return parser
+
+
+def _go_on(campaign: Campaign, target: int | None, until: float) -> int:
+    record = load(campaign.name)
+    wanted = campaign.target if target is None else target
+    while _size(campaign, record) < wanted and time.monotonic() < until:
+        first, began = record.next, time.monotonic()
+        try:
+            figures = campaign.run(first, campaign.batch)
+        except ViolationError as error:
+            record.violations.append(f"batch from {first}: {error}"[:2000])
+            save(campaign.name, record)
+            print(f"{campaign.name}: BROKEN in the batch from {first}: {error}", file=sys.stderr)
+            return 1
+        took = time.monotonic() - began
+        if not figures[campaign.counts]:
+            print(f"{campaign.name}: the batch from {first} counted no {campaign.counts}: nothing to go on with")
+            return 1
+        record.add(first, campaign.batch, figures, took)
+        save(campaign.name, record)
+        _say(campaign, record, wanted, figures[campaign.counts] / took)
+    return 0
+
+
+def _again(campaign: Campaign, number: int) -> int:
+    try:
+        print(f"{campaign.name} {number}: {dict(campaign.run(number, 1))}")
+    except ViolationError as error:
+        print(f"{campaign.name} {number}: BROKEN: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _size(campaign: Campaign, record: Record) -> int:
+    return record.figures.get(campaign.counts, 0)
+
+
+def _say(campaign: Campaign, record: Record, wanted: int, rate: float) -> None:
+    size = _size(campaign, record)
+    left = max(0, wanted - size) / rate / MINUTE
+    print(
+        f"{campaign.name}: {size:,} of {wanted:,} {campaign.counts}, {rate * MINUTE:,.0f} a minute, "
+        f"{left:,.0f} min left, lost {record.figures.get('lost', 0)}, "
+        f"twice in a fenced sink {record.figures.get('fenced_repeats', 0)}",
+        flush=True,
+    )
+
+
+def _show(known: dict[str, Campaign], *, as_json: bool) -> None:
+    records = {name: load(name) for name in known}
+    if as_json:
+        print(json.dumps({name: {"target": known[name].target, **vars(record)} for name, record in records.items()}))
+        return
+    for name, record in records.items():
+        campaign = known[name]
+        print(
+            f"{name:<16} {_size(campaign, record):>12,} of {campaign.target:>12,} {campaign.counts:<10} "
+            f"{record.seconds / MINUTE:>6,.0f} min  violations {len(record.violations)}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What was counted so far: one JSON file per campaign, and one for the tests that name a row of the matrix."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tests.campaigns.figures import Figures
+
+FOLDER: Final = Path(__file__).parent / "record"
+TESTS: Final = "tests"
+
+
+@dataclass
+class Record:
+    """The totals of one campaign, over all versions since `since`."""
+
+    next: int = 0
+    """The number of the next run."""
+    figures: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    since: str = ""
+    until: str = ""
+    """Commits of the first and the last run."""
+    violations: list[str] = field(default_factory=list)
+    """Promises that were broken and not looked into yet; a person removes them, after mending."""
+
+    def add(self, first: int, count: int, figures: Figures, seconds: float) -> None:
+        """Runs `first` to `first + count - 1` went well."""
+        total = Figures(self.figures)
+        total.update(figures)
+        self.figures = dict(sorted(total.items()))
+        self.next = max(self.next, first + count)
+        self.seconds = round(self.seconds + seconds, 1)
+        self.until = commit()
+        self.since = self.since or self.until
+
+
+def load(name: str, folder: Path = FOLDER) -> Record:
+    """The record of a campaign; empty if there is none."""
+    path = folder / f"{name}.json"
+    return Record(**json.loads(path.read_text())) if path.exists() else Record()
+
+
+def save(name: str, record: Record, folder: Path = FOLDER) -> None:
+    """Keep it, whole or not at all."""
+    _write(folder / f"{name}.json", asdict(record))
+
+
+def load_tests(folder: Path = FOLDER) -> dict[str, dict[str, int]]:
+    """By test function: how many of its cases passed, failed and were skipped when they were last recorded."""
+    path = folder / f"{TESTS}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def save_tests(outcomes: dict[str, dict[str, int]], folder: Path = FOLDER) -> None:
+    """Keep them."""
+    _write(folder / f"{TESTS}.json", dict(sorted(outcomes.items())))
+
+
+def commit() -> str:
+    """The short name of the commit that is checked out; `?` outside of a repository."""
+    told = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=False, cwd=FOLDER.parent
+    )
+    return told.stdout.strip() or "?"
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    draft.replace(path)

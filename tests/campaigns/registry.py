@@ -1,0 +1,25 @@
+"""Where the campaigns are, by name, in the order in which `make faults` runs them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Final
+
+from tests.campaigns.figures import Campaign
+
+MODULES: Final[tuple[str, ...]] = ()
+
+
+def campaigns() -> dict[str, Campaign]:
+    """All of them.
+
+    Raises:
+        TypeError: A module of the list holds no campaign.
+    """
+    found = {}
+    for name in MODULES:
+        campaign = import_module(name).CAMPAIGN
+        if not isinstance(campaign, Campaign):
+            raise TypeError(f"{name}.CAMPAIGN is no Campaign")
+        found[campaign.name] = campaign
+    return found
