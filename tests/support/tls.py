@@ -1,0 +1,101 @@
+"""Certificates of an authority of our own; TLS for a Kafka broker, and before a Redis that was built without it."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import trustme
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+
+
+class Authority:
+    """Signs certificates; whoever is to trust it gets `ca_file`."""
+
+    def __init__(self, folder: Path, name: str = "authority") -> None:
+        self._ca = trustme.CA()
+        self.ca_file = folder / f"{name}.pem"
+        self._ca.cert_pem.write_to_path(str(self.ca_file))
+
+    def server_context(self, host: str = "127.0.0.1", *, expired: bool = False) -> ssl.SSLContext:
+        """For a server that says it is `host`."""
+        ended = datetime.now(UTC) - timedelta(days=1)
+        certificate = self._ca.issue_cert(host, not_after=ended) if expired else self._ca.issue_cert(host)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        certificate.configure_cert(context)
+        return context
+
+    def broker_settings(self, host: str = "127.0.0.1") -> dict[str, str]:
+        """Settings of a Kafka broker that says it is `host`."""
+        certificate = self._ca.issue_cert(host)
+        key = load_pem_private_key(certificate.private_key_pem.bytes(), None)
+        chain = b"".join(blob.bytes() for blob in certificate.cert_chain_pems)
+        return {
+            "ssl.keystore.type": "PEM",
+            "ssl.keystore.key": _line(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())),
+            "ssl.keystore.certificate.chain": _line(chain),
+        }
+
+
+def _line(text: bytes) -> str:
+    """As a value in a file of Java properties."""
+    return text.decode().replace("\n", "\\n")
+
+
+class TlsFront:
+    """Accepts TLS on `port` and passes the plain bytes on to `target`, a port or a Unix socket."""
+
+    def __init__(self, target: int | Path, context: ssl.SSLContext) -> None:
+        self._target = target
+        self._context = context
+        self._links: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for link in list(self._links):
+            link.cancel()
+        await asyncio.gather(*self._links, return_exceptions=True)
+        await asyncio.sleep(0.01)  # aborted transports close their sockets in the next turns of the loop
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._links.add(task)
+        # The bare transport as well: a handshake that is broken off leaves it open.
+        ends: list[asyncio.WriteTransport] = [writer.transport]
+        try:
+            await writer.start_tls(self._context)
+            ends.append(writer.transport)
+            if isinstance(self._target, Path):
+                answers, requests = await asyncio.open_unix_connection(self._target)
+            else:
+                answers, requests = await asyncio.open_connection("127.0.0.1", self._target)
+            ends.append(requests.transport)
+            await asyncio.gather(_pass(reader, requests), _pass(answers, writer))
+        except (OSError, asyncio.CancelledError):
+            return  # one end is gone, or the test is over
+        finally:
+            self._links.discard(task)
+            for end in ends:
+                end.abort()  # a TLS farewell would wait for a client that is gone
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
