@@ -1,0 +1,202 @@
+"""The protocol keeps its rules in every state of the model, and each of the known bugs breaks one there.
+
+And the model is the code: every step of a record that the explorer takes is compared with the real store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from integr8s_idem.errors import LeaseLostError
+from integr8s_idem.keys import Key
+from integr8s_idem.records import Completion, Failure, IdempotencyStatus, Previous, Reserved, ReserveRequest
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository, _Entry
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.work import Executed, Work
+from tests.model.campaign import CAMPAIGN
+from tests.model.delivery import StoreCall
+from tests.model.explorer import explore
+from tests.model.protocol import OURS, VARIANTS
+from tests.model.state import Faults, Lease, Record, Request, Rule, Setup, Verb
+from tests.model.store import Answer
+from tests.model.surroundings import Machine
+from tests.model.telling import table
+from tests.support.guarded import LEASE, Job, guarded
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+"""The store's clock stands here: fences then count from the highest one given, as in the model."""
+
+SECOND = timedelta(seconds=1)
+
+TWO_WORKERS = tuple(
+    Setup(2, ((0,),), faults)
+    for faults in (
+        Faults(crashes=1, stalls=1, unanswered=1, lost_records=1),
+        Faults(crashes=1, late=1, lost_records=1),
+        Faults(crashes=1, late=1, failures=1),
+        Faults(late=1, lost_records=1, failures=1),
+    )
+)
+"""Together every kind of call, to every kind of record."""
+
+
+def test_no_interleaving_of_three_workers_and_two_keys_breaks_a_rule() -> None:
+    figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
+
+    assert figures["states"] >= 200_000
+    assert figures["lost"] == figures["fenced_repeats"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [(name, rule) for name, variant in VARIANTS.items() for rule in variant.breaks]
+)
+def test_each_known_bug_is_found_with_the_shortest_way_to_it(name: str, rule: Rule) -> None:
+    variant = VARIANTS[name]
+
+    found = explore(Machine(variant.setup, variant.protocol), look_for=[rule]).counterexample
+
+    assert found is not None
+    assert found.rule is rule
+    told = table(found, variant.setup).splitlines()
+    assert len(told) == 1 + len(found.moves) + 1
+    assert told[-1] == f"broken: {rule.value}"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_where_a_variant_breaks_ours_does_not(name: str) -> None:
+    variant = VARIANTS[name]
+
+    first = explore(Machine(variant.setup, variant.protocol)).counterexample
+    ours = explore(Machine(variant.setup, OURS)).counterexample
+
+    assert first is not None
+    assert first.rule in variant.breaks
+    assert ours is None
+
+
+def test_the_way_to_the_lost_message_of_the_seeds_reads_like_a_story() -> None:
+    variant = VARIANTS["acknowledge-in-progress"]
+    found = explore(Machine(variant.setup, variant.protocol)).counterexample
+    assert found is not None
+
+    told = [" ".join(line.split()) for line in table(found, variant.setup).splitlines()]
+
+    assert told == [
+        "who does and then record a offsets",
+        "1 W1 is given partition 0 - 0",
+        "2 W1 a@0: is delivered asking - 0",
+        "3 W1 a@0: asks to reserve: Reserved running, attempt 1, fence 1 W1 live: attempt 1, fence 1 0",
+        "4 W1 crashes W1 live: attempt 1, fence 1 0",
+        "5 W1 is given partition 0 W1 live: attempt 1, fence 1 0",
+        "6 W1 a@0: is delivered asking W1 live: attempt 1, fence 1 0",
+        "7 W1 a@0: asks to reserve: InProgress settled W1 live: attempt 1, fence 1 0",
+        "8 W1 commits its offset W1 live: attempt 1, fence 1 1",
+        "broken: an offset has moved over a message that is neither completed nor dead-lettered",
+    ]
+
+
+def test_remembering_what_actors_do_changes_nothing() -> None:
+    setup = TWO_WORKERS[2]
+
+    quick = explore(Machine(setup, OURS))
+    plain = explore(Machine(setup, OURS), remember=False)
+
+    assert (quick.states, quick.steps, quick.depth) == (plain.states, plain.steps, plain.depth)
+
+
+async def test_every_step_of_a_record_in_the_model_is_the_real_stores() -> None:
+    calls: set[StoreCall] = set()
+
+    for setup in TWO_WORKERS:
+        machine = Machine(setup, OURS)
+        machine.deliveries.calls = calls
+        assert explore(machine).counterexample is None
+
+    assert len(calls) > 200
+    assert {call[2].verb for call in calls} == set(Verb)
+    for call in calls:
+        assert await _real(call) == (call[3], call[4]), call
+
+
+@virtual_time
+async def test_a_run_after_a_lost_lease_knows_of_the_run_before_it_though_the_record_was_written_anew() -> None:
+    here, job, work = guarded(), Job(seconds=4 * LEASE), Work(Key.of("order:1"))
+    first = asyncio.create_task(here.manager.execute(work, job.with_attempt))
+    await job.started.wait()
+    await here.manager.delete("order:1")
+    await asyncio.sleep(LEASE / 2)  # its renewal was refused: reserved anew
+    here.store.down.add("renew")
+    with pytest.raises(LeaseLostError):
+        await first
+    job.seconds = 0.0
+    await asyncio.sleep(LEASE)
+
+    again = await here.manager.execute(work, job.with_attempt)
+
+    assert isinstance(again, Executed)
+    assert [attempt.number for attempt in job.attempts] == [1, 2]
+
+
+async def _real(call: StoreCall) -> tuple[Record | None, Answer]:
+    """What `MemoryIdempotencyRepository` makes of one call of the model."""
+    before, clock, request, _, _ = call
+    store = MemoryIdempotencyRepository(clock=lambda: EPOCH)
+    store._highest_fence = clock
+    if before is not None:
+        store._entries["a"] = _entry(before)
+    answer = await _asked(store, request)
+    entry = store._entries.get("a")
+    return None if entry is None else _record(entry), answer
+
+
+async def _asked(store: MemoryIdempotencyRepository, request: Request) -> Answer:
+    token = _token(request.token)
+    held = Reserved(key="a", token=token, attempt=1, fence=request.fence, lease=SECOND)
+    match request.verb:
+        case Verb.RESERVE:
+            wish = ReserveRequest(key="a", token=token, lease=SECOND, retention=10 * SECOND)
+            return Answer(type((await store.reserve([wish]))[0]).__name__)
+        case Verb.RENEW:
+            [ours] = await store.renew([held], SECOND)
+        case Verb.COMPLETE:
+            [ours] = await store.complete([Completion(reservation=held, ttl=10 * SECOND)])
+        case Verb.FAIL:
+            [ours] = await store.fail([Failure(reservation=held, ttl=10 * SECOND, error="")])
+        case Verb.RELEASE:
+            [ours] = await store.release([held])
+    return Answer.YES if ours else Answer.NO
+
+
+def _entry(record: Record) -> _Entry:
+    processing = record.status is IdempotencyStatus.PROCESSING
+    return _Entry(
+        status=record.status,
+        attempt=record.attempt,
+        fence=record.fence,
+        token=_token(record.token),
+        lease_until={Lease.LIVE: EPOCH + SECOND, Lease.ENDED: EPOCH - SECOND}.get(record.lease),
+        expires_at=EPOCH + 5 * SECOND,
+        previous=record.previous,
+        fingerprint=None,
+        owner="",
+        trace=None,
+        settled_at=None if processing else EPOCH,
+    )
+
+
+def _record(entry: _Entry) -> Record:
+    if entry.status is not IdempotencyStatus.PROCESSING:
+        lease, token = Lease.NONE, 0
+    else:
+        token = int.from_bytes(entry.token, "big")
+        lease = (
+            Lease.RELEASED if entry.lease_until is None else Lease.LIVE if entry.lease_until > EPOCH else Lease.ENDED
+        )
+    return Record(entry.status, entry.attempt, entry.fence, token, lease, Previous(entry.previous))
+
+
+def _token(number: int) -> bytes:
+    return number.to_bytes(16, "big")

@@ -1,0 +1,37 @@
+"""The model as a campaign: run number n looks at every state of configuration n."""
+
+from __future__ import annotations
+
+from tests.campaigns.figures import Campaign, Figures, ViolationError
+from tests.model.configurations import CONFIGURATIONS
+from tests.model.explorer import explore
+from tests.model.protocol import OURS
+from tests.model.surroundings import Machine
+from tests.model.telling import table
+
+
+def run(first: int, count: int) -> Figures:
+    """Explore these configurations; beyond the last one there is nothing to count.
+
+    Raises:
+        ViolationError: A rule can be broken; the message holds the shortest way to it.
+    """
+    figures = Figures()
+    for number, setup in enumerate(CONFIGURATIONS[first : first + count], first):
+        seen = explore(Machine(setup, OURS))
+        if seen.counterexample is not None:
+            raise ViolationError(f"configuration {number} ({setup}):\n{table(seen.counterexample, setup)}")
+        figures.update(configurations=1, states=seen.states, steps=seen.steps, lost=0, fenced_repeats=0)
+    return figures
+
+
+CAMPAIGN = Campaign(
+    name="model",
+    counts="states",
+    says="one state of the reservation protocol, all of whose next steps keep every rule",
+    scenarios=(),
+    in_test=2,
+    target=12_000_000,
+    batch=1,
+    run=run,
+)

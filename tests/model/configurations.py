@@ -1,0 +1,37 @@
+"""The worlds in which our protocol is looked at: first those that `make test` runs, then small ones first.
+
+A state that two of them reach is counted twice; the faults still to come are part of a state, so these are
+only such states in which the faults that tell the two apart are spent.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.model.state import Faults, Setup
+
+_ONE_KEY: Final = ((0,),)
+_DUPLICATE: Final = ((0, 0),)
+_TWO_KEYS: Final = ((0, 1),)
+_TWO_PARTITIONS: Final = ((0,), (1,))
+
+CONFIGURATIONS: Final[tuple[Setup, ...]] = (
+    Setup(3, _TWO_KEYS, Faults(crashes=1, unanswered=1)),
+    Setup(3, _TWO_KEYS, Faults(crashes=1, moves=1)),
+    Setup(3, _DUPLICATE, Faults(crashes=1, moves=1)),
+    Setup(3, _ONE_KEY, Faults(crashes=1, moves=1, unanswered=1, failures=1)),
+    Setup(3, _TWO_KEYS, Faults(moves=1, failures=1)),
+    Setup(3, _TWO_KEYS, Faults(moves=1, unanswered=1)),
+    Setup(3, _TWO_KEYS, Faults(moves=1, late=1)),
+    Setup(3, _TWO_KEYS, Faults(moves=1, stalls=1)),
+    Setup(3, _TWO_KEYS, Faults(moves=1, lost_records=1)),
+    Setup(3, _TWO_KEYS, Faults(moves=2)),
+    Setup(3, _ONE_KEY, Faults(crashes=1, moves=1, stalls=1, lost_records=1)),
+    Setup(3, _TWO_KEYS, Faults(crashes=1, unanswered=1, failures=1)),
+    Setup(3, _TWO_PARTITIONS, Faults(crashes=1, moves=1)),
+    Setup(3, _ONE_KEY, Faults(crashes=1, moves=2, stalls=1, unanswered=1)),
+    Setup(3, _TWO_KEYS, Faults(crashes=1, moves=1, unanswered=1)),
+    Setup(3, _TWO_KEYS, Faults(crashes=2, moves=1)),
+    Setup(3, _TWO_KEYS, Faults(crashes=1, moves=1, stalls=1)),
+    Setup(3, _TWO_KEYS, Faults(crashes=1, moves=2)),
+)

@@ -1,0 +1,83 @@
+"""Explorations and counterexamples as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.model.delivery import TOKENS_OF_A_TASK
+from tests.model.explorer import Counterexample, Exploration
+from tests.model.state import Phase, Record, Setup, State, Step, Task
+
+KEYS = "abcdefgh"
+
+
+def tell(exploration: Exploration) -> str:
+    """One line about what was seen."""
+    return (
+        f"{exploration.states:,} states, {exploration.steps:,} steps, depth {exploration.depth}, "
+        f"{exploration.seconds:.1f} s"
+    )
+
+
+def table(found: Counterexample, setup: Setup) -> str:
+    """The way to the breach: a line for each step, with what has changed by it and how all records then stand."""
+    records = [f"record {KEYS[key]}" for key in range(len(found.start.keys))]
+    rows = [("", "who", "does", "and then", *records, "offsets")]
+    before = found.start
+    for number, (step, after) in enumerate(found.moves, 1):
+        rows.append((str(number), who(step), what(step, setup), _change(step, before, after), *_standing(after, setup)))
+        before = after
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, f"broken: {found.rule.value}"])
+
+
+def as_json(found: Counterexample, setup: Setup) -> dict[str, Any]:
+    """The same for programs."""
+    steps = []
+    for step, after in found.moves:
+        *records, offsets = _standing(after, setup)
+        steps.append({"who": who(step), "does": what(step, setup), "records": records, "offsets": offsets})
+    return {"rule": found.rule.name, "says": found.rule.value, "steps": steps}
+
+
+def who(step: Step) -> str:
+    """The worker, or the thing that it happens to."""
+    return f"W{step.worker + 1}" if step.worker >= 0 else f"key {KEYS[step.key]}"
+
+
+def what(step: Step, setup: Setup) -> str:
+    if step.worker < 0 or step.message < 0:
+        return step.what
+    message = setup.messages[step.message]
+    return f"{KEYS[message.key]}@{message.offset}: {step.what}"
+
+
+def _change(step: Step, before: State, after: State) -> str:
+    """Where the delivery of a step stands now, if the step moved it."""
+    if step.worker < 0 or step.message < 0:
+        return ""
+    task, was = after.workers[step.worker][step.message], before.workers[step.worker][step.message]
+    return "" if task.phase is was.phase else _phase(task)
+
+
+def _phase(task: Task) -> str:
+    if task.phase is Phase.RUNNING and task.held is not None:
+        return f"running, attempt {task.held.attempt}, fence {task.held.fence}"
+    return task.phase.value
+
+
+def _standing(state: State, setup: Setup) -> Sequence[str]:
+    records = [_record(key.record, setup) for key in state.keys]
+    return (*records, " ".join(str(partition.committed) for partition in state.partitions))
+
+
+def _record(record: Record | None, setup: Setup) -> str:
+    if record is None:
+        return "-"
+    run = f"attempt {record.attempt}, fence {record.fence}"
+    if not record.token:
+        return f"{record.status.value}: {run}"
+    worker = (record.token - 1) // TOKENS_OF_A_TASK // len(setup.messages)
+    return f"W{worker + 1} {record.lease.value}: {run}"
