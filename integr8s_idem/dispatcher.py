@@ -91,15 +91,18 @@ class EventDispatcher:
         """The service it works for."""
         return self._scope
 
-    def handlings(self, event: BaseEvent, generation: int = 0) -> list[Handling]:
+    def handlings(self, event: BaseEvent, generation: int = 0, only: str | None = None) -> list[Handling]:
         """Begin to handle `event`: one handling for each of its handlers.
 
-        `generation`: how often the event was replayed on purpose; each generation is work of its own.
+        Args:
+            generation: How often the event was replayed on purpose; each generation is work of its own.
+            only: The name of the one handler that is meant, if it is not all of them.
 
         Raises:
             InvalidKeyError: The event offers nothing to make a key of.
         """
-        return [handler.handling(event, generation) for handler in self._handlers.get(event.event_type, ())]
+        meant = [handler for handler in self._handlers.get(event.event_type, ()) if only in (None, handler.name)]
+        return [handler.handling(event, generation) for handler in meant]
 
     async def dispatch(self, event: BaseEvent) -> list[Outcome[Any]]:
         """One try with every handler of `event`, at the same time; for callers without a worker.

@@ -7,16 +7,19 @@ key       aggregate_id, so that the events of one aggregate keep their order
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Final, TypeVar, get_args
+from math import isinf
+from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args
 
 import uuid_utils
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import ErrorDetails
 
-from integr8s_idem.errors import ApplicationError, UndecodableEventError
+from integr8s_idem.errors import ApplicationError, EventError, UndecodableEventError
 
 MAX_ID_LENGTH: Final = 1024
 """Characters of an event id; a key longer than a store likes is hashed, an id longer than this is a mistake."""
@@ -63,7 +66,7 @@ class BaseEvent(BaseModel):
         order_id: str
     """
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
     event_id: EventId = Field(default_factory=new_event_id)
     """Made once, by the producer.  A message without one is refused, never given one."""
@@ -96,8 +99,22 @@ def event_type_of(event: type[BaseEvent]) -> str:
 
 
 def encode_event(event: BaseEvent) -> bytes:
-    """The body of `event` on the wire: JSON in UTF-8."""
-    return event.__pydantic_serializer__.to_json(event)
+    """The body of `event` on the wire: JSON in UTF-8.
+
+    Raises:
+        EventError: It holds NaN or infinity, which no reader would take.
+    """
+    body = event.__pydantic_serializer__.to_json(event)
+    if b"NaN" in body or b"Infinity" in body:
+        _refuse_no_numbers(event, body)
+    return body
+
+
+def _refuse_no_numbers(event: BaseEvent, body: bytes) -> None:
+    try:
+        _STRICT_JSON.decode(body.decode())
+    except ValueError as error:
+        raise EventError(f"{type(event).__name__} cannot be published: {error}") from None
 
 
 def event_headers(event: BaseEvent) -> list[tuple[str, bytes]]:
@@ -123,10 +140,38 @@ _ENVELOPE_REASONS: Final[Mapping[tuple[int | str, ...], str]] = {
     ("event_id",): "missing_id",
     ("event_version",): "unsupported_version",
 }
+_OTHER_REASONS: Final = {"string_too_long": "invalid", "string_unicode": "malformed"}
+
+
+def _with_names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return table
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if isinf(number):
+        raise ValueError("a number is larger than any reader can hold")
+    return number
+
+
+_STRICT_JSON: Final = json.JSONDecoder(
+    object_pairs_hook=_with_names_once, parse_constant=_no_number, parse_float=_finite
+)
 
 
 class EventDecoder:
-    """Turns message bodies into events of known classes.  Never guesses."""
+    """Turns message bodies into events of known classes.  Never guesses.
+
+    Bodies are I-JSON (RFC 7493), as canonical forms presume: UTF-8 without a byte order mark, every name
+    once in its object, no NaN or infinity, no lone surrogates.  Two readers of such a body see one event.
+    """
 
     def __init__(self, events: Iterable[type[BaseEvent]]) -> None:
         self._events: Mapping[str, type[BaseEvent]] = {event_type_of(event): event for event in events}
@@ -140,7 +185,7 @@ class EventDecoder:
         """
         if not body:
             raise UndecodableEventError("empty", "the message has no body")
-        envelope = self._envelope(body)
+        envelope = _envelope_of(body)
         event = self._events.get(envelope.event_type)
         if event is None:
             known = ", ".join(sorted(self._events)) or "none"
@@ -151,18 +196,27 @@ class EventDecoder:
         try:
             return event.model_validate_json(body)
         except ValidationError as error:
-            raise UndecodableEventError("invalid", _first_mistake(error)) from None
-
-    @staticmethod
-    def _envelope(body: bytes) -> _Envelope:
-        try:
-            return _Envelope.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            reason = _ENVELOPE_REASONS.get(first["loc"], "malformed")
-            if first["type"] == "string_too_long":
-                reason = "invalid"
+            reason = "malformed" if _first(error)["type"] == "json_invalid" else "invalid"
             raise UndecodableEventError(reason, _first_mistake(error)) from None
+
+
+def _envelope_of(body: bytes) -> _Envelope:
+    try:
+        return _Envelope.model_validate(_STRICT_JSON.decode(body.decode()))
+    except ValidationError as error:
+        first = _first(error)
+        reason = _ENVELOPE_REASONS.get(first["loc"], "malformed")
+        if first["type"] in _OTHER_REASONS:
+            reason = _OTHER_REASONS[first["type"]]
+        raise UndecodableEventError(reason, _first_mistake(error)) from None
+    except UnicodeDecodeError as error:
+        raise UndecodableEventError("malformed", f"no UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise UndecodableEventError("malformed", f"no JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise UndecodableEventError("malformed", "it is nested too deeply") from None
+    except ValueError as error:  # ours, or Python's about an integer of too many digits
+        raise UndecodableEventError("malformed", str(error)) from None
 
 
 def _check_version(event: type[BaseEvent], version: str) -> None:
@@ -173,9 +227,13 @@ def _check_version(event: type[BaseEvent], version: str) -> None:
         )
 
 
+def _first(error: ValidationError) -> ErrorDetails:
+    return error.errors(include_url=False, include_input=False, include_context=False)[0]
+
+
 def _first_mistake(error: ValidationError) -> str:
     """Where and what, without the input: a payload may hold what no log should."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    first = _first(error)
     where = ".".join(str(part) for part in first["loc"])[:200]
     more = error.error_count() - 1
     return f"{where + ': ' if where else ''}{first['msg']}" + (f" (and {more} more)" if more else "")

@@ -55,7 +55,7 @@ class Handling:
         """`generation`: how often the event was replayed on purpose."""
         self.handler = handler
         self.event = event
-        self._generation = generation
+        self.generation = generation
         self._tries = 0
 
     @property
@@ -68,7 +68,7 @@ class Handling:
         the store also waits for the broker to take what the handler publishes."""
         self._tries += 1
         handler = self.handler
-        attempt = Attempt(handler.plain_key(self.event, self._generation), self._tries, 0, float("inf"), self.label)
+        attempt = Attempt(handler.plain_key(self.event, self.generation), self._tries, 0, float("inf"), self.label)
         try:
             with handler.observer.phase(Phase.HANDLE, self.event.event_type):
                 value = await handler.work(self.event, attempt, patient=wait_for_store is not None)

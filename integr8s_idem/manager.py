@@ -13,6 +13,7 @@ import random
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -34,6 +35,7 @@ from integr8s_idem.keys import Key, KeySpace, downstream_key
 from integr8s_idem.leases import HeldLease, LeaseKeeper
 from integr8s_idem.ledger import Ledger, describe_error
 from integr8s_idem.records import (
+    LAST_GENERATION,
     Completed,
     Completion,
     Corrupt,
@@ -55,6 +57,11 @@ T = TypeVar("T")
 FIRST_LOOK: Final = 0.05
 LONGEST_LOOK: Final = 1.0
 """Seconds between two looks at a key that another process works on, growing from the first to the longest."""
+
+_AROUND: ContextVar[frozenset[asyncio.Future[None]]] = ContextVar(
+    "runs that the current code is part of", default=frozenset()
+)
+"""Each by the future that is done when it ends.  Tasks inherit it from the code that begins them."""
 
 
 class IdempotencyManager:
@@ -147,6 +154,20 @@ class IdempotencyManager:
         """The record of `key`, if there is one."""
         return (await self.repository.get([self._ledger.space.full(as_key(key))]))[0]
 
+    async def history(self, key: str | Key) -> dict[int, IdempotencyRecord]:
+        """The records of `key` by generation, as far as the store still has them: what became of each replay.
+
+        All generations there can be are asked for, since earlier ones may have expired: a thousand small
+        reads, for people and tools rather than for each event.
+
+        Raises:
+            CorruptRecordError: One of them cannot be read.
+        """
+        generations = range(LAST_GENERATION + 1)
+        names = [self._ledger.space.full(as_key(key).in_generation(generation)) for generation in generations]
+        found = zip(generations, await self.repository.get(names), strict=True)
+        return {generation: record for generation, record in found if record is not None}
+
     async def delete(self, key: str | Key) -> bool:
         """Forget `key`, whatever its state: the next caller does the work again."""
         return await self.repository.delete([self._ledger.space.full(as_key(key))]) == 1
@@ -184,6 +205,7 @@ class IdempotencyManager:
 
         Raises:
             InProgressError: Somebody else is at it, and the wait was too long or not wanted.
+            ApplicationError: Asked from within the run of this very key, which would wait for itself.
             KeyReusedError: The key is known with another payload.
             PreviouslyFailedError: It was given up earlier.
             LeaseLostError: It could not be finished within the lease; its effects may have happened.
@@ -225,6 +247,7 @@ class IdempotencyManager:
             if policy is OnInProgress.SKIP:
                 self.observer.count(Signal.DUPLICATE_BLOCKED)
                 return None  # type: ignore[return-value]  # what `skip` asks for
+            self._refuse_to_wait_for_itself(outcome, work)
             left = give_up_at - asyncio.get_running_loop().time()
             if policy is OnInProgress.RAISE or left <= 0:
                 raise InProgressError(work.key.label, outcome.attempt, outcome.retry_after, outcome.owner)
@@ -288,6 +311,14 @@ class IdempotencyManager:
         """Let writes that are under way end, and stop renewing."""
         await self._ledger.close()
         self._leases.close()
+
+    def _refuse_to_wait_for_itself(self, found: InProgress, work: Work) -> None:
+        """A run that waits for its own key, by itself or by a task it began, has a mistake that no wait mends."""
+        if self._running.get(found.key) in _AROUND.get():
+            raise ApplicationError(
+                f"{work.key.label} was asked for within its own run (attempt {found.attempt}), which would wait for "
+                "itself: give the inner work a key of its own"
+            )
 
     # The parts of one pass.
 
@@ -366,6 +397,8 @@ class IdempotencyManager:
         lease = self._leases.hold(reserved, asked_at, reserve_anew=lambda: self._ledger.reserved_anew(work))
         attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, work.key.label)
         ended = self._running[reserved.key] = asyncio.get_running_loop().create_future()
+        around = _AROUND.get()
+        _AROUND.set(around | {ended})
         try:
             try:
                 async with lease:
@@ -382,9 +415,12 @@ class IdempotencyManager:
             await self._complete(work, lease, value, wait_for_store)
             return Executed(value, reserved.attempt)
         finally:
+            # The key may have been reserved anew under it: the next run needs a reservation of its own.
+            work.token = secrets.token_bytes(16)
             if self._running.get(reserved.key) is ended:
                 del self._running[reserved.key]
             ended.set_result(None)
+            _AROUND.set(around)
 
     async def _handler_failed(
         self, work: Work, lease: HeldLease, error: Exception, wait_for_store: WaitForStore | None

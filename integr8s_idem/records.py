@@ -15,6 +15,9 @@ from typing import Final, TypeAlias
 
 JSON: Final = "application/json"
 
+LAST_GENERATION: Final = 999
+"""Work can be done anew on purpose this often; generation 0 is the first."""
+
 
 class IdempotencyStatus(str, Enum):
     """Where one unit of work stands.  A released reservation is `processing` with a lease that has ended."""
@@ -196,3 +199,7 @@ class StoreHealth:
     """Round trip of the ping, by the caller's monotonic clock."""
     warnings: tuple[str, ...] = ()
     """What would lose records: an eviction policy, a missing replica.  Each says what to do."""
+    identity: str = ""
+    """Names what the store holds: another one later means that it was emptied or replaced.  Empty if it cannot tell."""
+    lineage: tuple[str, str] = ("", "")
+    """This primary, and the one whose place it took, if any: its last writes may be lost.  Empty if it cannot tell."""

@@ -8,6 +8,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 _REDIS_SCHEMES: Final = frozenset({"redis", "rediss", "unix"})
 _SECRET_OPTION: Final = re.compile(r"(?i)((?:password|secret|token)=)[^&\s]+")
+_WORD: Final = re.compile(r"[^\s'\"<>]+")
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 
 
@@ -16,6 +17,19 @@ def without_secret(url: str) -> str:
     scheme, separator, rest = url.rpartition("://")
     _, at, tail = rest.rpartition("@")
     return _SECRET_OPTION.sub(r"\1***", f"{scheme}{separator}{'***@' if at else ''}{tail}")
+
+
+def redacted(text: str) -> str:
+    """Foreign text, such as that of an error, with what `without_secret` hides in a URL hidden wherever it stands."""
+    # Word by word, so that a text of megabytes costs what its length says.
+    plain = _WORD.sub(_without_credentials, text) if "://" in text else text
+    return _SECRET_OPTION.sub(r"\1***", plain)
+
+
+def _without_credentials(word: re.Match[str]) -> str:
+    scheme, separator, rest = word[0].partition("://")
+    _, at, tail = rest.rpartition("@")
+    return f"{scheme}{separator}***@{tail}" if at else word[0]
 
 
 def url_holds_password(url: str) -> bool:
@@ -31,6 +45,8 @@ def redis_url(url: str) -> str:
         ValueError: With the URL to write instead.
     """
     scheme, separator, rest = url.partition("://")
+    if not url.isprintable() or " " in url:
+        raise ValueError(f"has spaces or characters that cannot be seen; write {_example()}")
     if not separator or scheme not in _REDIS_SCHEMES or not rest:
         host = (rest if separator else url).partition("/")[0]
         raise ValueError(f'"{without_secret(url)}" is no Redis URL; write {_example("redis", host)}')
@@ -75,6 +91,8 @@ def collector_url(url: str) -> str:
         ValueError: With the URL to write instead.
     """
     scheme, separator, rest = url.partition("://")
+    if not url.isprintable() or " " in url:
+        raise ValueError("has spaces or characters that cannot be seen; write http://localhost:4317")
     if separator and scheme in {"http", "https"} and rest:
         return url
     host = without_secret((rest if separator else url).partition("/")[0])

@@ -23,7 +23,8 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from integr8s_idem.config.reading import current_reading
 from integr8s_idem.config.shape import Path, Shape, shape_of
-from integr8s_idem.errors import SettingsError, SettingsMistake
+from integr8s_idem.config.words import said
+from integr8s_idem.errors import SettingsError
 
 SECRETS_DIR: Final = "SECRETS_DIR"
 """Behind the prefix: the variable that names the folder of secrets."""
@@ -122,7 +123,7 @@ def _secret_files(folder: FilePath, prefix: str) -> Iterator[FilePath]:
     except OSError as error:
         raise SettingsError(
             prefix + SECRETS_DIR,
-            [SettingsMistake(str(folder), f"cannot be read: {error.strerror}; name a folder, or unset the variable")],
+            [said(str(folder), f"cannot be read: {error.strerror}; name a folder, or unset the variable")],
         ) from None
     for file in files:
         if file.name.upper().startswith(prefix) and file.is_file():
@@ -140,7 +141,7 @@ def _secret(file: FilePath) -> str:
         reason = f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:
         reason = "is no UTF-8 text"
-    raise SettingsError(str(file.parent), [SettingsMistake(file.name, reason)])
+    raise SettingsError(str(file.parent), [said(file.name, reason)])
 
 
 def _keys_at(table: object, path: list[str]) -> list[str]:
@@ -155,10 +156,18 @@ def _decoded(text: str, shape: Shape | None) -> Any:
         return text
     if text.lstrip().startswith(("[", "{")):
         try:
-            return json.loads(text)
-        except ValueError:
+            return json.loads(text, object_pairs_hook=_with_names_once)
+        except (ValueError, RecursionError):
             return text
     return [part.strip() for part in text.split(",")] if shape.is_list else text
+
+
+def _with_names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """As TOML has it: a setting given twice is a mistake, not the last one."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name stands twice")
+    return table
 
 
 def _put(tables: dict[str, Any], path: Path, value: Any) -> None:

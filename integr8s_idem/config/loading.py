@@ -15,6 +15,7 @@ from integr8s_idem.config.reading import Reading
 from integr8s_idem.config.settings import Settings
 from integr8s_idem.config.shape import Path as Place
 from integr8s_idem.config.shape import shape_of
+from integr8s_idem.config.words import said
 from integr8s_idem.errors import SettingsError, SettingsMistake
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
@@ -127,7 +128,8 @@ def _attempt(settings_type: type[Settings], reading: Reading, overrides: dict[st
 
 def _translated(settings_type: type[Settings], reading: Reading, error: ValidationError) -> list[Found]:
     prefix = settings_type.model_config.get("env_prefix", "")
-    translator = Translator(shape_of(settings_type), prefix, reading.merged, reading.origins)
+    shape = shape_of(settings_type)
+    translator = Translator(shape, prefix, reading.merged, reading.origins, frozenset(shape.leaves()))
     by_path: dict[str, Found] = {}
     for detail in error.errors(include_url=False, include_input=False):
         each = translator.found(detail)
@@ -154,7 +156,12 @@ def _table(file: Path) -> dict[str, Any]:
         mistake = (f"line {line}", "holds bytes that are no UTF-8 text; save the file as UTF-8")
     except tomllib.TOMLDecodeError as error:
         mistake = _syntax(str(error), file)
-    raise SettingsError(str(file), [SettingsMistake(*mistake)])
+    except ValueError:
+        # Python refuses to read a decimal number beyond some thousand digits.
+        mistake = ("file", "holds a number of more digits than can be read")
+    except RecursionError:
+        mistake = ("file", "is nested too deeply")
+    raise SettingsError(str(file), [said(*mistake)])
 
 
 def _syntax(message: str, file: Path) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final
@@ -12,7 +12,9 @@ from pydantic_core import ErrorDetails
 
 from integr8s_idem.config.addresses import without_secret
 from integr8s_idem.config.environment import variable_name
+from integr8s_idem.config.policies import LARGEST
 from integr8s_idem.config.shape import Path, Shape
+from integr8s_idem.config.words import said, shown_number
 from integr8s_idem.errors import SettingsMistake
 
 _OWN_WORDS: Final = ("Value error, ", "Assertion failed, ")
@@ -40,6 +42,8 @@ class Translator:
     prefix: str
     values: Mapping[str, Any]
     origins: Mapping[Path, str]
+    leaves: Collection[Path]
+    """Where single settings stand."""
 
     def found(self, error: ErrorDetails) -> Found:
         """`error` in plain words."""
@@ -56,7 +60,7 @@ class Translator:
         origin = self.origins.get(path)
         # A wrong tag alone is left out, so that its neighbours are looked at as those of the default.
         out = path if error["type"] == "union_tag_invalid" else whole
-        return Found(SettingsMistake(".".join(path), message + (f" (set by {origin})" if origin else "")), out)
+        return Found(said(".".join(path), message + (f" (set by {origin})" if origin else "")), out)
 
     def _without_index(self, place: Path) -> Path:
         """`place` up to the list that it stands in: lists are left out whole."""
@@ -86,6 +90,8 @@ class Translator:
             return f"must be given: {expectation(shape, path, value)}" if shape else "must be given"
         if error["loc"][-1:] == ("[key]",):
             return f"must have a name that matches {error.get('ctx', {}).get('pattern', 'the rules')}"
+        if error["type"] == "string_unicode" and isinstance(value, Mapping):
+            return "holds a name that is no text"
         for prefix in _OWN_WORDS:
             if error["msg"].startswith(prefix):
                 return _hidden(error["msg"].removeprefix(prefix), shape, value)
@@ -99,9 +105,9 @@ class Translator:
         section = self._shape_at(tuple(parents))
         known = section.names(self._value_at(tuple(parents))) if section else []
         origin = self.origins.get(place)
-        if place in set(self.shape.leaves()):
+        if place in self.leaves:
             kind = self._value_at((*parents, "kind"))
-            return Found(SettingsMistake(".".join(place), f'does not go with kind = "{kind}"; take it out'), place)
+            return Found(said(".".join(place), f'does not go with kind = "{kind}"; take it out'), place)
         meant = self._meant(tuple(parents), name, known)
         message = f"unknown setting {origin}" if origin else "unknown setting"
         if meant:
@@ -109,14 +115,14 @@ class Translator:
             message += f"; did you mean {variable_name(self.prefix, meant) if origin else near}?"
         elif 0 < len(known) <= _LISTED:
             message += f"; known here: {', '.join(known)}"
-        return Found(SettingsMistake(".".join(place), message), place, meant)
+        return Found(said(".".join(place), message), place, meant)
 
     def _meant(self, parents: Path, name: str, known: Iterable[str]) -> Path:
         near = get_close_matches(name, list(known), n=1)
         if near:
             return (*parents, near[0])
         # The right name in the wrong place, or a variable with one underscore too few.
-        flat = {"_".join(path): path for path in self.shape.leaves()}
+        flat = {"_".join(path): path for path in self.leaves}
         elsewhere = [path for path in flat.values() if path[-1] == name]
         if elsewhere:
             return elsewhere[0]
@@ -184,7 +190,7 @@ def _one_of(choices: list[str]) -> str:
 
 def _bounds(schema: Mapping[str, Any], value: object) -> str:
     least, most, above = (schema.get(name) for name in ("minimum", "maximum", "exclusiveMinimum"))
-    if least is not None and most is not None:
+    if least is not None and most is not None and most < LARGEST:
         return f" from {least} to {most}"
     if most is not None and isinstance(value, int | float) and value > most:
         return f" of at most {most}"
@@ -199,7 +205,7 @@ def _not_this(shape: Shape | None, value: Any) -> str:
         return ""
     match value:
         case bool() | int() | float():
-            return f", not {json.dumps(value)}"
+            return f", not {json.dumps(value) if isinstance(value, bool) else shown_number(value)}"
         case str() if shape.is_table:
             return ", not text"
         case str():

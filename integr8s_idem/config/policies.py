@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from enum import Enum
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
+
+from integr8s_idem.config.addresses import redacted
 
 KeyPrefix: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
@@ -22,7 +25,9 @@ def _not_bool(value: object) -> object:
 NOT_BOOL: Final = BeforeValidator(_not_bool)
 """Stands last in the annotation of a number, behind its bounds."""
 
-Count: TypeAlias = Annotated[int, Field(ge=1), NOT_BOOL]
+LARGEST: Final = 2**31 - 1
+"""What 32 bits hold, as brokers and clients count."""
+Count: TypeAlias = Annotated[int, Field(ge=1, le=LARGEST), NOT_BOOL]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=2_147_483), NOT_BOOL]
 """A duration; the bound is what 32 bits of milliseconds hold, as brokers and clients count."""
 
@@ -33,6 +38,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
     )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        # A password may be part of an address.
+        for name, value in super().__repr_args__():
+            yield name, redacted(value) if isinstance(value, str) else value
 
 
 class OnInProgress(str, Enum):

@@ -108,9 +108,9 @@ class ServiceSettings(Section):
     """What is handled in order: a partition, the events of one Kafka key, or nothing."""
     concurrency: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 64
     """Handlers running at once."""
-    max_in_flight: Annotated[int, Field(ge=1), NOT_BOOL] = 1_000
+    max_in_flight: Count = 1_000
     """Deliveries taken from the broker and not settled yet, before fetching pauses."""
-    max_in_flight_bytes: Annotated[int, Field(ge=1_024), NOT_BOOL] = 67_108_864
+    max_in_flight_bytes: Annotated[int, Field(ge=1_024, le=2**40), NOT_BOOL] = 67_108_864
     """Their bodies together, before fetching pauses."""
     max_attempts: Count | None = None
     """Runs of one event before it is given up; that of [idempotency] if not given."""

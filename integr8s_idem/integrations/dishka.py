@@ -88,13 +88,14 @@ class IdempotencyProvider(Provider):
         return settings.idempotency_for(service)
 
     @provide
-    async def repository(self, settings: Settings) -> AsyncIterable[IdempotencyRepository]:
+    async def repository(self, settings: Settings, config: IdempotencyConfig) -> AsyncIterable[IdempotencyRepository]:
         store = settings.store
         if not isinstance(store, RedisStoreSettings):
             yield MemoryIdempotencyRepository()
             return
         client = redis_client(store)
-        yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=store.timeout_seconds))
+        timeout = timedelta(seconds=store.timeout_seconds)
+        yield RedisIdempotencyRepository(client, timeout=timeout, key_prefix=config.key_prefix)
         await client.aclose()
 
     @provide

@@ -80,5 +80,10 @@ class IdempotencyRepository(Protocol):
         ...
 
     async def ping(self) -> StoreHealth:
-        """Ask for a sign of life, and for what the store's settings would lose."""
+        """Ask for a sign of life, and for what the store's settings would lose.
+
+        Fails as the other methods would: a store that takes no writes, or refuses us a command that they
+        need, does not pass.  Where `StoreHealth.identity` is given, it changes when the store has lost
+        what it held.
+        """
         ...

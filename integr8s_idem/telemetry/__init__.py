@@ -41,6 +41,8 @@ class Signal(str, Enum):
     TAKEOVER = "idempotency_takeovers"
     RESERVATION_LOST = "idempotency_reservations_lost"
     RECORD_VANISHED = "idempotency_records_vanished"
+    STORE_DATA_LOST = "idempotency_store_data_losses"
+    STORE_FAILOVER = "idempotency_store_failovers"
     WAITED = "idempotency_waits"
     KEY_REUSED = "idempotency_keys_reused"
     CORRUPT_RECORD = "idempotency_corrupt_records"

@@ -38,6 +38,8 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.TAKEOVER: "Reservations taken over from an owner whose lease ended without a word.",
     Signal.RESERVATION_LOST: "Runs whose reservation was gone before their end.",
     Signal.RECORD_VANISHED: "Records the store had lost when their run was settled.",
+    Signal.STORE_DATA_LOST: "Times the store was found emptied or replaced while the service ran.",
+    Signal.STORE_FAILOVER: "Times another primary was found to have taken over: its last records may be lost.",
     Signal.WAITED: "Deliveries that waited for a run elsewhere.",
     Signal.KEY_REUSED: "Keys seen with another payload.",
     Signal.CORRUPT_RECORD: "Records that could not be read.",
@@ -63,11 +65,20 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Gauge.EVENT_LOOP_LAG: "Seconds the event loop is late.",
 }
 
-_OF_THE_SERVICE: Final = frozenset({Signal.STORE_ERROR, Signal.UNDECODABLE, Signal.COMMIT_FAILED, Signal.REBALANCE})
+_OF_THE_SERVICE: Final = frozenset(
+    {
+        Signal.STORE_DATA_LOST,
+        Signal.STORE_FAILOVER,
+        Signal.STORE_ERROR,
+        Signal.UNDECODABLE,
+        Signal.COMMIT_FAILED,
+        Signal.REBALANCE,
+    }
+)
 """Signals that have no event type."""
 
 _UNREADABLE: Final = ("empty", "malformed", "missing_id", "unknown_type", "unsupported_version", "invalid")
-_GIVEN_UP: Final = ("handler_failed", "previously_failed", "key_reused", "corrupt_record", "no_key")
+_GIVEN_UP: Final = ("handler_failed", "previously_failed", "key_reused", "corrupt_record", "no_key", "no_handler")
 _WITH_REASON: Final = frozenset({Signal.DEAD_LETTER, Signal.UNDECODABLE})
 """Signals whose family has a label `reason`."""
 

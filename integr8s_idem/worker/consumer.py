@@ -36,6 +36,7 @@ from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.records import Consumer, Partition, Record
 from integr8s_idem.worker.retries import Backoff
 from integr8s_idem.worker.settling import Settler, Tally
+from integr8s_idem.worker.watch import MOST_RENEWALS, PATIENCE, FetchWatch
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,12 @@ STALLED_AFTER: Final = 60.0
 
 SAME_FAILURES: Final = 3
 """Polls that fail in a row before a damaged partition is looked for."""
+
+HOPELESS_FAILURES: Final = 10
+"""Polls that fail in a row, for a reason that does not pass, before the client itself is taken for broken."""
+
+WATCH_SECONDS: Final = 5.0
+"""Pause between two looks at whether the client still fetches."""
 
 LAST_GRACE: Final = 5.0
 """Seconds for cancelled handlers to clean up after themselves."""
@@ -140,6 +147,8 @@ class ServiceWorker:
         self._offsets = OffsetCommitter(name, kafka.request_timeout_seconds, self.observer)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._joined = False
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watch = FetchWatch(PATIENCE, kafka.request_timeout_seconds)
         self._last_poll = time.monotonic()
         self._state = "starting"
         self._reason = ""
@@ -177,10 +186,15 @@ class ServiceWorker:
     def health(self) -> ServiceHealth:
         """Live while it polls; ready while it has joined its group and the store answers."""
         silent = time.monotonic() - self._last_poll
-        live = self._state != "failed" and silent < self._kafka.rebalance_timeout_seconds + STALLED_AFTER
+        live = self._state != "failed" and silent < self._longest_poll + WATCH_SECONDS
         ready = self._state == "running" and self._gate.is_open
         reason = self._gate.reason or self._reason or ("" if live else f"no poll has ended for {silent:.0f} s")
         return ServiceHealth(self.name, live, ready, reason)
+
+    @property
+    def _longest_poll(self) -> float:
+        """Seconds that a poll may take: a rebalance holds it up."""
+        return self._kafka.rebalance_timeout_seconds + STALLED_AFTER
 
     # Its life.
 
@@ -211,12 +225,36 @@ class ServiceWorker:
             await self._gate.wait(unless=self._stopping)
 
     async def _consume(self) -> None:
-        if not await self._join():
-            return
-        helpers = [asyncio.get_running_loop().create_task(work) for work in (self._commit_loop(), self._measure_loop())]
+        """Consume until told to stop; a client that is broken is replaced, a few times."""
+        renewals = 0
+        while await self._join():
+            await self._consume_once()
+            if not self._broken.done():
+                return
+            reason = self._broken.result()
+            renewals = 1 if self._watch.fetched else renewals + 1
+            if renewals > MOST_RENEWALS:
+                raise KafkaError(f"the client does not fetch, and {MOST_RENEWALS} new ones did not either: {reason}")
+            logger.error("%s: the Kafka client is broken, a new one takes its place: %s", self.name, reason)
+            self._renew(PATIENCE * 2**renewals)
+
+    def _renew(self, patience: float) -> None:
+        self._broken = asyncio.get_running_loop().create_future()
+        self._watch = FetchWatch(patience, self._kafka.request_timeout_seconds)
+        self._joined, self._state = False, "starting"
+
+    def _give_client_up(self, reason: str) -> None:
+        if not self._broken.done():
+            self._broken.set_result(reason)
+
+    async def _consume_once(self) -> None:
+        """Consume with one client until told to stop, or until it is broken."""
+        work = (self._commit_loop(), self._measure_loop(), self._watch_loop())
+        helpers = [asyncio.get_running_loop().create_task(loop) for loop in work]
         poll = asyncio.get_running_loop().create_task(self._poll_loop())
         try:
-            await asyncio.wait({poll, self._stopping, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {poll, self._stopping, self._failed, self._broken}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
         finally:
             # Stopped at once, it leaves no handler behind that runs on without what it was given.
@@ -241,9 +279,11 @@ class ServiceWorker:
             self._consumer = self._make_consumer(self._kafka, self.group)
             self._consumer.subscribe(self.topics, listener=_Listener(self))
             try:
-                await self._consumer.start()
+                # It waits for the group, and may do so for ever if the coordinator moves meanwhile.
+                await bounded(self._consumer.start(), self._longest_poll)
             except (KafkaError, OSError) as error:
                 tries += 1
+                self._last_poll = time.monotonic()  # alive: to start it anew would bring no broker back
                 self._reason = f"cannot reach Kafka at {self._kafka.bootstrap_servers}: {error}"
                 logger.warning("%s: %s", self.name, self._reason)
                 await bounded_stop(self._consumer, 1.0)
@@ -251,6 +291,8 @@ class ServiceWorker:
                 continue
             # A consumer that has started must be left, even if we were told to stop meanwhile.
             self._reason = ""
+            self._last_poll = time.monotonic()
+            self._watch.stir()
             return True
         return False
 
@@ -299,11 +341,14 @@ class ServiceWorker:
 
     async def _poll_failed(self, error: Exception, failures: int) -> None:
         self._last_poll = time.monotonic()
+        self._watch.stir()
         self._reason = f"poll failed: {type(error).__name__}: {error}"
         logger.warning("%s: %s", self.name, self._reason)
         self._rewind()
         passing = isinstance(error, KafkaError) and error.retriable
-        if not passing and failures >= SAME_FAILURES:
+        if not passing and failures >= HOPELESS_FAILURES:
+            self._give_client_up(self._reason)
+        elif not passing and failures >= SAME_FAILURES:
             await self._set_damaged_aside()
         await asyncio.sleep(POLL_BACKOFF.pause(failures))
 
@@ -317,6 +362,8 @@ class ServiceWorker:
                     partition, timeout_ms=int(POLL_SECONDS * 1000), max_records=POLL_RECORDS
                 )
             except Exception as error:  # noqa: BLE001  # as above
+                if type(error) is KafkaError:
+                    return  # the client speaks of itself, not of a message
                 assignment.damaged = True
                 self.observer.count(Signal.PARTITION_DAMAGED)
                 logger.error(  # no bug of ours
@@ -333,12 +380,44 @@ class ServiceWorker:
 
     def _take(self, batches: Any) -> None:
         """Note what has come before anything is awaited (R1)."""
+        if batches:
+            self._watch.stir(fetched=True)
         for partition, records in batches.items():
             assignment = self._assignments.get(partition)
             if assignment is None or assignment.closed:
                 continue  # not ours any more, or not to be begun: it comes again
+            expected = assignment.progress.next_offset
+            if records and expected is not None and records[0].offset < expected:
+                assignment = self._begin_anew(assignment, records[0].offset)
             for record in records:
                 self._take_one(assignment, record)
+
+    def _begin_anew(self, old: Assignment, offset: int) -> Assignment:
+        """Take `old` for over, and begin at `offset`.
+
+        We never seek back behind what was delivered.  So the log is another one, whose offsets mean other
+        messages: its topic was made anew under the same name, or it has lost its end.
+        """
+        logger.error(
+            "%s: %s[%d] went back from offset %s to %d: the topic was made anew, or has lost messages; "
+            "what it holds now is handled from there",
+            self.name,
+            old.partition.topic,
+            old.partition.partition,
+            old.progress.next_offset,
+            offset,
+        )
+        self._end(old)
+        assignment = self._assignments[old.partition] = Assignment(old.partition, start=offset)
+        return assignment
+
+    def _end(self, assignment: Assignment) -> None:
+        """Handlers that still run keep their leases and complete by token, but move no offset."""
+        assignment.close()
+        assignment.ended = True
+        for task in assignment.tasks:
+            self._leftover.add(task)
+            task.add_done_callback(self._leftover.discard)
 
     def _take_one(self, assignment: Assignment, record: Record) -> None:
         if not assignment.progress.deliver(record.offset):
@@ -415,22 +494,20 @@ class ServiceWorker:
     async def give_up(self, partitions: Iterable[Partition]) -> None:
         """Partitions are being taken away: let handlers end, commit, and forget (R12)."""
         self.observer.count(Signal.REBALANCE)
+        self._watch.stir()
         assignments = [self._assignments[p] for p in partitions if p in self._assignments]
         await self._close(assignments)
         await self._offsets.commit(self._consumer, assignments)
         for assignment in assignments:
-            assignment.ended = True
+            self._end(assignment)
             self._assignments.pop(assignment.partition, None)
-            # Handlers that still run keep their leases and complete by token, but move no offset.
-            for task in assignment.tasks:
-                self._leftover.add(task)
-                task.add_done_callback(self._leftover.discard)
 
     def take_over(self, partitions: Iterable[Partition]) -> None:
         """Partitions are ours from now on."""
         for partition in partitions:
             self._assignments[Partition(*partition)] = Assignment(Partition(*partition))
         self._joined = True
+        self._watch.stir()
         logger.info("%s: partitions that are ours now: %d", self.name, len(self._assignments))
 
     async def _close(self, assignments: Collection[Assignment]) -> None:
@@ -440,7 +517,20 @@ class ServiceWorker:
         if running:
             await asyncio.wait(running, timeout=self._service.drain_timeout_seconds)
 
-    # Measuring.
+    # Watching the client, and measuring.
+
+    async def _watch_loop(self) -> None:
+        """Notice a client that fetches no more (A5)."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            silent = time.monotonic() - self._last_poll
+            if silent > self._longest_poll:
+                self._give_client_up(f"no poll has ended for {silent:.0f} s")
+                return
+            awake = self._assignments.keys() - self._pressure.resting
+            if reason := await self._watch.doubt(self._consumer, awake):
+                self._give_client_up(reason)
+                return
 
     async def _measure_loop(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,23 +1,33 @@
-"""Dead letters: the message as it came, with headers that say why it is there."""
+"""Dead letters: the message as it came, with headers that say why it is there; and the way back."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from integr8s_idem.errors import UndecodableEventError
+from integr8s_idem.errors import ApplicationError, UndecodableEventError
 from integr8s_idem.ledger import describe_error
+from integr8s_idem.records import LAST_GENERATION
 from integr8s_idem.worker.records import Record
 
-PREFIX = "idempotency-dlq-"
+PREFIX: Final = "idempotency-dlq-"
 """What all our headers start with; those of the message stay as they are."""
 
+DROPPED: Final = PREFIX + "dropped"
+"""Header of a letter that would have been too large: which part of the message it lacks, once for each."""
 
-GENERATION = "idempotency-generation"
+GENERATION: Final = "idempotency-generation"
 """Header of a message that is to be handled anew on purpose: how often it was, as a decimal number.
 
 A record of an earlier generation, FAILED or COMPLETED, does not block it and stays as it is.
 """
+
+REPLAY_GROUP: Final = "idempotency-replay-group"
+"""Header of a message that is meant for one consumer group: all others have handled it, and pass it by."""
+
+REPLAY_HANDLER: Final = "idempotency-replay-handler"
+"""Header of a message that is meant for one handler of its group, by the handler's name."""
 
 
 def generation_of(record: Record) -> int:
@@ -26,13 +36,83 @@ def generation_of(record: Record) -> int:
     Raises:
         UndecodableEventError: The header holds no number from 0 to 999.
     """
-    told = [value for name, value in record.headers if name == GENERATION]
-    if not told:
+    told = _last(record, GENERATION)
+    if told is None:
         return 0
-    text = (told[-1] or b"")[:20]
-    if not (text.isdigit() and len(text) <= 3):
-        raise UndecodableEventError("invalid", f"header {GENERATION} holds no number from 0 to 999: {text!r}")
+    text = told[:20]
+    if not (text.isdigit() and len(text) <= len(str(LAST_GENERATION))):
+        raise UndecodableEventError(
+            "invalid", f"header {GENERATION} holds no number from 0 to {LAST_GENERATION}: {text!r}"
+        )
     return int(text)
+
+
+def is_meant_for(group: str, record: Record) -> bool:
+    """Whether `group` is to handle `record`: always, unless it is a replay for another one."""
+    return _last(record, REPLAY_GROUP) in (None, group.encode("utf-8", "backslashreplace"))
+
+
+def handler_meant(record: Record) -> str | None:
+    """The name of the only handler that `record` is for; `None` for all of them."""
+    told = _last(record, REPLAY_HANDLER)
+    return None if told is None else told.decode("utf-8", "backslashreplace")
+
+
+class Replay(NamedTuple):
+    """A message to be published again; `await publisher.send(*replay)` does it."""
+
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    headers: list[tuple[str, bytes]]
+
+
+def replay_of(letter: Record) -> Replay:
+    """The message of a dead letter, to be handled anew by the handler that had given it up.
+
+    It is as it came, but for its generation, one higher than the one that failed, and for the group and
+    the handler it is meant for.  So other services and handlers of its topic, which have handled it, do
+    not do it again; and one letter replayed twice is one generation, which is handled once.
+
+    Raises:
+        ApplicationError: It is no dead letter, a part of it did not fit into the letter, or it was replayed
+            as often as can be counted.
+        UndecodableEventError: Its generation is no number.
+    """
+    told = _told_by_us(letter)
+    place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
+    if "topic" not in told:
+        raise ApplicationError(f"{place} is no dead letter: it has no header {PREFIX}topic")
+    if "dropped" in told:
+        raise ApplicationError(
+            f"the dead letter {place} is not the whole message, which was too large; publish that anew"
+        )
+    generation = generation_of(letter) + 1
+    if generation > LAST_GENERATION:
+        raise ApplicationError(f"the dead letter {place} was replayed {LAST_GENERATION} times, the most there can be")
+    headers = [(name, value) for name, value in letter.headers if not _is_ours(name)]
+    headers.append((GENERATION, str(generation).encode()))
+    headers += [(f"idempotency-replay-{target}", told[target]) for target in ("group", "handler") if target in told]
+    return Replay(told["topic"].decode(), letter.key, letter.value, headers)
+
+
+def _told_by_us(letter: Record) -> dict[str, bytes]:
+    """What the last to dead-letter it said: a letter that was copied back as it is has headers of two."""
+    names = [name for name, _ in letter.headers]
+    if PREFIX + "reason" not in names:
+        return {}
+    begin = len(names) - 1 - names[::-1].index(PREFIX + "reason")
+    return {name.removeprefix(PREFIX): value for name, value in letter.headers[begin:] if name.startswith(PREFIX)}
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(PREFIX) or name in (GENERATION, REPLAY_GROUP, REPLAY_HANDLER)
+
+
+def _last(record: Record, header: str) -> bytes | None:
+    """The header that counts, if one name stands there several times; a null value counts as empty."""
+    told = [value for name, value in record.headers if name == header]
+    return (told[-1] or b"") if told else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +126,8 @@ class DeadLetter:
     key: str = ""
     """The idempotency key as people read it."""
     attempts: int = 0
+    generation: int = 0
+    """How often the message was replayed on purpose, as far as it says so."""
     event_type: str = ""
     """Empty where none could be read."""
 
@@ -61,6 +143,7 @@ class DeadLetter:
             "handler": self.handler,
             "key": self.key,
             "attempts": str(self.attempts) if self.attempts else "",
+            "generation": str(self.generation),
             "topic": record.topic,
             "partition": str(record.partition),
             "offset": str(record.offset),

@@ -8,13 +8,16 @@ from collections.abc import Awaitable, Callable
 
 from integr8s_idem.errors import StoreError
 from integr8s_idem.records import StoreHealth
-from integr8s_idem.telemetry import Gauge, Observer
+from integr8s_idem.telemetry import Gauge, Observer, Signal
 from integr8s_idem.worker.retries import Backoff
 
 logger = logging.getLogger(__name__)
 
 PROBE = Backoff(initial=0.2, longest=2.0)
 """Pauses between two looks at a store that is down: seconds after it is back, work goes on."""
+
+WATCH_SECONDS = 5.0
+"""Time between two looks at a store that is up, to notice that it has lost its data."""
 
 
 class StoreGate:
@@ -26,7 +29,10 @@ class StoreGate:
         self._observer = observer
         self._opened: asyncio.Future[None] | None = None
         self._probe: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._warned: set[str] = set()
+        self._identity = ""
+        self._primary = ""
         self.reason = ""
         """Why it is closed."""
 
@@ -70,12 +76,52 @@ class StoreGate:
         for warning in sorted(set(health.warnings) - self._warned):
             self._warned.add(warning)
             logger.warning("store %s %s: %s", health.kind, health.version, warning)
+        self._recognise(health)
+
+    def _recognise(self, health: StoreHealth) -> None:
+        """Say aloud that the store has lost what it knew; nothing is lost by going on."""
+        if not health.identity:
+            return
+        if self._identity and health.identity != self._identity:
+            self._observer.count(Signal.STORE_DATA_LOST)
+            logger.error(
+                "store %s has lost its records: it was emptied, replaced or restarted without its data. No event is "
+                "lost, but events handled before will be handled again if they are delivered again. Find out who "
+                "flushed it, or make it keep its data (appendonly yes, maxmemory-policy noeviction)",
+                health.kind,
+            )
+        self._identity = health.identity
+        primary, successor_of = health.lineage
+        if self._primary and successor_of and primary != self._primary:
+            self._observer.count(Signal.STORE_FAILOVER)
+            logger.warning(
+                "store %s has another primary: what the one before it took last may be lost, and events whose "
+                "records are may be handled again if they are delivered again",
+                health.kind,
+            )
+        self._primary = primary or self._primary
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """A store can lose its data without ever being silent."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._opened is not None:
+                continue  # the probe looks
+            try:
+                await self.check()
+            except StoreError as error:
+                # Whether that stops anything is for the next delivery to find out: some run without a store.
+                self._observer.measure(Gauge.STORE_UP, 0)
+                logger.debug("store not seen: %s", error)
 
     async def stop(self) -> None:
         """Look no longer."""
-        if self._probe is not None:
-            self._probe.cancel()
-            await asyncio.wait({self._probe})
+        for looking in (self._probe, self._watching):
+            if looking is not None:
+                looking.cancel()
+                await asyncio.wait({looking})
 
     async def _look_until_it_answers(self) -> None:
         tries = 0

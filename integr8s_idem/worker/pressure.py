@@ -22,6 +22,11 @@ class Pressure:
         self._full = False
         self._resting: frozenset[Partition] = frozenset()
 
+    @property
+    def resting(self) -> frozenset[Partition]:
+        """Partitions that are not fetched now."""
+        return self._resting
+
     def apply(
         self,
         consumer: Consumer,

@@ -25,13 +25,20 @@ from integr8s_idem.errors import (
     StoreError,
     UndecodableEventError,
 )
-from integr8s_idem.events import EventDecoder
+from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.ledger import describe_error
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
 from integr8s_idem.telemetry import Observer, Signal
 from integr8s_idem.work import Executed, HandlerFailed, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
-from integr8s_idem.worker.deadletters import PREFIX, DeadLetter, generation_of
+from integr8s_idem.worker.deadletters import (
+    DROPPED,
+    PREFIX,
+    DeadLetter,
+    generation_of,
+    handler_meant,
+    is_meant_for,
+)
 from integr8s_idem.worker.gate import StoreGate
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.retries import Backoff
@@ -83,6 +90,8 @@ class Settler:
             AbandonedError: Its assignment is closing; it will come again.
         """
         record = delivery.record
+        if not is_meant_for(self.group, record):
+            return
         try:
             event = self.decoder.decode(record.value)
             generation = generation_of(record)
@@ -92,10 +101,16 @@ class Settler:
             return
         self.observer.count(Signal.DELIVERED, event.event_type)
         with self.observer.processing(event.event_type, record.topic, record.headers):
+            only = handler_meant(record)
             try:
-                handlings = self.dispatcher.handlings(event, generation)
+                handlings = self.dispatcher.handlings(event, generation, only)
             except Exception as error:  # noqa: BLE001  # a key function is the user's code: its error goes with the letter
-                await self._dead_letter(delivery, DeadLetter("no_key", error, event_type=event.event_type))
+                await self._dead_letter(
+                    delivery, DeadLetter("no_key", error, generation=generation, event_type=event.event_type)
+                )
+                return
+            if only is not None and not handlings:
+                await self._dead_letter(delivery, _nobody(only, event, generation))
                 return
             if len(handlings) == 1:
                 await self._settle(delivery, handlings[0])
@@ -187,12 +202,14 @@ class Settler:
             except EventTooLargeError:
                 # What makes it too large is left behind, one part after the other: a letter must arrive.
                 if value is not None:
+                    headers.append((DROPPED, b"value"))
                     headers.append((PREFIX + "body-bytes", str(len(value)).encode()))
                     headers.append((PREFIX + "body-sha256", hashlib.sha256(value).hexdigest().encode()))
                     value = None
                 elif headers[: len(record.headers)] == list(record.headers) != []:
-                    headers = headers[len(record.headers) :]
+                    headers = [*headers[len(record.headers) :], (DROPPED, b"headers")]
                 elif key is not None:
+                    headers.append((DROPPED, b"key"))
                     key = None
                 else:
                     raise
@@ -216,21 +233,29 @@ class Settler:
         )
 
 
+def _nobody(handler: str, event: BaseEvent, generation: int) -> DeadLetter:
+    told = f"it is a replay for handler {handler!r}, and no handler of {event.event_type} has that name"
+    return DeadLetter("no_handler", told, handler, generation=generation, event_type=event.event_type)
+
+
 def _letter(handling: Handling, outcome: Outcome[Any]) -> DeadLetter:
-    name, label, kind = handling.handler.name, handling.label, handling.event.event_type
+    label = handling.label
+    error: Exception
     match outcome:
         case HandlerFailed():
-            return DeadLetter("handler_failed", outcome.error, name, label, outcome.attempt, kind)
+            reason, error = "handler_failed", outcome.error
         case Failed():
-            error: Exception = PreviouslyFailedError(label, outcome.attempt, outcome.error)
-            return DeadLetter("previously_failed", error, name, label, outcome.attempt, kind)
+            reason, error = "previously_failed", PreviouslyFailedError(label, outcome.attempt, outcome.error)
         case KeyReused():
-            error = KeyReusedError(label, outcome.stored, outcome.offered)
-            return DeadLetter("key_reused", error, name, label, event_type=kind)
+            reason, error = "key_reused", KeyReusedError(label, outcome.stored, outcome.offered)
         case Corrupt():
-            return DeadLetter("corrupt_record", CorruptRecordError(label, outcome.reason), name, label, event_type=kind)
+            reason, error = "corrupt_record", CorruptRecordError(label, outcome.reason)
         case _:
             raise AssertionError(f"{outcome} is no reason for a dead letter")
+    attempts = outcome.attempt if isinstance(outcome, HandlerFailed | Failed) else 0
+    return DeadLetter(
+        reason, error, handling.handler.name, label, attempts, handling.generation, handling.event.event_type
+    )
 
 
 async def _all(*settlings: Any) -> None:

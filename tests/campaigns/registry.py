@@ -7,7 +7,13 @@ from typing import Final
 
 from tests.campaigns.figures import Campaign
 
-MODULES: Final[tuple[str, ...]] = ()
+MODULES: Final = (
+    "tests.model.campaign",
+    "tests.kafka_faults.zombies",
+    "tests.kafka_faults.rebalances",
+    "tests.kafka_faults.brokers",
+    "tests.redis_faults.campaign",
+)
 
 
 def campaigns() -> dict[str, Campaign]:

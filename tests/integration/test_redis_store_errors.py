@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import pytest
 from pydantic import SecretStr
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
@@ -64,7 +65,7 @@ async def store_on(
         timeout_seconds=timeout,
     )
     client = redis_client(settings)
-    yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=timeout))
+    yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=timeout), key_prefix="idem")
     await client.aclose()
 
 
@@ -87,6 +88,7 @@ def guarded_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
         yield server
 
 
+@pytest.mark.scenario(103)
 async def test_a_user_with_the_published_commands_can_do_everything(guarded_server: RedisServer) -> None:
     async with store_on(guarded_server, user="least", password=SECRET) as store:
         reserved = await store.reserve([wish("idem:a"), wish("idem:b"), wish("idem:c")])
@@ -102,6 +104,30 @@ async def test_a_user_with_the_published_commands_can_do_everything(guarded_serv
         assert "may not" not in " ".join((await store.ping()).warnings)
 
 
+@pytest.mark.scenario(103)
+@pytest.mark.parametrize(
+    "command", ["FLUSHALL", "KEYS *", "CONFIG SET save 1", "DEL idem:k", "GET other:k", "EVAL 1 0"]
+)
+async def test_that_user_can_do_nothing_else(guarded_server: RedisServer, command: str) -> None:
+    async with store_on(guarded_server, user="least", password=SECRET) as store:
+        with pytest.raises(NoPermissionError):
+            await store.client.execute_command(*command.split())  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.scenario(52)
+@pytest.mark.parametrize("missing", SCRIPTS.split())
+async def test_ping_names_the_command_that_a_user_lacks(guarded_server: RedisServer, missing: str) -> None:
+    rules = f"~idem:* {SCRIPTS} {CONNECTION} +ping +info".replace(f"{missing} ", "").replace(f" {missing}", "")
+    await asyncio.to_thread(
+        guarded_server.admin, *f"ACL SETUSER lacking reset on >{SECRET} resetkeys -@all {rules}".split()
+    )
+    await asyncio.to_thread(guarded_server.admin, "SCRIPT", "FLUSH")
+    async with store_on(guarded_server, user="lacking", password=SECRET) as store:
+        with pytest.raises(StoreConfigurationError, match=re.escape(missing)):
+            await store.ping()
+
+
+@pytest.mark.scenario(52)
 @pytest.mark.parametrize(
     ("user", "named"), [("no-evalsha", r"EVALSHA: give it \+evalsha"), ("no-inner-set", r"\+set"), ("no-keys", "~")]
 )
@@ -122,6 +148,7 @@ async def test_a_user_without_info_is_told_what_stays_unseen(guarded_server: Red
     assert "may not run INFO" in health.warnings[0]
 
 
+@pytest.mark.scenario(52, 104)
 async def test_a_wrong_password_is_a_mistake_of_settings_and_is_not_shown(guarded_server: RedisServer) -> None:
     async with store_on(guarded_server, user="least", password="wr0ng-" + SECRET) as store:
         with pytest.raises(StoreConfigurationError, match="user and password") as caught:
@@ -130,6 +157,7 @@ async def test_a_wrong_password_is_a_mistake_of_settings_and_is_not_shown(guarde
     assert SECRET not in f"{caught.value}{caught.value.__cause__}{caught.value.args}"
 
 
+@pytest.mark.scenario(41)
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_dead_server_is_unavailable_within_the_timeout(name: str) -> None:
     with RedisServer() as server:
@@ -160,6 +188,7 @@ async def test_a_server_that_comes_back_serves_the_same_client(tcp: bool) -> Non
             assert await store.reserve([request]) == before
 
 
+@pytest.mark.scenario(43)
 async def test_a_hanging_server_is_unavailable_and_no_stale_answer_is_taken() -> None:
     with RedisServer() as server:
         async with store_on(server, timeout=0.3) as store:
@@ -175,6 +204,7 @@ async def test_a_hanging_server_is_unavailable_and_no_stale_answer_is_taken() ->
             assert [record.key for (record,) in records if record is not None] == ["idem:b", "idem:a"]
 
 
+@pytest.mark.scenario(48)
 async def test_a_full_server_refuses_and_what_it_knows_stays_readable() -> None:
     with RedisServer(config={"maxmemory": "3mb"}) as server:
         async with store_on(server) as store:
@@ -194,6 +224,7 @@ async def _until_refused(store: RedisIdempotencyRepository, completion: Completi
         await store.reserve([wish(f"idem:{number}:{extra}") for extra in range(1_000)])
 
 
+@pytest.mark.scenario(50)
 @pytest.mark.parametrize(
     ("config", "reason"),
     [({"replicaof": ["127.0.0.1", "1"]}, "read-only replica"), ({"min-replicas-to-write": "1"}, "fewer replicas")],
@@ -202,7 +233,7 @@ async def _until_refused(store: RedisIdempotencyRepository, completion: Completi
 async def test_a_server_that_takes_no_writes_is_unavailable(config: dict[str, Any], reason: str) -> None:
     with RedisServer(config=config) as server:
         async with store_on(server) as store:
-            for name in ("reserve", "delete"):
+            for name in ("reserve", "delete", "ping"):
                 with pytest.raises(StoreUnavailableError, match=reason):
                     await CALLS[name](store)
             assert await store.count_active("idem:") == 0

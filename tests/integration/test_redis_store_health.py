@@ -35,6 +35,7 @@ async def test_a_sound_server_gets_no_warning() -> None:
     assert health.warnings == ()
 
 
+@pytest.mark.scenario(47)
 @pytest.mark.parametrize(
     ("config", "warning"),
     [
@@ -42,7 +43,7 @@ async def test_a_sound_server_gets_no_warning() -> None:
         ({**SOUND, "maxmemory-policy": "allkeys-lru"}, "allkeys-lru drops records as soon as"),
         ({"save": ""}, "a restart loses all records"),
         ({"save": ["3600", "1"]}, "since the last snapshot"),
-        ({**SOUND, "replicaof": ["127.0.0.1", "1"]}, "is a replica (read-only)"),
+        ({**SOUND, "replicaof": ["127.0.0.1", "1"], "replica-read-only": "no"}, "is a replica (writable"),
     ],
 )
 async def test_what_would_lose_records_is_said(config: dict[str, Any], warning: str) -> None:
@@ -50,6 +51,47 @@ async def test_what_would_lose_records_is_said(config: dict[str, Any], warning: 
 
     (only,) = health.warnings
     assert warning in only
+
+
+async def test_the_identity_of_a_store_stays_until_its_data_are_gone() -> None:
+    with RedisServer(config=SOUND) as server:
+        client = redis_client(RedisStoreSettings(url=server.url))
+        store = RedisIdempotencyRepository(client, key_prefix="p")
+        first = (await store.ping()).identity
+        await asyncio.to_thread(server.restart)
+        again = (await RedisIdempotencyRepository(client, key_prefix="p").ping()).identity
+        mark = await client.get("p:store-id")
+        life = await client.ttl("p:store-id")
+        await client.flushall()
+        after = (await store.ping()).identity
+        await client.aclose()
+
+    assert isinstance(mark, bytes)
+    assert first == again == mark.decode()
+    assert life == -1
+    assert after not in ("", first)
+
+
+async def test_the_mark_is_no_record(redis_url: str) -> None:
+    client = redis_client(RedisStoreSettings(url=redis_url))
+    store = RedisIdempotencyRepository(client, key_prefix="p")
+
+    await store.ping()
+
+    assert [record async for record in store.scan("p:")] == []
+    assert await store.count_active("p:") == 0
+    assert await client.keys() == [b"p:store-id"]
+    await client.aclose()
+
+
+async def test_many_who_look_first_agree_on_one_identity(redis_url: str) -> None:
+    client = redis_client(RedisStoreSettings(url=redis_url))
+    store = RedisIdempotencyRepository(client)
+
+    seen = {health.identity for health in await asyncio.gather(*(store.ping() for _ in range(20)))}
+    await client.aclose()
+
+    assert len(seen) == 1
 
 
 async def test_the_client_has_a_name_and_waits_for_a_free_connection(redis_url: str) -> None:
@@ -86,6 +128,7 @@ def test_certificates_go_to_tls_connections() -> None:
     assert (kept["host"], kept["port"], kept["db"]) == ("cache", 6380, 1)
 
 
+@pytest.mark.scenario(41)
 async def test_a_server_restarted_keeps_what_its_settings_keep() -> None:
     with RedisServer(config=SOUND) as server:
         client = server.client()

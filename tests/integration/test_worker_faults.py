@@ -103,6 +103,7 @@ async def test_a_handler_longer_than_its_lease_keeps_it_by_renewal(shop: Shop) -
     assert first.tally.leases_lost == 0
 
 
+@pytest.mark.scenario(41)
 async def test_redis_stopped_and_started_while_messages_flow_pauses_and_goes_on(
     kafka: Kafka, topic_prefix: str
 ) -> None:
@@ -126,6 +127,7 @@ async def test_redis_stopped_and_started_while_messages_flow_pauses_and_goes_on(
             await worker.stop()
 
 
+@pytest.mark.scenario(40)
 async def test_a_worker_started_while_the_store_is_down_takes_nothing_until_it_is_there(
     kafka: Kafka, topic_prefix: str
 ) -> None:

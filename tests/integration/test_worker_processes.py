@@ -94,6 +94,7 @@ keys_active_interval_seconds = 0.2
     await publisher.close()
 
 
+@pytest.mark.scenario(20)
 async def test_a_worker_killed_in_its_handler_is_taken_over_within_a_lease(setting: Setting) -> None:
     events = [OrderPlaced(order_id=str(number), seconds=2.0) for number in range(6)]
     with setting.worker("first") as first:
@@ -115,6 +116,7 @@ async def test_a_worker_killed_in_its_handler_is_taken_over_within_a_lease(setti
     assert took < 6 + LEASE + 2 + 15
 
 
+@pytest.mark.scenario(3)
 async def test_a_duplicate_that_waits_elsewhere_takes_over_within_a_lease_and_a_second(setting: Setting) -> None:
     """No rebalance is needed: the other worker has the same event already, and waits for the first one's lease."""
     with setting.worker("first") as first, setting.worker("second") as second:
@@ -153,6 +155,7 @@ def _wait_until_it_waits(worker: ServiceProcess) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.scenario(33)
 async def test_a_stalled_worker_that_comes_back_after_its_lease_changes_nothing(setting: Setting) -> None:
     """SIGSTOP beyond lease and session; another one finishes; SIGCONT: refused by its token."""
     with setting.worker("first") as first, setting.worker("second") as second:

@@ -35,6 +35,7 @@ def charging(shop: Shop) -> EventRouter:
     return router
 
 
+@pytest.mark.scenario(1, 13)
 async def test_an_event_redelivered_after_completion_is_not_handled_again(shop: Shop) -> None:
     worker = await shop.worker(charging(shop))
     event = orders(1)[0]
@@ -49,6 +50,7 @@ async def test_an_event_redelivered_after_completion_is_not_handled_again(shop: 
     assert await shop.committed() == 2
 
 
+@pytest.mark.scenario(13)
 async def test_a_third_of_all_events_delivered_twice_is_handled_once(shop: Shop) -> None:
     events = orders(90)
     await shop.publisher.publish(*events)
@@ -87,6 +89,7 @@ async def test_a_duplicate_on_another_partition_waits_for_the_first_run_and_is_n
     assert (await shop.committed(0), await shop.committed(1)) == (1, 1)
 
 
+@pytest.mark.scenario(4)
 async def test_a_duplicate_runs_when_the_first_run_fails_and_the_first_then_finds_it_done(shop: Shop) -> None:
     """The other order of completion: the delivery that came second ends first."""
     first_may_fail = asyncio.Event()
@@ -213,6 +216,7 @@ async def test_a_message_that_is_no_event_goes_to_the_dead_letter_topic_as_it_ca
     assert shop.charged == ["0"]
 
 
+@pytest.mark.scenario(6)
 async def test_two_handlers_of_one_event_are_independent(shop: Shop) -> None:
     router = charging(shop)
     mailed: list[str] = []
@@ -255,6 +259,7 @@ async def test_events_of_one_key_keep_their_order_while_keys_go_side_by_side(sho
     assert seen == {b"a": list(range(20)), b"b": list(range(20))}
 
 
+@pytest.mark.scenario(90)
 async def test_a_result_too_large_is_dropped_and_the_protection_stays(shop: Shop) -> None:
     router = EventRouter()
 
@@ -279,6 +284,7 @@ def _key(event: Any) -> str:
     return f"idempotency:billing:charge:order_placed:id:{event.event_id}"
 
 
+@pytest.mark.scenario(5)
 async def test_the_same_id_with_another_payload_is_refused_and_dead_lettered(shop: Shop) -> None:
     worker = await shop.worker(charging(shop), default_ttl_seconds=timedelta(hours=1).total_seconds())
     event = orders(1)[0]

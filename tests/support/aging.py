@@ -14,9 +14,13 @@ for _, key in ipairs(KEYS) do
     redis.call('DEL', key)
   elseif life > 0 then
     redis.call('PEXPIRE', key, life - by)
-    local time = struct.unpack('>I6', redis.call('GETRANGE', key, 12, 17))
+    local old = redis.call('GETRANGE', key, 12, 21)
+    local time = struct.unpack('>I6', old)
     if time > 0 then
-      redis.call('SETRANGE', key, 12, struct.pack('>I6', math.max(time - by, 1)))
+      local new = struct.pack('>I6', math.max(time - by, 1))
+      local high, low, check = struct.unpack('>I4I2I4', old)
+      local new_high, new_low = struct.unpack('>I4I2', new)
+      redis.call('SETRANGE', key, 12, new .. struct.pack('>I4', bit.bxor(check, high, low, new_high, new_low)))
     end
   end
 end

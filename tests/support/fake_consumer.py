@@ -151,3 +151,6 @@ class FakeConsumer:
     def highwater(self, partition: Any) -> int | None:
         log = self.broker.logs.get(partition)
         return log[-1].offset + 1 if log else 0
+
+    async def end_offsets(self, partitions: Sequence[Any]) -> Mapping[Any, int]:
+        return {partition: self.highwater(partition) or 0 for partition in partitions}

@@ -25,6 +25,8 @@ from typing import Any, Final, Self
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
+from tests.support.fault_proxy import Address
+
 BINARY_VARIABLE: Final = "INTEGR8S_IDEM_TEST_REDIS_SERVER"
 _ANSWERS: Final = (b"+PONG", b"-NOAUTH", b"-NOPERM")
 _START_SECONDS: Final = 20.0
@@ -76,6 +78,10 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def pid(self) -> int:
         assert self._process is not None, "the server does not run"
         return self._process.pid
@@ -87,14 +93,22 @@ class RedisServer:
     @property
     def url(self) -> str:
         """For settings and `Redis.from_url`; stays the same over a restart."""
-        return f"redis://127.0.0.1:{self.port}/0" if self.tcp else f"unix://{self.socket_path}?db=0"
+        return url_of(self.address)
+
+    @property
+    def address(self) -> Address:
+        """For `FaultProxy`; stays the same over a restart."""
+        return self.port if self.tcp else self.socket_path
 
     def client(self, **options: Any) -> Redis:
         """A client that answers with bytes.  Close it with `aclose()`."""
         return Redis.from_url(self.url, **options)
 
-    def start(self) -> None:
-        """Start, and wait until it answers.  Data of an earlier start are kept."""
+    def start(self, *, loading: bool = False) -> None:
+        """Start, and wait until it answers.  Data of an earlier start are kept.
+
+        `loading`: that it is still loading them is answer enough.
+        """
         assert self._process is None, "the server runs already"
         if self.folder == Path():
             self.folder = Path(tempfile.mkdtemp(prefix="idem-redis-"))
@@ -102,7 +116,7 @@ class RedisServer:
         for attempt in range(1, attempts + 1):
             port = self.port or (_free_port() if self.tcp else 0)
             self._launch(port)
-            if self._await_answer(port):
+            if self._await_answer(port, (*_ANSWERS, b"-LOADING") if loading else _ANSWERS):
                 self.port = port
                 return
             self._end(signal.SIGKILL)
@@ -124,6 +138,21 @@ class RedisServer:
         """End it in good order and start it again, with the data that its settings keep."""
         self._end(signal.SIGTERM)
         self.start()
+
+    def restart_empty(self) -> None:
+        """Kill it, lose its disk, start it again."""
+        self._end(signal.SIGKILL)
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.suffix in (".aof", ".rdb"):
+                path.unlink()
+        self.start()
+
+    def admin(self, *command: str | int) -> Any:
+        """One command with all rights; the answer in text."""
+        with BlockingRedis.from_url(self.url, decode_responses=True) as client:
+            return client.execute_command(*command)
 
     def pause(self) -> None:
         """Let it hang (SIGSTOP): connections stay open, nothing is answered."""
@@ -168,16 +197,16 @@ class RedisServer:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder
             )
 
-    def _await_answer(self, port: int) -> bool:
+    def _await_answer(self, port: int, answers: tuple[bytes, ...]) -> bool:
         assert self._process is not None
         until = time.monotonic() + _START_SECONDS
         while time.monotonic() < until and self._process.poll() is None:
-            if self._answers(port):
+            if self._answers(port, answers):
                 return True
             time.sleep(0.005)
         return False
 
-    def _answers(self, port: int) -> bool:
+    def _answers(self, port: int, answers: tuple[bytes, ...]) -> bool:
         family = socket.AF_INET if self.tcp else socket.AF_UNIX
         address = ("127.0.0.1", port) if self.tcp else str(self.socket_path)
         with socket.socket(family, socket.SOCK_STREAM) as connection:
@@ -185,7 +214,7 @@ class RedisServer:
             try:
                 connection.connect(address)
                 connection.sendall(b"PING\r\n")
-                return connection.recv(64).startswith(_ANSWERS)
+                return connection.recv(64).startswith(answers)
             except OSError:
                 return False
 
@@ -202,6 +231,11 @@ class RedisServer:
             process.kill()
             process.wait()
         self.socket_path.unlink(missing_ok=True)
+
+
+def url_of(address: Address) -> str:
+    """For settings and `Redis.from_url`."""
+    return f"redis://127.0.0.1:{address}/0" if isinstance(address, int) else f"unix://{address}?db=0"
 
 
 def _free_port() -> int:

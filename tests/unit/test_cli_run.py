@@ -108,6 +108,7 @@ def test_the_group_gets_the_settings_and_the_services_asked_for() -> None:
     assert group.services == ["audit"]
 
 
+@pytest.mark.scenario(96)
 def test_mistakes_in_the_settings_are_said_before_anything_starts() -> None:
     Path("settings.toml").write_text("[kafka]\ntopic_prefx = 1")
     group = FakeGroup()

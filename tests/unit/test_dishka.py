@@ -162,6 +162,7 @@ async def test_a_plain_service_needs_no_store() -> None:
     await container.close()
 
 
+@pytest.mark.scenario(99)
 def test_a_handler_whose_dependency_nobody_provides_is_refused_and_named() -> None:
     async def charge_the_card(event: OrderPlaced, missing: FromDishka[Missing]) -> None:
         raise AssertionError
@@ -177,6 +178,7 @@ def test_two_dispatchers_in_one_container_are_refused() -> None:
         container_for(router_of(plain), None, DispatcherProvider(EventRouter()))
 
 
+@pytest.mark.scenario(99)
 def test_an_idempotent_dispatcher_without_a_manager_is_refused() -> None:
     with pytest.raises(NoFactoryError, match="IdempotencyManager"):
         make_async_container(

@@ -90,6 +90,7 @@ def test_a_router_keeps_handlers_as_declared() -> None:
     assert router.events == (OrderPlaced, OrderPaid)
 
 
+@pytest.mark.scenario(99)
 def test_two_handlers_of_one_event_may_not_share_a_name() -> None:
     router, other = EventRouter(), EventRouter()
     router.on(OrderPlaced)(nothing)
@@ -127,6 +128,7 @@ def test_a_function_without_a_name_of_its_own_must_be_given_one(function: Any) -
     EventRouter().on(OrderPlaced, name="pay")(function)
 
 
+@pytest.mark.scenario(6)
 @virtual_time
 async def test_two_handlers_of_one_event_both_run_and_each_once() -> None:
     router, calls = EventRouter(), list[str]()
@@ -322,6 +324,7 @@ async def test_without_patience_a_broker_that_refuses_is_a_failure() -> None:
         await handler(OrderPlaced())
 
 
+@pytest.mark.scenario(14)
 @virtual_time
 async def test_the_key_is_made_before_the_handler_can_change_the_event() -> None:
     manager, runs = guarded().manager, list[int]()

@@ -100,6 +100,7 @@ async def test_probes_answer_for_all_services_together(
     assert (await client.get("/readyz")).status_code == ready
 
 
+@pytest.mark.scenario(76)
 async def test_a_probe_says_which_service_and_why(process: Process, client: httpx.AsyncClient) -> None:
     process.health = Health((GOOD, STARTING))
 

@@ -9,7 +9,7 @@ import pytest
 
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.records import StoreHealth
-from integr8s_idem.telemetry import Gauge
+from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.gate import StoreGate
 from tests.support.counting import CountingObserver
@@ -23,12 +23,13 @@ class Store:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.pings = 0
+        self.identity = ""
 
     async def ping(self) -> StoreHealth:
         self.pings += 1
         if self.error is not None:
             raise self.error
-        return StoreHealth(kind="fake", version="1", latency=timedelta(0))
+        return StoreHealth(kind="fake", version="1", latency=timedelta(0), identity=self.identity)
 
 
 def never() -> asyncio.Future[None]:
@@ -147,3 +148,65 @@ async def test_a_stopped_gate_looks_no_longer() -> None:
     await asyncio.sleep(60)
 
     assert store.pings == pings
+
+
+@pytest.mark.scenario(46)
+@virtual_time
+async def test_a_store_that_lost_its_data_is_noticed_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    store, observer = Store(), CountingObserver()
+    gate, store.identity = StoreGate(store.ping, observer), "first"
+    await gate.check()
+    await asyncio.sleep(60)
+    assert observer.counts[Signal.STORE_DATA_LOST] == 0
+
+    store.identity = "second"
+    await asyncio.sleep(60)
+    await gate.stop()
+
+    assert observer.counts[Signal.STORE_DATA_LOST] == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "lost its records" in caplog.text
+    assert gate.is_open
+
+
+@virtual_time
+async def test_data_lost_in_an_outage_are_noticed_at_its_end() -> None:
+    store, observer = Store(), CountingObserver()
+    gate, store.identity = StoreGate(store.ping, observer), "first"
+    await gate.check()
+    store.error = DOWN
+    gate.close(DOWN)
+    await asyncio.sleep(60)
+
+    store.error, store.identity = None, "second"
+    await gate.wait(unless=never())
+    await gate.stop()
+
+    assert observer.counts[Signal.STORE_DATA_LOST] == 1
+
+
+@virtual_time
+async def test_a_store_that_is_silent_to_the_watch_closes_nothing_and_is_told() -> None:
+    store, observer = Store(), CountingObserver()
+    gate, store.identity = StoreGate(store.ping, observer), "first"
+    await gate.check()
+
+    store.error = DOWN
+    await asyncio.sleep(60)
+    assert (gate.is_open, observer.gauges[Gauge.STORE_UP]) == (True, 0)
+    store.error = None
+    await asyncio.sleep(60)
+    await gate.stop()
+
+    assert observer.gauges[Gauge.STORE_UP] == 1
+
+
+@virtual_time
+async def test_a_store_that_cannot_tell_is_not_watched() -> None:
+    store = Store()
+    gate = StoreGate(store.ping, CountingObserver())
+
+    await gate.check()
+    await asyncio.sleep(60)
+
+    assert store.pings == 1

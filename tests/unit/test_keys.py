@@ -66,6 +66,7 @@ class OrderMoved(BaseEvent):
     order_id: str = "1"
 
 
+@pytest.mark.scenario(86)
 @given(components, components)
 @example((":", "a", "a", "a"), ("a", ":", "a", "a"))
 @example(("a:b", "c", "d", "e"), ("a", "b:c", "d", "e"))
@@ -76,17 +77,20 @@ def test_no_two_different_tuples_of_components_make_one_key(one: tuple[str, ...]
     assert (SPACE.full(first) == SPACE.full(second)) == (one == other)
 
 
+@pytest.mark.scenario(86)
 @given(components, text)
 def test_a_callers_key_never_meets_one_made_from_an_event(event: tuple[str, ...], given_text: str) -> None:
     assert Key.of(given_text).text != Key.of_event(*event).text
     assert Key.of(":".join(event)).text != Key.of_event(*event).text
 
 
+@pytest.mark.scenario(86)
 @given(text, text)
 def test_two_different_strings_are_two_keys(one: str, other: str) -> None:
     assert (SPACE.full(Key.of(one)) == SPACE.full(Key.of(other))) == (one == other)
 
 
+@pytest.mark.scenario(86)
 @given(text, text, text)
 def test_two_scopes_never_share_a_key(one: str, other: str, key: str) -> None:
     first, second = KeySpace("idempotency", one), KeySpace("idempotency", other)
@@ -95,6 +99,7 @@ def test_two_scopes_never_share_a_key(one: str, other: str, key: str) -> None:
     assert second.full(Key.of(key)).startswith(first.root) == (one == other)
 
 
+@pytest.mark.scenario(86)
 @given(scope=text | st.text(min_size=100, max_size=600), key=text, hashed=st.booleans())
 def test_every_full_key_is_printable_ascii_of_at_most_255_bytes(scope: str, key: str, *, hashed: bool) -> None:
     full = KeySpace("p" * 64, scope, hashed).full(Key.of(key))
@@ -106,6 +111,7 @@ def test_every_full_key_is_printable_ascii_of_at_most_255_bytes(scope: str, key:
     assert len(full) <= MAX_KEY_LENGTH
 
 
+@pytest.mark.scenario(86)
 @pytest.mark.parametrize("filling", ["a", "😀", ":", "\0", "\ud800"])
 def test_a_key_of_a_megabyte_is_hashed_and_stays_distinct(filling: str) -> None:
     huge = filling * 1_000_000
@@ -126,6 +132,7 @@ def test_no_readable_key_looks_like_a_hashed_one() -> None:
     assert "order" not in hashed
 
 
+@pytest.mark.scenario(87)
 def test_composed_and_decomposed_letters_are_two_keys() -> None:
     composed, decomposed = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 
@@ -133,6 +140,16 @@ def test_composed_and_decomposed_letters_are_two_keys() -> None:
     assert Key.of(composed).text != Key.of(decomposed).text
 
 
+@pytest.mark.scenario(87)
+@pytest.mark.parametrize("other", ["Order", "order ", " order", "order\u200b", "order\0", "\uff4frder", "0rder"])
+def test_case_spaces_and_letters_that_look_alike_make_other_keys(other: str) -> None:
+    by_id = KeyResolver().resolve("charge", OrderPlaced(event_id=other)).key
+
+    assert Key.of(other).text != Key.of("order").text
+    assert by_id.text != KeyResolver().resolve("charge", OrderPlaced(event_id="order")).key.text
+
+
+@pytest.mark.scenario(86)
 def test_two_lone_surrogates_are_not_the_letter_they_would_make() -> None:
     assert Key.of("\ud83d\ude00").text != Key.of("😀").text
 
@@ -173,6 +190,7 @@ def test_content_is_what_is_left_without_id_time_and_metadata() -> None:
     assert fingerprint_of(first) == fingerprint_of(again)
 
 
+@pytest.mark.scenario(88)
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
@@ -195,6 +213,7 @@ def test_what_counts_as_equal_content(one: dict[str, object], other: dict[str, o
     assert (content_hash(first) == content_hash(second)) is same
 
 
+@pytest.mark.scenario(88)
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -233,6 +252,7 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.scenario(88)
 @given(json_values, json_values)
 @example(2**60, f"#{2**60}")
 @example([2**60, "#1"], [2**60, "##1"])
@@ -252,6 +272,7 @@ def deep(levels: int) -> list[Any]:
     return value
 
 
+@pytest.mark.scenario(88)
 @pytest.mark.parametrize(
     "value",
     [math.nan, math.inf, "\ud800", {"\ud800": 1}, object(), {1: 2}, b"a", deep(100_000)],
@@ -276,13 +297,15 @@ def test_a_resolver_that_contradicts_itself_is_refused(strategy: Any, fields: An
         KeyResolver(strategy, fields, custom)
 
 
+@pytest.mark.scenario(88)
 @pytest.mark.parametrize("fields", [frozenset({"order_id", "amuont"}), frozenset[str]()])
 def test_fields_that_do_not_exist_are_refused_when_events_are_known(fields: frozenset[str]) -> None:
     with pytest.raises(InvalidKeyError, match="OrderPlaced has no field"):
         KeyResolver(KeyStrategy.CONTENT_HASH, fields).check(OrderPlaced)
 
 
-@pytest.mark.parametrize("value", ["", None, 7])
+@pytest.mark.scenario(89)
+@pytest.mark.parametrize("value", ["", None, 0, 7, b"x", [], False])
 def test_a_key_function_must_return_a_string(value: Any) -> None:
     with pytest.raises(InvalidKeyError):
         KeyResolver(KeyStrategy.CUSTOM, custom=lambda _: value).resolve("charge", OrderPlaced())

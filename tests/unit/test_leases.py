@@ -75,6 +75,7 @@ async def test_a_handler_whose_key_somebody_else_got_is_stopped_at_the_next_rene
     assert asyncio.get_running_loop().time() <= LEASE / 2
 
 
+@pytest.mark.scenario(45)
 @virtual_time
 async def test_a_record_that_vanishes_while_its_handler_runs_is_reserved_anew_and_the_handler_goes_on() -> None:
     here, job = guarded(), Job(seconds=LEASE * 2)

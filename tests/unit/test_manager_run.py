@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -20,11 +22,12 @@ from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from tests.support.guarded import LEASE, Job, guarded
+from tests.support.guarded import Job, guarded
 
 ONE, TWO = b"1" * 16, b"2" * 16
 
 
+@pytest.mark.scenario(1)
 @virtual_time
 async def test_a_second_call_gets_the_first_ones_result_and_does_nothing() -> None:
     here, job = guarded(), Job()
@@ -37,6 +40,7 @@ async def test_a_second_call_gets_the_first_ones_result_and_does_nothing() -> No
     assert here.observer.counts[Signal.DUPLICATE_BLOCKED] == 1
 
 
+@pytest.mark.scenario(2)
 @virtual_time
 async def test_of_fifty_workers_one_gets_the_key_and_all_get_its_result() -> None:
     store, job = guarded().store, Job(seconds=5)
@@ -48,6 +52,7 @@ async def test_of_fifty_workers_one_gets_the_key_and_all_get_its_result() -> Non
     assert results == ["receipt-1"] * 50
 
 
+@pytest.mark.scenario(2)
 @virtual_time
 async def test_of_fifty_calls_in_one_process_one_runs_and_the_others_are_woken_at_once() -> None:
     here, job = guarded(), Job(seconds=5.5)
@@ -73,6 +78,7 @@ async def test_the_work_is_done_again_once_its_ttl_has_passed() -> None:
     assert job.runs == 2
 
 
+@pytest.mark.scenario(6)
 @virtual_time
 async def test_two_scopes_never_share_a_record() -> None:
     billing = guarded(scope="billing")
@@ -84,6 +90,7 @@ async def test_two_scopes_never_share_a_record() -> None:
     assert job.runs == 2
 
 
+@pytest.mark.scenario(5)
 @virtual_time
 async def test_another_payload_under_the_same_key_is_refused() -> None:
     here, job = guarded(), Job()
@@ -213,6 +220,7 @@ async def test_a_wait_of_hours_for_another_process_ends_with_its_result() -> Non
     assert asyncio.get_running_loop().time() < 4 * 3_600 + 2
 
 
+@pytest.mark.scenario(4)
 @virtual_time
 async def test_waiting_calls_take_over_when_the_first_one_fails() -> None:
     here, job = guarded(), Job(seconds=1, errors=[ValueError("no")])
@@ -224,17 +232,62 @@ async def test_waiting_calls_take_over_when_the_first_one_fails() -> None:
     assert job.runs == 2
 
 
+async def in_a_task_of_its_own(work: Coroutine[Any, Any, object]) -> object:
+    return await asyncio.create_task(work)
+
+
+async def in_this_task(work: Coroutine[Any, Any, object]) -> object:
+    return await work
+
+
+@pytest.mark.scenario(16)
+@pytest.mark.parametrize("where", [in_this_task, in_a_task_of_its_own])
+@pytest.mark.parametrize("policy", [OnInProgress.WAIT, OnInProgress.RAISE])
 @virtual_time
-async def test_a_run_within_the_same_key_waits_for_itself_and_says_so() -> None:
-    here = guarded()
+async def test_a_run_that_asks_for_its_own_key_is_told_so_at_once(where: Any, policy: OnInProgress) -> None:
+    here = guarded(on_in_progress=policy)
 
-    async def inside_out() -> str:
-        return str(await here.manager.run("order:1", inside_out, wait_timeout=timedelta(seconds=1)))
+    async def inner() -> None:
+        await here.manager.run("order:2", recursive)
 
-    with pytest.raises(InProgressError):
-        await here.manager.run("order:1", inside_out)
+    async def recursive() -> None:
+        await where(here.manager.run("order:1", inner))
 
-    assert asyncio.get_running_loop().time() < LEASE
+    with pytest.raises(ApplicationError, match=r"order:1 was asked for within its own run \(attempt 1\)"):
+        await here.manager.run("order:1", inner)
+
+    assert asyncio.get_running_loop().time() == 0
+    assert await here.manager.count_active() == 0
+
+
+@virtual_time
+async def test_what_a_failed_run_leaves_behind_may_wait_for_the_next_run_elsewhere() -> None:
+    here, later = guarded(), list[asyncio.Task[str]]()
+
+    async def afterwards() -> str:
+        await asyncio.sleep(10)
+        return await here.manager.run("order:1", Job())
+
+    async def work() -> None:
+        later.append(asyncio.create_task(afterwards()))
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await here.manager.run("order:1", work)
+    elsewhere = asyncio.create_task(guarded(here.store).manager.run("order:1", Job(result="elsewhere", seconds=20)))
+
+    assert await later[0] == await elsewhere == "elsewhere"
+
+
+@virtual_time
+async def test_runs_side_by_side_in_one_task_group_wait_for_each_other() -> None:
+    here, job = guarded(), Job(seconds=5)
+
+    async def outer() -> list[object]:
+        return list(await asyncio.gather(*(here.manager.run("order:2", job) for _ in range(3))))
+
+    assert await here.manager.run("order:1", outer) == ["receipt-1"] * 3
+    assert job.runs == 1
 
 
 @pytest.mark.parametrize("key", ["", None, 7, b"order:1"])

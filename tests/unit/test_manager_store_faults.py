@@ -98,6 +98,7 @@ async def test_a_store_that_refuses_us_is_no_reason_to_fail_open() -> None:
     assert job.runs == 0
 
 
+@pytest.mark.scenario(10)
 @virtual_time
 async def test_a_reserve_whose_answer_was_lost_finds_its_own_reservation() -> None:
     here, job = guarded(), Job()
@@ -124,6 +125,7 @@ async def test_every_reservation_has_a_token_of_its_own() -> None:
     assert len({request.token for request in here.store.requests}) == 2
 
 
+@pytest.mark.scenario(11)
 @virtual_time
 async def test_a_completion_whose_answer_was_lost_is_repeated_without_harm() -> None:
     here, job = guarded(), Job()
@@ -259,6 +261,7 @@ async def test_renewals_that_fail_for_a_while_cost_nothing() -> None:
     assert job.runs == 1
 
 
+@pytest.mark.scenario(45)
 @virtual_time
 async def test_a_record_that_vanished_while_the_handler_ran_is_written_anew_and_counted() -> None:
     here, job = guarded(), Job(seconds=5)

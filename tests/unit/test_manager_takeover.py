@@ -35,6 +35,7 @@ async def test_work_of_a_dead_worker_is_taken_over_within_a_lease_and_a_second()
     assert here.observer.counts[Signal.TAKEOVER] == 1
 
 
+@pytest.mark.scenario(8)
 @virtual_time
 async def test_of_eight_workers_one_takes_a_dead_workers_key_over() -> None:
     dead, job = guarded(), Job(seconds=1)
@@ -87,6 +88,7 @@ async def test_the_function_sees_number_fence_and_deadline_of_its_attempt() -> N
     assert attempt.fence == (await here.record()).fence
 
 
+@pytest.mark.scenario(9)
 @virtual_time
 async def test_a_zombie_does_not_overwrite_the_outcome_of_its_successor() -> None:
     zombie = guarded()
@@ -137,6 +139,7 @@ async def test_a_stalled_run_that_nobody_took_over_completes() -> None:
     assert (await here.record()).status is IdempotencyStatus.COMPLETED
 
 
+@pytest.mark.scenario(36)
 @virtual_time
 async def test_a_failure_of_a_stalled_run_does_not_release_its_successors_key() -> None:
     stalled = guarded()

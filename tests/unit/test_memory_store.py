@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from integr8s_idem.records import Completed, Completion, InProgress, Reserved, ReserveRequest
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
@@ -42,6 +44,7 @@ async def test_expired_records_are_dropped_without_being_asked_for() -> None:
     assert len(store._entries) == 1_500
 
 
+@pytest.mark.scenario(78)
 async def test_fences_grow_while_the_clock_stands_or_goes_back() -> None:
     now = datetime(2030, 1, 1, tzinfo=UTC)
     store = MemoryIdempotencyRepository(clock=lambda: now)
@@ -57,6 +60,7 @@ async def test_fences_grow_while_the_clock_stands_or_goes_back() -> None:
     assert first.fence < second.fence < third.fence
 
 
+@pytest.mark.scenario(78)
 async def test_a_clock_that_goes_back_ends_no_lease() -> None:
     now = datetime(2030, 1, 1, tzinfo=UTC)
     store = MemoryIdempotencyRepository(clock=lambda: now)

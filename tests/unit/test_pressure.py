@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Assignment
 from integr8s_idem.worker.pressure import MOST_UNCOMMITTED, Pressure
@@ -53,6 +55,7 @@ async def test_a_closed_gate_rests_everything_and_an_open_one_wakes_it() -> None
     assert consumer.paused == set()
 
 
+@pytest.mark.scenario(65)
 @virtual_time
 async def test_pauses_that_a_rebalance_cleared_are_set_again() -> None:
     consumer, ours = consumer_of(assignment())

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from integr8s_idem.records import (
@@ -26,6 +26,7 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores.redis import codec
 from integr8s_idem.stores.redis.batches import MOST_BYTES, MOST_KEYS, slices
+from tests.support.stored import checked, flips, unchecked
 
 LEASE = timedelta(seconds=30)
 NOW_US = 1_800_000_000_000_000
@@ -52,16 +53,16 @@ _FENCES = st.integers(0, 2**53 - 1)
 def processing(request: ReserveRequest, attempt: int = 1, fence: int = NOW_US, previous: int = 0) -> bytes:
     """As reserve.lua writes it."""
     wish = codec.wish_of(request)
-    head = bytes((1, codec.PROCESSING, wish[0] + previous)) + attempt.to_bytes(2, "big") + fence.to_bytes(7, "big")
-    return head + (NOW_MS + 30_000).to_bytes(6, "big") + wish[1:]
+    header = bytes((2, codec.PROCESSING, wish[0] + previous)) + attempt.to_bytes(2, "big") + fence.to_bytes(7, "big")
+    return checked(header + (NOW_MS + 30_000).to_bytes(6, "big")) + wish[1:]
 
 
 def settled(status: int, record: bytes, outcome: bytes) -> bytes:
     """As settle.lua writes it."""
     kept = record[2] & (codec.HAS_FINGERPRINT | codec.HAS_TRACE)
-    extras = record[18 : 18 + (16 if kept & 1 else 0) + (24 if kept & 2 else 0)]
-    head = bytes((1, status, kept + outcome[0])) + record[3:12]
-    return head + NOW_MS.to_bytes(6, "big") + extras + outcome[1:]
+    extras = record[22 : 26 + (16 if kept & 1 else 0) + (24 if kept & 2 else 0)]
+    header = bytes((2, status, kept + outcome[0])) + record[3:12]
+    return checked(header + NOW_MS.to_bytes(6, "big")) + extras + outcome[1:]
 
 
 def reservation_of(request: ReserveRequest) -> Reserved:
@@ -114,14 +115,58 @@ def test_an_error_comes_back_whole(request: ReserveRequest, error: str) -> None:
     assert (verdict.error, verdict.trace) == (error, request.trace)
 
 
-@given(raw=st.binary(max_size=120) | st.binary(max_size=120).map(lambda tail: b"\1" + tail))
+@pytest.mark.scenario(92)
+@given(raw=st.binary(max_size=120) | st.builds(bytes.__add__, st.sampled_from([b"\1", b"\2"]), st.binary(max_size=120)))
 def test_arbitrary_bytes_are_a_verdict_and_never_an_error(raw: bytes) -> None:
     request = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE)
 
     verdict = codec.verdict_of(request, raw, NOW_US)
 
     assert verdict.key == "k"
-    assert isinstance(verdict, Corrupt) or raw[:1] == b"\1"
+    assert isinstance(verdict, Corrupt) or raw[:1] in {b"\1", b"\2"}
+
+
+@pytest.mark.scenario(94)
+@settings(max_examples=30)
+@given(request=_REQUESTS, result=_RESULTS, error=_ANY_TEXT)
+def test_one_flipped_bit_anywhere_makes_a_record_corrupt(
+    request: ReserveRequest, result: StoredResult | None, error: str
+) -> None:
+    reserved = reservation_of(request)
+    outcome = codec.outcome_of_completion(Completion(reservation=reserved, ttl=LEASE, result=result))
+    failure = codec.outcome_of_failure(Failure(reservation=reserved, ttl=LEASE, error=error))
+    sound = processing(request)
+
+    for record in (sound, settled(codec.COMPLETED, sound, outcome), settled(codec.FAILED, sound, failure)):
+        for raw in flips(record):
+            assert isinstance(codec.verdict_of(other(request), raw, NOW_US), Corrupt)
+            assert codec.holds_lease(raw, NOW_MS) in {True, False}
+
+
+@pytest.mark.scenario(92)
+@given(request=_REQUESTS, result=_RESULTS, cut=st.integers(1, 30), put=st.binary(min_size=1, max_size=9))
+def test_a_record_cut_short_or_with_something_behind_it_is_corrupt(
+    request: ReserveRequest, result: StoredResult | None, cut: int, put: bytes
+) -> None:
+    completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result)
+    raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+
+    for damaged in (raw[:-cut], raw + put):
+        assert isinstance(codec.verdict_of(other(request), damaged, NOW_US), Corrupt)
+
+
+@pytest.mark.scenario(93)
+@given(request=_REQUESTS, attempt=_ATTEMPTS, result=_RESULTS)
+def test_records_of_the_format_without_checks_are_read_as_before(
+    request: ReserveRequest, attempt: int, result: StoredResult | None
+) -> None:
+    held = processing(request, attempt)
+    completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result)
+    done = settled(codec.COMPLETED, held, codec.outcome_of_completion(completion))
+
+    for raw in (held, done):
+        assert codec.parse(unchecked(raw)) == codec.parse(raw)
+        assert codec.holds_lease(unchecked(raw), NOW_MS) == codec.holds_lease(raw, NOW_MS)
 
 
 @given(request=_REQUESTS, at=st.integers(0, 200), byte=st.integers(0, 255), cut=st.integers(0, 200))
@@ -136,19 +181,24 @@ def test_a_damaged_record_is_a_verdict_and_never_an_error(
     assert verdict.key == "k"
 
 
+@pytest.mark.scenario(92, 93)
 def test_every_way_of_being_unreadable_has_its_reason() -> None:
     good = processing(ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE))
+    # Without checks, so that what they would catch first is seen as well.
+    bare = unchecked(good)
     reasons = {
         b"": "it is empty",
         b'{"status": 1}': "it was written by another program",
-        b"\2" + good[1:]: "its format 2 is newer than this version reads (1)",
+        b"\3" + good[1:]: "its format 3 is newer than this version reads (2)",
         good[:9]: "it ends after 9 bytes",
-        good[:30]: "it ends after 30 bytes",
+        good[:40]: "it ends after 40 bytes",
         good[:1] + b"\7" + good[2:]: "its status is 7",
         good[:3] + b"\0\0" + good[5:]: "its header is damaged",
-        good[:1] + b"\2\4" + good[3:18] + b"text/plain": "its result has no content type",
-        good[:1] + b"\2\0" + good[3:18] + b"x": "it is longer than its header says",
-        good[:1] + b"\3\0" + good[3:18] + b"\xff": "its error is no UTF-8",
+        good[:4] + b"\7" + good[5:]: "it is damaged: a check does not match",
+        good + b"x": "it is damaged: a check does not match",
+        bare[:1] + b"\2\4" + bare[3:18] + b"text/plain": "its result has no content type",
+        bare[:1] + b"\2\0" + bare[3:18] + b"x": "it is longer than its header says",
+        bare[:1] + b"\3\0" + bare[3:18] + b"\xff": "its error is no UTF-8",
     }
 
     request = ReserveRequest(key="k", token=b"u" * 16, lease=LEASE, retention=LEASE)
@@ -166,7 +216,7 @@ def test_another_fingerprint_is_a_reused_key_whoever_asks() -> None:
     assert verdict == KeyReused(key="k", stored=b"a" * 16, offered=b"b" * 16)
 
 
-def test_a_completed_record_with_fingerprint_and_trace_takes_58_bytes() -> None:
+def test_a_completed_record_with_fingerprint_and_trace_takes_70_bytes() -> None:
     trace = TraceLink(b"i" * 16, b"s" * 8)
     request = ReserveRequest(
         key="k", token=b"t" * 16, lease=LEASE, retention=LEASE, fingerprint=b"f" * 16, trace=trace, owner="o" * 128
@@ -175,7 +225,7 @@ def test_a_completed_record_with_fingerprint_and_trace_takes_58_bytes() -> None:
 
     raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
 
-    assert len(raw) == 58
+    assert len(raw) == 70
 
 
 @pytest.mark.parametrize(

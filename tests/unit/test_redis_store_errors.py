@@ -11,6 +11,7 @@ from integr8s_idem.stores.redis.errors import translated
 INSIDE = "Error running script (call to f_0123): @user_script:7: @user_script: 7: -"
 
 
+@pytest.mark.scenario(50)
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -27,6 +28,7 @@ INSIDE = "Error running script (call to f_0123): @user_script:7: @user_script: 7
         (driver.MasterDownError("Link with MASTER is down"), "lost its primary"),
         (driver.ClusterDownError("The cluster is down"), "Cluster is down"),
         (driver.TryAgainError("Multiple keys request during rehashing"), "moving"),
+        (driver.NoScriptError("No matching script. Please use EVAL."), "loses our scripts"),
         (driver.ResponseError("BUSY Redis is busy running a script."), "busy"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -61,6 +63,7 @@ def test_a_refusal_that_stays_is_a_matter_of_settings(error: driver.RedisError, 
     assert reason in ours.reason
 
 
+@pytest.mark.scenario(104)
 def test_arguments_that_a_server_repeats_are_not_shown() -> None:
     error = driver.ResponseError("unknown command 'EVALSHA', with args beginning with: 'secret-key' 'token'")
 

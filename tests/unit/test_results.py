@@ -117,6 +117,7 @@ def deep() -> object:
     return value
 
 
+@pytest.mark.scenario(91)
 @pytest.mark.parametrize(
     "value", [object(), CYCLE, lambda: 1, "\ud800", {"a": b"\xff"}, Broken(), deep()],
     ids=["object", "cycle", "function", "surrogate", "bytes inside", "broken model", "deep"],
@@ -133,6 +134,7 @@ async def test_what_cannot_be_written_is_dropped_and_the_work_stays_done(value: 
     assert here.observer.counts[Signal.RESULT_DROPPED] == 1
 
 
+@pytest.mark.scenario(90)
 @virtual_time
 async def test_a_result_larger_than_allowed_is_dropped_and_the_protection_stays() -> None:
     here, exact, more = guarded(max_result_size_bytes=10), Job(result="x" * 8), Job(result="x" * 9)
@@ -181,6 +183,7 @@ async def test_a_replayed_result_has_the_type_that_the_function_promises() -> No
     assert await here.manager.run("order:1", charge) == RECEIPT
 
 
+@pytest.mark.scenario(95)
 @virtual_time
 async def test_a_result_that_no_longer_fits_is_an_error_that_says_the_work_is_done() -> None:
     here = guarded()
@@ -197,6 +200,7 @@ async def test_a_result_that_no_longer_fits_is_an_error_that_says_the_work_is_do
         await here.manager.run("order:1", new)
 
 
+@pytest.mark.scenario(95)
 @pytest.mark.parametrize(
     "stored",
     [

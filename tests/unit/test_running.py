@@ -75,6 +75,7 @@ async def test_a_container_that_is_not_async_is_refused(caplog: pytest.LogCaptur
     assert "make it with make_async_container" in await failure_of(service, caplog)
 
 
+@pytest.mark.scenario(99)
 async def test_a_handler_whose_dependency_nobody_provides_is_told_by_the_drawing_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -24,6 +24,7 @@ def made(**tables: Any) -> Settings:
     return Settings.model_validate(tables)
 
 
+@pytest.mark.scenario(97)
 @pytest.mark.parametrize(
     ("tables", "path", "message"),
     [
@@ -118,6 +119,7 @@ def test_settings_at_their_bounds_are_fine(tables: dict[str, Any]) -> None:
     assert check_settings(made(**tables)) == []
 
 
+@pytest.mark.scenario(97)
 def test_contradictions_are_said_at_once() -> None:
     settings = made(
         idempotency={"processing_timeout_seconds": 5},

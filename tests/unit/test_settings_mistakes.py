@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import traceback
 from pathlib import Path
 from typing import Annotated
@@ -35,6 +36,7 @@ def mistakes(text: str = "", settings_type: type[Settings] = Settings) -> dict[s
     return found
 
 
+@pytest.mark.scenario(96)
 def test_every_mistake_is_said_at_once() -> None:
     found = mistakes(
         "[store]\nurl = 'localhost:6379'\n"
@@ -50,6 +52,7 @@ def test_every_mistake_is_said_at_once() -> None:
     }
 
 
+@pytest.mark.scenario(96)
 @pytest.mark.parametrize(
     ("text", "path", "message"),
     [
@@ -141,6 +144,7 @@ def test_a_mistake_says_what_to_write(text: str, path: str, message: str) -> Non
     assert mistakes(text) == {path: message}
 
 
+@pytest.mark.scenario(96)
 def test_a_mistake_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTEGR8S_IDEM_SERVICES__BILLING__CONCURRENCY", "many")
     monkeypatch.setenv("INTEGR8S_IDEM_STORE__PASSWRD", SECRET)
@@ -221,6 +225,7 @@ def test_sections_of_other_applications_in_a_shared_file_are_no_mistakes(text: s
     load_settings(services=["billing", "k8s-worker-1"])
 
 
+@pytest.mark.scenario(96, 104)
 @pytest.mark.parametrize(
     "text",
     [
@@ -251,6 +256,7 @@ def test_no_error_shows_a_secret(text: str) -> None:
     assert caught.value.__context__ is None or SECRET not in repr(caught.value.__context__)
 
 
+@pytest.mark.scenario(104)
 def test_settings_made_by_hand_show_no_secret_either() -> None:
     with pytest.raises(ValidationError) as caught:
         Settings.model_validate({"store": {"password": [SECRET]}})
@@ -296,6 +302,7 @@ def test_a_setting_of_several_types_is_one_mistake() -> None:
     assert mistakes('shop.size = "x"', ShopSettings) == {"shop.size": 'must be a whole number or a list, not "x"'}
 
 
+@pytest.mark.scenario(96)
 @pytest.mark.parametrize(
     ("content", "shown"),
     [
@@ -322,3 +329,77 @@ def test_a_file_that_is_not_there_says_how_to_write_one() -> None:
 def test_a_folder_in_place_of_a_file_says_so(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read: Is a directory"):
         load_settings(tmp_path)
+
+
+@pytest.mark.scenario(96)
+@pytest.mark.parametrize(
+    ("content", "path", "message"),
+    [
+        ("x = " + "[" * 100_000, "file", "is nested too deeply"),
+        ("x = " + "{a = " * 5_000, "file", "is nested too deeply"),
+        ("x = " + "9" * 5_000, "file", "holds a number of more digits than can be read"),
+        (
+            "services.a.max_attempts = 0x" + "f" * 5_000,
+            "services.a.max_attempts",
+            "must be a whole number of at most 2147483647, not one of 20000 bits",
+        ),
+        (
+            "kafka.session_timeout_seconds = 1" + "0" * 400,
+            "kafka.session_timeout_seconds",
+            "must be a number of seconds of at most 2147483, not one of 1329 bits",
+        ),
+        ('store.url = "redis://h\\u0000/0"', "store.url", "has spaces or characters that cannot be seen; write"),
+        ('telemetry.otlp_endpoint = "http://h\\u202e"', "telemetry.otlp_endpoint", "has spaces or characters that"),
+    ],
+    ids=["lists", "tables", "digits", "hexadecimal", "seconds", "zero byte", "right to left"],
+)
+def test_a_hostile_file_is_one_mistake_and_no_traceback(content: str, path: str, message: str) -> None:
+    found = mistakes(content)
+
+    assert list(found) == [path]
+    assert found[path].startswith(message)
+
+
+@pytest.mark.scenario(96)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KAFKA", "[" * 100_000),
+        ("KAFKA", '{"client_id": "a", "client_id": "b"}'),
+        ("KAFKA", '{"session_timeout_seconds": ' + "9" * 5_000 + "}"),
+        ("KAFKA__SESSION_TIMEOUT_SECONDS", "\udcff"),
+        ("KAFKA__SESSION_TIMEOUT_SECONDS", "\x1b[2J"),
+        ("KAFKA__X\udcff", "1"),
+        ("SECRETS_DIR", "/nowhere/\udcff"),
+    ],
+    ids=["deep", "twice", "digits", "no utf-8", "escape", "name", "folder"],
+)
+def test_a_hostile_variable_is_a_mistake_that_can_be_printed(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"INTEGR8S_IDEM_{name}", value)
+
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+
+    assert len(caught.value.mistakes) == 1
+    assert all(line.isprintable() for line in str(caught.value).splitlines())
+
+
+@pytest.mark.scenario(96)
+def test_names_of_any_kind_are_shown_in_one_short_line() -> None:
+    text = '"\\u202e" = 1\n"a\\nb" = 1\n' + "x" * 100_000 + " = 1"
+
+    shown = list(mistakes(text))
+
+    assert shown[:2] == ["\\u202e", "a\\nb"]
+    assert len(shown[2]) == 201
+
+
+def test_three_thousand_mistakes_are_said_in_no_time() -> None:
+    began = time.thread_time()
+
+    found = mistakes("\n".join(f"k{number} = 1" for number in range(3_000)))
+
+    assert len(found) == 3_000
+    assert time.thread_time() - began < 5

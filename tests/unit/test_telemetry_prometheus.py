@@ -196,6 +196,7 @@ def test_a_registry_is_forgotten_with_its_last_user() -> None:
     assert len(prometheus._made) == before
 
 
+@pytest.mark.scenario(109)
 def test_event_types_without_end_make_a_bounded_number_of_series(registry: CollectorRegistry) -> None:
     observer = PrometheusObserver("billing", registry)
 
@@ -213,6 +214,7 @@ def test_event_types_without_end_make_a_bounded_number_of_series(registry: Colle
     assert len(observer._processing) + len(observer._phases) + len(observer._gauges) <= 3 * (MAX_LABELS + 2)
 
 
+@pytest.mark.scenario(109)
 @pytest.mark.parametrize("signal", WITH_REASON)
 def test_reasons_without_end_make_a_bounded_number_of_series(registry: CollectorRegistry, signal: Signal) -> None:
     observer = PrometheusObserver("billing", registry)
@@ -227,6 +229,7 @@ def test_reasons_without_end_make_a_bounded_number_of_series(registry: Collector
     assert registry.get_sample_value(f"{signal.value}_total", labels | {"reason": "no_key"}) == 1
 
 
+@pytest.mark.scenario(109)
 @pytest.mark.parametrize(
     "hostile",
     ["\ud800", "a\nb", "\x00", "x" * 129, "\u202e gnp", "\u2028"],

@@ -4,14 +4,17 @@ Lua writes records from parts made here and from the server's clock; Python read
 numbers are big-endian.
 
     offset  bytes  what
-         0      1  format: 1.  A higher one was written by a newer version and is `Corrupt` to this one
+         0      1  format: 2.  A higher one was written by a newer version and is `Corrupt` to this one
          1      1  status: 1 processing, 2 completed, 3 failed
          2      1  flags, see below
          3      2  attempt, 1 to 65 535; stays there
          5      7  fence in µs of the server's clock, below 2^53, which is what Lua can count to
         12      6  ms since 1970: processing: when the lease ends, 0 once released; else when it was settled
-        18     16  fingerprint, if its flag is set
+        18      4  check of the 18 bytes before: their 32-bit words, the last two bytes as one, in exclusive or
+        22     16  fingerprint, if its flag is set
          …     24  trace id (16) and span id (8), if their flag is set
+         …      4  check of fingerprint and trace: their CRC-32
+         …      4  check of all that follows: its CRC-32
          …         processing: token (16), owner in UTF-8
                    completed: the content type in UTF-8 and a zero byte, unless it is JSON; the body
                    failed: the error in UTF-8
@@ -25,13 +28,17 @@ numbers are big-endian.
       32  processing: the run before was released
       64  processing: the run before lapsed
 
-Parts are made here for Lua.  A *wish* is the flags and everything from offset 18 of the
-processing record to be.  An *outcome* is the flags and everything after the trace of the
-terminal record to be: Lua keeps fingerprint and trace.  A *mark* is fence and token, by
+Any one bit that is not as it was written is noticed, and so is nearly every other damage.
+
+Parts are made here for Lua.  A *wish* is the flags and everything from offset 22 of the
+processing record to be.  An *outcome* is the flags and everything after the check of the trace of
+the terminal record to be: Lua keeps fingerprint and trace.  A *mark* is fence and token, by
 which a reservation is known again.  Lengths of time are six bytes of milliseconds.  What
 belongs to one key goes in one argument: the driver spends its time per argument.
 
-A completed record without a result takes 18 to 58 bytes.
+Format 1 had no checks and was otherwise the same; it is read, and taken over when its lease ends.
+
+A completed record without a result takes 30 to 70 bytes.
 """
 
 from __future__ import annotations
@@ -40,6 +47,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from struct import Struct
 from typing import Final, NamedTuple
+from zlib import crc32
 
 from integr8s_idem.records import (
     JSON,
@@ -60,7 +68,8 @@ from integr8s_idem.records import (
     Verdict,
 )
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+UNCHECKED_FORMAT: Final = 1
 PROCESSING: Final = 1
 COMPLETED: Final = 2
 FAILED: Final = 3
@@ -78,8 +87,11 @@ TOKEN_BYTES: Final = 16
 FINGERPRINT_BYTES: Final = 16
 TRACE_ID_BYTES: Final = 16
 TRACE_BYTES: Final = 24
+CHECK_BYTES: Final = 4
 
 _HEADER: Final = Struct(">BBBH7s6s")
+_WORDS: Final = Struct(">IIIIHI")
+_CHECKS: Final = Struct(">II")
 _FLAGS_OF: Final = {
     PROCESSING: HAS_FINGERPRINT | HAS_TRACE | WAS_RELEASED | HAS_LAPSED,
     COMPLETED: HAS_FINGERPRINT | HAS_TRACE | HAS_RESULT | IS_JSON | IS_DROPPED,
@@ -96,6 +108,7 @@ _PREVIOUS: Final[Mapping[int, Previous]] = {
     HAS_LAPSED: Previous.LAPSED,
 }
 _FLAG_BYTES: Final = tuple(bytes((flags,)) for flags in range(128))
+_READ: Final = (bytes((UNCHECKED_FORMAT,)), bytes((FORMAT,)))
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST_MS: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // _MILLISECOND
@@ -122,7 +135,7 @@ def packed_ms(ms: int) -> bytes:
 
 
 def wish_of(request: ReserveRequest) -> bytes:
-    """Flags, fingerprint, trace, token and owner.
+    """Flags, fingerprint, trace, checks, token and owner.
 
     Raises:
         ValueError: A part has not the length its name promises.
@@ -133,16 +146,17 @@ def wish_of(request: ReserveRequest) -> bytes:
     trace = request.trace
     if len(token) != TOKEN_BYTES:
         raise ValueError(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
-    parts = token + request.owner.encode("utf-8", "surrogatepass")
+    extras = b""
     if trace is not None:
         flags = HAS_TRACE
-        parts = _trace_bytes(trace) + parts
+        extras = _trace_bytes(trace)
     if fingerprint is not None:
         if len(fingerprint) != FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}")
         flags |= HAS_FINGERPRINT
-        parts = fingerprint + parts
-    return _FLAG_BYTES[flags] + parts
+        extras = fingerprint + extras
+    tail = token + request.owner.encode("utf-8", "surrogatepass")
+    return b"%b%b%b%b" % (_FLAG_BYTES[flags], extras, _CHECKS.pack(crc32(extras), crc32(tail)), tail)
 
 
 def _trace_bytes(trace: TraceLink) -> bytes:
@@ -158,7 +172,7 @@ def mark_of(reservation: Reserved) -> bytes:
 
 
 def outcome_of_completion(completion: Completion) -> bytes:
-    """Flags and result.
+    """Flags, check, result.
 
     Raises:
         ValueError: The content type holds a zero byte.
@@ -166,18 +180,22 @@ def outcome_of_completion(completion: Completion) -> bytes:
     flags = IS_DROPPED if completion.result_dropped else 0
     result = completion.result
     if result is None:
-        return _FLAG_BYTES[flags]
+        return _FLAG_BYTES[flags] + _checked(b"")
     if result.content_type == JSON:
-        return _FLAG_BYTES[flags | HAS_RESULT | IS_JSON] + result.body
+        return _FLAG_BYTES[flags | HAS_RESULT | IS_JSON] + _checked(result.body)
     content_type = result.content_type.encode("utf-8", "surrogatepass")
     if b"\0" in content_type:
         raise ValueError(f"no content type: {result.content_type!r}")
-    return b"%b%b\0%b" % (_FLAG_BYTES[flags | HAS_RESULT], content_type, result.body)
+    return _FLAG_BYTES[flags | HAS_RESULT] + _checked(b"%b\0%b" % (content_type, result.body))
 
 
 def outcome_of_failure(failure: Failure) -> bytes:
-    """Flags and error."""
-    return b"\0" + failure.error.encode("utf-8", "surrogatepass")
+    """Flags, check, error."""
+    return b"\0" + _checked(failure.error.encode("utf-8", "surrogatepass"))
+
+
+def _checked(tail: bytes) -> bytes:
+    return crc32(tail).to_bytes(CHECK_BYTES, "big") + tail
 
 
 class Stored(NamedTuple):
@@ -230,18 +248,19 @@ def parse(raw: bytes) -> Stored:
     Raises:
         UnreadableError: It is none, or one of a newer version.
     """
-    if raw[:1] != b"\x01":
+    if raw[:1] not in _READ:
         raise UnreadableError(_foreign(raw))
     if len(raw) < HEADER_BYTES:
         raise UnreadableError(f"it ends after {len(raw)} bytes")
-    _, status, flags, attempt, fence, time = _HEADER.unpack_from(raw)
+    layout, status, flags, attempt, fence, time = _HEADER.unpack_from(raw)
     known = _FLAGS_OF.get(status)
     if known is None:
         raise UnreadableError(f"its status is {status}")
     time_ms = int.from_bytes(time, "big")
     if attempt == 0 or time_ms > _LAST_MS or not _are_flags(flags, known):
         raise UnreadableError("its header is damaged")
-    at = HEADER_BYTES
+    checks = 0 if layout == UNCHECKED_FORMAT else CHECK_BYTES
+    at = HEADER_BYTES + checks
     fingerprint = trace = None
     if flags & HAS_FINGERPRINT:
         fingerprint = raw[at : at + FINGERPRINT_BYTES]
@@ -250,12 +269,21 @@ def parse(raw: bytes) -> Stored:
         trace = TraceLink(raw[at : at + TRACE_ID_BYTES], raw[at + TRACE_ID_BYTES : at + TRACE_BYTES])
         at += TRACE_BYTES
     least = TOKEN_BYTES if status == PROCESSING else 0
-    if len(raw) < at + least:
+    if len(raw) < at + 2 * checks + least:
         raise UnreadableError(f"it ends after {len(raw)} bytes")
-    rest = raw[at:]
+    rest = raw[at + 2 * checks :]
+    if checks:
+        _check(raw, at, rest)
     if rest and status == COMPLETED and not flags & HAS_RESULT:
         raise UnreadableError("it is longer than its header says")
     return Stored(status, flags, attempt, int.from_bytes(fence, "big"), time_ms, fingerprint, trace, rest)
+
+
+def _check(raw: bytes, at: int, rest: bytes) -> None:
+    first, second, third, fourth, last, check = _WORDS.unpack_from(raw)
+    extras = raw[HEADER_BYTES + CHECK_BYTES : at]
+    if first ^ second ^ third ^ fourth ^ last != check or (crc32(extras), crc32(rest)) != _CHECKS.unpack_from(raw, at):
+        raise UnreadableError("it is damaged: a check does not match")
 
 
 def _are_flags(flags: int, known: int) -> bool:
@@ -340,7 +368,7 @@ def record_of(key: str, raw: bytes, now_us: int, life: int) -> IdempotencyRecord
 
 def holds_lease(header: bytes, now_ms: int) -> bool:
     """Whether a record that starts with `header` (18 bytes) is held now."""
-    return header[:2] == b"\x01\x01" and int.from_bytes(header[12:18], "big") > now_ms
+    return header[:1] in _READ and header[1:2] == b"\x01" and int.from_bytes(header[12:18], "big") > now_ms
 
 
 def moment(ms: int) -> datetime:

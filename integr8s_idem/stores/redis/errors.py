@@ -13,6 +13,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
     AuthorizationError,
+    BusyLoadingError,
     DataError,
     NoPermissionError,
     RedisError,
@@ -31,6 +32,7 @@ _PASSING: Final = {
     "TRYAGAIN": "the Redis Cluster is moving these keys",
     "LOADING": "Redis is loading its data",
     "BUSY": "Redis is busy with a long script",
+    "NOSCRIPT": "Redis loses our scripts as fast as they are loaded (SCRIPT FLUSH)",
 }
 """Refusals that end by themselves or by an operator's hand, without a change on our side."""
 
@@ -73,6 +75,8 @@ def translated(operation: str, error: RedisError) -> StoreError:
     told = _told_by_server(error)
     if isinstance(told, AuthenticationError | AuthorizationError | AuthenticationWrongNumberOfArgsError):
         return StoreConfigurationError(operation, "Redis does not accept this user and password")
+    if isinstance(told, BusyLoadingError):
+        return StoreUnavailableError(operation, _PASSING["LOADING"])
     if not isinstance(told, ResponseError):
         return StoreUnavailableError(operation, f"no connection to Redis: {error}")
     # The driver cuts the code off the text where it has a class for it.
@@ -100,6 +104,7 @@ _CODES: Final = {
     "ReadOnlyError": "READONLY",
     "ClusterDownError": "CLUSTERDOWN",
     "MasterDownError": "MASTERDOWN",
+    "NoScriptError": "NOSCRIPT",
     "TryAgainError": "TRYAGAIN",
 }
 """By name: older drivers lack some of these classes."""
@@ -108,7 +113,10 @@ _CODES: Final = {
 def _permission(text: str) -> str:
     command = _COMMAND.search(text)
     if command is not None:
-        return f"this Redis user may not run {command.group(1).upper()}: give it +{command.group(1).lower()}"
+        name = command.group(1).lower()
+        # Redis 6.2 names the command alone; we need only one of its kind.
+        rule = "script|load" if name == "script" else name
+        return f"this Redis user may not run {name.upper()}: give it +{rule}"
     if "access" in text:
         return "this Redis user may not touch these keys: give it ~prefix* for the prefix of [idempotency] key_prefix"
     # Redis 6.2 does not say which command a script was refused.

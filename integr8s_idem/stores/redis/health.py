@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from redis.asyncio import Redis
@@ -13,11 +14,12 @@ from redis.exceptions import NoPermissionError, ResponseError
 from integr8s_idem.records import StoreHealth
 
 
-async def health_of(client: Redis) -> StoreHealth:
-    """Ask the server; raises what the driver raises."""
+async def health_of(client: Redis, mark: str) -> StoreHealth:
+    """Ask the server; raises what the driver raises.  `mark`: the key that names what the server holds."""
     start = time.perf_counter()
     await client.ping()
     latency = timedelta(seconds=time.perf_counter() - start)
+    identity = await _identity(client, mark)
     try:
         info: Mapping[str, Any] = await client.info()
     except (NoPermissionError, ResponseError) as error:
@@ -26,10 +28,45 @@ async def health_of(client: Redis) -> StoreHealth:
             kind="redis",
             version="unknown",
             latency=latency,
+            identity=identity,
             warnings=("this Redis user may not run INFO: settings that lose records stay unseen; give it +info",),
         )
     warnings = [*_about_role(info), *_about_eviction(info), *await _about_persistence(client, info)]
-    return StoreHealth(kind="redis", version=_version(info), latency=latency, warnings=tuple(warnings))
+    return StoreHealth(
+        kind="redis",
+        version=_version(info),
+        latency=latency,
+        warnings=tuple(warnings),
+        identity=identity,
+        lineage=_lineage(info),
+    )
+
+
+def _lineage(info: Mapping[str, Any]) -> tuple[str, str]:
+    """Redis keeps the replication id of the primary that a replica followed before it was promoted."""
+    before = str(info.get("master_replid2", ""))
+    return str(info.get("master_replid", "")), before if before.strip("0") else ""
+
+
+async def _identity(client: Redis, mark: str) -> str:
+    """What the mark says; made if it is not there, by whoever comes first.
+
+    The commands are those of the scripts, so that a server that takes no writes, or a user who may not run
+    one of them, shows here rather than at the first event.  None of them changes a mark that is there.
+    """
+    fresh = f"{secrets.token_hex(8)} {datetime.now(UTC).isoformat(timespec='seconds')}"
+    async with client.pipeline(transaction=False) as pipeline:
+        pipeline.set(mark, fresh, nx=True)
+        pipeline.setrange(mark, 0, "")
+        pipeline.pttl(mark)
+        pipeline.pexpire(f"{mark}:none", 1)
+        pipeline.get(mark)
+        answers = await pipeline.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    found: bytes = answers[-1]
+    return found.decode(errors="replace")
 
 
 def _only_refusals(error: ResponseError) -> None:

@@ -4,6 +4,7 @@
 -- Answer per key: 1 given back, now or earlier; 0 no longer ours, settled or gone
 local call, pcall = redis.call, redis.pcall
 local byte, sub = string.byte, string.sub
+local pack, unpack, bxor = struct.pack, struct.unpack, bit.bxor
 local EXTRAS = {[0] = 0, 16, 24, 40}
 local RELEASED = '\0\0\0\0\0\0'
 
@@ -15,10 +16,12 @@ for i = 1, #KEYS do
   local answer = 0
   if type(record) == 'string' then
     local format, status, flags = byte(record, 1, 3)
-    if format == 1 and status == 1 and flags and sub(record, 6, 12) == sub(mark, 1, 7) then
-      local token = 19 + EXTRAS[flags % 4]
+    if format == 2 and status == 1 and flags and sub(record, 6, 12) == sub(mark, 1, 7) then
+      local token = 31 + EXTRAS[flags % 4]
       if sub(record, token, token + 15) == sub(mark, 8, 23) then
-        call('SETRANGE', key, 12, RELEASED)
+        -- The header's check, changed by what changes in the header: what does not hold now will not hold then.
+        local high, low, check = unpack('>I4I2I4', record, 13)
+        call('SETRANGE', key, 12, RELEASED .. pack('>I4', bxor(check, high, low)))
         if call('PTTL', key) < 0 then
           call('PEXPIRE', key, life)
         end

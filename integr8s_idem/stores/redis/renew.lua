@@ -4,12 +4,14 @@
 -- Answer per key: 1 renewed; 0 no longer ours, given back, settled or gone
 local call, pcall = redis.call, redis.pcall
 local byte, sub = string.byte, string.sub
+local pack, unpack, bxor = struct.pack, struct.unpack, bit.bxor
 local EXTRAS = {[0] = 0, 16, 24, 40}
 local RELEASED = '\0\0\0\0\0\0'
 
 local time = call('TIME')
 local lease = tonumber(ARGV[1])
-local lease_until = struct.pack('>I6', time[1] * 1000 + math.floor(time[2] / 1000) + lease)
+local lease_until = pack('>I6', time[1] * 1000 + math.floor(time[2] / 1000) + lease)
+local new_high, new_low = unpack('>I4I2', lease_until)
 local answers = {}
 
 for i = 1, #KEYS do
@@ -18,12 +20,14 @@ for i = 1, #KEYS do
   local answer = 0
   if type(record) == 'string' then
     local format, status, flags = byte(record, 1, 3)
-    if format == 1 and status == 1 and flags and sub(record, 6, 12) == sub(mark, 1, 7)
+    if format == 2 and status == 1 and flags and sub(record, 6, 12) == sub(mark, 1, 7)
       and sub(record, 13, 18) ~= RELEASED then
-      local token = 19 + EXTRAS[flags % 4]
+      local token = 31 + EXTRAS[flags % 4]
       if sub(record, token, token + 15) == sub(mark, 8, 23) then
         -- SETRANGE keeps the expiry, whatever it is.
-        call('SETRANGE', key, 12, lease_until)
+        -- The header's check, changed by what changes in the header: what does not hold now will not hold then.
+        local high, low, check = unpack('>I4I2I4', record, 13)
+        call('SETRANGE', key, 12, lease_until .. pack('>I4', bxor(check, high, low, new_high, new_low)))
         if call('PTTL', key) < lease then
           -- The record outlives its lease, so that the attempt still counts.
           call('PEXPIRE', key, 2 * lease)

@@ -52,23 +52,28 @@ class RedisIdempotencyRepository:
 
         ~KEY_PREFIX:* +evalsha +script|load +get +set +setrange +time +pttl +pexpire
         +scan +getrange +unlink        for scan, count_active and delete
-        +ping +info +config|get        for ping; it says so where info or config is refused
+        +ping +info +config|get        for ping, beside the first line; it says so where info or config is refused
         +client|setname +select        for the connections of `redis_client`
 
     Args:
         client: A client of redis-py; `redis_client` makes one from settings.
         timeout: Longest wait for one call, retries of the driver included, before
             `StoreUnavailableError`.
+        key_prefix: As in `[idempotency]`.  `KEY_PREFIX:store-id` names what the server holds: it is written
+            once, has no expiry, and tells `ping` when it is gone.
 
     Raises:
         StoreConfigurationError: The client decodes answers.
     """
 
-    def __init__(self, client: Redis, *, timeout: timedelta = timedelta(seconds=2)) -> None:
+    def __init__(
+        self, client: Redis, *, timeout: timedelta = timedelta(seconds=2), key_prefix: str = "idempotency"
+    ) -> None:
         if client.connection_pool.connection_kwargs.get("decode_responses"):
             raise StoreConfigurationError("start", "records are bytes: make the client with decode_responses=False")
         self.client = client
         self._timeout = timeout
+        self._mark = f"{key_prefix}:store-id"
         self._scripts = Scripts(client)
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
@@ -235,7 +240,8 @@ class RedisIdempotencyRepository:
 
     async def ping(self) -> StoreHealth:
         async with guarded("ping", self._timeout):
-            return await health_of(self.client)
+            await self._scripts.read([], [])
+            return await health_of(self.client, self._mark)
 
 
 def _wishes(requests: Sequence[ReserveRequest], indexes: Sequence[int]) -> list[bytes | int]:

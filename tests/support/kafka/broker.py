@@ -25,7 +25,6 @@ STOP_SECONDS = 15.0
 
 _CLUSTER_ID = "aW50ZWdyOHMtaWRlbS10cw"
 _JVM = (
-    "-Xmx512m",
     "-Xshare:auto",
     "-XX:+UseSerialGC",
     "-XX:TieredStopAtLevel=1",
@@ -95,19 +94,29 @@ class Kafka:
 class KafkaBroker(Kafka):
     """Our own broker: one node, data and log in `folder`, the same ports for its whole life."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, str] | None = None,
+        *,
+        ports: tuple[int, int] | None = None,
+        heap: str = "512m",
+    ) -> None:
         """Format the data folder.
 
         Args:
             folder: Empty; the caller removes it after the last `kill` or `stop`.
             settings: Broker settings over those for fast tests.
+            ports: For clients and for controllers; free ones if not given.
+            heap: Memory of the Java process, as `-Xmx` takes it.
 
         Raises:
             ToolsMissingError: No Java of `OLDEST_JAVA` or newer, or no jars.
         """
         self._java = find_java()
         self._jars = find_jars()
-        port, self._controller_port = _free_ports(2)
+        self._heap = heap
+        port, self._controller_port = ports or free_ports(2)
         super().__init__(f"127.0.0.1:{port}")
         self._port = port
         self._properties = folder / "server.properties"
@@ -129,7 +138,15 @@ class KafkaBroker(Kafka):
 
     def start(self) -> None:
         """Start it; it serves clients when this returns."""
+        self.launch()
+        self.wait_until_it_serves()
+
+    def launch(self) -> None:
+        """Start it, and wait for nothing."""
         self._server.start()
+
+    def wait_until_it_serves(self) -> None:
+        """Return once it serves clients."""
         deadline = time.monotonic() + START_SECONDS
         while not _serves(self._port):
             if not self._server.running or time.monotonic() > deadline:
@@ -152,7 +169,7 @@ class KafkaBroker(Kafka):
         self.start()
 
     def _command(self) -> list[str]:
-        return [self._java, *_JVM, "-cp", f"{self._jars}/*"]
+        return [self._java, f"-Xmx{self._heap}", *_JVM, "-cp", f"{self._jars}/*"]
 
     def _format(self) -> None:
         subprocess.run(
@@ -194,7 +211,8 @@ def find_jars() -> Path:
     return JARS
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens on."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [taken.getsockname()[1] for taken in sockets]

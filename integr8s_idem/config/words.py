@@ -1,0 +1,28 @@
+"""Foreign text inside our own messages: short, in one line, and nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from integr8s_idem.errors import SettingsMistake
+
+_LONGEST_PATH: Final = 200
+_LONGEST_MESSAGE: Final = 2_000
+
+
+def said(path: str, message: str) -> SettingsMistake:
+    """A mistake whose path and message hold whatever a file or the environment held."""
+    return SettingsMistake(shown(path, _LONGEST_PATH), shown(message, _LONGEST_MESSAGE))
+
+
+def shown(text: str, longest: int) -> str:
+    """`text` with escapes for line ends, controls and halves of letters, cut at `longest` characters."""
+    cut = text if len(text) <= longest else text[:longest] + "…"
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in cut)
+
+
+def shown_number(number: float) -> str:
+    """`number` as JSON writes it; a whole one of more digits than anybody reads by its size."""
+    if isinstance(number, int) and number.bit_length() > 100:
+        return f"one of {number.bit_length()} bits"
+    return {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}.get(repr(number), repr(number))

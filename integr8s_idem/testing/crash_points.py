@@ -1,0 +1,296 @@
+"""Named points at which a test lets a process die, to see what its successor finds.
+
+Nothing in the library knows of them: its boundaries are Protocols, and what stands here wraps them.
+
+    plan = CrashPlan(CrashPoint.AFTER_COMPLETE)          # SIGKILL to ourselves, there
+    store = CrashingStore(RedisIdempotencyRepository(client), plan)
+    manager = IdempotencyManager(config, store, scope="billing")
+    publisher = CrashingPublisher(kafka_settings, plan)
+    dispatcher = IdempotentEventDispatcher(router, manager, publisher=publisher, invoke=crashing_invoke(plan))
+    worker = ServiceWorker(
+        "billing", dispatcher, publisher, kafka_settings, service_settings, consumer=crashing_consumer(plan)
+    )
+
+The points around an effect are in the handler, where only its author knows them:
+
+    plan.reached(CrashPoint.IN_HANDLER_BEFORE_EFFECT)
+    await charge(order)
+    plan.reached(CrashPoint.IN_HANDLER_AFTER_EFFECT)
+
+Run it in a process of its own, start another one without a plan behind it, and count effects from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Final, TypeVar, cast
+
+from aiokafka import ConsumerRebalanceListener
+
+from integr8s_idem.config import KafkaSettings
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.records import (
+    Completion,
+    Failure,
+    IdempotencyRecord,
+    Reserved,
+    ReserveRequest,
+    StoreHealth,
+    Verdict,
+)
+from integr8s_idem.routing import HandlerCall, Invoke, RegisteredHandler, call_with_event
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.telemetry import SILENT, Observer
+from integr8s_idem.worker import EventPublisher
+from integr8s_idem.worker.consumer import make_consumer
+from integr8s_idem.worker.records import Consumer
+
+__all__ = [
+    "CrashPlan",
+    "CrashPoint",
+    "CrashingPublisher",
+    "CrashingStore",
+    "crashing_consumer",
+    "crashing_invoke",
+    "kill_myself",
+]
+
+T = TypeVar("T")
+
+IN_FLIGHT_SECONDS: Final = 0.0005
+"""How long a call that is to be cut in its middle has been under way: sent, and answered or not."""
+
+
+class CrashPoint(str, Enum):
+    """Where a process can be made to die, in the order in which a delivery passes by.
+
+    `before_` a call nothing of it has left the process.  `in_` it, it has been sent; whether it is executed
+    nobody knows.  `after_` it, the other side has executed it, and our side has not taken notice yet.
+    """
+
+    ON_ASSIGN = "on_assign"
+    """Partitions have become ours."""
+    AFTER_FETCH = "after_fetch"
+    """Messages have arrived."""
+    BEFORE_RESERVE = "before_reserve"
+    IN_RESERVE = "in_reserve"
+    AFTER_RESERVE = "after_reserve"
+    BEFORE_HANDLER = "before_handler"
+    IN_HANDLER_BEFORE_EFFECT = "in_handler_before_effect"
+    """Named by the handler itself, as is the next."""
+    IN_HANDLER_AFTER_EFFECT = "in_handler_after_effect"
+    AFTER_HANDLER = "after_handler"
+    """It has returned, and what it wants to publish has not left."""
+    BEFORE_RENEW = "before_renew"
+    IN_RENEW = "in_renew"
+    AFTER_RENEW = "after_renew"
+    BEFORE_PUBLISH = "before_publish"
+    """The handler's outgoing events, all of them; not dead letters."""
+    AFTER_PUBLISH = "after_publish"
+    BEFORE_COMPLETE = "before_complete"
+    IN_COMPLETE = "in_complete"
+    AFTER_COMPLETE = "after_complete"
+    BEFORE_RELEASE = "before_release"
+    IN_RELEASE = "in_release"
+    AFTER_RELEASE = "after_release"
+    BEFORE_FAIL = "before_fail"
+    IN_FAIL = "in_fail"
+    AFTER_FAIL = "after_fail"
+    BEFORE_DEAD_LETTER = "before_dead_letter"
+    AFTER_DEAD_LETTER = "after_dead_letter"
+    BEFORE_COMMIT = "before_commit"
+    """The offsets, to the broker."""
+    IN_COMMIT = "in_commit"
+    AFTER_COMMIT = "after_commit"
+    BEFORE_REVOKE = "before_revoke"
+    """Partitions are taken away; nothing has been done about it."""
+    AFTER_REVOKE = "after_revoke"
+    """Handlers have ended, offsets are committed; the broker waits for us to say so."""
+    IN_DRAIN = "in_drain"
+    """Any of the others, once `CrashPlan.drain` was called."""
+    BEFORE_LEAVE = "before_leave"
+    """All is drained; the group does not know that we go."""
+    AFTER_LEAVE = "after_leave"
+
+
+def kill_myself() -> None:
+    """SIGKILL to this process: no handler of it, no `finally`, no buffer gets another chance."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class CrashPlan:
+    """At which point, and at which arrival there, this process dies.  Without a point it never does."""
+
+    point: CrashPoint | None = None
+    occurrence: int = 1
+    """1 for the first arrival."""
+    action: Callable[[], None] = kill_myself
+    """What happens there; an action that returns lets the process go on."""
+    seen: Counter[CrashPoint] = field(default_factory=Counter)
+    """How often each point was reached so far."""
+    _draining: bool = False
+
+    def reached(self, point: CrashPoint) -> None:
+        """The process is at `point`."""
+        self._note(point)
+        if self._draining and point is not CrashPoint.IN_DRAIN:
+            self._note(CrashPoint.IN_DRAIN)
+
+    def drain(self) -> None:
+        """The worker is told to stop: from now on every point counts as `IN_DRAIN` as well."""
+        self._draining = True
+
+    def _note(self, point: CrashPoint) -> None:
+        self.seen[point] += 1
+        if point is self.point and self.seen[point] == self.occurrence:
+            self.action()
+
+    async def around(self, verb: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call between the points `before_` and `after_` of `verb`; with `in_` as the point, cut it there."""
+        middle = CrashPoint(f"in_{verb}")
+        self.reached(CrashPoint(f"before_{verb}"))
+        answer = await (self._cut(middle, call) if self.point is middle else call())
+        self.reached(CrashPoint(f"after_{verb}"))
+        return answer
+
+    async def _cut(self, middle: CrashPoint, call: Callable[[], Awaitable[T]]) -> T:
+        under_way = asyncio.ensure_future(call())
+        try:
+            await asyncio.wait({under_way}, timeout=IN_FLIGHT_SECONDS)
+            self.reached(middle)
+            return await under_way
+        finally:
+            under_way.cancel()
+
+
+class CrashingStore:
+    """A repository with a point before, in and after each verb that writes.  A call may hold many keys."""
+
+    def __init__(self, inner: IdempotencyRepository, plan: CrashPlan) -> None:
+        self._inner = inner
+        self._plan = plan
+
+    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        return await self._plan.around("reserve", lambda: self._inner.reserve(requests))
+
+    async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
+        return await self._plan.around("renew", lambda: self._inner.renew(reservations, lease))
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        return await self._plan.around("complete", lambda: self._inner.complete(completions))
+
+    async def fail(self, failures: Sequence[Failure]) -> list[bool]:
+        return await self._plan.around("fail", lambda: self._inner.fail(failures))
+
+    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
+        return await self._plan.around("release", lambda: self._inner.release(reservations))
+
+    async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
+        return await self._inner.get(keys)
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        return await self._inner.delete(keys)
+
+    def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
+        return self._inner.scan(prefix)
+
+    async def count_active(self, prefix: str) -> int:
+        return await self._inner.count_active(prefix)
+
+    async def ping(self) -> StoreHealth:
+        return await self._inner.ping()
+
+
+class CrashingPublisher(EventPublisher):
+    """An `EventPublisher` with points around what handlers publish and around dead letters."""
+
+    def __init__(self, settings: KafkaSettings, plan: CrashPlan, observer: Observer = SILENT) -> None:
+        super().__init__(settings, observer)
+        self._plan = plan
+        self._dead_letter_suffix = settings.dead_letter_suffix
+
+    async def publish(self, *events: BaseEvent) -> None:
+        self._plan.reached(CrashPoint.BEFORE_PUBLISH)
+        await super().publish(*events)
+        self._plan.reached(CrashPoint.AFTER_PUBLISH)
+
+    async def send(
+        self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
+    ) -> None:
+        is_letter = topic.endswith(self._dead_letter_suffix)
+        if is_letter:
+            self._plan.reached(CrashPoint.BEFORE_DEAD_LETTER)
+        await super().send(topic, key, value, headers)
+        if is_letter:
+            self._plan.reached(CrashPoint.AFTER_DEAD_LETTER)
+
+
+def crashing_invoke(plan: CrashPlan, invoke: Invoke = call_with_event) -> Invoke:
+    """A way to call handlers, as `invoke` does, with a point before and one after each."""
+
+    async def call(handler: RegisteredHandler, what: HandlerCall) -> Any:
+        plan.reached(CrashPoint.BEFORE_HANDLER)
+        result = await invoke(handler, what)
+        plan.reached(CrashPoint.AFTER_HANDLER)
+        return result
+
+    return call
+
+
+def crashing_consumer(
+    plan: CrashPlan, make: Callable[[KafkaSettings, str], Consumer] = make_consumer
+) -> Callable[[KafkaSettings, str], Consumer]:
+    """The `consumer` of a `ServiceWorker`: what `make` makes, with points around the broker."""
+    return lambda settings, group: cast(Consumer, _CrashingConsumer(make(settings, group), plan))
+
+
+class _CrashingConsumer:
+    def __init__(self, inner: Consumer, plan: CrashPlan) -> None:
+        self._inner = inner
+        self._plan = plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def subscribe(self, topics: Sequence[str], *, listener: Any) -> None:
+        self._inner.subscribe(topics, listener=_CrashingListener(listener, self._plan))
+
+    async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int) -> Mapping[Any, Sequence[Any]]:
+        batches = await self._inner.getmany(*partitions, timeout_ms=timeout_ms, max_records=max_records)
+        if batches:
+            self._plan.reached(CrashPoint.AFTER_FETCH)
+        return batches
+
+    async def commit(self, offsets: Mapping[Any, int]) -> None:
+        await self._plan.around("commit", lambda: self._inner.commit(offsets))
+
+    async def stop(self) -> None:
+        self._plan.reached(CrashPoint.BEFORE_LEAVE)
+        await self._inner.stop()
+        self._plan.reached(CrashPoint.AFTER_LEAVE)
+
+
+class _CrashingListener(ConsumerRebalanceListener):
+    def __init__(self, inner: Any, plan: CrashPlan) -> None:
+        self._inner = inner
+        self._plan = plan
+
+    async def on_partitions_revoked(self, revoked: Sequence[Any]) -> None:
+        if revoked:  # aiokafka tells of nothing taken away before it joins for the first time
+            self._plan.reached(CrashPoint.BEFORE_REVOKE)
+        await self._inner.on_partitions_revoked(revoked)
+        if revoked:
+            self._plan.reached(CrashPoint.AFTER_REVOKE)
+
+    async def on_partitions_assigned(self, assigned: Sequence[Any]) -> None:
+        await self._inner.on_partitions_assigned(assigned)
+        if assigned:
+            self._plan.reached(CrashPoint.ON_ASSIGN)

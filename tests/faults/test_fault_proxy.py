@@ -1,0 +1,240 @@
+"""The fault proxy does what its faults say, before a server that answers every read with the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.conditions import eventually
+from tests.support.fault_proxy import (
+    Corrupt,
+    Cut,
+    Delay,
+    Drip,
+    FaultProxy,
+    HalfOpen,
+    Refuse,
+    Stall,
+    Way,
+)
+
+
+@dataclass
+class Echo:
+    """A server that remembers what reached it."""
+
+    heard: list[bytes] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            self.heard.append(data)
+            writer.write(data)
+        writer.close()
+
+
+class Caller:
+    """One connection through the proxy."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def ask(self, request: bytes, size: int | None = None) -> bytes:
+        self.writer.write(request)
+        return await asyncio.wait_for(self.reader.readexactly(len(request) if size is None else size), 5)
+
+    async def rest(self) -> bytes:
+        """What still comes until the end."""
+        return await asyncio.wait_for(self.reader.read(), 5)
+
+
+@dataclass
+class Line:
+    echo: Echo
+    proxy: FaultProxy
+    callers: list[Caller] = field(default_factory=list)
+
+    async def call(self) -> Caller:
+        address = self.proxy.address
+        ends = (
+            await asyncio.open_unix_connection(address)
+            if isinstance(address, Path)
+            else await asyncio.open_connection("127.0.0.1", address)
+        )
+        self.callers.append(Caller(*ends))
+        return self.callers[-1]
+
+
+@asynccontextmanager
+async def open_line(tmp_path: Path | None = None) -> AsyncIterator[Line]:
+    echo = Echo()
+    if tmp_path is not None:
+        server = await asyncio.start_unix_server(echo.serve, tmp_path / "echo.sock")
+        proxy = FaultProxy(tmp_path / "echo.sock")
+    else:
+        server = await asyncio.start_server(echo.serve, "127.0.0.1", 0)
+        proxy = FaultProxy(server.sockets[0].getsockname()[1])
+    async with proxy:
+        line = Line(echo, proxy)
+        yield line
+        for caller in line.callers:
+            caller.writer.close()
+    server.close()
+
+
+@pytest.fixture(params=["tcp", "socket"])
+async def line(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Line]:
+    async with open_line(tmp_path if request.param == "socket" else None) as line:
+        yield line
+
+
+@pytest.fixture
+async def tcp_line() -> AsyncIterator[Line]:
+    async with open_line() as line:
+        yield line
+
+
+async def test_without_a_fault_everything_passes(line: Line) -> None:
+    caller = await line.call()
+
+    assert await caller.ask(b"x" * 300_000) == b"x" * 300_000
+
+
+async def test_a_swallowed_answer_was_executed(line: Line) -> None:
+    caller = await line.call()
+    cut = line.proxy.put(Cut(matching=b"pay"))
+
+    assert await caller.ask(b"look") == b"look"
+    caller.writer.write(b"pay 5")
+
+    assert await caller.rest() == b""
+    assert line.echo.heard == [b"look", b"pay 5"]
+    assert cut.struck == 1
+    assert await (await line.call()).ask(b"pay 5") == b"pay 5"
+
+
+async def test_a_request_that_is_cut_off_arrives_in_part(line: Line) -> None:
+    caller = await line.call()
+    line.proxy.put(Cut(way=Way.TO_SERVER, after=3))
+
+    caller.writer.write(b"pay 5")
+
+    assert await caller.rest() == b""
+    await eventually(lambda: line.echo.heard == [b"pay"])
+
+
+async def test_an_answer_is_cut_after_so_many_bytes(line: Line) -> None:
+    caller = await line.call()
+    line.proxy.put(Cut(after=2))
+
+    caller.writer.write(b"pay 5")
+
+    assert await caller.rest() == b"pa"
+
+
+async def test_each_third_matching_request_is_cut(line: Line) -> None:
+    cut = line.proxy.put(Cut(matching=b"pay", every=3, times=None))
+    answers = []
+
+    for _ in range(9):
+        caller = await line.call()
+        caller.writer.write(b"pay 5")
+        caller.writer.write_eof()
+        answers.append(await caller.rest())
+
+    assert [answer == b"" for answer in answers] == [False, False, True] * 3
+    assert cut.struck == 3
+
+
+async def test_a_reset_is_a_reset(tcp_line: Line) -> None:
+    caller = await tcp_line.call()
+    await caller.ask(b"look")
+
+    tcp_line.proxy.reset()
+
+    with pytest.raises(ConnectionResetError):
+        await caller.rest()
+
+
+async def test_a_cut_can_reset(tcp_line: Line) -> None:
+    caller = await tcp_line.call()
+    tcp_line.proxy.put(Cut(reset=True))
+    caller.writer.write(b"pay 5")
+
+    with pytest.raises(ConnectionResetError):
+        await caller.rest()
+
+
+async def test_refused_connections_end_at_once(tcp_line: Line) -> None:
+    with tcp_line.proxy.fault(Refuse()):
+        caller = await tcp_line.call()
+        with pytest.raises(ConnectionResetError):
+            await caller.rest()
+
+    assert await (await tcp_line.call()).ask(b"look") == b"look"
+
+
+async def test_a_half_open_connection_never_speaks_again_and_a_new_one_does(line: Line) -> None:
+    caller = await line.call()
+    await caller.ask(b"look")
+    with line.proxy.fault(HalfOpen()) as half_open:
+        caller.writer.write(b"pay 5")
+        await eventually(lambda: half_open.struck)
+
+    assert await (await line.call()).ask(b"look") == b"look"
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(caller.reader.read(1), 0.1)
+    assert b"pay 5" not in line.echo.heard
+
+
+async def test_what_was_stalled_passes_in_the_end(line: Line) -> None:
+    caller = await line.call()
+    with line.proxy.fault(Stall()) as stall:
+        caller.writer.write(b"pay 5")
+        await eventually(lambda: stall.struck)
+        assert line.echo.heard == []
+
+    assert await asyncio.wait_for(caller.reader.readexactly(5), 5) == b"pay 5"
+
+
+async def test_delayed_and_dripping_answers_take_their_time(line: Line) -> None:
+    caller = await line.call()
+    began = time.monotonic()
+
+    with line.proxy.fault(Delay(0.2)):
+        assert await caller.ask(b"look") == b"look"
+    delayed = time.monotonic()
+    with line.proxy.fault(Drip(bytes_per_second=1_000)):
+        assert await caller.ask(b"x" * 300) == b"x" * 300
+
+    assert delayed - began >= 0.2
+    assert time.monotonic() - delayed >= 0.25
+
+
+async def test_one_byte_behind_the_marker_is_flipped_once(line: Line) -> None:
+    caller = await line.call()
+    line.proxy.put(Corrupt(marker=b"order", offset=6, mask=1))
+
+    assert await caller.ask(b"order-700") == b"order-600"
+    assert await caller.ask(b"order-700") == b"order-700"
+
+
+async def test_the_address_stands_before_the_start_and_the_target_may_come_later(tmp_path: Path) -> None:
+    echo = Echo()
+    proxy = FaultProxy(listen=tmp_path / "ours.sock")
+    server = await asyncio.start_unix_server(echo.serve, tmp_path / "late.sock")
+    assert proxy.address == tmp_path / "ours.sock"
+
+    proxy.target = tmp_path / "late.sock"
+    async with proxy:
+        line = Line(echo, proxy)
+        caller = await line.call()
+        assert await caller.ask(b"look") == b"look"
+        caller.writer.close()
+
+    server.close()

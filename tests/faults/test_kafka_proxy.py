@@ -1,0 +1,142 @@
+"""Kafka behind a network that resets, goes silent, swallows answers and flips bits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from integr8s_idem.telemetry import Signal
+from tests.kafka_faults import servers
+from tests.kafka_faults.tools import need_kafka
+from tests.kafka_faults.workload import Workload, open_workload
+from tests.support.conditions import eventually
+from tests.support.counting import CountingObserver
+from tests.support.fault_proxy import Corrupt, Cut, Delay, FaultProxy, HalfOpen
+from tests.support.kafka.broker import Kafka, KafkaBroker, free_ports
+from tests.support.workers import OrderPlaced
+
+pytestmark = pytest.mark.kafka
+
+BATCH_SIZE_FROM_KEY = -(61 + 6) + 8
+"""From the key of a batch's first record to the batch's size: header, fields before the key; then the base offset."""
+
+
+@cache
+def _broker() -> tuple[KafkaBroker, int]:
+    """A broker that tells its clients to come by another port, and that port."""
+    [port] = free_ports(1)
+    return servers.own_broker({"advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}"}), port
+
+
+@dataclass
+class Network:
+    """Events and members, and the proxy between them and the broker."""
+
+    proxy: FaultProxy
+    workload: Workload
+
+
+@pytest.fixture
+async def network() -> AsyncIterator[Network]:
+    need_kafka(own=True)
+    broker, port = await asyncio.to_thread(_broker)
+    async with (
+        FaultProxy(int(broker.bootstrap.split(":")[1]), listen=port) as proxy,
+        open_workload(Kafka(f"127.0.0.1:{port}"), request_timeout_seconds=3) as workload,
+    ):
+        member = await workload.join()
+        await eventually(lambda: member.worker.health().ready)
+        try:
+            yield Network(proxy, workload)
+        finally:
+            proxy.heal()
+
+
+async def resets(network: Network) -> None:
+    for _ in range(5):
+        network.proxy.reset()
+        await asyncio.sleep(0.3)
+
+
+async def half_open(network: Network) -> None:
+    with network.proxy.fault(HalfOpen()) as placed:
+        await eventually(lambda: placed.struck >= 2)
+
+
+async def delays(network: Network) -> None:
+    with network.proxy.fault(Delay(0.3)):
+        await asyncio.sleep(2)
+
+
+async def a_stall(network: Network) -> None:
+    await network.proxy.hold(2)
+
+
+async def swallowed_commits(network: Network) -> None:
+    """Each other OffsetCommit is executed, and nobody learns of it."""
+    commits = Cut(matching=b"\x00\x08\x00", also=network.workload.group.encode(), times=3, every=2)
+    placed = network.proxy.put(commits)
+    await eventually(lambda: placed.struck == 3)
+
+
+async def swallowed_confirmations(network: Network) -> None:
+    """Each other batch of events is written, and its producer does not learn of it."""
+    placed = network.proxy.put(Cut(matching=b'"order_id"', times=3, every=2))
+    await eventually(lambda: placed.struck == 3)
+
+
+@pytest.mark.scenario(60, 68)
+@pytest.mark.parametrize(
+    "fault", [resets, half_open, delays, a_stall, swallowed_commits, swallowed_confirmations], ids=lambda f: f.__name__
+)
+async def test_a_bad_network_to_kafka_loses_and_repeats_nothing(
+    network: Network, fault: Callable[[Network], Awaitable[None]]
+) -> None:
+    feeding = asyncio.create_task(network.workload.feed(every=0.1))
+    await eventually(lambda: network.workload.effects.ended())
+
+    await fault(network)
+    network.proxy.heal()
+    feeding.cancel()
+    await asyncio.wait({feeding})
+    await network.workload.publish_round()
+    await network.workload.all_settled()
+
+    assert (await network.workload.judge())["repeats"] == 0
+
+
+@pytest.mark.scenario(66, 67)
+async def test_a_damaged_batch_stops_its_partition_with_an_alarm_and_no_other(network: Network) -> None:
+    workload, observer = network.workload, CountingObserver()
+    [member] = workload.members
+    member.worker.observer = observer
+    network.proxy.put(Corrupt(b"poisoned", times=None))
+    await workload.publisher.publish(OrderPlaced(order_id="poisoned", aggregate_id=f"{workload.group}-0"))
+    for _ in range(3):
+        await workload.publish_round()
+    await eventually(lambda: observer.counts[Signal.PARTITION_DAMAGED] == 1)
+    await workload.publish_round()
+    [damaged] = [place for place in member.worker._assignments.values() if place.damaged]
+
+    others = {work for work in workload.published if workload.partition_of(work) != damaged.partition.partition}
+    await eventually(lambda: workload.effects.done() >= others, state=workload.told)
+
+    assert observer.counts[Signal.PARTITION_DAMAGED] == 1
+    assert "poisoned" not in workload.effects.done()
+
+
+async def test_a_batch_whose_length_is_damaged_on_its_way_is_fetched_again(network: Network) -> None:
+    """The client takes it for a message beyond its limits, and moves on by one: that must not stay so."""
+    workload = network.workload
+    placed = network.proxy.put(Corrupt(b"poisoned", BATCH_SIZE_FROM_KEY, mask=0x7F))
+
+    await workload.publisher.publish(OrderPlaced(order_id="1-0", aggregate_id="poisoned"))
+    workload.published.append("1-0")
+    await workload.all_settled()
+
+    assert placed.struck == 1
+    assert (await workload.judge())["repeats"] == 0

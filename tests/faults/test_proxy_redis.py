@@ -1,0 +1,281 @@
+"""A network that misbehaves between a worker and Redis.
+
+The broker is in memory (see `tests.support.redis_shop`); server, proxy, driver, store and worker are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integr8s_idem.errors import PermanentError
+from integr8s_idem.stores.redis.scripts import _TEXTS
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.work import Attempt
+from tests.support.conditions import eventually
+from tests.support.effects import Effects
+from tests.support.fault_proxy import Cut, Delay, Drip, FaultProxy, HalfOpen, Refuse, Stall, Way
+from tests.support.redis import RedisServer
+from tests.support.redis_shop import DEAD, RedisShop, briefly, crash, open_redis_shop
+from tests.support.workers import OrderPlaced
+
+SHORT_LEASE = 1.2
+"""Seconds: renewed after 0.4."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with RedisServer(tcp=True) as server:
+        yield server
+
+
+@pytest.fixture
+async def proxy(server: RedisServer) -> AsyncIterator[FaultProxy]:
+    server.flush()
+    for text in _TEXTS.values():  # a first call would be answered with NOSCRIPT, and its loss would prove nothing
+        server.admin("SCRIPT", "LOAD", text)
+    async with FaultProxy(server.address) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def effects(tmp_path: Path) -> Effects:
+    return Effects(tmp_path)
+
+
+async def misbehave(event: OrderPlaced, attempt: Attempt) -> None:
+    """What an order's number asks for."""
+    match event.order_id:
+        case "renew":
+            await asyncio.sleep(SHORT_LEASE * 0.8)
+        case "release" if attempt.number == 1:
+            raise ValueError("not this time")
+        case "fail":
+            raise PermanentError("never")
+
+
+def calls_of(verb: str, **how: Any) -> Cut:
+    """A cut at the calls of one verb: known by its script, and by the status that it writes."""
+    script, status = {"complete": ("settle", b"\2"), "fail": ("settle", b"\3")}.get(verb, (verb, b""))
+    sha = hashlib.sha1(_TEXTS[script].encode()).hexdigest().encode()
+    return Cut(matching=sha, also=b"$1\r\n%b\r\n" % status if status else b"", **how)
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "never sent": {"way": Way.TO_SERVER, "reset": True},
+    "half sent": {"way": Way.TO_SERVER, "after": 40, "reset": True},
+    "answer lost": {"reset": True},
+    "half answered": {"after": 1},
+    "answer lost, again and again": {"times": 5},
+}
+VERBS = {"reserve": [1], "renew": [1], "complete": [1], "release": [2], "fail": []}
+"""With the attempts whose effects happen."""
+
+
+@pytest.mark.scenario(10, 11)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_call_that_is_cut_short_is_repeated_without_harm(
+    proxy: FaultProxy, effects: Effects, verb: str, step: str
+) -> None:
+    async with open_redis_shop(effects, proxy.address, lease=SHORT_LEASE, behave=misbehave) as shop:
+        shop.order(1)
+        await shop.settled()
+        order = OrderPlaced(order_id=verb)
+        cut = proxy.put(calls_of(verb, **STEPS[step]))
+
+        shop.publish(order)
+        await shop.settled()
+        proxy.heal()
+        shop.publish(order)
+        await shop.settled()
+
+        # A release is sent three times at most: the lease ends by itself.
+        assert cut.struck == (1 if "again" not in step else 3 if verb == "release" else 5)
+        assert shop.attempts(verb) == VERBS[verb]
+        assert shop.judge()["repeats"] == 0
+        assert len(shop.broker.values(DEAD)) == (2 if verb == "fail" else 0)
+        assert (shop.observer.counts[Signal.TAKEOVER], shop.observer.counts[Signal.RESERVATION_LOST]) == (0, 0)
+        assert (shop.tally.leases_lost, shop.tally.waits) == (0, 0)
+
+
+async def test_a_failure_whose_answer_was_lost_is_remembered_once(proxy: FaultProxy, effects: Effects) -> None:
+    async with open_redis_shop(effects, proxy.address, behave=misbehave) as shop:
+        proxy.put(calls_of("fail"))
+
+        shop.publish(OrderPlaced(order_id="fail"))
+        await shop.settled()
+
+        (record,) = [record async for record in shop.store.scan("idempotency:")]
+        assert (record.status.value, record.attempt, record.error) == ("failed", 1, "PermanentError: never")
+
+
+@pytest.mark.scenario(18)
+async def test_a_worker_that_dies_inside_reserve_delays_its_event_by_one_lease(
+    server: RedisServer, proxy: FaultProxy, effects: Effects
+) -> None:
+    async with open_redis_shop(effects, proxy.address, lease=2, timeout=5) as doomed:
+        doomed.order(1)
+        await doomed.settled()
+        held = proxy.put(Delay(60))
+        doomed.order(1)
+        await eventually(lambda: server.admin("EXISTS", *_keys(server)) == 2)
+        proxy.put(HalfOpen())
+        await crash(doomed)
+        proxy.take_away(held)
+
+        began = time.monotonic()
+        async with open_redis_shop(effects, server.address, lease=2) as heir:
+            heir.publish(doomed.published[-1])
+            await heir.settled()
+
+            assert heir.attempts("1") == [2]
+            assert time.monotonic() - began < 2 + 1
+            assert heir.observer.counts[Signal.TAKEOVER] == 1
+    proxy.reset()
+
+
+def _keys(server: RedisServer) -> list[str]:
+    return [key for key in server.admin("KEYS", "*") if not key.endswith(":store-id")] or ["none"]
+
+
+@pytest.mark.scenario(22)
+async def test_a_worker_that_dies_inside_complete_leaves_its_work_done(
+    server: RedisServer, proxy: FaultProxy, effects: Effects
+) -> None:
+    async with open_redis_shop(effects, proxy.address, lease=2, timeout=1) as doomed:
+        doomed.order(1)
+        await doomed.settled()
+        cut = proxy.put(calls_of("complete", times=None))
+        doomed.order(1)
+        await eventually(lambda: cut.struck)
+        proxy.put(HalfOpen())
+        await crash(doomed)
+
+        async with open_redis_shop(effects, server.address, lease=2) as heir:
+            heir.publish(doomed.published[-1])
+            await heir.settled()
+
+            assert heir.tally.duplicates == 1
+            assert heir.attempts("1") == [1]
+    proxy.reset()
+
+
+@pytest.mark.scenario(42)
+@pytest.mark.parametrize("fault", [Delay(2), Drip(3), Stall()], ids=["slow", "dripping", "silent"])
+async def test_a_slow_store_pauses_the_worker_and_reserves_nothing_twice(
+    proxy: FaultProxy, effects: Effects, fault: Delay | Drip | Stall
+) -> None:
+    async with open_redis_shop(effects, proxy.address) as shop:
+        shop.order(1)
+        await shop.settled()
+        with proxy.fault(fault):
+            shop.order(20)
+            assert "no answer from Redis within 0.5 s" in await shop.paused()
+            assert not shop.worker.worker.health().ready
+
+        await shop.settled()
+
+        assert shop.tally.handled == 21
+        shop.untouched()
+
+
+@pytest.mark.scenario(43)
+async def test_a_half_open_connection_is_noticed_within_the_deadline(proxy: FaultProxy, effects: Effects) -> None:
+    async with open_redis_shop(effects, proxy.address) as shop:
+        shop.order(1)
+        await shop.settled()
+        half_open = proxy.put(HalfOpen())
+
+        shop.order(1)
+        await eventually(lambda: half_open.struck)
+        silent_since = time.monotonic()
+        await shop.paused()
+        noticed_after = time.monotonic() - silent_since
+        proxy.heal()
+        await shop.settled()
+
+        assert noticed_after < 0.5 + 0.5
+        shop.untouched()
+
+
+@pytest.mark.scenario(41)
+async def test_a_store_that_was_away_is_used_again_within_five_seconds(proxy: FaultProxy, effects: Effects) -> None:
+    async with open_redis_shop(effects, proxy.address) as shop:
+        shop.order(1)
+        await shop.settled()
+        refuse = proxy.put(Refuse())
+        proxy.reset()
+        shop.order(10)
+        await shop.paused()
+        await eventually(lambda: refuse.struck > 8)
+
+        proxy.heal()
+        back_at = time.monotonic()
+        await shop.settled()
+
+        assert time.monotonic() - back_at < 5
+        shop.untouched()
+
+
+async def test_connections_reset_all_the_time_cost_nothing_but_time(proxy: FaultProxy, effects: Effects) -> None:
+    async with open_redis_shop(effects, proxy.address, behave=briefly) as shop:
+        shop.order(60)
+
+        resets = 0
+        while shop.acknowledged < 60:
+            proxy.reset()
+            resets += 1
+            await asyncio.sleep(0.03)
+
+        assert resets > 5
+        shop.untouched()
+
+
+@pytest.mark.scenario(10, 11)
+async def test_every_third_answer_lost_at_random_loses_and_repeats_nothing(proxy: FaultProxy, effects: Effects) -> None:
+    async with open_redis_shop(effects, proxy.address, behave=briefly) as shop:
+        lost = proxy.put(Cut(matching=b"EVALSHA", times=None, chance=1 / 3, seed=3, reset=True))
+
+        shop.order(150)
+        await shop.settled()
+
+        assert lost.struck >= 5
+        shop.untouched()
+
+
+@pytest.mark.scenario(54)
+async def test_an_exhausted_pool_is_waited_for_and_leaks_nothing(
+    server: RedisServer, proxy: FaultProxy, effects: Effects
+) -> None:
+    narrow = {"max_connections": 2}
+    async with open_redis_shop(effects, proxy.address, store=narrow, service={"concurrency": 50}) as shop:
+        proxy.put(Delay(0.05))
+        shop.order(40)
+        counted = asyncio.create_task(_most_connections(server, shop))
+        await shop.settled()
+        with proxy.fault(Stall()):
+            answers = await asyncio.gather(
+                *(shop.store.get(["idempotency:k"]) for _ in range(20)), return_exceptions=True
+            )
+
+        assert {type(answer).__name__ for answer in answers} == {"StoreUnavailableError"}
+        assert await counted <= 2
+        assert (await shop.store.ping()).latency < timedelta(seconds=0.5)
+        shop.untouched()
+
+
+async def _most_connections(server: RedisServer, shop: RedisShop) -> int:
+    most = 0
+    while shop.acknowledged < 40:
+        listed = str(await asyncio.to_thread(server.admin, "CLIENT", "LIST"))
+        most = max(most, listed.count("integr8s-idem"))
+        await asyncio.sleep(0.02)
+    return most

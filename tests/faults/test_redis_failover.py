@@ -1,0 +1,209 @@
+"""Another server in Redis's place: by Sentinel, and with writes that were acknowledged and lost.
+
+The broker is in memory (see `tests.support.redis_shop`); servers, Sentinels, driver, store and worker are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
+
+from integr8s_idem.errors import StoreUnavailableError
+from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.work import Attempt
+from tests.redis_faults.campaign import CAMPAIGN
+from tests.support.conditions import eventually
+from tests.support.effects import Effects
+from tests.support.fault_proxy import FaultProxy, Stall
+from tests.support.redis import RedisServer
+from tests.support.redis_sentinel import NAME, RedisGroup
+from tests.support.redis_shop import RedisShop, briefly, open_redis_shop
+from tests.support.workers import OrderPlaced
+
+pytestmark = pytest.mark.usefixtures("_quick_watch")
+
+
+@pytest.fixture
+def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("integr8s_idem.worker.gate.WATCH_SECONDS", 0.3)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[RedisGroup]:
+    with RedisGroup() as group:
+        yield group
+
+
+@pytest.fixture
+async def store(group: RedisGroup) -> AsyncIterator[RedisIdempotencyRepository]:
+    group.primary().flush()
+    client = group.client()
+    yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=0.5))
+    await client.aclose()
+    await group.aclose()
+
+
+@pytest.fixture
+def effects(tmp_path: Path) -> Effects:
+    return Effects(tmp_path)
+
+
+@pytest.mark.scenario(44)
+@pytest.mark.parametrize("lose", [RedisServer.kill, RedisServer.pause], ids=["killed", "cut off"])
+async def test_a_worker_follows_the_primary_that_sentinel_names(
+    group: RedisGroup, store: RedisIdempotencyRepository, effects: Effects, lose: Callable[[RedisServer], None]
+) -> None:
+    old = group.primary()
+    async with open_redis_shop(effects, store, behave=briefly) as shop:
+        shop.order(100)
+        await eventually(lambda: shop.acknowledged >= 20)
+        lose(old)
+        shop.order(100)
+        try:
+            await asyncio.to_thread(group.await_failover, old)
+            named_at = time.monotonic()
+            await shop.settled()
+            took = time.monotonic() - named_at
+            await eventually(lambda: shop.observer.counts[Signal.STORE_FAILOVER])
+        finally:
+            await asyncio.to_thread(group.rejoin, old)
+
+        assert took < 5
+        assert shop.observer.counts[Signal.STORE_DATA_LOST] == 0
+        assert shop.judge(records_lost=True)["lost"] == 0
+
+
+@pytest.mark.scenario(50)
+async def test_a_primary_that_was_demoted_in_good_order_is_left_for_the_new_one(
+    group: RedisGroup, store: RedisIdempotencyRepository, effects: Effects
+) -> None:
+    old = group.primary()
+    async with open_redis_shop(effects, store, behave=briefly) as shop:
+        shop.order(20)
+        await shop.settled()
+
+        await asyncio.to_thread(group.sentinels[0].admin, "SENTINEL", "FAILOVER", NAME)
+        load = asyncio.create_task(_keep_ordering(shop))
+        await asyncio.to_thread(group.await_failover, old)
+        load.cancel()
+        await shop.settled()
+        await asyncio.to_thread(group.rejoin, old)
+
+        assert shop.judge(records_lost=True)["lost"] == 0
+
+
+async def _keep_ordering(shop: RedisShop) -> None:
+    while True:
+        shop.order(1)
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("why", ["no sentinel", "unknown name"])
+async def test_no_primary_to_be_found_is_an_outage(group: RedisGroup, why: str) -> None:
+    port = 1 if why == "no sentinel" else group.sentinels[0].port
+    sentinel = Sentinel([("127.0.0.1", port)], socket_timeout=0.2)  # type: ignore[no-untyped-call]
+    client = sentinel.master_for("elsewhere")
+    store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=30))
+
+    with pytest.raises(StoreUnavailableError, match="no connection to Redis: No master found") as caught:
+        await store.get(["k"])
+
+    assert isinstance(caught.value.__cause__, MasterNotFoundError)
+    await client.aclose()
+    for asked in sentinel.sentinels:
+        await asked.aclose()
+
+
+# Writes that were acknowledged and lost.
+
+
+class Pair:
+    """A primary, a replica that lags behind it as far as wanted, and one address for whoever is the primary."""
+
+    def __init__(self, old: RedisServer, new: RedisServer, link: FaultProxy, front: FaultProxy) -> None:
+        self.old, self.new, self.link, self.front = old, new, link, front
+
+    async def in_step(self) -> None:
+        """Return once the replica has everything."""
+        await asyncio.to_thread(self.old.admin, "SET", "step", time.monotonic_ns())
+        await eventually(lambda: self.new.admin("GET", "step") == self.old.admin("GET", "step"))
+
+    async def fail_over(self) -> None:
+        """The primary dies with what it has not passed on, and the replica takes its place."""
+        self.old.kill()
+        await asyncio.to_thread(self.new.admin, "REPLICAOF", "NO", "ONE")
+        self.front.target = self.new.address
+        self.front.reset()
+
+
+@asynccontextmanager
+async def lagging_pair() -> AsyncIterator[Pair]:
+    with RedisServer(tcp=True, config={"repl-diskless-sync-delay": "0"}) as old:
+        async with FaultProxy(old.address) as link, FaultProxy(old.address) as front:
+            with RedisServer(tcp=True, config={"replicaof": ["127.0.0.1", str(link.address)]}) as new:
+                yield Pair(old, new, link, front)
+
+
+@pytest.mark.scenario(44)
+async def test_a_completion_lost_in_a_failover_is_owned_up_to_and_the_sink_is_not_fooled(effects: Effects) -> None:
+    async with lagging_pair() as pair, open_redis_shop(effects, pair.front.address) as shop:
+        shop.order(5)
+        await shop.settled()
+        await pair.in_step()
+        with pair.link.fault(Stall()):
+            lost = shop.order(3)
+            await shop.settled()
+            await pair.fail_over()
+
+        shop.publish(*shop.published)
+        await shop.settled()
+        await eventually(lambda: shop.observer.counts[Signal.STORE_FAILOVER])
+
+        figures = shop.judge(records_lost=True)
+        assert (figures["lost"], figures["repeats"]) == (0, 3)
+        assert shop.attempts(lost[0].order_id) == [1, 1]
+        assert shop.effects.in_sink().total() == 8
+
+
+@pytest.mark.scenario(44, 45)
+async def test_a_reservation_lost_in_a_failover_is_noticed_at_completion(effects: Effects) -> None:
+    may_go_on = asyncio.Event()
+    began: list[str] = []
+
+    async def wait(event: OrderPlaced, attempt: Attempt) -> None:
+        began.append(event.order_id)
+        await may_go_on.wait()
+
+    async with lagging_pair() as pair, open_redis_shop(effects, pair.front.address, behave=wait) as shop:
+        await eventually(lambda: shop.state == "running")
+        await pair.in_step()
+        with pair.link.fault(Stall()):
+            events = shop.order(3)
+            await eventually(lambda: len(began) == 3)
+            await pair.fail_over()
+        may_go_on.set()
+        await shop.settled()
+        shop.publish(*events)
+        await shop.settled()
+
+        assert shop.observer.counts[Signal.RECORD_VANISHED] == 3
+        assert shop.tally.duplicates == 3
+        assert shop.judge()["repeats"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.scenario(*CAMPAIGN.scenarios)
+def test_restarts_and_failovers_under_load_lose_nothing() -> None:
+    figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
+
+    assert figures["restarts"] == CAMPAIGN.in_test
+    assert (figures["lost"], figures["fenced_repeats"]) == (0, 0)

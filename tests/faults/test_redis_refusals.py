@@ -1,0 +1,301 @@
+"""A Redis that is up and refuses: full, read-only, busy, or no longer ours.
+
+The broker is in memory (see `tests.support.redis_shop`); server, driver, store and worker are real.
+`tests/integration/test_redis_store_errors.py` has the same faults call by call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from redis import Redis as BlockingRedis
+from redis.exceptions import RedisError
+
+from integr8s_idem.errors import StoreConfigurationError
+from tests.support.conditions import eventually
+from tests.support.effects import Effects
+from tests.support.processes import ServiceProcess
+from tests.support.redis import RedisServer
+from tests.support.redis_shop import Held, RedisShop, open_redis_shop
+
+DURABLE = {"appendonly": "yes", "appendfsync": "always"}
+SECRET = "hunter2-hunter2"
+
+
+@pytest.fixture(scope="module")
+def lasting_server() -> Iterator[RedisServer]:
+    with RedisServer(config=DURABLE) as server:
+        yield server
+
+
+@pytest.fixture
+def server(lasting_server: RedisServer) -> RedisServer:
+    if not lasting_server.running:  # a test before this one has failed in between
+        lasting_server.kill()
+        lasting_server.start()
+    lasting_server.flush()
+    return lasting_server
+
+
+@pytest.fixture
+def effects(tmp_path: Path) -> Effects:
+    return Effects(tmp_path)
+
+
+# Refusing what we ask.
+
+
+def full(server: RedisServer) -> None:
+    server.admin("CONFIG", "SET", "maxmemory", 1)
+
+
+def roomy(server: RedisServer) -> None:
+    server.admin("CONFIG", "SET", "maxmemory", 0)
+
+
+def cannot_save(server: RedisServer) -> None:
+    """Saving fails since the name of the snapshot is that of a folder."""
+    (server.folder / "dump.rdb" / "full").mkdir(parents=True)
+    server.admin("CONFIG", "SET", "save", "3600 1000000")
+    server.admin("BGSAVE")
+    until = time.monotonic() + 10
+    while server.admin("INFO", "persistence")["rdb_last_bgsave_status"] != "err":
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def can_save(server: RedisServer) -> None:
+    server.admin("CONFIG", "SET", "save", "")
+    shutil.rmtree(server.folder / "dump.rdb")
+
+
+def demoted(server: RedisServer) -> None:
+    server.admin("REPLICAOF", "127.0.0.1", 1)
+
+
+def promoted(server: RedisServer) -> None:
+    server.admin("REPLICAOF", "NO", "ONE")
+    server.admin("CONFIG", "SET", "replica-serve-stale-data", "yes")
+
+
+def demoted_and_stale(server: RedisServer) -> None:
+    server.admin("CONFIG", "SET", "replica-serve-stale-data", "no")
+    server.admin("REPLICAOF", "127.0.0.1", 1)
+
+
+def alone(server: RedisServer) -> None:
+    server.admin("CONFIG", "SET", "min-replicas-to-write", 1)
+
+
+def not_alone(server: RedisServer) -> None:
+    server.admin("CONFIG", "SET", "min-replicas-to-write", 0)
+
+
+Step = Callable[[RedisServer], None]
+REFUSALS: dict[str, tuple[Step, Step, str]] = {
+    "OOM": (full, roomy, "out of memory"),
+    "MISCONF": (cannot_save, can_save, "cannot save to its disk"),
+    "READONLY": (demoted, promoted, "read-only replica"),
+    "MASTERDOWN": (demoted_and_stale, promoted, "lost its primary"),
+    "NOREPLICAS": (alone, not_alone, "fewer replicas"),
+}
+
+
+@pytest.mark.scenario(48, 50)
+@pytest.mark.parametrize("code", REFUSALS)
+async def test_a_server_that_refuses_writes_pauses_the_worker_and_nothing_is_run(
+    server: RedisServer, effects: Effects, code: str
+) -> None:
+    spoil, mend, reason = REFUSALS[code]
+    async with open_redis_shop(effects, server.address) as shop:
+        shop.order(3)
+        await shop.settled()
+        try:
+            await asyncio.to_thread(spoil, server)
+            shop.order(10)
+            assert reason in await shop.paused()
+            # Its answer to a ping alone does not open the gate.
+            assert not await _opens_within(shop, 1.0)
+            assert len(shop.effects.done()) == 3
+        finally:
+            await asyncio.to_thread(mend, server)
+
+        await shop.settled()
+
+        shop.untouched()
+
+
+async def _opens_within(shop: RedisShop, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if shop.state != "paused":
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+@pytest.mark.scenario(49, 50)
+@pytest.mark.parametrize("code", REFUSALS)
+async def test_a_server_that_refuses_completions_gets_them_once_it_takes_them(
+    server: RedisServer, effects: Effects, code: str
+) -> None:
+    spoil, mend, reason = REFUSALS[code]
+    held = Held()
+    async with open_redis_shop(effects, server.address, behave=held) as shop:
+        events = shop.order(6)
+        await eventually(lambda: len(held.began) == 6)
+        try:
+            await asyncio.to_thread(spoil, server)
+            held.may_go_on.set()
+            assert reason in await shop.paused()
+            assert len(shop.effects.done()) == 6
+            assert shop.acknowledged == 0
+        finally:
+            await asyncio.to_thread(mend, server)
+        await shop.settled()
+
+        shop.publish(*events)
+        await shop.settled()
+
+        assert shop.tally.duplicates == 6
+        shop.untouched()
+
+
+@pytest.mark.scenario(50)
+async def test_a_server_busy_with_a_long_script_is_waited_for(effects: Effects) -> None:
+    with RedisServer(config={"lua-time-limit": "100"}) as server:
+        async with open_redis_shop(effects, server.address) as shop:
+            shop.order(3)
+            await shop.settled()
+            busy = asyncio.create_task(asyncio.to_thread(_run_for_ever, server))
+            await asyncio.to_thread(_until_busy, server)
+
+            shop.order(10)
+            assert "busy with a long script" in await shop.paused()
+            await asyncio.to_thread(server.admin, "SCRIPT", "KILL")
+            await busy
+            await shop.settled()
+
+            shop.untouched()
+
+
+def _run_for_ever(server: RedisServer) -> None:
+    with pytest.raises(RedisError, match="killed"):
+        server.admin("EVAL", "while true do end", 0)
+
+
+def _until_busy(server: RedisServer) -> None:
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            server.admin("PING")
+        except RedisError:
+            return
+    raise AssertionError("never busy")
+
+
+@pytest.mark.scenario(50)
+async def test_a_server_that_loads_its_data_is_waited_for(effects: Effects) -> None:
+    slowly = {"save": ["3600", "1"], "key-load-delay": "2000", "loading-process-events-interval-bytes": "1024"}
+    with RedisServer(config={"save": ["3600", "1"]}) as server:
+        async with open_redis_shop(effects, server.address, timeout=2) as shop:
+            shop.order(3)
+            await shop.settled()
+            await asyncio.to_thread(_fill, server, 1_500)
+            server.kill()
+            server.config.update(slowly)
+            await asyncio.to_thread(server.start, loading=True)
+
+            shop.order(10)
+            assert "Redis is loading its data" in await shop.paused()
+            await shop.settled()
+
+            shop.untouched()
+
+
+def _fill(server: RedisServer, keys: int) -> None:
+    with BlockingRedis.from_url(server.url) as client:
+        client.mset({f"other:{number}": "x" * 1024 for number in range(keys)})
+        client.save()
+
+
+# Refusing us.
+
+
+@asynccontextmanager
+async def locked(server: RedisServer, rules: str = "~* +@all") -> AsyncIterator[dict[str, str]]:
+    """Settings of a user that exists within the block; nobody else is let in by the worker's address."""
+    await _set_user(server, rules)
+    yield {"username": "worker", "password": SECRET}
+    await asyncio.to_thread(server.admin, "ACL", "DELUSER", "worker")
+
+
+async def _set_user(server: RedisServer, rules: str, password: str = SECRET) -> None:
+    command = f"ACL SETUSER worker reset on >{password} resetkeys -@all {rules}"
+    await asyncio.to_thread(server.admin, *command.split())
+
+
+@pytest.mark.scenario(52)
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [("~* +@all -evalsha", "+evalsha"), ("~* +@all -setrange", "+setrange"), ("~other:* +@all", "~prefix*")],
+)
+async def test_a_worker_that_lacks_a_permission_ends_at_its_start_and_names_it(
+    server: RedisServer, effects: Effects, rules: str, named: str
+) -> None:
+    async with locked(server, rules) as credentials:
+        with pytest.raises(StoreConfigurationError) as refused:
+            await _run_until_it_ends(effects, server, credentials)
+
+    assert named in str(refused.value)
+    assert SECRET not in f"{refused.value!r} {refused.value}"
+    assert effects.done() == set()
+
+
+async def _run_until_it_ends(effects: Effects, server: RedisServer, credentials: dict[str, str]) -> None:
+    async with open_redis_shop(effects, server.address, store=credentials) as shop:
+        shop.order(1)
+        await asyncio.wait({shop.worker.task})
+
+
+@pytest.mark.scenario(52, 104)
+async def test_a_process_with_a_wrong_password_exits_with_an_error_that_names_no_secret(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    (tmp_path / "settings.toml").write_text(
+        f'[store]\nurl = "unix://{server.socket_path}"\nusername = "worker"\npassword = "wrong-{SECRET}"\n'
+    )
+    arguments = ("tests.support.shop:platform", "--settings", str(tmp_path / "settings.toml"))
+    async with locked(server):
+        with ServiceProcess(*arguments, log=tmp_path / "log", env={"SHOP_JOURNAL": os.devnull}) as process:
+            status = await asyncio.to_thread(process.wait)
+
+            assert status != 0
+            assert "Redis does not accept this user and password" in process.output
+            assert SECRET not in process.output
+
+
+@pytest.mark.scenario(52)
+async def test_a_password_changed_under_way_pauses_the_worker_until_it_is_let_in_again(
+    server: RedisServer, effects: Effects
+) -> None:
+    async with locked(server) as credentials, open_redis_shop(effects, server.address, store=credentials) as shop:
+        shop.order(3)
+        await shop.settled()
+
+        await _set_user(server, "~* +@all", password="another")
+        await asyncio.to_thread(server.admin, "CLIENT", "KILL", "USER", "worker")
+        shop.order(10)
+        assert "does not accept this user and password" in await shop.paused()
+        assert len(shop.effects.done()) == 3
+        await _set_user(server, "~* +@all")
+        await shop.settled()
+
+        shop.untouched()

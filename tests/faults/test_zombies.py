@@ -1,0 +1,93 @@
+"""Workers that stall and come back: what they still do counts for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.protocol.group import LeaveGroupRequest
+
+from integr8s_idem.telemetry import Signal
+from tests.kafka_faults import servers
+from tests.kafka_faults.application import TaskGiven
+from tests.kafka_faults.tools import need_kafka
+from tests.kafka_faults.workload import open_workload
+from tests.kafka_faults.zombies import CAMPAIGN, LEASE, SESSION, open_pair
+from tests.support.conditions import eventually
+from tests.support.counting import CountingObserver
+
+pytestmark = pytest.mark.kafka
+
+
+@pytest.fixture(autouse=True)
+def _kafka_is_there() -> None:
+    need_kafka()
+
+
+@pytest.mark.scenario(33, 35, 36, 39)
+def test_what_a_zombie_does_after_its_lease_counts_for_nothing() -> None:
+    figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
+
+    assert figures["zombies"] == CAMPAIGN.in_test
+    assert (figures["lost"], figures["fenced_repeats"]) == (0, 0)
+    assert figures["refused_by_sink"] >= 1
+
+
+@pytest.mark.scenario(34, 37)
+async def test_a_stall_within_the_lease_is_no_takeover_and_a_loop_blocked_beyond_it_is_one() -> None:
+    async with open_pair() as pair:
+        await pair.give(TaskGiven(work="short", before=1.0))
+        holder, other = pair.of_process(await pair.until("begin", "short", 1))
+        holder.stop_signal()
+        await asyncio.sleep(LEASE / 3)
+        holder.continue_signal()
+        await pair.settled(0)
+
+        blocked = TaskGiven(work="blocked", blocks=LEASE + 2 * SESSION)
+        await pair.give(blocked)
+        holder, other = pair.of_process(await pair.until("begin", "blocked", 1))
+        await pair.until("end", "blocked", 2)
+        await pair.until("applied", "blocked", 1)
+        await pair.settled(1)
+
+        ends = {(line.work, line.attempt, line.pid) for line in pair.effects.lines() if line.what == "end"}
+        assert {(work, attempt) for work, attempt, _ in ends if work == "short"} == {("short", 1)}
+        assert ("blocked", 2, other.pid) in ends
+        assert await pair.result(blocked) == ("completed", 2, b'"done at attempt 2"')
+        assert pair.effects.refused() == 1
+        assert pair.effects.judge(pair.given)["repeats"] == 1
+
+
+@pytest.mark.scenario(39, 68)
+async def test_a_member_put_out_of_its_group_has_its_commit_refused_and_goes_on() -> None:
+    observer = CountingObserver()
+    async with open_workload(servers.kafka(), heartbeat_interval_seconds=2) as workload:
+        member = await workload.join()
+        member.worker.observer = member.worker._offsets._observer = observer
+        await eventually(lambda: member.worker.health().ready)
+        await workload.publish_round()
+        await workload.all_settled()
+
+        await put_out(workload.settings.bootstrap_servers, workload.group)
+        await workload.publish_round()
+        await eventually(lambda: observer.counts[Signal.COMMIT_FAILED])
+        await workload.publish_round()
+        await workload.all_settled()
+
+        assert (await workload.judge())["repeats"] == 0
+        assert not member.task.done()
+
+
+async def put_out(bootstrap: str, group: str) -> None:
+    """Tell the coordinator, in the name of its only member, that this one leaves."""
+    admin: Any = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await admin.start()
+    try:
+        [description] = await admin.describe_consumer_groups([group])
+        [(_, _, _, _, _, [(member_id, *_)], *_)] = description.groups
+        answer = await admin._send_request(LeaveGroupRequest(group, member_id))
+        assert answer.error_code == 0
+    finally:
+        await admin.close()

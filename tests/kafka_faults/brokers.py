@@ -1,0 +1,90 @@
+"""Campaign `broker-restarts`: the only broker is killed, stopped in good order or stalled while events flow."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterable
+from typing import Final
+
+from tests.campaigns.figures import Campaign, Figures, ViolationError
+from tests.kafka_faults import servers
+from tests.kafka_faults.workload import Workload, open_workload
+from tests.support.conditions import eventually
+from tests.support.kafka.broker import KafkaBroker
+
+RECOVERS_WITHIN: Final = 60.0
+"""Seconds from the broker's return to the next effect, at most."""
+
+
+async def disturb(broker: KafkaBroker, chance: random.Random) -> str:
+    """Take the broker away for a while; what was done."""
+    how = chance.choice(("killed", "restarted", "stalled"))
+    away = chance.uniform(0.0, 3.0)
+    if how == "stalled":
+        os.kill(broker.pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(away)
+        finally:
+            os.kill(broker.pid, signal.SIGCONT)
+    else:
+        await asyncio.to_thread(broker.kill if how == "killed" else broker.stop)
+        await asyncio.sleep(away)
+        await asyncio.to_thread(broker.start)
+    return f"{how}, {away:.1f} s away"
+
+
+async def goes_on(workload: Workload) -> None:
+    """Return once something is handled that was asked for from now on."""
+    rounds = workload.rounds
+
+    def newer() -> bool:
+        return any(int(work.split("-")[1]) > rounds for work in workload.effects.done())
+
+    await eventually(newer, within=RECOVERS_WITHIN, state=workload.told)
+
+
+async def _run(numbers: Iterable[int]) -> Figures:
+    figures, done = Figures(), "not begun"
+    broker = await asyncio.to_thread(servers.own_broker)
+    try:
+        async with open_workload(broker) as workload:
+            for _ in range(2):
+                await workload.join()
+            await eventually(lambda: all(member.worker.health().ready for member in workload.members))
+            feeding = asyncio.create_task(workload.feed(every=0.2))
+            try:
+                for number in numbers:
+                    try:
+                        done = await disturb(broker, random.Random(number))
+                        await goes_on(workload)
+                    except AssertionError as error:
+                        raise ViolationError(f"restart {number} ({done}): {error}") from error
+                    figures.update(restarts=1)
+            finally:
+                feeding.cancel()
+                await asyncio.wait({feeding})
+            await workload.all_settled()
+            figures.update(await workload.judge())
+    finally:
+        await asyncio.to_thread(broker.kill)
+    return figures
+
+
+def run(first: int, count: int) -> Figures:
+    """The restarts numbered `first` to `first + count - 1`, one after the other."""
+    return asyncio.run(_run(range(first, first + count)))
+
+
+CAMPAIGN: Final = Campaign(
+    name="broker-restarts",
+    counts="restarts",
+    says="the only broker is killed, restarted or stalled (SIGSTOP), for up to three seconds, while events flow",
+    scenarios=(60, 61),
+    in_test=2,
+    target=50,
+    batch=5,
+    run=run,
+)

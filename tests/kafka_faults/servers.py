@@ -1,0 +1,58 @@
+"""Servers that campaigns share: started at the first need, ended with the process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from aiokafka import TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+
+from tests.support.kafka.broker import Kafka, KafkaBroker
+from tests.support.kafka.fixtures import ADDRESS
+from tests.support.redis import RedisServer
+
+
+@cache
+def kafka() -> Kafka:
+    """A broker that stays whole: the one that `INTEGR8S_IDEM_TEST_KAFKA` names, or one of our own.
+
+    Raises:
+        ToolsMissingError: Neither is there.
+    """
+    address = os.environ.get(ADDRESS)
+    return Kafka(address) if address else own_broker()
+
+
+def own_broker(settings: Mapping[str, str] | None = None) -> KafkaBroker:
+    """A running broker; it ends with the process if nobody ends it before."""
+    folder = tempfile.TemporaryDirectory(prefix="idem-kafka-")
+    atexit.register(folder.cleanup)
+    broker = KafkaBroker(Path(folder.name), settings)
+    atexit.register(broker.kill)
+    broker.start()
+    return broker
+
+
+@cache
+def redis() -> RedisServer:
+    """A Redis that stays whole."""
+    server = RedisServer()
+    atexit.register(server.stop)
+    server.start()
+    return server
+
+
+async def committed(bootstrap: str, group: str) -> dict[TopicPartition, int]:
+    """How far a group has come, as the broker knows it."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await admin.start()
+    try:
+        offsets = await admin.list_consumer_group_offsets(group)
+        return {partition: known.offset for partition, known in offsets.items()}
+    finally:
+        await admin.close()

@@ -1,0 +1,208 @@
+"""Events by key, members that handle them, effects counted from the outside: what rebalances and brokers disturb."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+from aiokafka import TopicPartition
+from aiokafka.partitioner import DefaultPartitioner
+
+from integr8s_idem import EventPublisher, EventRouter, IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
+from integr8s_idem.config import KafkaSettings, RedisStoreSettings, ServiceSettings
+from integr8s_idem.errors import PublishError
+from integr8s_idem.routing import HandlerCall, RegisteredHandler
+from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from integr8s_idem.worker import ServiceWorker
+from tests.campaigns.figures import Figures, ViolationError
+from tests.kafka_faults import servers
+from tests.support.conditions import eventually
+from tests.support.effects import Effects
+from tests.support.kafka.broker import Kafka
+from tests.support.workers import QUICK, OrderPlaced, WorkerInTest
+
+KEYS: Final = 8
+HANDLER_SECONDS: Final = 0.02
+COMMITTED_WITHIN: Final = 30.0
+"""Seconds that the last offsets may take."""
+
+BY_KEY: Final = QUICK.model_copy(update={"ordering": "key", "max_in_flight": 60})
+
+
+@dataclass
+class Workload:
+    """A topic of numbered events per key, and who handles them."""
+
+    settings: KafkaSettings
+    group: str
+    effects: Effects
+    publisher: EventPublisher
+    service: ServiceSettings = BY_KEY
+    handler_seconds: float = HANDLER_SECONDS
+    members: list[WorkerInTest] = field(default_factory=list)
+    past: list[WorkerInTest] = field(default_factory=list)
+    """Members that have left."""
+    published: list[str] = field(default_factory=list)
+    partitions: int = 4
+    rounds: int = 0
+    _clients: list[Any] = field(default_factory=list)
+
+    @property
+    def topic(self) -> str:
+        return self.publisher.topic_of("order_placed")
+
+    async def join(self) -> WorkerInTest:
+        """One more member; it may not have joined yet."""
+        manager = self._manager()
+        publisher = EventPublisher(self.settings)
+        router = EventRouter()
+
+        @router.on(OrderPlaced)
+        async def handle(event: OrderPlaced) -> None: ...
+
+        dispatcher = IdempotentEventDispatcher(router, manager, publisher=publisher, invoke=self._invoke)
+        worker = ServiceWorker("tasks", dispatcher, publisher, self.settings, self.service, group=self.group)
+        member = WorkerInTest(worker, manager, publisher, asyncio.create_task(worker.run()))
+        self.members.append(member)
+        return member
+
+    def _manager(self) -> IdempotencyManager:
+        client = redis_client(RedisStoreSettings(url=servers.redis().url))
+        config = IdempotencyConfig(processing_timeout_seconds=5, default_ttl_seconds=3600)
+        manager = IdempotencyManager(config, RedisIdempotencyRepository(client), scope=self.group)
+        self._clients.append(client)
+        return manager
+
+    async def _invoke(self, handler: RegisteredHandler, call: HandlerCall) -> str:
+        event = call.event
+        assert isinstance(event, OrderPlaced)
+        self.effects.note("begin", event.order_id, call.attempt)
+        await asyncio.sleep(self.handler_seconds / 2)
+        self.effects.apply(event.order_id, call.attempt)
+        await asyncio.sleep(self.handler_seconds / 2)
+        self.effects.note("end", event.order_id, call.attempt)
+        return event.order_id
+
+    async def leave(self, member: WorkerInTest, *, at_once: bool = False) -> None:
+        """`member` drains and leaves, or is stopped with its handlers cancelled."""
+        self.members.remove(member)
+        self.past.append(member)
+        if at_once:
+            member.task.cancel()
+            await asyncio.wait({member.task})
+            await member.manager.close()
+            await member.publisher.close()
+        else:
+            await member.stop()
+
+    async def publish_round(self) -> None:
+        """The next event of each key; tried again until the brokers have confirmed it."""
+        events = [
+            OrderPlaced(order_id=f"{key}-{self.rounds}", aggregate_id=f"{self.group}-{key}") for key in range(KEYS)
+        ]
+        self.rounds += 1
+        self.published += [event.order_id for event in events]
+        for event in events:
+            while True:
+                try:
+                    await self.publisher.publish(event)
+                    break
+                except PublishError:
+                    await asyncio.sleep(0.1)
+
+    def partition_of(self, work: str) -> int:
+        """Where the events of a key are."""
+        key = f"{self.group}-{work.split('-')[0]}".encode()
+        partitions = list(range(self.partitions))
+        chosen: int = DefaultPartitioner()(key, partitions, partitions)
+        return chosen
+
+    async def feed(self, every: float) -> None:
+        """Publish a round every so many seconds, until cancelled."""
+        while True:
+            await asyncio.shield(asyncio.ensure_future(self.publish_round()))
+            await asyncio.sleep(every)
+
+    async def all_settled(self, *, within: float = 60.0) -> None:
+        """Return once every published event has had its effect, and nothing is under way."""
+
+        def settled() -> bool:
+            reports = [member.worker.report() for member in self.members]
+            return self.effects.done() >= set(self.published) and all(report.in_flight == 0 for report in reports)
+
+        await eventually(settled, within=within, state=self.told)
+
+    def told(self) -> str:
+        """How it stands."""
+        missing = sorted(set(self.published) - self.effects.done())
+        return f"missing {missing[:10]} of {len(self.published)}; " + "; ".join(
+            str(member.worker.report()) for member in self.members
+        )
+
+    async def judge(self) -> Figures:
+        """Everything that was asked for happened, in the order of its key, once in the sink; offsets say so too.
+
+        Raises:
+            ViolationError: Not so.
+        """
+        figures = self.effects.judge(self.published)
+        self._in_order()
+        give_up_at = time.monotonic() + COMMITTED_WITHIN
+        while sum((committed := await self._committed()).values()) < len(self.published):
+            if time.monotonic() > give_up_at:
+                raise ViolationError(f"committed only {committed} of {len(self.published)}")
+            await asyncio.sleep(0.1)
+        return figures
+
+    async def _committed(self) -> dict[TopicPartition, int]:
+        return await servers.committed(self.settings.bootstrap_servers, self.group)
+
+    def _in_order(self) -> None:
+        seen: dict[str, int] = {}
+        for work in self.effects.in_sink():  # in the order in which they came
+            key, number = work.split("-")
+            if int(number) != seen.get(key, -1) + 1:
+                raise ViolationError(f"{work} came behind number {seen.get(key)} of its key")
+            seen[key] = int(number)
+
+    async def close(self) -> None:
+        """End every member, whatever state it is in."""
+        for member in list(self.members):
+            await self.leave(member, at_once=True)
+        await self.publisher.close()
+        for client in self._clients:
+            await client.aclose()
+
+
+@asynccontextmanager
+async def open_workload(kafka: Kafka, *, partitions: int = 4, **changes: Any) -> AsyncIterator[Workload]:
+    """A topic of its own; whoever is a member at the end is ended."""
+    prefix = f"w{uuid4().hex[:10]}."
+    settings = KafkaSettings.model_validate(
+        {
+            "bootstrap_servers": kafka.bootstrap,
+            "topic_prefix": prefix,
+            "session_timeout_seconds": 6,
+            "heartbeat_interval_seconds": 0.3,
+            "rebalance_timeout_seconds": 10,
+            "request_timeout_seconds": 5,
+            "metadata_max_age_seconds": 1,
+            **changes,
+        }
+    )
+    await kafka.create_topics({f"{prefix}order_placed": partitions})
+    with tempfile.TemporaryDirectory(prefix="idem-workload-") as folder:
+        effects = Effects(Path(folder))
+        effects.prepare()
+        workload = Workload(settings, f"{prefix}tasks", effects, EventPublisher(settings), partitions=partitions)
+        try:
+            yield workload
+        finally:
+            await workload.close()

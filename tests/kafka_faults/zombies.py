@@ -1,0 +1,286 @@
+"""Campaign `zombies`: the holder of an event stalls beyond lease and session, another one finishes, the holder wakes.
+
+Pairs of worker processes work side by side, each in a group of its own with one partition, so that one of
+them holds the event and only a rebalance hands it to the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+from integr8s_idem import EventPublisher
+from integr8s_idem.config import KafkaSettings
+from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from tests.campaigns.figures import Campaign, Figures, ViolationError
+from tests.kafka_faults import servers
+from tests.kafka_faults.application import TaskGiven
+from tests.support.conditions import eventually
+from tests.support.effects import Effects
+from tests.support.processes import ServiceProcess
+
+LEASE: Final = 1.0
+SESSION: Final = 1.5
+PAIRS: Final = 3
+"""Pairs of processes that work side by side."""
+
+_SETTINGS: Final = """
+[kafka]
+bootstrap_servers = "{bootstrap}"
+topic_prefix = "{prefix}"
+session_timeout_seconds = {session}
+heartbeat_interval_seconds = 0.3
+rebalance_timeout_seconds = 8
+request_timeout_seconds = 5
+metadata_max_age_seconds = 2
+[store]
+url = "{redis}"
+timeout_seconds = 0.3
+[idempotency]
+processing_timeout_seconds = {lease}
+default_ttl_seconds = 3600
+[services.tasks]
+group_id = "{prefix}tasks"
+commit_interval_seconds = 0.1
+retry_initial_seconds = 0.1
+retry_max_seconds = 0.5
+drain_timeout_seconds = 5
+[telemetry]
+metrics_port = 0
+"""
+
+
+@dataclass
+class Pair:
+    """Two workers of one group, what they are given, and what they did."""
+
+    folder: Path
+    group: str
+    publisher: EventPublisher
+    effects: Effects
+    workers: list[ServiceProcess] = field(default_factory=list)
+    given: list[str] = field(default_factory=list)
+
+    def start_worker(self) -> ServiceProcess:
+        """One more worker."""
+        worker = ServiceProcess(
+            "tests.kafka_faults.application:platform",
+            "--settings",
+            str(self.folder / "settings.toml"),
+            "--json",
+            log=self.folder / f"worker-{len(self.workers)}.log",
+            env={"FAULTS_EFFECTS": str(self.folder)},
+        )
+        self.workers.append(worker)
+        return worker
+
+    async def joined(self) -> None:
+        """Return once all of them are in the group."""
+        await asyncio.gather(
+            *(asyncio.to_thread(worker.wait_for_line, "partitions that are ours now") for worker in self.workers)
+        )
+
+    async def give(self, task: TaskGiven) -> None:
+        """Ask for `task`."""
+        self.given.append(task.work)
+        await self.publisher.publish(task)
+
+    async def until(self, what: str, work: str, attempt: int) -> int:
+        """The process that wrote this line into the journal, once it is there."""
+
+        def found() -> list[int]:
+            return [
+                line.pid
+                for line in self.effects.lines()
+                if (line.what, line.work, line.attempt) == (what, work, attempt)
+            ]
+
+        await eventually(found, state=self.told)
+        return found()[0]
+
+    def of_process(self, pid: int) -> tuple[ServiceProcess, ServiceProcess]:
+        """The worker of that process, and the other one."""
+        one, two = self.workers
+        return (one, two) if one.pid == pid else (two, one)
+
+    async def record(self, task: TaskGiven) -> bytes:
+        """What the store holds for `task`, byte for byte."""
+        async with servers.redis().client() as client:
+            [key] = [key async for key in client.scan_iter(match=f"*{task.event_id}*")]
+            dumped = await client.dump(key)
+            assert dumped is not None
+            return bytes(dumped)
+
+    async def result(self, task: TaskGiven) -> tuple[str, int, bytes | None]:
+        """Status, attempt and result of the record of `task`."""
+        async with servers.redis().client() as client:
+            [key] = [key.decode() async for key in client.scan_iter(match=f"*{task.event_id}*")]
+            [record] = await RedisIdempotencyRepository(client).get([key])
+        assert record is not None
+        return record.status.value, record.attempt, record.result.body if record.result else None
+
+    async def offset(self) -> int:
+        """How far the group has come."""
+        known = await servers.committed(servers.kafka().bootstrap, self.group)
+        return max([0, *known.values()])
+
+    async def settled(self, at_least: int) -> None:
+        """Return once everything that was given is committed; it never falls below `at_least`."""
+        async with asyncio.timeout(60):
+            while (offset := await self.offset()) < len(self.given):
+                _demand(offset >= at_least, f"the group went back from {at_least} to {offset}")
+                await asyncio.sleep(0.1)
+        _demand(offset == len(self.given), f"the group is at {offset} after {len(self.given)} messages")
+
+    def told(self) -> str:
+        """What was done and said, for whoever looks for a mistake."""
+        return f"{self.effects.lines()}\n" + "\n".join(worker.output[-3000:] for worker in self.workers)
+
+
+@asynccontextmanager
+async def open_pair(*, partitions: int = 1) -> AsyncIterator[Pair]:
+    """Two workers that have joined a group of their own; killed at the end."""
+    kafka = servers.kafka()
+    prefix = f"z{uuid4().hex[:10]}."
+    await kafka.create_topics({f"{prefix}task_given": partitions})
+    settings = {"bootstrap": kafka.bootstrap, "prefix": prefix, "redis": servers.redis().url}
+    with tempfile.TemporaryDirectory(prefix="idem-zombies-") as name:
+        folder = Path(name)
+        (folder / "settings.toml").write_text(_SETTINGS.format(**settings, lease=LEASE, session=SESSION))
+        effects = Effects(folder)
+        effects.prepare()
+        publisher = EventPublisher(KafkaSettings(bootstrap_servers=kafka.bootstrap, topic_prefix=prefix))
+        pair = Pair(folder, f"{prefix}tasks", publisher, effects)
+        try:
+            for _ in range(2):
+                pair.start_worker()
+            await pair.joined()
+            yield pair
+        finally:
+            for worker in pair.workers:
+                worker.kill()
+            await publisher.close()
+
+
+@dataclass(frozen=True)
+class Zombie:
+    """How one of them behaves."""
+
+    name: str
+    stopped_at: str
+    """The line of the journal after which it is stopped."""
+    woken_at: str
+    """The line of the second run after which it goes on."""
+    task: dict[str, Any]
+    says: str = "lost the reservation"
+    """What its log holds about the event once it is awake."""
+
+
+KINDS: Final = (
+    # Its handler would go on for long: it is cancelled.
+    Zombie("cancelled", "begin", "end", {"before": 30.0}),
+    # As it wakes, the second run goes on.
+    Zombie("during the second run", "begin", "applied", {"before": 30.0, "rerun_after": 2.0}),
+    # It wakes inside its handler, which fails at once.
+    Zombie("fails", "applied", "end", {"blocks_after": 0.3, "fails": True}, "failed at attempt 1"),
+    # It wakes inside its handler, which ends at once.
+    Zombie("completes late", "applied", "end", {"blocks_after": 0.3}),
+    # It wakes just before its effect: the sink refuses its fence.
+    Zombie("acts late", "begin", "end", {"blocks": 0.3}),
+)
+
+
+async def wake_a_zombie(pair: Pair, number: int) -> None:
+    """One stall beyond lease and session.
+
+    Raises:
+        ViolationError: What the zombie did counted.
+    """
+    zombie = KINDS[number % len(KINDS)]
+    task = TaskGiven(work=f"{number}", **zombie.task)
+    await pair.give(task)
+    holder, other = pair.of_process(await pair.until(zombie.stopped_at, task.work, 1))
+    holder.stop_signal()
+    try:
+        await pair.until(zombie.woken_at, task.work, 2)
+        if zombie.woken_at == "end":
+            await pair.settled(0)
+        before, offset = await pair.record(task), await pair.offset()
+    finally:
+        holder.continue_signal()
+    await asyncio.to_thread(_wait_for_its_end, holder, task, zombie.says)
+    await pair.until("end", task.work, 2)
+    await pair.settled(offset)
+    if zombie.woken_at == "end":
+        _demand(await pair.record(task) == before, "the record changed after the zombie woke")
+    _demand(
+        await pair.result(task) == ("completed", 2, b'"done at attempt 2"'),
+        f"the record says {await pair.result(task)}",
+    )
+    ends = [line.pid for line in pair.effects.lines() if (line.what, line.work) == ("end", task.work)]
+    _demand(other.pid in ends, f"the second run is not the other worker's: {ends}")
+    _demand(pair.effects.in_sink()[task.work] == 1, "the fenced sink does not hold it once")
+
+
+def _wait_for_its_end(holder: ServiceProcess, task: TaskGiven, says: str) -> None:
+    give_up_at = time.monotonic() + 30
+    while not any(says in line and task.event_id in line for line in holder.output.splitlines()):
+        _demand(time.monotonic() < give_up_at, f"the zombie does not say {says!r} of {task.event_id}")
+        time.sleep(0.02)
+
+
+def _demand(fact: bool, otherwise: str) -> None:
+    if not fact:
+        raise ViolationError(otherwise)
+
+
+async def _one_after_the_other(numbers: Iterable[int]) -> Figures:
+    figures = Figures()
+    async with open_pair() as pair:
+        for number in numbers:
+            try:
+                await wake_a_zombie(pair, number)
+                figures.update(zombies=1, takeovers=1)
+            except AssertionError as error:
+                kind = KINDS[number % len(KINDS)].name
+                raise ViolationError(f"zombie {number} ({kind}): {error}\n{pair.told()}") from error
+        figures.update(pair.effects.judge(pair.given))
+        figures.update(refused_by_sink=pair.effects.refused())
+    return figures
+
+
+async def _side_by_side(first: int, count: int) -> Figures:
+    shares = [range(first + start, first + count, PAIRS) for start in range(min(PAIRS, count))]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_one_after_the_other(share)) for share in shares]
+    total = Figures()
+    for task in tasks:
+        total.update(task.result())
+    return total
+
+
+def run(first: int, count: int) -> Figures:
+    """The zombies numbered `first` to `first + count - 1`."""
+    try:
+        return asyncio.run(_side_by_side(first, count))
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+CAMPAIGN: Final = Campaign(
+    name="zombies",
+    counts="zombies",
+    says="a worker is stopped (SIGSTOP) beyond its lease and its session, another one finishes, then it goes on",
+    scenarios=(33, 35, 36, 38, 39),
+    in_test=5,
+    target=200,
+    batch=12,
+    run=run,
+)

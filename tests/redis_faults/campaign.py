@@ -1,0 +1,204 @@
+"""Two workers, each event delivered to both, and a Redis that fails under them.
+
+A run is one fault.  Its number chooses which, and seeds when it comes and how long it lasts.  The brokers are
+in memory (see `tests.support.redis_shop`); the Redis servers, Sentinels, stores and workers are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+from unittest.mock import patch
+
+from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.work import Attempt
+from integr8s_idem.worker import gate
+from tests.campaigns.figures import Campaign, Figures, ViolationError
+from tests.support.conditions import eventually
+from tests.support.effects import Effects
+from tests.support.redis import RedisServer
+from tests.support.redis_sentinel import RedisGroup
+from tests.support.redis_shop import DEAD, RedisShop, make_client, open_redis_shop
+from tests.support.workers import OrderPlaced, orders
+
+EVENTS: Final = 120
+LEASE: Final = 20.0
+"""Seconds: longer than any fault here, so that a takeover would be a mistake."""
+TIMEOUT: Final = 0.5
+_DURABLE: Final = {"appendonly": "yes", "appendfsync": "always"}
+
+
+@dataclass
+class Servers:
+    """Started when the first run needs them."""
+
+    stack: ExitStack = field(default_factory=ExitStack)
+    single: RedisServer | None = None
+    group: RedisGroup | None = None
+
+    def one(self) -> RedisServer:
+        if self.single is None:
+            self.single = self.stack.enter_context(RedisServer(config=_DURABLE))
+        return self.single
+
+    def several(self) -> RedisGroup:
+        if self.group is None:
+            self.group = self.stack.enter_context(RedisGroup())
+        return self.group
+
+
+# Faults: each returns once the store works again.
+
+
+async def killed(servers: Servers, chance: random.Random) -> None:
+    server = servers.one()
+    server.kill()
+    await asyncio.sleep(chance.uniform(0, 1.5))
+    await asyncio.to_thread(server.start)
+
+
+async def emptied(servers: Servers, chance: random.Random) -> None:
+    await asyncio.to_thread(servers.one().restart_empty)
+
+
+async def stalled(servers: Servers, chance: random.Random) -> None:
+    server = servers.one()
+    server.pause()
+    try:
+        await asyncio.sleep(chance.uniform(0.2, 2.5))
+    finally:
+        server.resume()
+
+
+async def primary_killed(servers: Servers, chance: random.Random) -> None:
+    await asyncio.to_thread(_fail_over, servers.several(), RedisServer.kill)
+
+
+async def primary_cut_off(servers: Servers, chance: random.Random) -> None:
+    await asyncio.to_thread(_fail_over, servers.several(), RedisServer.pause)
+
+
+def _fail_over(group: RedisGroup, lose: Callable[[RedisServer], None]) -> None:
+    old = group.primary()
+    lose(old)
+    group.await_failover(old)
+    group.rejoin(old)
+
+
+Fault = Callable[[Servers, random.Random], Awaitable[None]]
+FAULTS: Final[tuple[Fault, ...]] = (killed, emptied, primary_killed, stalled, primary_cut_off)
+"""By number, one after the other."""
+SAID: Final[dict[Fault, Signal]] = {
+    emptied: Signal.STORE_DATA_LOST,
+    primary_killed: Signal.STORE_FAILOVER,
+    primary_cut_off: Signal.STORE_FAILOVER,
+}
+"""What a worker counts of those that can lose records."""
+FAILING_OVER: Final[frozenset[Fault]] = frozenset({primary_killed, primary_cut_off})
+
+
+def run(first: int, count: int) -> Figures:
+    """The runs numbered `first` to `first + count - 1`."""
+    logging.getLogger("integr8s_idem").addHandler(logging.NullHandler())
+    figures = Figures()
+    servers = Servers()
+    with servers.stack, patch.object(gate, "WATCH_SECONDS", 0.5):
+        for number in range(first, first + count):
+            try:
+                figures.update(asyncio.run(_run(number, servers)))
+            except (ViolationError, AssertionError, TimeoutError) as error:
+                raise ViolationError(f"redis-faults {number} ({_fault(number).__name__}): {error}") from error
+    return figures
+
+
+def _fault(number: int) -> Fault:
+    return FAULTS[number % len(FAULTS)]
+
+
+async def _run(number: int, servers: Servers) -> Figures:
+    fault, chance = _fault(number), random.Random(number)
+    with tempfile.TemporaryDirectory(prefix="idem-effects-") as folder:
+        async with _two_workers(servers, fault, Effects(Path(folder)), chance) as shops:
+            load = asyncio.create_task(_publish(shops, number))
+            await asyncio.sleep(chance.uniform(0.05, 0.8))
+            await fault(servers, chance)
+            await load
+            for shop in shops:
+                await shop.settled()
+            return await _judge(shops, fault)
+
+
+@asynccontextmanager
+async def _two_workers(
+    servers: Servers, fault: Fault, effects: Effects, chance: random.Random
+) -> AsyncIterator[list[RedisShop]]:
+    async def behave(event: OrderPlaced, attempt: Attempt) -> None:
+        await asyncio.sleep(chance.uniform(0.001, 0.08))
+
+    async with AsyncExitStack() as stack:
+        shops = []
+        for _ in range(2):
+            if fault in FAILING_OVER:
+                group = await asyncio.to_thread(servers.several)
+                client = group.client()
+                stack.push_async_callback(group.aclose)
+            else:
+                client = make_client((await asyncio.to_thread(servers.one)).address, TIMEOUT)
+            stack.push_async_callback(client.aclose)
+            store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=TIMEOUT))
+            shops.append(await stack.enter_async_context(open_redis_shop(effects, store, lease=LEASE, behave=behave)))
+        yield shops
+
+
+async def _publish(shops: list[RedisShop], number: int) -> None:
+    """A steady stream, each order to both workers, to the second a little later."""
+    stream = [order.model_copy(update={"order_id": f"{number}-{order.order_id}"}) for order in orders(EVENTS)]
+    late: list[OrderPlaced] = []
+    for order in stream:
+        shops[0].publish(order)
+        late.append(order)
+        if len(late) > 10:
+            shops[1].publish(late.pop(0))
+        await asyncio.sleep(0.015)
+    shops[1].publish(*late)
+
+
+async def _judge(shops: list[RedisShop], fault: Fault) -> Figures:
+    """Repeats are allowed where records can be lost, which both workers must have counted."""
+    if fault in SAID:
+        await eventually(lambda: all(shop.observer.counts[SAID[fault]] for shop in shops), within=10)
+    asked_for = {event.order_id for event in shops[0].published}
+    figures = shops[0].effects.judge(asked_for, records_lost=fault in SAID)
+    counts = shops[0].observer.counts + shops[1].observer.counts
+    if counts[Signal.TAKEOVER] or any(shop.broker.values(DEAD) or shop.tally.retries for shop in shops):
+        raise ViolationError(f"an outage cost attempts: {[shop.told() for shop in shops]}")
+    if figures["repeats"] and fault not in SAID:
+        raise ViolationError(f"repeats though no record was lost: {figures}")
+    figures.update(
+        restarts=1,
+        failovers=int(fault in FAILING_OVER),
+        vanished=counts[Signal.RECORD_VANISHED],
+        data_losses=counts[Signal.STORE_DATA_LOST],
+    )
+    return figures
+
+
+CAMPAIGN: Final = Campaign(
+    name="redis-faults",
+    counts="restarts",
+    says="Redis killed and restarted, restarted empty, stalled, or failed over by Sentinel, under two workers",
+    scenarios=(41, 44, 46),
+    in_test=3,
+    target=100,
+    batch=10,
+    run=run,
+)

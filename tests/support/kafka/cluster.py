@@ -1,0 +1,75 @@
+"""Three brokers of one cluster, each its own process, small enough for a laptop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from tests.support.kafka.broker import Kafka, KafkaBroker, free_ports
+
+_REPLICATED: Final = {
+    "default.replication.factor": "3",
+    "min.insync.replicas": "2",
+    "offsets.topic.replication.factor": "3",
+    "transaction.state.log.replication.factor": "3",
+    "transaction.state.log.min.isr": "2",
+    "replica.lag.time.max.ms": "3000",
+    "controller.quorum.election.timeout.ms": "500",
+    "controller.quorum.fetch.timeout.ms": "1000",
+}
+
+
+class KafkaCluster(Kafka):
+    """Brokers 1, 2 and 3; each also takes part in the vote for the controller."""
+
+    def __init__(self, folder: Path) -> None:
+        """Format three data folders under `folder`.  Raises `ToolsMissingError`."""
+        ports = free_ports(6)
+        controllers = ports[3:]
+        voters = ",".join(f"{node}@127.0.0.1:{port}" for node, port in enumerate(controllers, start=1))
+        self.brokers: dict[int, KafkaBroker] = {}
+        for node, (port, controller) in enumerate(zip(ports[:3], controllers, strict=True), start=1):
+            own = folder / f"broker-{node}"
+            own.mkdir()
+            self.brokers[node] = KafkaBroker(own, self._settings(node, voters), ports=(port, controller), heap="320m")
+        super().__init__(",".join(broker.bootstrap for broker in self.brokers.values()))
+
+    @staticmethod
+    def _settings(node: int, voters: str) -> Mapping[str, str]:
+        return {**_REPLICATED, "node.id": str(node), "controller.quorum.voters": voters}
+
+    def start(self) -> None:
+        """Start all; they serve when this returns."""
+        for broker in self.brokers.values():
+            broker.launch()
+        for broker in self.brokers.values():
+            broker.wait_until_it_serves()
+
+    def kill(self) -> None:
+        """SIGKILL to all."""
+        for broker in self.brokers.values():
+            broker.kill()
+
+    async def create_topics(self, partitions: Mapping[str, int]) -> None:
+        """Create topics with three replicas of each partition."""
+        admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
+        new_topic: Any = NewTopic  # aiokafka gives it no types
+        await admin.start()
+        try:
+            answer = await admin.create_topics([new_topic(name, count, 3) for name, count in partitions.items()])
+            refused = [error for error in answer.topic_errors if error[1]]
+            assert not refused, f"not created: {refused}"
+        finally:
+            await admin.close()
+
+    async def coordinator_of(self, group: str) -> int:
+        """The broker that leads `group`."""
+        admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
+        await admin.start()
+        try:
+            return int(await admin.find_coordinator(group))
+        finally:
+            await admin.close()
