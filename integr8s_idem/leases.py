@@ -99,7 +99,9 @@ class LeaseKeeper:
         self._repository = repository
         self._observer = observer
         self._held: set[HeldLease] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._wakes_at = 0.0
+        """When the timer fires.  It cannot be asked: for what is due at once, uvloop gives a handle without a time."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._renewal: asyncio.Task[None] | None = None
 
@@ -137,10 +139,10 @@ class LeaseKeeper:
     def _wake_at(self, when: float) -> None:
         loop = asyncio.get_running_loop()
         if self._timer is not None and self._loop is loop:  # a timer of an earlier loop never fires
-            if self._timer.when() <= when:
+            if self._wakes_at <= when:
                 return
             self._timer.cancel()
-        self._loop = loop
+        self._loop, self._wakes_at = loop, when
         self._timer = loop.call_at(when, self._wake)
 
     def _wake(self) -> None:

@@ -21,6 +21,7 @@ from integr8s_idem.config import RedisStoreSettings, Settings, load_settings, se
 from integr8s_idem.config.loading import settings_source
 from integr8s_idem.errors import IdempotencyError
 from integr8s_idem.worker import Platform, Service, ServiceGroup, ServiceReport
+from integr8s_idem.worker.platform import check_groups
 
 _log: Final = logging.getLogger(__name__)
 
@@ -87,10 +88,17 @@ class Run:
     as_json: bool = False
 
     def settings(self, overrides: Mapping[str, Any] | None = None) -> Settings:
-        """The platform's settings.  Raises `SettingsError`."""
-        return load_settings(
+        """The platform's settings.
+
+        Raises:
+            SettingsError: As `load_settings`.
+            ApplicationError: Two services of the platform share a consumer group, whichever of them run here.
+        """
+        settings = load_settings(
             self.settings_file, self.platform.settings_type, overrides=overrides, services=self.platform.services
         )
+        check_groups(self.platform.services.values(), settings)
+        return settings
 
 
 def run(asked: Run, make_group: MakeGroup = ServiceGroup, servers: StartServers | None = None) -> int:

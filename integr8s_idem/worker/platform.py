@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,23 @@ class Service:
     group_id: str | None = None
     """Consumer group; the service's name if not given.  The settings win."""
     background: Sequence[Background] = ()
+
+
+def check_groups(services: Iterable[Service], settings: Settings) -> None:
+    """Refuse services that would take each other's events.
+
+    Raises:
+        ApplicationError: Two of them share a consumer group.
+    """
+    members: dict[str, str] = {}
+    for service in services:
+        group = settings.service(service.name).group_id or service.group_id or service.name
+        other = members.setdefault(group, service.name)
+        if other != service.name:
+            raise ApplicationError(
+                f"services {other} and {service.name} share the consumer group {group}: Kafka gives each event to one "
+                "of them, and the other never sees it. Give each a group_id of its own"
+            )
 
 
 class Platform:

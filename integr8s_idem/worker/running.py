@@ -24,7 +24,7 @@ from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
 from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
-from integr8s_idem.worker.platform import Service
+from integr8s_idem.worker.platform import Service, check_groups
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.settling import Tally
 
@@ -164,6 +164,8 @@ class ServiceGroup:
     """The services of this process."""
 
     def __init__(self, services: Sequence[Service], settings: Settings) -> None:
+        """Raises `ApplicationError` if two services share a consumer group."""
+        check_groups(services, settings)
         self._running = [RunningService(service, settings) for service in services]
         self._settings = settings
         self._stops = 0
@@ -226,6 +228,7 @@ async def run_services(services: Sequence[Service], settings: Settings) -> int:
     """Run `services` until SIGTERM or SIGINT; the exit status: 0, or 1 if one of them failed.
 
     Raises:
+        ApplicationError: Two services share a consumer group.
         SettingsError: An address to listen on is taken.
     """
     return await ServiceGroup(services, settings).run()

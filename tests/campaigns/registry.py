@@ -9,10 +9,15 @@ from tests.campaigns.figures import Campaign
 
 MODULES: Final = (
     "tests.model.campaign",
+    "tests.campaigns.races",
+    "tests.campaigns.storm",
+    "tests.crashes.points",
+    "tests.crashes.random_kills",
     "tests.kafka_faults.zombies",
     "tests.kafka_faults.rebalances",
     "tests.kafka_faults.brokers",
     "tests.redis_faults.campaign",
+    "tests.crashes.soak",
 )
 
 

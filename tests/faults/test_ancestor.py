@@ -56,6 +56,7 @@ class OrderMoved(BaseEvent):
     order_id: str = "1"
 
 
+@pytest.mark.scenario(3)
 @virtual_time
 async def test_a_duplicate_of_work_in_progress_is_not_acknowledged_and_survives_its_owners_crash() -> None:
     owner, broker, handled = guarded(), FakeBroker(), list[str]()
@@ -128,6 +129,7 @@ async def test_a_shutdown_releases_what_is_under_way() -> None:
     assert isinstance(await here.manager.reserve("order:1"), Reserved)
 
 
+@pytest.mark.scenario(8)
 @virtual_time
 async def test_of_eight_workers_one_takes_over_a_timed_out_record() -> None:
     dead = guarded()
@@ -139,6 +141,7 @@ async def test_of_eight_workers_one_takes_over_a_timed_out_record() -> None:
     assert sum(isinstance(verdict, Reserved) for verdict in verdicts) == 1
 
 
+@pytest.mark.scenario(9, 36)
 @virtual_time
 async def test_a_late_worker_does_not_turn_completed_into_failed() -> None:
     late = guarded()
@@ -198,6 +201,7 @@ async def test_only_the_stores_clock_counts() -> None:
     assert record.expires_at == now + timedelta(hours=1)
 
 
+@pytest.mark.scenario(92)
 async def test_an_unreadable_record_stops_the_work_and_is_not_taken_for_absent(redis_server: RedisServer) -> None:
     redis_server.flush()
     client, job = redis_server.client(), Job()
@@ -214,6 +218,7 @@ async def test_an_unreadable_record_stops_the_work_and_is_not_taken_for_absent(r
     await client.aclose()
 
 
+@pytest.mark.scenario(8)
 async def test_eight_takeovers_at_one_moment_have_one_winner_on_redis_too(redis_server: RedisServer) -> None:
     redis_server.flush()
     clients = [redis_server.client() for _ in range(8)]
@@ -232,6 +237,7 @@ async def test_eight_takeovers_at_one_moment_have_one_winner_on_redis_too(redis_
         await client.aclose()
 
 
+@pytest.mark.scenario(6)
 @virtual_time
 async def test_two_services_with_one_strategy_both_handle_an_event() -> None:
     coordinator, runs = guarded(scope="coordinator"), list[str]()
@@ -249,6 +255,7 @@ async def test_two_services_with_one_strategy_both_handle_an_event() -> None:
     assert len(runs) == 2
 
 
+@pytest.mark.scenario(7)
 def test_equal_fields_of_two_event_types_are_two_keys() -> None:
     resolver = KeyResolver(KeyStrategy.CONTENT_HASH, frozenset({"order_id"}))
 
@@ -266,6 +273,7 @@ def test_a_custom_key_that_equals_an_event_id_is_another_key() -> None:
     assert by_id.key.text != custom.key.text
 
 
+@pytest.mark.scenario(14)
 @virtual_time
 async def test_a_handler_that_changes_its_event_does_not_change_its_key() -> None:
     runs, router = list[str](), EventRouter()
@@ -296,6 +304,7 @@ async def test_a_store_fault_after_a_success_leaves_a_success() -> None:
     assert here.store.calls["fail"] == 0
 
 
+@pytest.mark.scenario(6)
 @virtual_time
 async def test_two_handlers_of_one_event_both_run() -> None:
     runs, router = list[str](), EventRouter()

@@ -1,0 +1,195 @@
+"""Workers that die at named points, on a real broker and a real Redis.
+
+A trial is three lives and a last one.  Before each life there is new work of every kind; each but the last ends
+by SIGKILL at the point that the trial's number gives it; the last must settle everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Final, Literal
+
+from integr8s_idem.testing.crash_points import CrashPoint
+from tests.campaigns.figures import Campaign, Figures, ViolationError
+from tests.crashes.forks import Forked, Nursery
+from tests.crashes.ground import Ground, Topics, open_ground
+from tests.crashes.jobs import handful
+from tests.crashes.judging import judge, last_words
+from tests.crashes.worker import Order
+from tests.support.effects import Effects
+
+LIVES: Final = 3
+"""Lives of a trial that end at a point: its points are three neighbours in a shuffled row of all of them."""
+
+SIDE_BY_SIDE: Final = 16
+"""Trials at once; they mostly wait for sessions and leases to end."""
+
+PATIENCE: Final = 60.0
+"""Seconds for a life; a trial that takes longer is stuck."""
+
+AT_THE_END: Final = frozenset({CrashPoint.IN_DRAIN, CrashPoint.BEFORE_LEAVE, CrashPoint.AFTER_LEAVE})
+TAKEN_AWAY: Final = frozenset({CrashPoint.BEFORE_REVOKE, CrashPoint.AFTER_REVOKE})
+OFTEN: Final = frozenset(
+    CrashPoint(name)
+    for name in (
+        *("before_reserve", "in_reserve", "after_reserve", "before_complete", "in_complete", "after_complete"),
+        *("before_handler", "in_handler_before_effect", "in_handler_after_effect", "after_handler"),
+    )
+)
+"""Points that a life passes by three times at least, whatever comes in one batch."""
+
+ORDERINGS: Final[tuple[Literal["partition", "key", "none"], ...]] = ("partition", "key", "none")
+
+
+def run(first: int, count: int) -> Figures:
+    """The trials numbered `first` to `first + count - 1`."""
+    return asyncio.run(_trials(range(first, first + count)))
+
+
+async def _trials(numbers: range) -> Figures:
+    figures = Figures(kills=0, lost=0, repeats=0, fenced_repeats=0)
+    async with open_ground() as ground, Nursery() as nursery:
+        slots = asyncio.Semaphore(SIDE_BY_SIDE)
+
+        async def one(number: int) -> None:
+            async with slots:
+                try:
+                    figures.update(await Trial(ground, nursery, number).run())
+                except AssertionError as error:
+                    raise ViolationError(f"trial {number}: {error}") from error
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in numbers:
+                    group.create_task(one(number))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+    return figures
+
+
+def points_of(number: int) -> list[CrashPoint]:
+    """Where the lives of a trial end; eleven trials in a row, beginning at a multiple of eleven, have each once."""
+    row = list(CrashPoint)
+    trials = len(row) // LIVES
+    random.Random(number // trials).shuffle(row)
+    place = number % trials * LIVES
+    return row[place : place + LIVES]
+
+
+class Trial:
+    """One trial."""
+
+    def __init__(self, ground: Ground, nursery: Nursery, number: int) -> None:
+        self._ground = ground
+        self._nursery = nursery
+        self._number = number
+        self._dice = random.Random(number)
+        self._folder: Path = ground.folder / f"trial-{number}"
+        self._effects = Effects(self._folder)
+        self._order = Order(
+            bootstrap=ground.broker.bootstrap,
+            redis_url=ground.redis.url,
+            prefix=f"crash{number}.",
+            folder=str(self._folder),
+            ordering=self._dice.choice(ORDERINGS),
+        )
+        self._figures = Figures(trials=1)
+
+    async def run(self) -> Figures:
+        """Lives and deaths, then the verdict.
+
+        Raises:
+            ViolationError: A promise was broken.
+        """
+        self._folder.mkdir()
+        self._effects.prepare()
+        async with self._ground.topic_set(self._order.prefix) as topics:
+            for life, point in enumerate(points_of(self._number)):
+                await topics.publish(handful(self._dice, f"{self._number}.{life}", self._order.lease))
+                await self._live(topics, point)
+            await topics.publish(handful(self._dice, f"{self._number}.last", self._order.lease))
+            await self._settle_all(topics)
+            self._figures.update(await judge(topics, self._effects, self._order.key_prefix))
+        return self._figures
+
+    async def _live(self, topics: Topics, point: CrashPoint) -> None:
+        """One worker until it dies at `point`, or has settled all without coming by there."""
+        async with AsyncExitStack() as stack:
+            worker = await self._start(point, self._occurrence(point))
+            if point in AT_THE_END | TAKEN_AWAY:
+                await self._until(lambda: self._has_begun(worker), worker)
+            if point in AT_THE_END:
+                worker.send_signal(signal.SIGTERM)
+            elif point in TAKEN_AWAY:
+                other = await self._start()
+                stack.push_async_callback(self._leave, other)
+            await self._until(lambda: topics.settled(self._order.group), worker)
+            if worker.running:
+                await self._leave(worker)
+            status = await worker.ended
+        if status == -signal.SIGKILL:
+            self._figures.update({"kills": 1, f"kills:{point.value}": 1})
+        elif status == 0:
+            self._figures.update({"not_reached": 1, f"not_reached:{point.value}": 1})
+        else:
+            raise ViolationError(f"a worker ended with {status}:\n{last_words(self._folder)}")
+
+    def _occurrence(self, point: CrashPoint) -> int:
+        occurrence = self._dice.randint(1, 3)
+        return occurrence if point in OFTEN else 1
+
+    async def _settle_all(self, topics: Topics) -> None:
+        worker = await self._start()
+        began = time.monotonic()
+        await self._until(lambda: topics.settled(self._order.group), worker)
+        self._figures["settled_after_ms"] += int((time.monotonic() - began) * 1000)
+        if await self._leave(worker) != 0:
+            raise ViolationError(f"the last worker ended badly:\n{last_words(self._folder)}")
+
+    async def _start(self, point: CrashPoint | None = None, occurrence: int = 1) -> Forked:
+        point_name = point.value if point is not None else ""
+        order = Order(**{**vars(self._order), "point": point_name, "occurrence": occurrence})
+        return await self._nursery.start(order)
+
+    async def _leave(self, worker: Forked) -> int:
+        try:
+            return await worker.end(signal.SIGTERM)
+        except TimeoutError:
+            raise ViolationError(f"a worker does not drain:\n{last_words(self._folder)}") from None
+
+    async def _has_begun(self, worker: Forked) -> bool:
+        pid = await worker.pid
+        return any(line.pid == pid for line in self._effects.lines())
+
+    async def _until(self, fact: Callable[[], Awaitable[bool]], worker: Forked) -> None:
+        """Return once `fact` holds, or `worker` has ended."""
+        give_up_at = time.monotonic() + PATIENCE
+        for _ in _for_ever():
+            if await fact() or not worker.running:
+                return
+            if time.monotonic() > give_up_at:
+                raise ViolationError(f"stuck for {PATIENCE:g} s:\n{last_words(self._folder)}")
+            await asyncio.wait({worker.ended}, timeout=0.15)
+
+
+def _for_ever() -> Iterator[None]:
+    while True:
+        yield
+
+
+CAMPAIGN = Campaign(
+    name="crash-points",
+    counts="kills",
+    says="a process that killed itself by SIGKILL at a named point, on a real Redis and a real Kafka",
+    scenarios=(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27),
+    in_test=77,
+    target=5_000,
+    batch=66,
+    run=run,
+)

@@ -1,0 +1,155 @@
+"""A client library that fetches no more, and does not say so (A5)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.errors import KafkaError
+
+from integr8s_idem.config import KafkaSettings, ServiceSettings
+from integr8s_idem.dispatcher import EventDispatcher, EventRouter
+from integr8s_idem.worker import ServiceWorker, consumer
+from tests.kafka_faults import servers
+from tests.kafka_faults.tools import need_kafka
+from tests.kafka_faults.workload import Workload, open_workload
+from tests.support.conditions import eventually
+from tests.support.fake_consumer import FakeBroker, FakeConsumer
+from tests.support.fake_worker import FakePublisher
+from tests.support.workers import OrderPlaced
+
+
+@pytest.fixture(autouse=True)
+def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer, "PATIENCE", 0.5)
+    monkeypatch.setattr(consumer, "WATCH_SECONDS", 0.1)
+
+
+class DeafConsumer(FakeConsumer):
+    """Its fetching has died: polls end in good order, and bring nothing."""
+
+    async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int) -> Mapping[Any, Any]:
+        await asyncio.sleep(timeout_ms / 1000)
+        return {}
+
+
+def worker_of(broker: FakeBroker, clients: list[FakeConsumer], charged: list[str]) -> ServiceWorker:
+    """A worker that takes one of these clients after the other."""
+    router = EventRouter()
+
+    @router.on(OrderPlaced)
+    async def charge(event: OrderPlaced) -> None:
+        charged.append(event.order_id)
+
+    return ServiceWorker(
+        "billing",
+        EventDispatcher(router),
+        FakePublisher(broker),
+        KafkaSettings(),
+        ServiceSettings(),
+        consumer=lambda settings, group: clients.pop(0),
+    )
+
+
+async def test_a_client_that_brings_nothing_although_the_broker_has_something_is_replaced() -> None:
+    broker, charged = FakeBroker(), list[str]()
+    broker.publish(OrderPlaced(order_id="1"))
+    worker = worker_of(broker, [DeafConsumer(broker), DeafConsumer(broker), FakeConsumer(broker)], charged)
+    running = asyncio.create_task(worker.run())
+
+    await eventually(lambda: charged)
+    worker.stop()
+    await running
+
+    assert charged == ["1"]
+
+
+async def test_a_service_whose_clients_bring_nothing_gives_up_and_says_so() -> None:
+    broker = FakeBroker()
+    broker.publish(OrderPlaced(order_id="1"))
+    clients: list[FakeConsumer] = [DeafConsumer(broker) for _ in range(5)]
+    worker = worker_of(broker, clients, [])
+
+    with pytest.raises(KafkaError, match=r"nothing has come for .* order_placed\[0\] has messages from 0 to 1"):
+        await asyncio.wait_for(worker.run(), 60)
+
+    assert len(clients) == 1  # the first one and three new ones were taken
+    assert not worker.health().live
+
+
+async def test_a_client_with_nothing_to_bring_is_left_alone() -> None:
+    broker, charged = FakeBroker(), list[str]()
+    broker.publish(OrderPlaced(order_id="1"))
+    clients = [FakeConsumer(broker)]
+    worker = worker_of(broker, clients, charged)
+    running = asyncio.create_task(worker.run())
+    await eventually(lambda: charged)
+
+    await asyncio.sleep(2)  # four times the patience: a second client would fail the test
+    worker.stop()
+    await running
+
+    assert charged == ["1"]
+
+
+@pytest.mark.kafka
+async def test_a_fetch_task_that_died_in_silence_is_noticed_on_a_real_broker() -> None:
+    need_kafka()
+    async with open_workload(servers.kafka()) as workload:
+        member = await workload.join()
+        await eventually(lambda: member.worker.health().ready)
+        await workload.publish_round()
+        await workload.all_settled()
+
+        client: Any = member.worker._consumer
+        client._fetcher._fetch_task.cancel()
+        await workload.publish_round()
+        await workload.all_settled()
+
+        assert member.worker._consumer is not client
+        assert (await workload.judge())["repeats"] == 0
+
+
+@pytest.mark.kafka
+@pytest.mark.scenario(72)
+async def test_transaction_markers_and_aborted_batches_hold_up_neither_offsets_nor_the_watch() -> None:
+    need_kafka()
+    async with open_workload(servers.kafka(), partitions=1) as workload:
+        member = await workload.join()
+        await eventually(lambda: member.worker.health().ready)
+        await workload.publish_round()
+        await in_transactions(workload)
+        await workload.all_settled()
+        client = member.worker._consumer
+
+        await asyncio.sleep(2)  # four times the patience, behind the markers
+        await workload.publish_round()
+        await workload.all_settled()
+
+        assert member.worker._consumer is client
+        await workload.judge()
+
+
+async def in_transactions(workload: Workload) -> None:
+    """Two transactions with junk: one is aborted, one holds nothing that counts here."""
+    producer: Any = AIOKafkaProducer(
+        bootstrap_servers=workload.settings.bootstrap_servers, transactional_id=workload.group
+    )
+    await producer.start()
+    try:
+        await producer.begin_transaction()
+        for _ in range(20):
+            await producer.send_and_wait(workload.topic, b"aborted, never seen", partition=0)
+        await producer.abort_transaction()
+        async with producer.transaction():
+            await producer.send_offsets_to_transaction(
+                {TopicPartition(workload.topic, 0): 0}, f"{workload.group}.other"
+            )
+        await producer.begin_transaction()
+        await producer.send_and_wait(workload.topic, b"aborted as well", partition=0)
+        await producer.abort_transaction()
+    finally:
+        await producer.stop()

@@ -1,0 +1,101 @@
+"""What does not fit together is said at the start, before anything is connected."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from integr8s_idem import BaseEvent, EventRouter, Platform, Service
+from integr8s_idem.cli.run import Run
+from integr8s_idem.config import load_settings
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.worker import ServiceGroup
+from tests.support.shop import billing_container
+
+CONTRADICTIONS = """
+[kafka]
+bootstrap_servers = "127.0.0.1:1"
+heartbeat_interval_seconds = 16
+session_timeout_seconds = 45
+
+[store]
+url = "redis://127.0.0.1:1/0"
+timeout_seconds = 11
+
+[idempotency]
+processing_timeout_seconds = 30
+default_ttl_seconds = 29
+
+[services.billing]
+handler_timeout_seconds = 31
+drain_timeout_seconds = 61
+"""
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+
+
+@pytest.mark.scenario(97)
+def test_contradictions_are_refused_with_both_numbers_of_each_before_anything_is_connected(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(CONTRADICTIONS)
+    command = [sys.executable, "-m", "integr8s_idem", "run", "tests.support.shop:platform"]
+    command += ["--settings", str(tmp_path / "settings.toml")]
+    environment = {name: value for name, value in os.environ.items() if not name.upper().startswith("INTEGR8S_IDEM_")}
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+    said = " ".join((ended.stdout + ended.stderr).split())
+    assert ended.returncode == 2, said
+    assert "5 mistakes" in said
+    for value, bound in (("= 16", "= 45"), ("= 11", "= 30"), ("= 29", "= 30"), ("= 31", "= 30"), ("= 61", "= 60")):
+        assert value in said
+        assert bound in said
+
+
+@pytest.mark.scenario(99)
+def test_two_services_of_one_name_are_refused() -> None:
+    with pytest.raises(ApplicationError, match="two services are named billing: they would share keys"):
+        Platform(Service("billing", container=billing_container), Service("billing", container=billing_container))
+
+
+@pytest.mark.scenario(99)
+@pytest.mark.parametrize("given", ["by the application", "by the settings", "by the name"])
+def test_two_services_of_one_consumer_group_are_refused_whichever_of_them_are_started(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    in_settings = '[services.shipping]\ngroup_id = "shop"' if given == "by the settings" else ""
+    (tmp_path / "settings.toml").write_text(in_settings)
+    groups = {
+        "by the application": ("shop", "shop"),
+        "by the settings": ("shop", None),
+        "by the name": ("shipping", None),
+    }
+    services = [
+        Service(name, container=billing_container, group_id=group)
+        for name, group in zip(("billing", "shipping"), groups[given], strict=True)
+    ]
+
+    with pytest.raises(ApplicationError, match="billing and shipping share the consumer group"):
+        Run(Platform(*services), services[:1]).settings()
+    with pytest.raises(ApplicationError, match="billing and shipping share the consumer group"):
+        ServiceGroup(services, load_settings(tmp_path / "settings.toml"))
+
+
+@pytest.mark.scenario(99)
+def test_two_handlers_of_one_name_are_refused_from_two_routers_too() -> None:
+    first, second = EventRouter(), EventRouter()
+
+    async def charge(event: OrderPlaced) -> None: ...
+
+    first.on(OrderPlaced)(charge)
+    second.on(OrderPlaced)(charge)
+
+    with pytest.raises(ApplicationError, match="two handlers named charge, which would share a key"):
+        first.include(second)
