@@ -31,6 +31,12 @@ class Assignment:
     closing: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done once no delivery of it may be begun or tried again."""
 
+    @property
+    def next_offset(self) -> int | None:
+        """Where fetching goes on; `None` if nothing was delivered and its beginning is not known yet."""
+        delivered = self.progress.next_offset
+        return self.start if delivered is None else delivered
+
     def close(self) -> None:
         """Begin nothing more, and let waiting deliveries go."""
         if not self.closing.done():

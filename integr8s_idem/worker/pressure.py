@@ -1,11 +1,14 @@
-"""Backpressure: stop fetching at the limits, go on at half of them.  Polling never stops (R5)."""
+"""Backpressure: count what is in flight, stop fetching at the limits, go on at half of them.
+
+Polling never stops (R5).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-from integr8s_idem.worker.assignments import Assignment
+from integr8s_idem.worker.assignments import Assignment, Delivery
 from integr8s_idem.worker.records import Consumer, Partition
 
 MOST_UNCOMMITTED: Final = 10_000
@@ -13,12 +16,15 @@ MOST_UNCOMMITTED: Final = 10_000
 
 
 class Pressure:
-    """Decides which partitions rest."""
+    """Knows the load, and decides which partitions rest."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         """`most`: deliveries in flight; `most_bytes`: their bodies together."""
         self._most = most
         self._most_bytes = most_bytes
+        self.in_flight = 0
+        """Deliveries taken and not settled yet."""
+        self._bytes = 0
         self._full = False
         self._resting: frozenset[Partition] = frozenset()
 
@@ -27,18 +33,25 @@ class Pressure:
         """Partitions that are not fetched now."""
         return self._resting
 
-    def apply(
-        self,
-        consumer: Consumer,
-        assignments: Mapping[Partition, Assignment],
-        in_flight: int,
-        in_flight_bytes: int,
-        *,
-        hold: bool,
-    ) -> None:
+    @property
+    def room(self) -> int:
+        """How many more may come; at least one, since what rests brings nothing anyway."""
+        return max(1, self._most - self.in_flight)
+
+    def took(self, delivery: Delivery) -> None:
+        """`delivery` is in flight."""
+        self.in_flight += 1
+        self._bytes += delivery.size
+
+    def let_go(self, delivery: Delivery) -> None:
+        """`delivery` is settled, or given up."""
+        self.in_flight -= 1
+        self._bytes -= delivery.size
+
+    def apply(self, consumer: Consumer, assignments: Mapping[Partition, Assignment], *, hold: bool) -> None:
         """Pause and resume partitions of `consumer`.  `hold`: all of them rest, whatever the load."""
-        at_limit = in_flight >= self._most or in_flight_bytes >= self._most_bytes
-        above_half = in_flight > self._most // 2 or in_flight_bytes > self._most_bytes // 2
+        at_limit = self.in_flight >= self._most or self._bytes >= self._most_bytes
+        above_half = self.in_flight > self._most // 2 or self._bytes > self._most_bytes // 2
         self._full = at_limit or (self._full and above_half)
         resting = frozenset(
             partition

@@ -12,7 +12,8 @@ from aiokafka.errors import KafkaError
 
 from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.dispatcher import EventDispatcher, EventRouter
-from integr8s_idem.worker import ServiceWorker, consumer
+from integr8s_idem.worker import ServiceWorker, consumer, polling
+from integr8s_idem.worker.records import Consumer
 from tests.kafka_faults import servers
 from tests.kafka_faults.tools import need_kafka
 from tests.kafka_faults.workload import Workload, open_workload
@@ -25,7 +26,7 @@ from tests.support.workers import OrderPlaced
 @pytest.fixture(autouse=True)
 def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consumer, "PATIENCE", 0.5)
-    monkeypatch.setattr(consumer, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(polling, "WATCH_SECONDS", 0.1)
 
 
 class DeafConsumer(FakeConsumer):
@@ -34,6 +35,11 @@ class DeafConsumer(FakeConsumer):
     async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int) -> Mapping[Any, Any]:
         await asyncio.sleep(timeout_ms / 1000)
         return {}
+
+
+def client_of(worker: ServiceWorker) -> Consumer:
+    assert worker._poller is not None
+    return worker._poller.consumer
 
 
 def worker_of(broker: FakeBroker, clients: list[FakeConsumer], charged: list[str]) -> ServiceWorker:
@@ -104,12 +110,12 @@ async def test_a_fetch_task_that_died_in_silence_is_noticed_on_a_real_broker() -
         await workload.publish_round()
         await workload.all_settled()
 
-        client: Any = member.worker._consumer
+        client: Any = client_of(member.worker)
         client._fetcher._fetch_task.cancel()
         await workload.publish_round()
         await workload.all_settled()
 
-        assert member.worker._consumer is not client
+        assert client_of(member.worker) is not client
         assert (await workload.judge())["repeats"] == 0
 
 
@@ -123,13 +129,13 @@ async def test_transaction_markers_and_aborted_batches_hold_up_neither_offsets_n
         await workload.publish_round()
         await in_transactions(workload)
         await workload.all_settled()
-        client = member.worker._consumer
+        client = client_of(member.worker)
 
         await asyncio.sleep(2)  # four times the patience, behind the markers
         await workload.publish_round()
         await workload.all_settled()
 
-        assert member.worker._consumer is client
+        assert client_of(member.worker) is client
         await workload.judge()
 
 

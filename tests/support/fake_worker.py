@@ -53,7 +53,7 @@ class RunningWorker:
 
     async def crash(self) -> None:
         """It is gone without a word, as far as the broker is concerned."""
-        doomed = {self.task}.union(*(place.tasks for place in self.worker._assignments.values()))
+        doomed = {self.task}.union(*(place.tasks for place in self.worker._holdings.assignments.values()))
         for task in doomed:
             task.cancel()
         await asyncio.wait(doomed)

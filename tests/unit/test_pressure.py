@@ -8,7 +8,7 @@ from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Assignment
 from integr8s_idem.worker.pressure import MOST_UNCOMMITTED, Pressure
 from integr8s_idem.worker.records import Partition
-from tests.support.deliveries import assignment
+from tests.support.deliveries import assignment, delivery
 from tests.support.fake_consumer import FakeBroker, FakeConsumer
 
 
@@ -19,13 +19,23 @@ def consumer_of(*assignments: Assignment) -> tuple[FakeConsumer, dict[Partition,
     return consumer, {place.partition: place for place in assignments}
 
 
+def load(pressure: Pressure, deliveries: int) -> None:
+    """Let so many be in flight, of a byte each."""
+    one = delivery(assignment(), 0)
+    while pressure.in_flight < deliveries:
+        pressure.took(one)
+    while pressure.in_flight > deliveries:
+        pressure.let_go(one)
+
+
 @virtual_time
 async def test_fetching_stops_at_the_limit_and_goes_on_at_half_of_it() -> None:
     consumer, ours = consumer_of(assignment())
     pressure, paused = Pressure(100, 10**9), list[bool]()
 
     for in_flight in (99, 100, 99, 51, 50, 99):
-        pressure.apply(consumer, ours, in_flight, 0, hold=False)
+        load(pressure, in_flight)
+        pressure.apply(consumer, ours, hold=False)
         paused.append(bool(consumer.paused))
 
     assert paused == [False, True, True, True, False, False]
@@ -37,7 +47,10 @@ async def test_bytes_count_like_messages() -> None:
     pressure, paused = Pressure(100, 1_000), list[bool]()
 
     for size in (999, 1_000, 501, 500):
-        pressure.apply(consumer, ours, 1, size, hold=False)
+        body = delivery(assignment(), 0, value=b"x" * size)
+        pressure.took(body)
+        pressure.apply(consumer, ours, hold=False)
+        pressure.let_go(body)
         paused.append(bool(consumer.paused))
 
     assert paused == [False, True, True, False]
@@ -48,10 +61,10 @@ async def test_a_closed_gate_rests_everything_and_an_open_one_wakes_it() -> None
     consumer, ours = consumer_of(assignment(partition=0), assignment(partition=1))
     pressure = Pressure(100, 10**9)
 
-    pressure.apply(consumer, ours, 0, 0, hold=True)
+    pressure.apply(consumer, ours, hold=True)
     assert consumer.paused == set(ours)
 
-    pressure.apply(consumer, ours, 0, 0, hold=False)
+    pressure.apply(consumer, ours, hold=False)
     assert consumer.paused == set()
 
 
@@ -60,10 +73,11 @@ async def test_a_closed_gate_rests_everything_and_an_open_one_wakes_it() -> None
 async def test_pauses_that_a_rebalance_cleared_are_set_again() -> None:
     consumer, ours = consumer_of(assignment())
     pressure = Pressure(100, 10**9)
-    pressure.apply(consumer, ours, 100, 0, hold=False)
+    load(pressure, 100)
+    pressure.apply(consumer, ours, hold=False)
 
     consumer.paused.clear()
-    pressure.apply(consumer, ours, 100, 0, hold=False)
+    pressure.apply(consumer, ours, hold=False)
 
     assert consumer.paused == set(ours)
 
@@ -77,7 +91,7 @@ async def test_one_partition_that_is_stuck_rests_alone() -> None:
         other.progress.deliver(offset)
         other.progress.finish(offset)
 
-    Pressure(10**9, 10**9).apply(consumer, ours, 1, 0, hold=False)
+    Pressure(10**9, 10**9).apply(consumer, ours, hold=False)
 
     assert consumer.paused == {stuck.partition}
 
@@ -88,6 +102,6 @@ async def test_a_closing_partition_rests_and_one_that_is_gone_is_left_alone() ->
     consumer, ours = consumer_of(closing)
     closing.close()
 
-    Pressure(100, 10**9).apply(consumer, {**ours, gone.partition: gone}, 100, 0, hold=False)
+    Pressure(100, 10**9).apply(consumer, {**ours, gone.partition: gone}, hold=False)
 
     assert consumer.paused == {closing.partition}
