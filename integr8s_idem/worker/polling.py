@@ -114,8 +114,8 @@ class Poller:
             elif reason := await self.watch.doubt(self.consumer, self._awake()):
                 self._give_up(reason)
 
-    def _awake(self) -> set[Partition]:
-        return self._holdings.assignments.keys() - self._pressure.resting
+    def _awake(self) -> list[Partition]:
+        return sorted(self._holdings.assignments.keys() - self._pressure.resting)
 
     async def _fetch(self, *only: Partition, most: int = POLL_RECORDS) -> Mapping[Any, Sequence[Any]]:
         return await self.consumer.getmany(*only, timeout_ms=int(POLL_SECONDS * 1000), max_records=most)

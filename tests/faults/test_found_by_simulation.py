@@ -1,0 +1,58 @@
+"""What the simulation has found in the library, each as small as it can be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import pytest
+from aiokafka.errors import RequestTimedOutError
+
+from integr8s_idem.dispatcher import EventDispatcher
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.routing import EventRouter
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.records import Partition
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import running
+
+TOPIC = Partition("order_placed", 0)
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str = "1"
+
+
+@pytest.mark.scenario(66)
+@virtual_time
+async def test_a_poll_that_fails_right_after_a_rebalance_loses_nothing_of_what_it_had_taken() -> None:
+    """`getmany` waits for a rebalance: its partitions are new to the worker when it raises."""
+    broker, runs = FakeBroker(), list[str]()
+    given = asyncio.Event()
+    router = EventRouter()
+
+    @router.on(OrderPlaced)
+    async def handle(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+
+    async with running(EventDispatcher(router), broker) as worker:
+        fetch = worker.consumer.getmany
+
+        async def getmany(*only: Any, **told: Any) -> Mapping[Any, Sequence[Any]]:
+            if given.is_set():
+                return await fetch(*only, **told)
+            for number in range(3):
+                broker.publish(OrderPlaced(order_id=str(number)))
+            await worker.consumer.give([TOPIC])
+            taken = await fetch(*only, **told)
+            given.set()
+            raise RequestTimedOutError if taken else AssertionError
+
+        worker.consumer.getmany = getmany  # type: ignore[method-assign]  # the moment under test
+        await worker.until(given.is_set)
+        broker.publish(OrderPlaced(order_id="later"))
+        await worker.until(lambda: broker.committed.get(TOPIC) == 4)
+
+    assert runs == ["0", "1", "2", "later"]
