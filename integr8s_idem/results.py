@@ -20,6 +20,9 @@ from integr8s_idem.records import JSON, StoredResult
 
 OCTETS: Final = "application/octet-stream"
 
+LONGEST_PLACE: Final = 200
+"""Characters of the place in a result that an error names: its names come from the result."""
+
 
 def encode_result(value: object) -> StoredResult:
     """`value` as bytes; `None`, `0`, `""` and their kin come back as what they are.
@@ -49,7 +52,7 @@ def decode_result(key: str, stored: StoredResult, expected: object = Any) -> Any
         return _adapter_of(expected).validate_json(stored.body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"]))[:LONGEST_PLACE]
         raise ResultDecodeError(key, _name(expected), f"{where + ': ' if where else ''}{first['msg']}") from None
     except (ValueError, TypeError, PydanticSchemaGenerationError, PydanticUserError) as error:
         raise ResultDecodeError(key, _name(expected), str(error)) from error

@@ -11,6 +11,8 @@ from typing import Any, Final, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from integr8s_idem.config.addresses import redacted
+
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 """What every record has, and a copy of the message that uvicorn adds; the rest came by `extra`."""
 REPEAT_SECONDS: Final = 30.0
@@ -32,10 +34,10 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": redacted(record.getMessage()),
         }
         if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
+            fields["exception"] = redacted(self.formatException(record.exc_info))
         if record.stack_info:
             fields["stack"] = self.formatStack(record.stack_info)
         order = ("time", "level", "logger", "message")
@@ -53,8 +55,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).astimezone().strftime("%H:%M:%S")
         extra = "".join(f"  {name}={value}" for name, value in extra_fields(record).items())
-        line = f"{time} {record.levelname:<7} {record.name}  {record.getMessage().rstrip()}{extra}"
-        below = [self.formatException(record.exc_info)] if record.exc_info else []
+        line = f"{time} {record.levelname:<7} {record.name}  {redacted(record.getMessage().rstrip())}{extra}"
+        below = [redacted(self.formatException(record.exc_info))] if record.exc_info else []
         below += [self.formatStack(record.stack_info)] if record.stack_info else []
         return "\n".join([printable(line), *(f"    {printable(each)}" for text in below for each in text.split("\n"))])
 

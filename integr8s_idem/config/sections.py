@@ -89,7 +89,11 @@ class MemoryStoreSettings(Section):
 
 
 def _redis_by_default(store: object) -> object:
-    return {"kind": "redis", **store} if isinstance(store, dict) else store
+    if not isinstance(store, dict):
+        return store
+    kind = store.get("kind", "redis")
+    # pydantic writes a kind that is none into its message, and cannot with a number of thousands of digits.
+    return {**store, "kind": kind if isinstance(kind, str) else type(kind).__name__}
 
 
 _StoreByKind: TypeAlias = Annotated[RedisStoreSettings | MemoryStoreSettings, Field(discriminator="kind")]

@@ -13,6 +13,7 @@ MODULES: Final = (
     "tests.campaigns.storm",
     "tests.crashes.points",
     "tests.crashes.random_kills",
+    "tests.fuzz.campaign",
     "tests.kafka_faults.zombies",
     "tests.kafka_faults.rebalances",
     "tests.kafka_faults.brokers",

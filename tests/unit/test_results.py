@@ -221,6 +221,16 @@ class Opaque:
     """Nothing that pydantic knows."""
 
 
+@pytest.mark.scenario(95)
+def test_an_error_about_a_result_with_endless_names_stays_short() -> None:
+    stored = encode_result({"n" * 1_000_000: "x"})
+
+    with pytest.raises(ResultDecodeError) as caught:
+        decode_result("order:1", stored, dict[str, int])
+
+    assert len(str(caught.value)) < 600
+
+
 @pytest.mark.parametrize("expected", [Opaque, Annotated[int, []]])
 def test_a_type_that_cannot_be_checked_is_a_decode_error_or_checked_all_the_same(expected: object) -> None:
     try:

@@ -348,10 +348,11 @@ def test_a_folder_in_place_of_a_file_says_so(tmp_path: Path) -> None:
             "kafka.session_timeout_seconds",
             "must be a number of seconds of at most 2147483, not one of 1329 bits",
         ),
+        ("store.kind = 0x" + "f" * 5_000, "store.kind", 'must be "redis" or "memory", not one of 20000 bits'),
         ('store.url = "redis://h\\u0000/0"', "store.url", "has spaces or characters that cannot be seen; write"),
         ('telemetry.otlp_endpoint = "http://h\\u202e"', "telemetry.otlp_endpoint", "has spaces or characters that"),
     ],
-    ids=["lists", "tables", "digits", "hexadecimal", "seconds", "zero byte", "right to left"],
+    ids=["lists", "tables", "digits", "hexadecimal", "seconds", "kind", "zero byte", "right to left"],
 )
 def test_a_hostile_file_is_one_mistake_and_no_traceback(content: str, path: str, message: str) -> None:
     found = mistakes(content)

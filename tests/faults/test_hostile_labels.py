@@ -1,0 +1,131 @@
+"""Names from outside as labels, keys and patterns: bounded in number, length and time; personal data stays inside."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Literal
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from redis.asyncio import Redis
+
+from integr8s_idem.config import IdempotencyConfig
+from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeySpace
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.records import Reserved
+from integr8s_idem.routing import EventRouter
+from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem.telemetry import Gauge, Phase, Signal
+from integr8s_idem.telemetry.prometheus import MAX_LABELS, PrometheusObserver
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.records import Partition
+from tests.fuzz.mutators import text
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import running
+from tests.support.guarded import virtual_store
+
+PERSON = "anna.canary@example.org"
+TOPIC = Partition("order_placed", 0)
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str = "1"
+
+
+def labels_of(registry: CollectorRegistry) -> dict[str, set[str]]:
+    """The values of each label in the text that a scrape gets."""
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            for name, value in sample.labels.items():
+                found.setdefault(name, set()).add(value)
+    return found
+
+
+@pytest.mark.scenario(109)
+def test_hostile_event_types_topics_and_reasons_make_a_bounded_number_of_series() -> None:
+    registry, source = CollectorRegistry(), random.Random(1)
+    observer = PrometheusObserver("billing", registry)
+
+    for number in range(3_000):
+        hostile = f"{text(source)}{number}"
+        observer.count(Signal.DELIVERED, hostile)
+        observer.count(Signal.DEAD_LETTER, hostile, reason=hostile)
+        observer.measure(Gauge.CONSUMER_LAG, 1, hostile)
+        with observer.processing(hostile, hostile, []), observer.phase(Phase.HANDLE, hostile):
+            pass
+
+    found = labels_of(registry)
+    assert max(map(len, found.values())) <= MAX_LABELS + 2
+    assert all(len(value) <= 128 and value.isprintable() for values in found.values() for value in values)
+    assert found["service"] == {"billing"}
+
+
+@pytest.mark.scenario(109)
+@virtual_time
+async def test_messages_of_two_thousand_unknown_types_add_no_series() -> None:
+    registry, broker, router = CollectorRegistry(), FakeBroker(), EventRouter()
+    manager = IdempotencyManager(
+        IdempotencyConfig(), virtual_store(), PrometheusObserver("billing", registry), scope="billing"
+    )
+
+    @router.on(OrderPlaced)
+    async def handle(event: OrderPlaced) -> None: ...
+
+    for number in range(2_000):
+        broker.put("order_placed", f'{{"event_id": "{number}", "event_type": "type-{number}"}}'.encode())
+    broker.publish(OrderPlaced())
+    async with running(IdempotentEventDispatcher(router, manager), broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 2_001)
+
+    assert labels_of(registry)["event_type"] == {"", "order_placed"}
+    assert len(broker.values("order_placed.dlq")) == 2_000
+
+
+@pytest.mark.scenario(110)
+@pytest.mark.parametrize("piece", ["a", "a.", "%", ":", "\0", "😀", "\ud800", "*", "[", "a-"])
+def test_a_key_of_very_many_pieces_is_made_in_bounded_time(piece: str) -> None:
+    began = time.thread_time()
+    space = KeySpace("idempotency", piece * 200_000)
+    full = space.full(Key.of_event(piece * 200_000, "t", "id", piece * 200_000))
+
+    assert time.thread_time() - began < 5.0
+    assert len(full) <= MAX_KEY_LENGTH
+
+
+@pytest.mark.scenario(106)
+@virtual_time
+async def test_hashed_keys_keep_a_person_out_of_store_metrics_and_downstream_ids() -> None:
+    registry, store, broker, router = CollectorRegistry(), virtual_store(), FakeBroker(), EventRouter()
+    config = IdempotencyConfig(hash_keys=True)
+    manager = IdempotencyManager(config, store, PrometheusObserver("billing", registry), scope="billing")
+
+    @router.on(OrderPlaced)
+    async def handle(event: OrderPlaced) -> None: ...
+
+    broker.publish(OrderPlaced(event_id=PERSON))
+    async with running(IdempotentEventDispatcher(router, manager), broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+
+    records = [repr(record) async for record in store.scan("")]
+    assert len(records) == 1
+    assert "canary" not in "".join(records)
+    assert "canary" not in generate_latest(registry).decode()
+
+
+@pytest.mark.scenario(86)
+async def test_hostile_keys_are_kept_apart_by_a_real_redis(redis_client: Redis) -> None:
+    store, source = RedisIdempotencyRepository(redis_client), random.Random(2)
+    names = {text(source, 6) or "x" for _ in range(500)}
+    manager = IdempotencyManager(IdempotencyConfig(), store, scope="billing")
+
+    verdicts = [await manager.reserve(name) for name in sorted(names)]
+
+    assert all(isinstance(verdict, Reserved) for verdict in verdicts)
+    assert await redis_client.dbsize() == len(names)
+    assert len([record async for record in store.scan(manager.space.root)]) == len(names)

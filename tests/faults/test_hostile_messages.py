@@ -1,0 +1,211 @@
+"""Messages as nobody sane sends them, through the worker: dead-lettered as they came, in bounded time and memory."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from typing import Any, Literal
+
+import pytest
+
+from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.errors import UndecodableEventError
+from integr8s_idem.events import BaseEvent, EventDecoder, encode_event
+from integr8s_idem.routing import EventRouter
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.records import Partition
+from tests.support.fake_consumer import FakeBroker, FakeRecord
+from tests.support.fake_worker import running
+from tests.support.guarded import guarded
+
+TOPIC = Partition("order_placed", 0)
+DEAD = "order_placed.dlq"
+MEBIBYTE = 1_048_576
+LONGEST_SECONDS = 1.0
+MOST_BYTES = 64 * MEBIBYTE
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str = "1"
+    extra: Any = None
+
+
+SOUND = encode_event(OrderPlaced(event_id="1"))
+
+
+def with_extra(extra: bytes) -> bytes:
+    """A sound event with these bytes for a value."""
+    return SOUND.replace(b'"extra":null', b'"extra":' + extra)
+
+
+def filled(piece: bytes) -> bytes:
+    """As many pieces as go into the largest message a broker takes by default."""
+    return piece * (MEBIBYTE // len(piece))
+
+
+HOSTILE: dict[str, tuple[bytes | None, str]] = {
+    "tombstone": (None, "empty"),
+    "empty": (b"", "empty"),
+    "truncated": (SOUND[:-20], "malformed"),
+    "two documents": (SOUND + SOUND, "malformed"),
+    "no json": (filled(b"x"), "malformed"),
+    "no utf-8": (with_extra(b'"\xff\xfe"'), "malformed"),
+    "overlong utf-8": (with_extra(b'"\xc0\x80"'), "malformed"),
+    "utf-16": (SOUND.decode().encode("utf-16"), "malformed"),
+    "byte order mark": (b"\xef\xbb\xbf" + SOUND, "malformed"),
+    "not a number": (with_extra(b"NaN"), "malformed"),
+    "infinity": (with_extra(b"-Infinity"), "malformed"),
+    "infinite by size": (with_extra(b"1e999"), "malformed"),
+    "a million digits": (with_extra(b"9" * 1_000_000), "malformed"),
+    "a million digits behind the point": (with_extra(b"0." + b"9" * 1_000_000 + b"x"), "malformed"),
+    "a name twice": (SOUND[:-1] + b',"event_id":"2"}', "malformed"),
+    "a name twice, once in escapes": (SOUND[:-1] + b',"event\\u005fid":"2"}', "malformed"),
+    "a name twice, deep inside": (with_extra(b'[{"a":{"b":1,"b":2}}]'), "malformed"),
+    "a name a hundred thousand times": (b"{" + filled(b'"a":1,') + b'"a":1}', "malformed"),
+    "deep lists": (with_extra(b"[" * 100_000 + b"]" * 100_000), "malformed"),
+    "deep lists without end": (filled(b"["), "malformed"),
+    "deep objects": (filled(b'{"a":'), "malformed"),
+    "half a letter": (with_extra(b'"\\ud800"'), "malformed"),
+    "a text without end": (with_extra(b'"' + filled(b"\\")), "malformed"),
+    "many empty lists": (with_extra(b"[" + filled(b"[],") + b"[]}"), "malformed"),
+    "many small objects": (with_extra(b"[" + filled(b'{"a":0},') + b"0"), "malformed"),
+    "no id": (b'{"event_type":"order_placed"}', "missing_id"),
+    "an empty id": (SOUND.replace(b'"event_id":"1"', b'"event_id":""'), "missing_id"),
+    "an id that is no text": (SOUND.replace(b'"event_id":"1"', b'"event_id":1'), "missing_id"),
+    "an id of a megabyte": (SOUND.replace(b'"event_id":"1"', b'"event_id":"' + filled(b"1") + b'"'), "invalid"),
+    "an unknown type": (SOUND.replace(b'"order_placed"', b'"order_eaten"'), "unknown_type"),
+    "a type of a megabyte": (SOUND.replace(b'"order_placed"', b'"' + filled(b"x") + b'"'), "unknown_type"),
+    "another major version": (SOUND.replace(b'"1.0"', b'"2.0"'), "unsupported_version"),
+}
+
+
+@pytest.mark.scenario(81, 82, 83)
+@pytest.mark.parametrize(("body", "reason"), HOSTILE.values(), ids=list(HOSTILE))
+def test_a_hostile_body_is_refused_in_bounded_time_and_memory(body: bytes | None, reason: str) -> None:
+    decoder = EventDecoder([OrderPlaced])
+    tracemalloc.start()
+    began = time.thread_time()
+
+    with pytest.raises(UndecodableEventError) as caught:
+        decoder.decode(body)
+
+    seconds, most = time.thread_time() - began, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert caught.value.reason == reason
+    assert len(str(caught.value)) < 500
+    assert seconds < LONGEST_SECONDS
+    assert most < MOST_BYTES
+
+
+@pytest.mark.scenario(84, 110)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        b'"' + filled(b"x") + b'"',
+        b"[" + filled(b"[],") + b"[]]",
+        b"[" + filled(b'{"a":0},') + b"0]",
+        b"{" + b",".join(b'"%d":0' % number for number in range(100_000)) + b"}",
+    ],
+    ids=["one text", "empty lists", "small objects", "many names"],
+)
+def test_a_sound_event_at_the_brokers_limit_is_read_in_bounded_time_and_memory(extra: bytes) -> None:
+    decoder = EventDecoder([OrderPlaced])
+    body = with_extra(extra)
+    began = time.thread_time()
+    decoder.decode(body)
+    seconds = time.thread_time() - began
+
+    tracemalloc.start()
+    event = decoder.decode(body)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert isinstance(event, OrderPlaced)
+    assert seconds < LONGEST_SECONDS
+    assert most < 2 * MOST_BYTES
+
+
+async def settled(*records: tuple[bytes | None, Any]) -> list[FakeRecord]:
+    """The dead letters of a worker that was given these bodies and headers, and a sound event behind them."""
+    broker, runs, router = FakeBroker(), list[str](), EventRouter()
+
+    @router.on(OrderPlaced)
+    async def handle(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+
+    for body, headers in records:
+        broker.put("order_placed", body, headers=headers)
+    broker.publish(OrderPlaced(order_id="sound"))
+    async with running(IdempotentEventDispatcher(router, guarded().manager), broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == len(records) + 1)
+    assert runs[-1] == "sound"
+    return broker.values(DEAD)
+
+
+def told(letter: FakeRecord, name: str) -> bytes:
+    return dict(letter.headers)[f"idempotency-dlq-{name}"]
+
+
+@pytest.mark.scenario(81, 82, 83)
+@virtual_time
+async def test_hostile_bodies_are_dead_lettered_as_they_came_and_the_worker_goes_on() -> None:
+    small = {name: told for name, told in HOSTILE.items() if len(told[0] or b"") < 600_000}
+
+    letters = await settled(*((body, [("x", b"\xfe")]) for body, _ in small.values()))
+
+    assert [letter.value for letter in letters] == [body for body, _ in small.values()]
+    assert [told(letter, "reason").decode() for letter in letters] == [reason for _, reason in small.values()]
+    assert {letter.headers[0] for letter in letters} == {("x", b"\xfe")}
+
+
+HEADERS: dict[str, Any] = {
+    "none": [],
+    "null values": [("a", None), ("traceparent", None), ("event_id", None)],
+    "repeated": [("a", b"1"), ("a", b"2"), ("traceparent", b"00-x"), ("traceparent", b"\xff")],
+    "no utf-8": [("a", b"\xff\xfe"), ("traceparent", b"\xff"), ("tracestate", b"\x80=\x80")],
+    "ten thousand": [(f"h{number}", b"x") for number in range(10_000)],
+    "empty names": [("", b""), ("", b"")],
+    "ours": [("idempotency-dlq-reason", b"earlier"), ("event_type", b"another"), ("event_id", b"another")],
+}
+
+
+@pytest.mark.scenario(85)
+@pytest.mark.parametrize("headers", HEADERS.values(), ids=list(HEADERS))
+@virtual_time
+async def test_headers_of_any_kind_are_kept_in_the_dead_letter_and_change_nothing_else(headers: Any) -> None:
+    began = time.thread_time()
+
+    letters = await settled((b"no json", headers), (SOUND, headers))
+
+    assert time.thread_time() - began < LONGEST_SECONDS
+    assert [letter.value for letter in letters] == [b"no json"]
+    assert letters[0].headers[: len(headers)] == headers
+    assert told(letters[0], "reason") == b"malformed"
+
+
+@pytest.mark.scenario(85)
+@pytest.mark.parametrize("told_generation", [b"", None, b"-1", b"1e3", b"\xff", b"1" * 100_000, "²".encode()])
+@virtual_time
+async def test_a_generation_that_is_no_number_is_dead_lettered_and_never_guessed(told_generation: bytes | None) -> None:
+    letters = await settled((SOUND, [("idempotency-generation", told_generation)]))
+
+    assert [told(letter, "reason") for letter in letters] == [b"invalid"]
+    assert len(told(letters[0], "error-message")) < 1_000
+
+
+@pytest.mark.scenario(110)
+def test_names_of_equal_hash_in_other_languages_cost_no_more_than_others() -> None:
+    """Python's hashes of texts are seeded; that the parser keeps to them is what this shows."""
+    decoder = EventDecoder([OrderPlaced])
+    alike = ["".join("Aa" if number >> bit & 1 else "BB" for bit in range(13)) for number in range(2**13)]
+    plain = [f"{number:026d}" for number in range(2**13)]
+
+    def seconds(names: list[str]) -> float:
+        body = with_extra(json.dumps(dict.fromkeys(names, 0)).encode())
+        began = time.thread_time()
+        decoder.decode(body)
+        return time.thread_time() - began
+
+    assert min(seconds(alike) for _ in range(5)) < 10 * min(seconds(plain) for _ in range(5))

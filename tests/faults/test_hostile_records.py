@@ -1,0 +1,283 @@
+"""Records that are damaged, older, newer or somebody else's, on a real Redis: never run over, never laundered."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, Literal
+
+import pytest
+from redis.asyncio import Redis
+
+from integr8s_idem.config import IdempotencyConfig
+from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.keys import Key
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.records import (
+    Completed,
+    Completion,
+    Corrupt,
+    Failure,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+    Verdict,
+)
+from integr8s_idem.routing import EventRouter
+from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem.worker.records import Partition
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import running
+from tests.support.stored import flips, unchecked
+
+LEASE = timedelta(seconds=30)
+TTL = timedelta(hours=1)
+BEHIND_FINGERPRINT = 38
+BEHIND_TRACE_CHECK = 66
+"""Offsets in a record that has both."""
+FOREIGN = [b"", b"{}", b'{"status": "completed", "result": 1}', b"\x80\x04N.", b"1", b"\0" * 60, b"\xff" * 60]
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str = "1"
+
+
+@pytest.fixture
+def store(redis_client: Redis) -> RedisIdempotencyRepository:
+    return RedisIdempotencyRepository(redis_client, timeout=timedelta(seconds=20))
+
+
+def wish(key: str = "k", lease: timedelta = LEASE) -> ReserveRequest:
+    trace = TraceLink(os.urandom(16), os.urandom(8))
+    return ReserveRequest(
+        key=key, token=os.urandom(16), lease=lease, retention=TTL, fingerprint=b"f" * 16, owner="billing@h", trace=trace
+    )
+
+
+async def take(store: RedisIdempotencyRepository, request: ReserveRequest) -> Reserved:
+    (verdict,) = await store.reserve([request])
+    assert isinstance(verdict, Reserved)
+    return verdict
+
+
+async def raw_of(client: Redis, key: str = "k") -> bytes:
+    record = await client.get(key)
+    assert isinstance(record, bytes)
+    return record
+
+
+async def spread(client: Redis, records: list[bytes]) -> list[str]:
+    """Each record under a key of its own."""
+    keys = [f"k{number}" for number in range(len(records))]
+    await client.mset(dict(zip(keys, records, strict=True)))
+    return keys
+
+
+async def put_in_state(store: RedisIdempotencyRepository, state: str) -> None:
+    reserved = await take(store, wish(lease=timedelta(0) if state == "lapsed" else LEASE))
+    match state:
+        case "released":
+            await store.release([reserved])
+        case "completed":
+            await store.complete([Completion(reservation=reserved, ttl=TTL, result=StoredResult(b'"receipt"'))])
+        case "failed":
+            await store.fail([Failure(reservation=reserved, ttl=TTL, error="no such card")])
+
+
+@pytest.mark.scenario(92, 94)
+@pytest.mark.parametrize("state", ["held", "lapsed", "released", "completed", "failed"])
+async def test_each_flipped_bit_is_corrupt_and_the_record_is_left_as_it_is(
+    store: RedisIdempotencyRepository, redis_client: Redis, state: str
+) -> None:
+    await put_in_state(store, state)
+    damaged = list(flips(await raw_of(redis_client)))
+    keys = await spread(redis_client, damaged)
+
+    verdicts = await store.reserve([wish(key) for key in keys])
+
+    # A takeover replaces all that stands behind the fingerprint: what was damaged there is gone.
+    told = 8 * BEHIND_FINGERPRINT if state in {"lapsed", "released"} else len(verdicts)
+    assert {type(verdict) for verdict in verdicts[:told]} == {Corrupt}
+    assert all(isinstance(verdict, Corrupt) or is_second_run(verdict) for verdict in verdicts)
+    left = await redis_client.mget(keys)
+    assert all(
+        now == then for verdict, now, then in zip(verdicts, left, damaged, strict=True) if isinstance(verdict, Corrupt)
+    )
+
+
+@pytest.mark.scenario(92, 94)
+@pytest.mark.parametrize("verb", ["complete", "fail", "renew", "release", "reserve again"])
+async def test_no_write_of_the_owner_puts_a_sound_check_on_a_damaged_record(
+    store: RedisIdempotencyRepository, redis_client: Redis, verb: str
+) -> None:
+    request = wish()
+    reserved = await take(store, request)
+    keys = await spread(redis_client, list(flips(await raw_of(redis_client))))
+    ours = [Reserved(key=key, token=reserved.token, attempt=1, fence=reserved.fence, lease=LEASE) for key in keys]
+    result = StoredResult(b'"receipt"')
+
+    await written(store, verb, ours, request, result)
+
+    verdicts = await store.reserve([wish(key) for key in keys])
+    unharmed = [verdict for verdict in verdicts if not isinstance(verdict, Corrupt)]
+    match verb:
+        case "complete" | "fail":
+            # The token and the owner, and their check, are not kept: what was damaged there is gone.
+            assert len(verdicts) - len(unharmed) >= 8 * BEHIND_TRACE_CHECK
+            assert all(is_sound(verdict, result) for verdict in unharmed)
+        case "release":
+            assert len(verdicts) - len(unharmed) >= 8 * BEHIND_FINGERPRINT
+            assert all(map(is_second_run, unharmed))
+        case _:
+            assert unharmed == []
+
+
+async def written(
+    store: RedisIdempotencyRepository, verb: str, ours: list[Reserved], request: ReserveRequest, result: StoredResult
+) -> None:
+    match verb:
+        case "complete":
+            await store.complete([Completion(reservation=each, ttl=TTL, result=result) for each in ours])
+        case "fail":
+            await store.fail([Failure(reservation=each, ttl=TTL, error="no") for each in ours])
+        case "renew":
+            await store.renew(ours, LEASE)
+        case "release":
+            await store.release(ours)
+        case _:
+            again = [
+                ReserveRequest(key=each.key, token=request.token, lease=LEASE, retention=TTL, fingerprint=b"f" * 16)
+                for each in ours
+            ]
+            await store.reserve(again)
+
+
+def is_second_run(verdict: Verdict) -> bool:
+    return isinstance(verdict, Reserved) and verdict.attempt == 2
+
+
+def is_sound(verdict: Verdict, result: StoredResult) -> bool:
+    attempt = getattr(verdict, "attempt", None)
+    return attempt == 1 and getattr(verdict, "result", result) == result and getattr(verdict, "error", "no") == "no"
+
+
+@pytest.mark.scenario(92)
+@pytest.mark.parametrize("foreign", FOREIGN, ids=ascii)
+async def test_what_another_program_put_there_is_corrupt_to_all_and_touched_by_none(
+    store: RedisIdempotencyRepository, redis_client: Redis, foreign: bytes
+) -> None:
+    reserved = await take(store, wish())
+    await redis_client.set("k", foreign)
+
+    (verdict,) = await store.reserve([wish()])
+
+    assert isinstance(verdict, Corrupt)
+    assert await refused_by_all(store, reserved)
+    assert await redis_client.get("k") == foreign
+
+
+@pytest.mark.scenario(92)
+async def test_another_type_under_the_key_is_corrupt_to_all_and_touched_by_none(
+    store: RedisIdempotencyRepository, redis_client: Redis
+) -> None:
+    reserved = await take(store, wish())
+    await redis_client.delete("k")
+    await redis_client.rpush("k", "1")
+
+    (verdict,) = await store.reserve([wish()])
+
+    assert isinstance(verdict, Corrupt)
+    assert await refused_by_all(store, reserved)
+    assert await redis_client.lrange("k", 0, -1) == [b"1"]
+
+
+@pytest.mark.scenario(93)
+@pytest.mark.parametrize("newer", range(3, 32))
+async def test_a_record_of_a_newer_version_is_touched_by_nobody(
+    store: RedisIdempotencyRepository, redis_client: Redis, newer: int
+) -> None:
+    reserved = await take(store, wish(lease=timedelta(0)))
+    record = bytes((newer,)) + (await raw_of(redis_client))[1:]
+    await redis_client.set("k", record)
+
+    (verdict,) = await store.reserve([wish()])
+
+    assert verdict == Corrupt(key="k", reason=f"its format {newer} is newer than this version reads (2)")
+    assert await refused_by_all(store, reserved)
+    assert await redis_client.get("k") == record
+
+
+async def refused_by_all(store: RedisIdempotencyRepository, reserved: Reserved) -> bool:
+    answers = [
+        *await store.renew([reserved], LEASE),
+        *await store.release([reserved]),
+        *await store.complete([Completion(reservation=reserved, ttl=TTL)]),
+        *await store.fail([Failure(reservation=reserved, ttl=TTL, error="no")]),
+    ]
+    return not any(answers)
+
+
+@pytest.mark.scenario(93)
+@pytest.mark.parametrize("state", ["held", "completed", "failed"])
+async def test_a_record_of_the_older_format_answers_as_it_did(
+    store: RedisIdempotencyRepository, redis_client: Redis, state: str
+) -> None:
+    await put_in_state(store, state)
+    (before,) = await store.reserve([wish()])
+    older = unchecked(await raw_of(redis_client))
+    await redis_client.set("k", older)
+
+    (verdict,) = await store.reserve([wish()])
+
+    assert type(verdict) is type(before)
+    if isinstance(verdict, Completed):
+        assert verdict == before
+    assert await redis_client.get("k") == older
+
+
+@pytest.mark.scenario(93)
+@pytest.mark.parametrize("state", ["lapsed", "released"])
+async def test_a_record_of_the_older_format_is_taken_over_and_then_has_checks(
+    store: RedisIdempotencyRepository, redis_client: Redis, state: str
+) -> None:
+    await put_in_state(store, state)
+    await redis_client.set("k", unchecked(await raw_of(redis_client)))
+
+    taken = await take(store, wish())
+
+    assert (taken.attempt, taken.previous.value) == (2, state)
+    assert (await raw_of(redis_client))[0] == 2
+    assert await store.complete([Completion(reservation=taken, ttl=TTL)]) == [True]
+
+
+@pytest.mark.scenario(92, 94)
+@pytest.mark.parametrize("at", [2, 17, -1])
+async def test_a_delivery_whose_record_is_damaged_is_dead_lettered_and_neither_run_nor_taken_for_done(
+    store: RedisIdempotencyRepository, redis_client: Redis, at: int
+) -> None:
+    broker, runs, router = FakeBroker(), list[str](), EventRouter()
+
+    @router.on(OrderPlaced, name="charge")
+    async def charge(event: OrderPlaced) -> str:
+        runs.append(event.order_id)
+        return "receipt"
+
+    manager = IdempotencyManager(IdempotencyConfig(), store, scope="billing")
+    event: Any = OrderPlaced()
+    broker.publish(event)
+    async with running(IdempotentEventDispatcher(router, manager), broker) as worker:
+        await worker.until(lambda: broker.committed.get(Partition("order_placed", 0)) == 1, 30)
+        full = manager.space.full(Key.of_event("charge", "order_placed", "id", event.event_id))
+        record = bytearray(await raw_of(redis_client, full))
+        record[at] ^= 4
+        await redis_client.set(full, bytes(record), keepttl=True)
+        broker.publish(event)
+        await worker.until(lambda: broker.committed.get(Partition("order_placed", 0)) == 2, 30)
+
+    (letter,) = broker.values("order_placed.dlq")
+    assert runs == ["1"]
+    assert dict(letter.headers)["idempotency-dlq-reason"] == b"corrupt_record"
+    assert await redis_client.get(full) == bytes(record)

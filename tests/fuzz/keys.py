@@ -1,0 +1,74 @@
+"""What must hold for any parts of a key: bounded printable ASCII, and no two different inputs make one key."""
+
+from __future__ import annotations
+
+from random import Random
+
+from integr8s_idem.errors import InvalidKeyError
+from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeySpace, canonical_json, downstream_key
+from tests.campaigns.figures import Figures
+from tests.fuzz.mutators import text, value
+
+
+def keyed(random: Random) -> Figures:
+    """Two tuples of parts that are nearly the same."""
+    one = [text(random) or "x" for _ in range(5)]
+    other = _nearly(random, one)
+    keys = []
+    for scope, *parts in (one, other):
+        space = KeySpace("idempotency", scope, hash_keys=random.random() < 0.1)
+        by_event, by_caller = Key.of_event(*parts), Key.of(":".join(parts))
+        assert by_event.text != by_caller.text
+        for full in (space.full(by_event), space.full(by_caller), downstream_key(space.full(by_event), parts[0])):
+            assert full.isascii(), ascii(full)
+            assert full.isprintable(), ascii(full)
+            assert not set("{}*?[] ") & set(full), ascii(full)
+            assert len(full) <= MAX_KEY_LENGTH, ascii(full)
+        keys.append(KeySpace("idempotency", scope).full(by_event))
+    assert (keys[0] == keys[1]) == (one == other), f"{one!a} and {other!a} make {keys}"
+    return Figures(keys=1)
+
+
+def _nearly(random: Random, parts: list[str]) -> list[str]:
+    """A letter moved over the border of two parts, or any other small change."""
+    parts = list(parts)
+    at = random.randrange(4)
+    match random.randrange(4):
+        case 0:
+            whole = f"{parts[at]}{random.choice((':', '', '%3A'))}{parts[at + 1]}"
+            cut = random.randint(0, len(whole))
+            parts[at : at + 2] = [whole[:cut] or "x", whole[cut:] or "x"]
+        case 1:
+            parts[at] += random.choice((" ", "\0", ":", "\u0301", "%", "x"))
+        case 2:
+            parts[at], parts[at + 1] = parts[at + 1], parts[at]
+    return parts
+
+
+def canonical(random: Random) -> Figures:
+    """Two values that are nearly the same: one form exactly if they are one value."""
+    one = value(random)
+    other = value(Random(random.randrange(50))) if random.random() < 0.5 else _other_order(one)
+    try:
+        forms = [canonical_json(each) for each in (one, other)]
+    except InvalidKeyError:
+        return Figures(no_canonical_form=1)
+    assert (forms[0] == forms[1]) == (_exact(one) == _exact(other)), f"{one!a} and {other!a}"
+    return Figures(canonical=1)
+
+
+def _other_order(given: object) -> object:
+    if isinstance(given, dict):
+        return {name: _other_order(given[name]) for name in reversed(list(given))}
+    return [_other_order(item) for item in given] if isinstance(given, list) else given
+
+
+def _exact(given: object) -> str:
+    """What is one value to JSON: 1 and 1.0 and 1e0, 0 and -0.0, but not 1 and true."""
+    if isinstance(given, dict):
+        return "{" + ",".join(f"{name!r}:{_exact(given[name])}" for name in sorted(given)) + "}"
+    if isinstance(given, list):
+        return "[" + ",".join(map(_exact, given)) + "]"
+    if isinstance(given, float) and given.is_integer() and abs(given) < 2**53:
+        return repr(int(given))
+    return repr(given)

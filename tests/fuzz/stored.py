@@ -1,0 +1,129 @@
+"""What must hold for any bytes under a key or in a result: a verdict or our own error, never another's record."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from random import Random
+from typing import Any
+
+from pydantic import BaseModel
+
+from integr8s_idem.errors import ResultDecodeError
+from integr8s_idem.records import (
+    JSON,
+    Completion,
+    Corrupt,
+    Failure,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+)
+from integr8s_idem.results import decode_result, encode_result
+from integr8s_idem.stores.redis import codec
+from tests.campaigns.figures import Figures
+from tests.fuzz.claims import must
+from tests.fuzz.mutators import damaged, flipped, text, value
+from tests.support.stored import checked
+
+NOW_US = 1_893_456_000_000_000
+_LEASE = timedelta(seconds=30)
+
+
+class Receipt(BaseModel):
+    number: int
+    paid: bool = True
+    tags: list[str] = []
+
+
+_TYPES: tuple[Any, ...] = (Any, Receipt, int, list[Receipt], dict[str, int] | None)
+
+
+def request(random: Random) -> ReserveRequest:
+    return ReserveRequest(
+        key="k",
+        token=random.randbytes(16),
+        lease=_LEASE,
+        retention=_LEASE,
+        fingerprint=random.choice((None, random.randbytes(16))),
+        owner=text(random)[:128],
+        trace=random.choice((None, TraceLink(random.randbytes(16), random.randbytes(8)))),
+    )
+
+
+def stored(random: Random, wish: ReserveRequest) -> bytes:
+    """A record as the scripts write it, in one of its three states."""
+    reserved = Reserved(key="k", token=wish.token, attempt=1, fence=NOW_US, lease=_LEASE)
+    packed = codec.wish_of(wish)
+    extras = (16 if packed[0] & 1 else 0) + (24 if packed[0] & 2 else 0)
+    status = random.randint(1, 3)
+    flags, rest = packed[0] + random.choice((0, 32, 64)), packed[1:]
+    if status != codec.PROCESSING:
+        body = random.choice(
+            (None, StoredResult(random.randbytes(random.randint(0, 300)), random.choice((JSON, "a/b"))))
+        )
+        outcome = (
+            codec.outcome_of_completion(Completion(reservation=reserved, ttl=_LEASE, result=body))
+            if status == codec.COMPLETED
+            else codec.outcome_of_failure(Failure(reservation=reserved, ttl=_LEASE, error=text(random)))
+        )
+        flags, rest = packed[0] + outcome[0], packed[1 : 5 + extras] + outcome[1:]
+    attempt, fence = random.randint(1, 65_535), NOW_US + random.randint(-(10**9), 10**9)
+    time_ms = NOW_US // 1000 + random.randint(-(10**6), 10**6)
+    header = bytes((2, status, flags)) + attempt.to_bytes(2, "big") + fence.to_bytes(7, "big")
+    return checked(header + time_ms.to_bytes(6, "big")) + rest
+
+
+def recorded(random: Random) -> Figures:
+    """One record, damaged in one way."""
+    wish = request(random)
+    raw = stored(random, wish)
+    asks = random.choice((wish, request(random)))
+    sound = codec.verdict_of(asks, raw, NOW_US)
+    assert not isinstance(sound, Corrupt), sound
+    bit = random.randrange(8 * len(raw))
+    at = random.randrange(len(raw))
+    for must_show in (flipped(raw, bit), raw[:at], raw + random.randbytes(random.randint(1, 8)), _burst(random, raw)):
+        verdict = codec.verdict_of(asks, must_show, NOW_US)
+        assert isinstance(verdict, Corrupt), f"{raw.hex()} damaged to {must_show.hex()} is {verdict}"
+    codec.holds_lease(must_show, NOW_US // 1000)
+    # Any other damage: a verdict, whatever it says.
+    assert codec.verdict_of(asks, damaged(random, raw), NOW_US).key == "k"
+    assert codec.verdict_of(asks, b"\1" + damaged(random, raw)[1:], NOW_US).key == "k"
+    return Figures(records=1)
+
+
+def _burst(random: Random, raw: bytes) -> bytes:
+    """Two bytes beside one another, other than they were.  The format is left: 1 would mean an older record."""
+    at = random.randrange(1, len(raw) - 1)
+    noise = random.randint(1, 2**16 - 1).to_bytes(2, "big")
+    return raw[:at] + bytes(a ^ b for a, b in zip(raw[at : at + 2], noise, strict=True)) + raw[at + 2 :]
+
+
+def resulted(random: Random) -> Figures:
+    """One value through the bytes of a result and back, and the same bytes damaged."""
+    given = value(random)
+    try:
+        sound = encode_result(given)
+    except ValueError:
+        return Figures(no_result=1)
+    same = decode_result("k", sound)
+    assert repr(same) == repr(given) or _holds_extremes(given), f"{given!a} comes back as {same!a}"
+    body = damaged(random, sound.body) if random.random() < 0.6 else sound.body
+    spoiled = StoredResult(body, random.choice((JSON, JSON, JSON, "text/plain")))
+    try:
+        decode_result("k", spoiled, random.choice((Any, *_TYPES)))
+    except ResultDecodeError as error:
+        must(len(str(error)) < 2_000, error)
+        return Figures(undecodable_results=1)
+    return Figures(results=1)
+
+
+def _holds_extremes(given: object) -> bool:
+    """Numbers that JSON in the form of pydantic does not bring back to the last digit."""
+    if isinstance(given, dict):
+        return any(_holds_extremes(item) for item in given.values())
+    if isinstance(given, list):
+        return any(_holds_extremes(item) for item in given)
+    return isinstance(given, float) and not math.isfinite(given)
