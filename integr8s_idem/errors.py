@@ -106,7 +106,7 @@ class PreviouslyFailedError(IdempotencyError):
     def __str__(self) -> str:
         return (
             f"{self.key} was given up after attempt {self.attempt}: {self.error}. "
-            "To try again, publish it with the header idempotency-generation = 1, or delete its record. "
+            "To try again, replay it as a new generation, or delete its record. "
             f"{self.read_more}"
         )
 

@@ -33,6 +33,7 @@ def slow_charging(shop: Shop, seconds: float) -> EventRouter:
     return router
 
 
+@pytest.mark.scenario(63)
 async def test_a_rebalance_with_work_in_flight_loses_and_repeats_nothing(shop: Shop) -> None:
     router = slow_charging(shop, 0.05)
     events = orders(200)
@@ -51,6 +52,7 @@ async def test_a_rebalance_with_work_in_flight_loses_and_repeats_nothing(shop: S
     await eventually(lambda: first.worker.report().lag == 0)
 
 
+@pytest.mark.scenario(12, 38)
 async def test_a_handler_that_outlives_its_partition_completes_by_token_and_the_next_owner_replays_it(
     shop: Shop,
 ) -> None:
@@ -78,6 +80,7 @@ async def test_a_handler_that_outlives_its_partition_completes_by_token_and_the_
     assert first.tally.stale == 4
 
 
+@pytest.mark.scenario(64)
 async def test_a_handler_longer_than_the_poll_interval_keeps_its_partition(shop: Shop) -> None:
     settings = kafka_settings(shop.kafka, shop.settings.topic_prefix, max_poll_interval_seconds=2)
     worker = await shop.worker(slow_charging(shop, 6), kafka=settings)
@@ -90,6 +93,7 @@ async def test_a_handler_longer_than_the_poll_interval_keeps_its_partition(shop:
     assert worker.tally.stale == 0
 
 
+@pytest.mark.scenario(64)
 async def test_a_handler_longer_than_its_lease_keeps_it_by_renewal(shop: Shop) -> None:
     shop.lease = 1.0
     first = await shop.worker(slow_charging(shop, 3.5))
@@ -148,6 +152,7 @@ async def test_a_worker_started_while_the_store_is_down_takes_nothing_until_it_i
             await worker.stop()
 
 
+@pytest.mark.scenario(60)
 async def test_a_broker_restart_costs_nothing_but_time(
     own_kafka: KafkaBroker, topic_prefix: str, redis_url: str
 ) -> None:

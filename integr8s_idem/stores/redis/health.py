@@ -19,11 +19,9 @@ async def health_of(client: Redis, mark: str) -> StoreHealth:
     start = time.perf_counter()
     await client.ping()
     latency = timedelta(seconds=time.perf_counter() - start)
-    identity = await _identity(client, mark)
-    try:
-        info: Mapping[str, Any] = await client.info()
-    except (NoPermissionError, ResponseError) as error:
-        _only_refusals(error)
+    identity, info = await _identity(client, mark)
+    if info is None:
+        # An ACL user without +info: the store works, its settings stay unseen.
         return StoreHealth(
             kind="redis",
             version="unknown",
@@ -48,11 +46,12 @@ def _lineage(info: Mapping[str, Any]) -> tuple[str, str]:
     return str(info.get("master_replid", "")), before if before.strip("0") else ""
 
 
-async def _identity(client: Redis, mark: str) -> str:
-    """What the mark says; made if it is not there, by whoever comes first.
+async def _identity(client: Redis, mark: str) -> tuple[str, Mapping[str, Any] | None]:
+    """What the mark says, made by whoever comes first if it is not there; and INFO, `None` if that is forbidden.
 
     The commands are those of the scripts, so that a server that takes no writes, or a user who may not run
     one of them, shows here rather than at the first event.  None of them changes a mark that is there.
+    All go by one connection: in a failover another one may lead to another server.
     """
     fresh = f"{secrets.token_hex(8)} {datetime.now(UTC).isoformat(timespec='seconds')}"
     async with client.pipeline(transaction=False) as pipeline:
@@ -61,18 +60,24 @@ async def _identity(client: Redis, mark: str) -> str:
         pipeline.pttl(mark)
         pipeline.pexpire(f"{mark}:none", 1)
         pipeline.get(mark)
-        answers = await pipeline.execute(raise_on_error=False)
+        pipeline.info()
+        *answers, info = await pipeline.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
+    if isinstance(info, Exception):
+        if not _is_refusal(info):
+            raise info
+        info = None
     found: bytes = answers[-1]
-    return found.decode(errors="replace")
+    return found.decode(errors="replace"), info
 
 
-def _only_refusals(error: ResponseError) -> None:
+def _is_refusal(error: Exception) -> bool:
     text = str(error).lower()
-    if not isinstance(error, NoPermissionError) and "unknown command" not in text and "permission" not in text:
-        raise error
+    return isinstance(error, NoPermissionError) or (
+        isinstance(error, ResponseError) and ("unknown command" in text or "permission" in text)
+    )
 
 
 def _version(info: Mapping[str, Any]) -> str:
@@ -103,7 +108,8 @@ async def _about_persistence(client: Redis, info: Mapping[str, Any]) -> list[str
     try:
         save = (await client.config_get("save")).get("save", "")
     except (NoPermissionError, ResponseError) as error:
-        _only_refusals(error)
+        if not _is_refusal(error):
+            raise
         return [
             "this Redis user may not run CONFIG GET, and appendonly is off: "
             "whether records survive a restart stays unseen; give it +config|get, or set appendonly yes"
