@@ -9,6 +9,7 @@ from tests.campaigns.figures import Campaign
 
 MODULES: Final = (
     "tests.model.campaign",
+    "tests.simulation.campaign",
     "tests.campaigns.races",
     "tests.campaigns.storm",
     "tests.crashes.points",

@@ -56,3 +56,38 @@ async def test_a_poll_that_fails_right_after_a_rebalance_loses_nothing_of_what_i
         await worker.until(lambda: broker.committed.get(TOPIC) == 4)
 
     assert runs == ["0", "1", "2", "later"]
+
+
+@pytest.mark.xfail(strict=True, reason="a poller that has given its client up polls on while the worker drains")
+@virtual_time
+async def test_a_poll_that_fails_right_after_a_rebalance_while_the_worker_stops_loses_nothing() -> None:
+    """The client is given up, but nobody listens: the worker is leaving anyway, and polls on until it has left."""
+    broker, given, other = FakeBroker(), asyncio.Event(), Partition("order_placed", 1)
+    runs = list[str]()
+    router = EventRouter()
+    broker.publish(OrderPlaced(order_id="slow"))
+
+    @router.on(OrderPlaced)
+    async def handle(event: OrderPlaced) -> None:
+        runs.append(event.order_id)
+        await asyncio.sleep(10 if event.order_id == "slow" else 0)
+
+    async with running(EventDispatcher(router), broker) as worker:
+        await worker.until(lambda: runs == ["slow"])
+        fetch = worker.consumer.getmany
+
+        async def getmany(*only: Any, **told: Any) -> Mapping[Any, Sequence[Any]]:
+            if not given.is_set():
+                given.set()
+                broker.publish(OrderPlaced(order_id="1"), partition=1)
+                await worker.consumer.give([other])
+                await fetch(*only, **told)
+                broker.publish(OrderPlaced(order_id="2"), partition=1)
+                raise RequestTimedOutError
+            return await fetch(*only, **told)
+
+        worker.worker.stop()
+        worker.consumer.getmany = getmany  # type: ignore[method-assign]  # the moment under test
+
+    assert given.is_set()
+    assert broker.committed.get(other, 0) == 0 or "1" in runs

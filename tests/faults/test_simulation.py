@@ -1,0 +1,75 @@
+"""The simulation keeps its promises, finds the bugs that are put in, and repeats itself exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.bugs import BUGS
+from tests.simulation.campaign import CAMPAIGN, complaint
+from tests.simulation.world import simulate
+
+CHECKOUT = Path(__file__).parents[2]
+
+FOUND_WITHIN = 1_000
+"""Seeds."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.scenario(3, 8, 10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 23, 26, 33, 34, 35, 36, 38, 63, 66, 78)
+def test_no_seed_breaks_a_promise() -> None:
+    figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
+
+    assert figures["seeds"] == CAMPAIGN.in_test
+    assert (figures["lost"], figures["fenced_repeats"]) == (0, 0)
+    assert min(figures[name] for name in ("takeovers", "crashes", "stalls", "partitions", "rebalances", "repeats")) > 50
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_put_in_on_purpose_is_found(bug: str, record_property: Callable[[str, object], None]) -> None:
+    with BUGS[bug]():
+        verdicts = (simulate(seed) for seed in range(FOUND_WITHIN))
+        found = next((verdict for verdict in verdicts if verdict.violations), None)
+
+    assert found is not None, f"{bug} was not found within {FOUND_WITHIN} seeds"
+    record_property("found", complaint(found, bug))
+
+
+def test_a_run_with_a_bug_is_good_again_without_it() -> None:
+    with BUGS["watermark_off_by_one"]():
+        broken = simulate(0)
+
+    assert broken.violations
+    assert simulate(0).violations == []
+
+
+def test_a_hundred_seeds_run_again_take_the_same_steps_in_another_process_too() -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", "0:100", "--json"]
+    environment = os.environ | {"PYTHONHASHSEED": "12345"}
+
+    here = [simulate(seed, digest=True).digest for seed in range(100)]
+    again = [simulate(seed, digest=True).digest for seed in range(20)]
+    told = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
+
+    there = [json.loads(line)["digest"] for line in told.stdout.splitlines()]
+    assert here == there
+    assert here[:20] == again
+    assert len(set(here)) == 100
+
+
+def test_the_command_replays_a_seed_with_its_bug_and_says_what_broke() -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--seed", "0", "--bug", "watermark_off_by_one", "--trace"]
+
+    told = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+
+    assert told.returncode == 1, told.stderr
+    assert "python -m tests.simulation --seed 0 --bug watermark_off_by_one --trace" in told.stdout
+    assert "VIOLATION" in told.stdout

@@ -1,0 +1,357 @@
+"""Bugs put into the real code on purpose: the check that the simulation can fail.
+
+Each is a context manager that patches one thing; `BUGS` lists them by name.  Most of them were somebody's
+real bug; docs/decisions/0018 says whose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any, Final
+from unittest import mock
+
+from integr8s_idem.config import OnInProgress
+from integr8s_idem.errors import StoreError
+from integr8s_idem.handling import GuardedHandling
+from integr8s_idem.leases import HeldLease, LeaseKeeper
+from integr8s_idem.ledger import Ledger
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved, ReserveRequest, Verdict
+from integr8s_idem.stores import memory
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.work import Executed
+from integr8s_idem.worker.assignments import AbandonedError, Assignment, Delivery
+from integr8s_idem.worker.consumer import ServiceWorker
+from integr8s_idem.worker.holdings import Holdings
+from integr8s_idem.worker.offsets import Progress
+from integr8s_idem.worker.polling import Poller
+from integr8s_idem.worker.settling import Settler
+from tests.simulation.store import Server, StoreClient
+
+Bug = Callable[[], AbstractContextManager[Any]]
+
+
+def _instead(owner: object, name: str, replacement: object) -> AbstractContextManager[Any]:
+    return mock.patch.object(owner, name, replacement)
+
+
+# The store.
+
+
+def no_token_check() -> AbstractContextManager[Any]:
+    """Whoever completes, renews or releases is believed, as long as the key is being worked on."""
+
+    def held(self: Any, reservation: Reserved, now: datetime) -> Any:
+        entry = self._living(reservation.key, now)
+        return entry if entry is not None and entry.status is IdempotencyStatus.PROCESSING else None
+
+    return _instead(MemoryIdempotencyRepository, "_held", held)
+
+
+def unconditional_outcome() -> AbstractContextManager[Any]:
+    """An outcome overwrites whatever is there, an earlier outcome included."""
+
+    def held(self: Any, reservation: Reserved, now: datetime) -> Any:
+        return self._living(reservation.key, now)
+
+    def settle(self: Any, *told: Any) -> Any:
+        with _instead(MemoryIdempotencyRepository, "_held", held):
+            return settled(self, *told)
+
+    settled = MemoryIdempotencyRepository._settle
+    return _instead(MemoryIdempotencyRepository, "_settle", settle)
+
+
+def unconditional_delete() -> AbstractContextManager[Any]:
+    """A failed run removes the record, whoever owns it now."""
+
+    def release(self: Any, reservation: Reserved, now: datetime) -> bool:
+        return self._entries.pop(reservation.key, None) is not None
+
+    return _instead(MemoryIdempotencyRepository, "_release", release)
+
+
+@contextmanager
+def record_shorter_than_lease() -> Iterator[None]:
+    """The record expires while its run goes on."""
+
+    def renew(self: Any, reservation: Reserved, now: datetime, lease: timedelta) -> bool:
+        entry = self._held(reservation, now)
+        if entry is not None:
+            entry.lease_until = now + lease
+        return entry is not None
+
+    with (
+        _instead(memory, "_life", lambda request: request.lease / 5),
+        _instead(MemoryIdempotencyRepository, "_renew", renew),
+    ):
+        yield
+
+
+def clock_of_the_worker() -> AbstractContextManager[Any]:
+    """Leases are compared with the clock of whoever asks."""
+    right = Server.now
+
+    def now(self: Server) -> datetime:
+        return right(self) + timedelta(seconds=self.asker_is_ahead)
+
+    return _instead(Server, "now", now)
+
+
+def reserve_not_repeatable() -> AbstractContextManager[Any]:
+    """A reservation whose answer was lost is somebody else's to its own caller."""
+    right = MemoryIdempotencyRepository._reserve
+
+    def reserve(self: Any, request: ReserveRequest, now: datetime) -> Verdict:
+        entry = self._living(request.key, now)
+        if entry is not None and entry.token == request.token and entry.lease_until is not None:
+            left = entry.lease_until - now
+            return InProgress(key=request.key, attempt=entry.attempt, retry_after=max(left, timedelta(0)))
+        return right(self, request, now)
+
+    return _instead(MemoryIdempotencyRepository, "_reserve", reserve)
+
+
+def check_then_act() -> AbstractContextManager[Any]:
+    """A takeover reads, thinks and writes."""
+    right = StoreClient.reserve
+
+    async def reserve(self: StoreClient, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        server = self.server
+        before = await self._call("get", lambda: [server.seen(request.key) for request in requests])
+        now = server.now()
+        free = [seen is None or (seen.open and (seen.lease_until or now) <= now) for seen in before]
+        if not all(free):
+            return await right(self, requests)
+
+        def take(request: ReserveRequest, seen: Any) -> Verdict:
+            attempt, fence = (seen.attempt + 1, seen.fence) if seen is not None else (1, 0)
+            previous = Previous.LAPSED if seen is not None else Previous.NONE
+            now, there = server.now(), server.seen(request.key)
+            verdict = server.inner._take(request, now, attempt, fence, previous)
+            server._check_reserved(request, there, verdict, now)
+            return verdict
+
+        return await self._call("set", lambda: [take(*pair) for pair in zip(requests, before, strict=True)])
+
+    return _instead(StoreClient, "reserve", reserve)
+
+
+# The manager and its leases.
+
+
+def no_fencing_by_oneself() -> AbstractContextManager[Any]:
+    """A run whose lease has ended goes on."""
+
+    async def enter(self: HeldLease) -> HeldLease:
+        await self._fence.__aenter__()
+        self._fence.reschedule(None)
+        self._keeper.take(self)
+        return self
+
+    def renewed(self: HeldLease, asked_at: float, lease: float) -> None:
+        self._count_from(asked_at, lease)
+
+    return mock.patch.multiple(HeldLease, __aenter__=enter, renewed=renewed, lose=lambda self: None)
+
+
+def no_renewal() -> AbstractContextManager[Any]:
+    """Leases are never renewed, and nobody is cancelled for it."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        async def never(self: LeaseKeeper, duration: timedelta, leases: list[HeldLease]) -> None:
+            for lease in leases:
+                lease.renew_at = math.inf
+
+        with no_fencing_by_oneself(), _instead(LeaseKeeper, "_renew", never):
+            yield
+
+    return both()
+
+
+def key_made_again() -> AbstractContextManager[Any]:
+    """The key is made of the event at every try, after the handler has had it."""
+    right = GuardedHandling.attempt
+
+    async def attempt(self: GuardedHandling, **told: Any) -> Any:
+        handler: Any = self.handler
+        self._work.key = handler.resolver.resolve(handler.name, self.event, self.generation).key
+        return await right(self, **told)
+
+    return _instead(GuardedHandling, "attempt", attempt)
+
+
+def completed_before_the_handler() -> AbstractContextManager[Any]:
+    """The outcome is written first, as with an offset committed before the work."""
+    performed = IdempotencyManager._perform
+
+    async def perform(self: IdempotencyManager, work: Any, function: Any, reserved: Reserved, *told: Any) -> Any:
+        completion = self._ledger.completion(reserved, "done", work.ttl)
+        await self._ledger.complete(completion)
+        return await performed(self, work, function, reserved, *told)
+
+    return _instead(IdempotencyManager, "_perform", perform)
+
+
+def token_of_the_process() -> AbstractContextManager[Any]:
+    """All runs of one process have one token: a second run of a key there takes the first one's reservation."""
+    right = Ledger.request
+
+    def request(self: Ledger, work: Any, trace: Any = None) -> ReserveRequest:
+        return replace(right(self, work, trace), token=self._owner.encode().ljust(16)[:16])
+
+    return _instead(Ledger, "request", request)
+
+
+# The worker.
+
+
+def acknowledge_in_progress() -> AbstractContextManager[Any]:
+    """A duplicate of what is being worked on is acknowledged."""
+    right = GuardedHandling.__init__
+
+    def init(self: GuardedHandling, *told: Any, **named: Any) -> None:
+        right(self, *told, **named)
+        self.on_in_progress = OnInProgress.SKIP
+
+    return _instead(GuardedHandling, "__init__", init)
+
+
+def watermark_off_by_one() -> AbstractContextManager[Any]:
+    """The offset of the first unfinished delivery counts as done."""
+
+    def committable(self: Progress) -> int | None:
+        return self._delivered[0] + 1 if self._delivered else self._next
+
+    return _instead(Progress, "committable", property(committable))
+
+
+def highest_finished() -> AbstractContextManager[Any]:
+    """What is committed is the highest finished offset, not the lowest unfinished one."""
+    right = Progress.finish
+
+    def finish(self: Progress, offset: int) -> None:
+        while self._delivered and self._delivered[0] <= offset:
+            self._delivered.popleft()
+        right(self, offset)
+
+    return _instead(Progress, "finish", finish)
+
+
+def epoch_ignored() -> AbstractContextManager[Any]:
+    """A partition that comes back goes on where it was when it was lost."""
+    end, begin = Holdings.end, Holdings.begin
+    lost: dict[tuple[int, Any], Progress] = {}
+
+    def remembering(self: Holdings, assignment: Assignment) -> None:
+        lost[id(self), assignment.partition] = assignment.progress
+        end(self, assignment)
+
+    def going_on(self: Holdings, partitions: Iterable[Any]) -> None:
+        ours = list(partitions)
+        begin(self, ours)
+        for partition in ours:
+            if (id(self), partition) in lost:
+                self.assignments[partition].progress = lost[id(self), partition]
+
+    return mock.patch.multiple(Holdings, end=remembering, begin=going_on)
+
+
+def no_seek_after_a_failed_poll() -> AbstractContextManager[Any]:
+    """A poll that fails is repeated, without what it had taken."""
+    return _instead(Poller, "_rewind", lambda self: True)
+
+
+def abandoned_is_finished() -> AbstractContextManager[Any]:
+    """What is let go in a rebalance counts as done."""
+    right = Settler.settle
+
+    async def settle(self: Settler, delivery: Delivery) -> None:
+        try:
+            await right(self, delivery)
+        except AbandonedError:
+            return
+
+    return _instead(Settler, "settle", settle)
+
+
+def acknowledged_in_an_outage() -> AbstractContextManager[Any]:
+    """A delivery that meets a silent store is acknowledged."""
+
+    async def attempt(self: Settler, delivery: Delivery, handling: Any) -> Any:
+        async with self.slots:
+            try:
+                return await handling.attempt(wait_for_store=self.gate.wait_out)
+            except StoreError:
+                return Executed(None, 1)
+
+    return _instead(Settler, "_attempt", attempt)
+
+
+def failed_without_a_letter() -> AbstractContextManager[Any]:
+    """What is given up is acknowledged, and nobody is told."""
+
+    async def nothing(self: Settler, *_: Any) -> None: ...
+
+    return _instead(Settler, "_dead_letter", nothing)
+
+
+def letter_after_the_offset() -> AbstractContextManager[Any]:
+    """The dead letter is sent beside, while the offset moves."""
+    right = Settler._dead_letter
+
+    async def beside(self: Settler, *told: Any) -> None:
+        async def later() -> None:
+            await asyncio.sleep(1.5)
+            await right(self, *told)
+
+        delivery: Delivery = told[0]
+        delivery.assignment.tasks.add(asyncio.get_running_loop().create_task(later()))
+
+    return _instead(Settler, "_dead_letter", beside)
+
+
+def offset_first() -> AbstractContextManager[Any]:
+    """A delivery counts as finished when it begins."""
+    right = ServiceWorker._settle
+
+    async def settle(self: ServiceWorker, delivery: Delivery) -> None:
+        self._finish(delivery)
+        await right(self, delivery)
+
+    return _instead(ServiceWorker, "_settle", settle)
+
+
+BUGS: Final[dict[str, Bug]] = {
+    bug.__name__: bug
+    for bug in (
+        no_token_check,
+        unconditional_outcome,
+        unconditional_delete,
+        record_shorter_than_lease,
+        clock_of_the_worker,
+        reserve_not_repeatable,
+        check_then_act,
+        token_of_the_process,
+        no_fencing_by_oneself,
+        no_renewal,
+        key_made_again,
+        completed_before_the_handler,
+        acknowledge_in_progress,
+        watermark_off_by_one,
+        highest_finished,
+        epoch_ignored,
+        no_seek_after_a_failed_poll,
+        abandoned_is_finished,
+        acknowledged_in_an_outage,
+        failed_without_a_letter,
+        letter_after_the_offset,
+        offset_first,
+    )
+}

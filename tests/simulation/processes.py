@@ -1,0 +1,209 @@
+"""Processes within one event loop: each can be killed between any two steps, or stand still for a while.
+
+Which process a task, a timer or a callback belongs to is told by a context variable, which asyncio hands on
+by itself.  What belongs to none is the world outside: brokers, stores, the network, the script of a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from enum import Enum
+from typing import Any, Final
+
+from integr8s_idem.testing.virtual_time import VirtualTimeLoop
+
+MOST_STEPS: Final = 2_000_000
+"""Steps of one run before it counts as one that never ends."""
+
+
+class State(Enum):
+    """How a process is."""
+
+    RUNNING = "running"
+    STALLED = "stalled"
+    """It stands still, as after SIGSTOP: what is due waits."""
+    DEAD = "dead"
+    """Killed: nothing of it ever runs again, not even a `finally`."""
+
+
+class Process:
+    """One worker process: tasks, timers and callbacks that share a fate."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = State.RUNNING
+        self.cut_off = False
+        """It runs, and nobody outside hears of it."""
+        self.stalls = 0
+        """How often it has stood still."""
+        self.tasks: list[SimulatedTask] = []
+        self.on_step: Callable[[], None] | None = None
+        """Called once, after `steps_left` more steps."""
+        self.steps_left = 0
+        self._waiting: list[_Step] = []
+
+    @property
+    def running(self) -> bool:
+        return self.state is State.RUNNING
+
+    @property
+    def dead(self) -> bool:
+        return self.state is State.DEAD
+
+    def kill(self) -> None:
+        self.state = State.DEAD
+        self._waiting.clear()
+
+    def stall(self) -> None:
+        if self.running:
+            self.state = State.STALLED
+            self.stalls += 1
+
+    def resume(self) -> None:
+        """Go on; what has become due meanwhile happens now, in the order in which it was due."""
+        if self.state is not State.STALLED:
+            return
+        self.state = State.RUNNING
+        loop = asyncio.get_running_loop()
+        waiting, self._waiting = self._waiting, []
+        for step in waiting:
+            asyncio.SelectorEventLoop.call_soon(loop, step, context=step.context)  # type: ignore[arg-type]  # its own loop
+
+    def after_steps(self, steps: int, call: Callable[[], None]) -> None:
+        """Call `call` between two steps of this process, `steps` from now."""
+        self.steps_left, self.on_step = steps, call
+
+    def hold_back(self, step: _Step) -> None:
+        self._waiting.append(step)
+
+    def count_step(self) -> None:
+        if self.on_step is None:
+            return
+        self.steps_left -= 1
+        if self.steps_left <= 0:
+            call, self.on_step = self.on_step, None
+            call()
+
+
+PROCESS: Final[ContextVar[Process | None]] = ContextVar("PROCESS", default=None)
+"""Whose code runs; `None` outside of all processes."""
+
+
+class _Step:
+    """A callback of a process."""
+
+    __slots__ = ("_args", "_callback", "_process", "context", "handle")
+
+    def __init__(self, process: Process, callback: Callable[..., object], args: Any, context: Context) -> None:
+        self._process = process
+        self._callback = callback
+        self._args = args
+        self.context = context
+        self.handle: asyncio.Handle
+
+    def __call__(self) -> None:
+        process = self._process
+        if process.state is not State.RUNNING:
+            if process.state is State.STALLED:
+                process.hold_back(self)
+            return
+        if self.handle.cancelled():  # while it was held back
+            return
+        self._callback(*self._args)
+        process.count_step()
+
+
+class SimulatedTask(asyncio.Task[Any]):
+    """A task with a number: sets of tasks have one order in every run, which addresses in memory have not."""
+
+    number: int
+    owner: Process | None
+    context: Context
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class SimulatedLoop(VirtualTimeLoop):
+    """Virtual time for many processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self._tasks_made = 0
+        self.loose: list[SimulatedTask] = []
+        """Tasks of the world outside."""
+        self.set_task_factory(self._make_task)  # type: ignore[arg-type]  # typeshed wants any loop
+
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], context: Context | None = None
+    ) -> SimulatedTask:
+        context = context or copy_context()
+        owner = context.get(PROCESS)
+        task = SimulatedTask.__new__(SimulatedTask)
+        self._tasks_made += 1
+        task.number = self._tasks_made
+        task.owner = owner
+        task.context = context
+        task.__init__(work, loop=self, context=context)  # type: ignore[misc]  # the number comes first: it is the hash
+        (self.loose if owner is None else owner.tasks).append(task)
+        return task
+
+    def call_soon(  # type: ignore[override]  # typeshed types the arguments one by one
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        self.steps += 1
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is None:
+            return super().call_soon(callback, *args, context=context)
+        step = _Step(process, callback, args, context or copy_context())
+        step.handle = super().call_soon(step, context=step.context)
+        return step.handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is None:
+            return super().call_at(when, callback, *args, context=context)
+        step = _Step(process, callback, args, context or copy_context())
+        handle = super().call_at(when, step, context=step.context)
+        step.handle = handle
+        return handle
+
+    def _run_once(self) -> None:
+        if self.steps > MOST_STEPS:
+            self.steps = 0
+            raise RuntimeError(f"more than {MOST_STEPS} steps: a run that never ends")
+        super()._run_once()  # type: ignore[misc]  # asyncio's own, one turn of the loop
+
+
+def spawn(process: Process, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start `work` as a task of `process`, from wherever."""
+    context = copy_context()
+    context.run(PROCESS.set, process)
+    return asyncio.get_running_loop().create_task(work, context=context)
+
+
+def bury(processes: list[Process]) -> None:
+    """Close what the dead have left behind, so that nothing of it runs when it is collected.  After the run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for process in processes:
+            process.kill()
+            for task in process.tasks:  # grows while coroutines are closed
+                if not task.done():
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]  # it is meant to be pending
+                    task.context.run(_close, task.get_coro())
+
+
+def _close(work: Any) -> None:
+    for _ in range(10):
+        try:
+            work.close()
+            return
+        except (Exception, asyncio.CancelledError):  # noqa: BLE001  # last words of the dead
+            pass

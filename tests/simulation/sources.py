@@ -1,0 +1,49 @@
+"""Everything in the library that would differ from run to run, taken from the seed instead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from random import Random
+from types import SimpleNamespace
+from typing import Final
+from unittest import mock
+
+from integr8s_idem import manager, work
+from integr8s_idem.worker import consumer, deadletters, polling, retries
+
+POLL_SECONDS: Final = 1.0
+"""Longest wait of one poll here: an idle worker polls less often, so that a run takes less time."""
+
+WALL_CLOCK: Final = 1_893_456_000.0
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@contextmanager
+def driven_by(random: Random) -> Iterator[None]:
+    """Jitter, tokens and clocks from `random` and from the loop; silence in the log."""
+    chance = SimpleNamespace(uniform=random.uniform)
+    secrets = SimpleNamespace(token_bytes=random.randbytes)
+    time = SimpleNamespace(monotonic=_now, time=lambda: WALL_CLOCK + _now())
+    logger = logging.getLogger("integr8s_idem")
+    level = logger.level
+    with ExitStack() as patches:
+        for place, name, source in (
+            (manager, "random", chance),
+            (manager, "secrets", secrets),
+            (work, "secrets", secrets),
+            (retries, "random", chance),
+            (consumer, "time", time),
+            (polling, "time", time),
+            (polling, "POLL_SECONDS", POLL_SECONDS),
+            (deadletters, "time", time),
+        ):
+            patches.enter_context(mock.patch.object(place, name, source))
+        patches.callback(logger.setLevel, level)
+        logger.setLevel(logging.CRITICAL + 1)
+        yield

@@ -1,0 +1,221 @@
+"""A store behind a network: the real one in memory, watched transition by transition."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final, TypeVar
+
+from integr8s_idem.errors import StoreUnavailableError
+from integr8s_idem.records import (
+    Completed,
+    Completion,
+    Failure,
+    IdempotencyRecord,
+    IdempotencyStatus,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    StoreHealth,
+    Verdict,
+)
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.testing.virtual_time import EPOCH
+from tests.simulation.history import History
+from tests.simulation.network import Network, SilenceError
+from tests.simulation.processes import PROCESS, Process
+
+T = TypeVar("T")
+
+TIMEOUT: Final = 0.5
+"""Seconds that a client waits for an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What matters of a record, at one moment."""
+
+    status: IdempotencyStatus
+    attempt: int
+    fence: int
+    token: bytes
+    lease_until: datetime | None
+    result: StoredResult | None
+
+    @property
+    def open(self) -> bool:
+        return self.status is IdempotencyStatus.PROCESSING
+
+
+def at_once(work: Awaitable[T]) -> T:
+    """The value of a coroutine that waits for nothing."""
+    try:
+        work.__await__().send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise RuntimeError("it waits")
+
+
+class Server:
+    """The store itself.  Every transition is checked against what the protocol allows."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self.inner = MemoryIdempotencyRepository(clock=self.now)
+        self.offset = 0.0
+        """By how many seconds its clock is ahead."""
+        self.down = False
+        self.asker_is_ahead = 0.0
+        """By how much the clock of whoever asks is ahead; the store does not care."""
+        self._highest: dict[str, int] = {}
+        self._results: dict[str, StoredResult | None] = {}
+
+    def now(self) -> datetime:
+        return EPOCH + timedelta(seconds=100 + asyncio.get_running_loop().time() + self.offset)
+
+    def seen(self, key: str) -> Seen | None:
+        entry = self.inner._entries.get(key)
+        if entry is None or entry.expires_at <= self.now():
+            return None
+        return Seen(entry.status, entry.attempt, entry.fence, entry.token, entry.lease_until, entry.result)
+
+    def keys(self) -> list[str]:
+        return list(self.inner._entries)
+
+    def lose(self, keys: Sequence[str]) -> None:
+        """Eviction, a flush, a failover: records are gone."""
+        for key in keys:
+            if self.inner._entries.pop(key, None) is not None:
+                self._history.truth.losses[key] += 1
+                self._history.note("record lost", key)
+
+    # Transitions.
+
+    def reserve(self, request: ReserveRequest) -> Verdict:
+        before, now = self.seen(request.key), self.now()
+        verdict = at_once(self.inner.reserve([request]))[0]
+        self._history.note("reserve", request.key, request.owner, type(verdict).__name__)
+        if isinstance(verdict, Reserved):
+            self._check_reserved(request, before, verdict, now)
+        elif before is not None and _own(before, request.token) and before.lease_until is not None:
+            self._history.violate("R", f"a repeated reserve of {request.key} does not find its own reservation")
+        elif isinstance(verdict, Completed) and verdict.result != self._results.get(request.key):
+            self._history.violate("D", f"{request.key} is answered with another result than that of its run")
+        return verdict
+
+    def _check_reserved(self, request: ReserveRequest, before: Seen | None, verdict: Reserved, now: datetime) -> None:
+        complain, key = self._history.violate, request.key
+        self._history.truth.granted.setdefault((key, verdict.fence), self._history.truth.excuses(key))
+        if before is not None and _own(before, request.token) and before.lease_until is not None:
+            if (verdict.attempt, verdict.fence) != (before.attempt, before.fence):
+                complain("R", f"a repeated reserve of {key} is another reservation")
+            return
+        if before is not None and not before.open:
+            complain("T", f"{key} was {before.status.value} and is reserved")
+        if before is not None and before.lease_until is not None and before.lease_until > now:
+            complain("T", f"{key} is reserved while another lease holds")
+        if verdict.attempt != (before.attempt + 1 if before is not None else 1):
+            complain("T", f"{key} is at attempt {verdict.attempt} after {before}")
+        if verdict.fence <= self._highest.get(key, 0):
+            complain("T", f"the fence of {key} does not grow")
+        self._highest[key] = verdict.fence
+        if before is not None and before.lease_until is not None:
+            self._history.counts["takeovers"] += 1
+
+    def renew(self, reserved: Reserved, lease: timedelta) -> bool:
+        return self._write("renew", reserved, lambda: self.inner.renew([reserved], lease))
+
+    def complete(self, completion: Completion) -> bool:
+        reserved = completion.reservation
+        answer = self._write("complete", reserved, lambda: self.inner.complete([completion]))
+        if answer:
+            after = self.seen(reserved.key)
+            if reserved.key not in self._history.truth.completed or after is None or after.fence == reserved.fence:
+                self._results[reserved.key] = completion.result
+            self._history.truth.completed.add(reserved.key)
+            if not any(run.effects for run in self._history.truth.runs[reserved.key]):
+                self._history.violate("L", f"{reserved.key} is completed without an effect")
+        return answer
+
+    def fail(self, failure: Failure) -> bool:
+        return self._write("fail", failure.reservation, lambda: self.inner.fail([failure]))
+
+    def release(self, reserved: Reserved) -> bool:
+        return self._write("release", reserved, lambda: self.inner.release([reserved]))
+
+    def _write(self, verb: str, reserved: Reserved, write: Callable[[], Awaitable[list[bool]]]) -> bool:
+        before = self.seen(reserved.key)
+        answer = at_once(write())[0]
+        after = self.seen(reserved.key)
+        self._history.note(verb, reserved.key, reserved.attempt, answer)
+        if after != before:
+            ours = before is not None and (before.token, before.fence) == (reserved.token, reserved.fence)
+            if not ours:
+                self._history.violate("T", f"{verb} of {reserved.key} by attempt {reserved.attempt} changed {before}")
+            elif before is not None and not before.open:
+                self._history.violate("T", f"{verb} of {reserved.key} changed what was {before.status.value}")
+            elif after is None:
+                self._history.violate("T", f"{verb} of {reserved.key} has removed it")
+        return answer
+
+
+def _own(before: Seen, token: bytes) -> bool:
+    return before.open and before.token == token
+
+
+class StoreClient:
+    """`IdempotencyRepository` of one process."""
+
+    def __init__(self, server: Server, network: Network, ahead: float) -> None:
+        """`ahead`: seconds by which this process's wall clock is ahead."""
+        process = PROCESS.get()
+        assert process is not None
+        self.server = server
+        self._process: Process = process
+        self._network = network
+        self._ahead = ahead
+
+    async def _call(self, verb: str, execute: Callable[[], T]) -> T:
+        def executed() -> T:
+            if self.server.down or self._process.cut_off:
+                raise StoreUnavailableError(verb, "connection refused")
+            self.server.asker_is_ahead = self._ahead
+            return execute()
+
+        try:
+            return await self._network.ask(executed, TIMEOUT)
+        except SilenceError:
+            raise StoreUnavailableError(verb, "no answer") from None
+
+    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        return await self._call("reserve", lambda: [self.server.reserve(request) for request in requests])
+
+    async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
+        return await self._call("renew", lambda: [self.server.renew(reserved, lease) for reserved in reservations])
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        return await self._call("complete", lambda: [self.server.complete(completion) for completion in completions])
+
+    async def fail(self, failures: Sequence[Failure]) -> list[bool]:
+        return await self._call("fail", lambda: [self.server.fail(failure) for failure in failures])
+
+    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
+        return await self._call("release", lambda: [self.server.release(reserved) for reserved in reservations])
+
+    async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
+        return await self._call("get", lambda: at_once(self.server.inner.get(keys)))
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        return await self._call("delete", lambda: at_once(self.server.inner.delete(keys)))
+
+    def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
+        return self.server.inner.scan(prefix)
+
+    async def count_active(self, prefix: str) -> int:
+        return await self._call("count_active", lambda: at_once(self.server.inner.count_active(prefix)))
+
+    async def ping(self) -> StoreHealth:
+        health = StoreHealth(kind="simulated", version="", latency=timedelta(0))
+        return await self._call("ping", lambda: health)

@@ -1,0 +1,87 @@
+"""One worker process: the real manager, dispatcher and worker, between a simulated store and broker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.worker import ServiceWorker
+from integr8s_idem.worker.records import Consumer
+from tests.simulation.consumer import SimulatedConsumer
+from tests.simulation.history import SimulatedObserver
+from tests.simulation.processes import Process, spawn
+from tests.simulation.producer import SimulatedPublisher
+from tests.simulation.store import StoreClient
+from tests.simulation.workload import ROUTER, SCOPE
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class Ordered(dict[Any, None]):
+    """A set with the order of insertion, for objects that have no order of their own."""
+
+    def add(self, item: object) -> None:
+        self[item] = None
+
+    def discard(self, item: object) -> None:
+        self.pop(item, None)
+
+
+class Worker:
+    """One life of one worker process."""
+
+    def __init__(self, world: World, name: str, ahead: float) -> None:
+        self.process = Process(name)
+        self.consumer: SimulatedConsumer | None = None
+        self.ended = False
+        self.at_once = False
+        """It ended without leaving its group."""
+        self._told_to_stop = False
+        self._world = world
+        self._ahead = ahead
+        self._service: ServiceWorker | None = None
+        self._main = spawn(self.process, self._run())
+
+    def stop(self) -> None:
+        self._told_to_stop = True
+        if self._service is not None and not self.process.dead:
+            self._service.stop()
+
+    def stop_at_once(self) -> None:
+        if not self.process.dead and not self._main.done():
+            self._main.cancel()
+
+    def when_it_ends(self, call: Callable[[], object]) -> None:
+        """Call it once this process has ended by itself."""
+        self._main.add_done_callback(lambda _: call())
+
+    def _join(self, *_: object) -> Consumer:
+        self.consumer = SimulatedConsumer(self._world.broker)
+        return self.consumer
+
+    async def _run(self) -> None:
+        world, setup = self._world, self._world.setup
+        observer = SimulatedObserver(world.history)
+        client = StoreClient(world.server, world.store_network, self._ahead)
+        manager = IdempotencyManager(setup.config, client, observer, scope=SCOPE, owner=self.process.name)
+        manager._leases._held = Ordered()  # type: ignore[assignment]  # leases are renewed in an order that repeats
+        publisher = SimulatedPublisher(setup.kafka, observer, world.broker)
+        dispatcher = IdempotentEventDispatcher(ROUTER, manager, invoke=world.handlers, publisher=publisher)
+        self._service = ServiceWorker(SCOPE, dispatcher, publisher, setup.kafka, setup.service, consumer=self._join)
+        if self._told_to_stop:
+            self._service.stop()
+        try:
+            await self._service.run()
+            await publisher.close()
+            await manager.close()
+        except asyncio.CancelledError:
+            self.at_once = True
+            world.history.note("stopped at once")
+        except Exception as error:  # noqa: BLE001  # a promise too: a worker does not fail by itself
+            world.history.violate("U", f"a worker failed: {error!r}")
+        self.ended = True
+        world.history.note("ended")

@@ -1,0 +1,212 @@
+"""What is asked for in one run: events, how their handlers behave, and the settings of the service."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from random import Random
+from typing import Any, Final, Literal
+
+from integr8s_idem.config import IdempotencyConfig, KafkaSettings, OnFailure, OnInProgress
+from integr8s_idem.config.sections import ServiceSettings
+from integr8s_idem.errors import PermanentError
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.routing import EventRouter, HandlerCall, RegisteredHandler
+from tests.simulation.history import History, Run
+from tests.simulation.processes import PROCESS
+
+LEASE: Final = 4.0
+"""Seconds."""
+
+SCOPE: Final = "shop"
+WHEN: Final = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+class Placed(BaseEvent):
+    """What the producer publishes."""
+
+    event_type: Literal["placed"] = "placed"
+    number: int = 0
+    items: list[str] = []  # noqa: RUF012  # pydantic copies it
+
+
+class Shipped(BaseEvent):
+    """What the first handler publishes in turn."""
+
+    event_type: Literal["shipped"] = "shipped"
+    number: int = 0
+
+
+TOPICS: Final = ("placed", "shipped")
+HANDLERS: Final = {"placed": ("pack", "invoice"), "shipped": ("notify",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the handler of one work behaves."""
+
+    before: float
+    """Seconds before its effect."""
+    after: float
+    failures: int
+    """Attempts that fail before the effect."""
+    late_failures: int
+    """Attempts that fail after it, counted on from `failures`."""
+    hopeless: bool
+    mutates: bool
+    ships: bool
+
+
+@dataclass(slots=True)
+class Habits:
+    """How handlers of one run tend to behave: a run in which everything happens shows less than one with a bent."""
+
+    slow: float
+    failing: float
+    late: float
+    hopeless: float
+    mutating: float
+    shipping: float
+    calm: bool = False
+    """Everybody hurries, so that the run comes to an end."""
+
+    @staticmethod
+    def of(random: Random) -> Habits:
+        def some(often: float, most: float) -> float:
+            return random.uniform(0, most) if random.random() < often else 0.0
+
+        return Habits(some(0.6, 0.4), some(0.6, 0.5), some(0.5, 0.4), some(0.3, 0.3), some(0.4, 0.8), some(0.5, 0.8))
+
+
+def plan_of(seed: int, handler: str, event_id: str, habits: Habits) -> Plan:
+    """The same at every attempt, whoever runs it."""
+    random = Random(f"{seed}/{handler}/{event_id}")  # a simulation
+
+    def seconds() -> float:
+        slow = random.random() < habits.slow and not habits.calm
+        return random.uniform(LEASE / 2, LEASE * 2) if slow else random.expovariate(5)
+
+    return Plan(
+        before=seconds(),
+        after=random.choice((0.0, 0.0, seconds())),
+        failures=random.randint(1, 2) if random.random() < habits.failing else 0,
+        late_failures=random.random() < habits.late,
+        hopeless=random.random() < habits.hopeless,
+        mutates=random.random() < habits.mutating,
+        ships=handler == "pack" and random.random() < habits.shipping,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """Runs handlers as planned; what a Dishka container does in a real service."""
+
+    seed: int
+    habits: Habits
+    history: History
+
+    async def __call__(self, handler: RegisteredHandler, call: HandlerCall) -> Any:
+        process = PROCESS.get()
+        assert process is not None
+        event, attempt = call.event, call.attempt
+        plan = plan_of(self.seed, handler.name, event.event_id, self.habits)
+        run = self.history.begin(process, attempt)
+        how = "returned"
+        try:
+            return await self._work(plan, call, run)
+        except asyncio.CancelledError:
+            how = "cancelled"
+            raise
+        except Exception as error:
+            how = type(error).__name__
+            raise
+        finally:
+            self.history.end(run, how)
+
+    async def _work(self, plan: Plan, call: HandlerCall, run: Run) -> str:
+        number = run.attempt
+        if plan.mutates:
+            # A handler can do what it likes with its event; nobody may look at it again.
+            call.event.__dict__["event_id"] = f"{call.event.event_id}-changed"
+            call.event.__dict__["items"] = ["changed"]
+        await asyncio.sleep(plan.before)
+        if plan.hopeless:
+            raise PermanentError("as planned")
+        if number <= plan.failures:
+            raise ValueError("as planned")
+        self.history.effect(run)
+        await asyncio.sleep(plan.after)
+        if number <= plan.failures + plan.late_failures:
+            raise ValueError("as planned, after the effect")
+        if plan.ships:
+            call.outgoing.publish(
+                Shipped(number=getattr(call.event, "number", 0), timestamp=WHEN, aggregate_id=call.event.aggregate_id)
+            )
+        return f"{run.key} at {run.fence}"
+
+
+def make_router() -> EventRouter:
+    async def never(event: BaseEvent) -> None:
+        raise AssertionError("handlers are called by their plan")
+
+    router = EventRouter()
+    for name in HANDLERS["placed"]:
+        router.on(Placed, name=name)(never)
+    for name in HANDLERS["shipped"]:
+        router.on(Shipped, name=name)(never)
+    return router
+
+
+ROUTER: Final = make_router()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The settings of the service, as drawn."""
+
+    config: IdempotencyConfig
+    kafka: KafkaSettings
+    service: ServiceSettings
+
+
+@lru_cache(maxsize=512)
+def _setup(ordering: str, on_failure: str, on_in_progress: str, attempts: int, concurrency: int, most: int) -> Setup:
+    return Setup(
+        IdempotencyConfig(
+            processing_timeout_seconds=LEASE,
+            on_failure=OnFailure(on_failure),
+            on_in_progress=OnInProgress(on_in_progress),
+            max_attempts=attempts,
+        ),
+        KafkaSettings(
+            session_timeout_seconds=3,
+            heartbeat_interval_seconds=0.5,
+            rebalance_timeout_seconds=3,
+            request_timeout_seconds=2,
+        ),
+        ServiceSettings.model_validate(
+            {
+                "ordering": ordering,
+                "concurrency": concurrency,
+                "max_in_flight": most,
+                "retry_initial_seconds": 0.2,
+                "retry_max_seconds": 1.0,
+                "commit_interval_seconds": 1.0,
+                "drain_timeout_seconds": 1.5,
+            }
+        ),
+    )
+
+
+def draw_setup(random: Random) -> Setup:
+    """Settings of one run."""
+    return _setup(
+        random.choice(("partition", "key", "none")),
+        random.choice(("retry", "retry", "retry", "block")),
+        random.choice(("wait", "wait", "raise")),
+        random.choice((2, 3, 5)),
+        random.choice((1, 2, 8)),
+        random.choice((1, 3, 10, 50)),
+    )

@@ -1,0 +1,343 @@
+"""One run: processes, broker and store from a seed, and the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final
+
+from integr8s_idem.events import encode_event, event_headers
+from integr8s_idem.keys import Key, KeySpace
+from integr8s_idem.worker.records import Partition
+from tests.simulation.broker import SESSION, Broker, Message
+from tests.simulation.faults import wreak_havoc
+from tests.simulation.history import History
+from tests.simulation.network import Network, Weather
+from tests.simulation.processes import PROCESS, Process, SimulatedLoop, bury
+from tests.simulation.sources import driven_by
+from tests.simulation.store import Server
+from tests.simulation.worker import Worker
+from tests.simulation.workload import (
+    HANDLERS,
+    LEASE,
+    SCOPE,
+    TOPICS,
+    WHEN,
+    Habits,
+    Handlers,
+    Placed,
+    Setup,
+    draw_setup,
+)
+
+PLACES: Final = "ABCD"
+"""Processes are named by their place and their life: B3 is the third one in place B."""
+
+PATIENCE: Final = 120.0
+"""Seconds of calm in which everything must be settled."""
+
+LAST_WORDS: Final = 30.0
+"""Seconds in which a stopped process must have ended all of its tasks."""
+
+
+class World:
+    """Everything of one run."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.random = random = Random(seed)  # a simulation
+        self.history = History()
+        self.setup: Setup = draw_setup(random)
+        self.habits = Habits.of(random)
+        self.handlers = Handlers(seed, self.habits, self.history)
+        self.store_network = Network(random)
+        self.server = Server(self.history)
+        self.broker = Broker(self.history, random, Network(random), TOPICS, random.randint(1, 2))
+        self.broker.group.check = self._check_commit
+        self.workers: list[Worker] = []
+        self.processes: list[Process] = []
+        self._space = KeySpace(self.setup.config.key_prefix, SCOPE)
+        self._calm = False
+        self._ahead = [random.uniform(-2 * LEASE, 2 * LEASE) for _ in PLACES]
+        self._keys: dict[tuple[str, int, int], tuple[str, ...]] = {}
+
+    # Processes.
+
+    def start(self, place: int, life: int = 1) -> None:
+        """A process begins; another takes its place when it has ended."""
+        if self._calm:
+            return
+        worker = Worker(self, f"{PLACES[place]}{life}", self._ahead[place])
+        self.workers = [other for other in self.workers if not other.process.dead] + [worker]
+        self.processes.append(worker.process)
+        worker.when_it_ends(lambda: self._ended(worker, place, life))
+
+    def _ended(self, worker: Worker, place: int, life: int) -> None:
+        if worker.at_once:
+            # With the process its client goes; the group finds out when the session ends.
+            worker.process.kill()
+            self._silent_from_now(worker, lambda: True)
+        if not self._calm:
+            self._start_again(place, life)
+
+    def _start_again(self, place: int, life: int) -> None:
+        self.store_network.later(self.random.uniform(0, 2), lambda: self.start(place, life + 1))
+
+    def some_worker(self, random: Random) -> Worker | None:
+        living = [worker for worker in self.workers if worker.process.running and not worker.ended]
+        return random.choice(living) if living else None
+
+    def after_some_steps(self, random: Random, strike: Callable[[Worker], None]) -> None:
+        """Strike a process between two of its next steps."""
+        worker = self.some_worker(random)
+        if worker is not None:
+            victim = worker
+            worker.process.after_steps(
+                random.randint(1, 40), lambda: self.store_network.now(lambda: self._strike(victim, strike))
+            )
+
+    def _strike(self, worker: Worker, strike: Callable[[Worker], None]) -> None:
+        if not self._calm and worker.process.running and not worker.ended:
+            strike(worker)
+
+    def crash(self, worker: Worker) -> None:
+        worker.process.kill()
+        self.history.counts["crashes"] += 1
+        self.history.note("crash", worker.process.name)
+        self._silent_from_now(worker, lambda: True)
+        self._start_again(PLACES.index(worker.process.name[0]), int(worker.process.name[1:]))
+
+    def stall(self, worker: Worker, seconds: float) -> None:
+        process = worker.process
+        process.stall()
+        self.history.counts["stalls"] += 1
+        self.history.note("stall", process.name, seconds)
+        stalls = process.stalls
+        self._silent_from_now(worker, lambda: not process.running and process.stalls == stalls)
+        self.store_network.later(seconds, lambda: self._resume(process))
+
+    async def cut_off(self, worker: Worker, seconds: float) -> None:
+        self.history.counts["partitions"] += 1
+        self.history.note("cut off", worker.process.name, seconds)
+        worker.process.cut_off = True
+        self._silent_from_now(worker, lambda: worker.process.cut_off)
+        await asyncio.sleep(seconds)
+        worker.process.cut_off = False
+
+    def _resume(self, process: Process) -> None:
+        if not process.dead and not process.running:
+            self.history.note("resume", process.name)
+            self.history.last_resumed[process.name] = asyncio.get_running_loop().time()
+            process.resume()
+
+    def _silent_from_now(self, worker: Worker, still: Callable[[], bool]) -> None:
+        consumer = worker.consumer
+        if consumer is not None:
+            self.store_network.later(SESSION, lambda: self.broker.group.leave(consumer) if still() else None)
+
+    # What is finished.
+
+    def _keys_of(self, message: Message) -> tuple[str, ...]:
+        where = (message.topic, message.partition, message.offset)
+        keys = self._keys.get(where)
+        if keys is None:
+            event_id = dict(message.headers)["event_id"].decode()
+            keys = self._keys[where] = tuple(
+                self._space.full(Key.of_event(name, message.topic, "id", event_id)) for name in HANDLERS[message.topic]
+            )
+        return keys
+
+    def _unfinished(self, message: Message) -> list[str]:
+        """Keys of `message` that are neither completed nor dead-lettered."""
+        truth = self.history.truth
+        letters = truth.letters.get((message.topic, message.partition, message.offset), [])
+        given_up = {letter.handler for letter in letters}
+        return [
+            key
+            for name, key in zip(HANDLERS[message.topic], self._keys_of(message), strict=True)
+            if key not in truth.completed and name not in given_up
+        ]
+
+    def _check_commit(self, partition: Partition, known: int, offset: int) -> None:
+        for message in self.broker.logs[partition][known:offset]:
+            if unfinished := self._unfinished(message):
+                self.history.violate(
+                    "C", f"offset {offset} of {partition} passes {message.offset}, unfinished: {unfinished}"
+                )
+
+    # A run.
+
+    async def run(self) -> None:
+        random = self.random
+        for place in range(random.randint(2, 3)):
+            self.start(place)
+        seconds = random.uniform(4, 15)
+        chaos = asyncio.create_task(wreak_havoc(self, random, seconds))
+        producer = asyncio.create_task(self._publish(random, seconds))
+        await asyncio.wait({chaos, producer})
+        for task in (chaos, producer):
+            task.result()
+        self._be_calm()
+        await self._until(self._settled, PATIENCE, "everything is settled")
+        self._calm = True
+        for worker in self.workers:
+            worker.stop()
+        await self._until(self._all_over, LAST_WORDS, "all processes have ended")
+        self._judge()
+
+    async def _publish(self, random: Random, seconds: float) -> None:
+        """Events, some of them twice."""
+        sent: list[Placed] = []
+        for number in range(random.randint(4, 12)):
+            if random.random() < 0.7:
+                await asyncio.sleep(random.uniform(0, 2 * seconds / 10))
+            event = Placed(
+                event_id=f"e{number}",
+                number=number,
+                items=["a"],
+                timestamp=WHEN,
+                aggregate_id=random.choice(("x", "y", "z")),
+            )
+            sent.append(event)
+            self._send(event)
+            while random.random() < 0.25:
+                self._send(random.choice(sent))
+        self.history.counts["events"] += len(sent)
+
+    def _send(self, event: Placed) -> None:
+        key = event.aggregate_id.encode() if event.aggregate_id is not None else None
+        self.broker.append(event.event_type, key, encode_event(event), event_headers(event))
+
+    def _be_calm(self) -> None:
+        self.history.note("calm")
+        self.habits.calm = True
+        self.server.down = self.broker.refusing = False
+        self.store_network.weather = Weather()
+        self.broker.network.weather = Weather()
+        self.broker.poll_failures = self.broker.commit_failures = self.broker.hold_ups = 0.0
+        for process in self.processes:
+            process.on_step = None
+            self._resume(process)
+
+    def _settled(self) -> bool:
+        committed = self.broker.group.committed
+        return all(committed.get(at, 0) == len(log) for at, log in self.broker.logs.items())
+
+    def _all_over(self) -> bool:
+        return all(
+            worker.process.dead or (worker.ended and all(task.done() for task in worker.process.tasks))
+            for worker in self.workers
+        )
+
+    async def _until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + seconds
+        while not condition() and not self.history.broken.done():
+            if loop.time() > give_up_at:
+                self.history.violate("S", f"not within {seconds:g} s: {what}; {self._what_is_open()}")
+                return
+            await asyncio.wait({self.history.broken}, timeout=0.25)
+
+    def _what_is_open(self) -> str:
+        group = self.broker.group
+        behind = {
+            f"{at.topic}-{at.partition}": f"{group.committed.get(at, 0)} of {len(log)}"
+            for at, log in self.broker.logs.items()
+            if group.committed.get(at, 0) != len(log)
+        }
+        tasks = [
+            f"{worker.process.name}: {task!r}"
+            for worker in self.workers
+            if worker.ended
+            for task in worker.process.tasks
+            if not task.done()
+        ]
+        return f"offsets {behind}, tasks {tasks}"
+
+    def _judge(self) -> None:
+        history, truth = self.history, self.history.truth
+        for log in self.broker.logs.values():
+            for message in log:
+                if unfinished := self._unfinished(message):
+                    history.counts["lost"] += 1
+                    history.violate("L", f"{message.topic} {message.offset} is lost: {unfinished}")
+        for key in truth.completed:
+            if key not in truth.sink:
+                history.violate("L", f"{key} is completed, and its effect has not happened")
+        history.judge_repeats()
+        if self.setup.service.ordering != "none":
+            history.judge_order(self._lanes())
+
+    def _lanes(self) -> list[list[str]]:
+        """Keys by lane, in the order of the log; those whose outcome was given up or forgotten keep no order."""
+        lanes: dict[Any, list[str]] = {}
+        by_key = self.setup.service.ordering == "key"
+        dropped = set(self.history.truth.letters)
+        for partition, log in self.broker.logs.items():
+            exempt = {
+                key
+                for message in log
+                for key in self._keys_of(message)
+                if (message.topic, message.partition, message.offset) in dropped or self.history.truth.losses[key]
+            }
+            for message in log:
+                for name, key in zip(HANDLERS[message.topic], self._keys_of(message), strict=True):
+                    if key not in exempt:
+                        lanes.setdefault((partition, message.key if by_key else None, name), []).append(key)
+        return list(lanes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one seed."""
+
+    seed: int
+    violations: list[str]
+    counts: Counter[str]
+    digest: str
+    trace: list[tuple[Any, ...]]
+
+
+def simulate(seed: int, *, digest: bool = False) -> Verdict:
+    """One run, the same every time."""
+    loop = SimulatedLoop()
+    collecting = gc.isenabled()
+    gc.disable()  # whatever is told at collection is told at the same step in every run
+    world: World | None = None
+
+    async def main() -> None:
+        nonlocal world
+        world = World(seed)
+        loop.set_exception_handler(_Unhandled(world.history))
+        await world.run()
+
+    with driven_by(Random(~seed)):  # a simulation
+        try:
+            loop.run_until_complete(main())
+        finally:
+            loop.set_exception_handler(lambda *_: None)
+            if world is not None:
+                world.history.closed = True
+                bury(world.processes)
+            loop.close()
+            if collecting:
+                gc.enable()
+    assert world is not None
+    history = world.history
+    return Verdict(seed, history.violations, history.counts, history.digest() if digest else "", history.trace)
+
+
+class _Unhandled:
+    """An exception that nobody took: a violation, unless the dead raised it."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        process = PROCESS.get()
+        if process is None or not process.dead:
+            self._history.violate("U", f"{context.get('message')}: {context.get('exception')!r}")
