@@ -31,7 +31,7 @@ class Campaign:
     scenarios: tuple[int, ...]
     """Numbers in `scenarios.toml` that it covers."""
     in_test: int
-    """How many `make test` runs."""
+    """How many runs `make test` makes."""
     target: int
     """How many `make faults` goes for."""
     batch: int
@@ -39,3 +39,10 @@ class Campaign:
     run: Callable[[int, int], Figures]
     """`run(first, count)`: the runs numbered `first` to `first + count - 1`.  A number is the seed of its run:
     the same number is the same run as far as the servers allow.  Raises `ViolationError` that names the number."""
+    at_least: int | None = None
+    """How many of what it counts `make test` must see, where that is not one a run."""
+
+    @property
+    def shown_in_test(self) -> int:
+        """How many of what it counts `make test` shows."""
+        return self.in_test if self.at_least is None else self.at_least

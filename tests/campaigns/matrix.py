@@ -98,7 +98,7 @@ def _figures(campaign: Campaign, record: Record) -> str:
         f"{told[name]:,}" if record.figures else NOTHING for name in ("lost", "fenced_repeats", "repeats")
     )
     return (
-        f"| {campaign.name} | {campaign.says} | {campaign.in_test:,} | {campaign.target:,} {campaign.counts} "
+        f"| {campaign.name} | {campaign.says} | {campaign.shown_in_test:,} | {campaign.target:,} {campaign.counts} "
         f"| {told[campaign.counts]:,}{broken} | {zeros} | {record.seconds / 60:,.0f} | {commits} |\n"
     )
 

@@ -189,6 +189,7 @@ CAMPAIGN = Campaign(
     says="a process that killed itself by SIGKILL at a named point, on a real Redis and a real Kafka",
     scenarios=(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27),
     in_test=77,
+    at_least=200,
     target=5_000,
     batch=66,
     run=run,

@@ -34,4 +34,5 @@ CAMPAIGN = Campaign(
     target=12_000_000,
     batch=1,
     run=run,
+    at_least=200_000,
 )
