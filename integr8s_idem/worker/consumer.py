@@ -117,9 +117,9 @@ class ServiceWorker:
             kafka.dead_letter_suffix,
             self.observer,
         )
-        self._lanes = Lanes(service.ordering, self._settle)
         self._holdings = Holdings(name, service.drain_timeout_seconds)
         self._pressure = Pressure(service.max_in_flight, service.max_in_flight_bytes)
+        self._lanes = Lanes(service.ordering, self._settle, self._pressure.let_go)
         self._offsets = OffsetCommitter(name, kafka.request_timeout_seconds, self.observer)
         self._poller: Poller | None = None
         """That of the present client; none before the first."""

@@ -19,9 +19,16 @@ class Lanes:
     running handlers by the settler's slots.
     """
 
-    def __init__(self, ordering: Ordering, settle: Callable[[Delivery], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        ordering: Ordering,
+        settle: Callable[[Delivery], Awaitable[None]],
+        drop: Callable[[Delivery], None],
+    ) -> None:
+        """`drop`: told of deliveries whose lane was cancelled before their turn; they come again."""
         self._ordering = ordering
         self._settle = settle
+        self._drop = drop
         self._lanes: dict[Hashable, deque[Delivery]] = {}
 
     def put(self, delivery: Delivery) -> None:
@@ -31,10 +38,12 @@ class Lanes:
         if waiting is not None:
             waiting.append(delivery)
             return
-        self._lanes[name] = deque((delivery,))
-        task = asyncio.get_running_loop().create_task(self._run(name))
+        waiting = self._lanes[name] = deque((delivery,))
+        task = asyncio.get_running_loop().create_task(self._run(name, waiting))
         delivery.assignment.tasks.add(task)
         task.add_done_callback(delivery.assignment.tasks.discard)
+        # By callback: a task that is cancelled before its first step runs no `finally`.
+        task.add_done_callback(lambda _: self._close(name, waiting))
 
     def _lane_of(self, delivery: Delivery) -> Hashable:
         # The assignment is part of the name: after a rebalance the partition starts with fresh lanes.
@@ -44,11 +53,14 @@ class Lanes:
             return (delivery.assignment, delivery.record.key)
         return delivery.assignment
 
-    async def _run(self, name: Hashable) -> None:
-        waiting = self._lanes[name]
-        try:
-            while waiting:
-                await self._settle(waiting.popleft())
-        finally:
-            # Whatever is left was cancelled with us, or its assignment is closing: it comes again.
+    async def _run(self, name: Hashable, waiting: deque[Delivery]) -> None:
+        while waiting:
+            await self._settle(waiting.popleft())
+        # Closed in the same step in which it is found empty: what came later would wait for nobody.
+        self._close(name, waiting)
+
+    def _close(self, name: Hashable, waiting: deque[Delivery]) -> None:
+        if self._lanes.get(name) is waiting:  # the name may belong to a younger lane by now
             del self._lanes[name]
+        while waiting:
+            self._drop(waiting.popleft())

@@ -152,7 +152,11 @@ class Poller:
         for assignment in held:
             if (offset := assignment.next_offset) is not None:
                 self.consumer.seek(assignment.partition, offset)
-        return all(assignment.next_offset is not None or assignment.closed for assignment in held)
+        unknown = [assignment for assignment in held if assignment.next_offset is None and not assignment.closed]
+        for assignment in unknown:
+            # Until the client is gone this loop goes on: nothing that comes may pass what was lost.
+            assignment.close()
+        return not unknown
 
     async def _note_starts(self) -> None:
         """Learn where new assignments begin, to have a place to go back to when a poll fails."""

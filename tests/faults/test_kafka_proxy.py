@@ -113,7 +113,8 @@ async def test_a_bad_network_to_kafka_loses_and_repeats_nothing(
 async def test_a_damaged_batch_stops_its_partition_with_an_alarm_and_no_other(network: Network) -> None:
     workload, observer = network.workload, CountingObserver()
     [member] = workload.members
-    member.worker.observer = observer
+    assert member.worker._poller is not None
+    member.worker._poller._observer = observer
     network.proxy.put(Corrupt(b"poisoned", times=None))
     await workload.publisher.publish(OrderPlaced(order_id="poisoned", aggregate_id=f"{workload.group}-0"))
     for _ in range(3):

@@ -41,7 +41,7 @@ async def test_a_group_without_offsets_stops_loudly_where_nobody_said_where_to_b
         workload.members.remove(member)
 
         with pytest.raises(NoOffsetForPartitionError):
-            await asyncio.wait_for(member.task, 30)
+            await asyncio.wait_for(member.task, 90)
 
     assert not member.worker.health().live
     assert not workload.effects.done()
@@ -58,7 +58,7 @@ async def test_offsets_that_are_gone_are_refused_or_begin_at_the_first_message_b
         if policy == "none":
             workload.members.remove(member)
             with pytest.raises(OffsetOutOfRangeError):
-                await asyncio.wait_for(member.task, 30)
+                await asyncio.wait_for(member.task, 90)
             assert not workload.effects.done()
         else:
             await workload.all_settled()

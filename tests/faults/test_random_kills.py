@@ -97,7 +97,10 @@ async def test_a_second_sigterm_ends_the_drain_and_the_next_worker_does_the_rest
         await eventually(lambda: len(begun(journal)["long"]) == 2, state=lambda: second.output)
 
     await publisher.close()
-    assert begun(journal) == {"long": [1, 2], "short": [1]}
+    runs = begun(journal)
+    assert runs["long"] == [1, 2]
+    # Its handler had ended; whether its completion was written before the second signal, the machine decides.
+    assert runs["short"] in ([1], [1, 2])
     assert "Traceback" not in first.output
 
 

@@ -52,6 +52,7 @@ class Workload:
     published: list[str] = field(default_factory=list)
     partitions: int = 4
     rounds: int = 0
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _clients: list[Any] = field(default_factory=list)
 
     @property
@@ -103,7 +104,11 @@ class Workload:
             await member.stop()
 
     async def publish_round(self) -> None:
-        """The next event of each key; tried again until the brokers have confirmed it."""
+        """The next event of each key; tried again until the brokers have confirmed it.  One round at a time."""
+        async with self.publishing:
+            await self._publish_round()
+
+    async def _publish_round(self) -> None:
         events = [
             OrderPlaced(order_id=f"{key}-{self.rounds}", aggregate_id=f"{self.group}-{key}") for key in range(KEYS)
         ]

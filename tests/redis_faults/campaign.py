@@ -175,7 +175,7 @@ async def _publish(shops: list[RedisShop], number: int) -> None:
 async def _judge(shops: list[RedisShop], fault: Fault) -> Figures:
     """Repeats are allowed where records can be lost, which both workers must have counted."""
     if fault in SAID:
-        await eventually(lambda: all(shop.observer.counts[SAID[fault]] for shop in shops), within=10)
+        await eventually(lambda: all(shop.observer.counts[SAID[fault]] for shop in shops))
     asked_for = {event.order_id for event in shops[0].published}
     figures = shops[0].effects.judge(asked_for, records_lost=fault in SAID)
     counts = shops[0].observer.counts + shops[1].observer.counts

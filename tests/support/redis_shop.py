@@ -84,7 +84,7 @@ class RedisShop:
 
     async def paused(self) -> str:
         """Return once the gate is closed: with the reason for it."""
-        await eventually(lambda: self.state == "paused", within=15, state=self.worker.worker.report)
+        await eventually(lambda: self.state == "paused", state=self.worker.worker.report)
         return self.reason
 
     async def settled(self) -> None:

@@ -29,13 +29,17 @@ class Settling:
         self.ended.append(delivery.record.offset)
 
 
+def never(delivery: Delivery) -> None:
+    raise AssertionError(f"{delivery} was dropped")
+
+
 @pytest.mark.parametrize(("ordering", "seconds", "beside"), [("partition", 6, 1), ("key", 3, 2), ("none", 1, 6)])
 @virtual_time
 async def test_an_ordering_says_what_runs_beside_each_other(
     ordering: Literal["partition", "key", "none"], seconds: float, beside: int
 ) -> None:
     settling, here = Settling(), assignment()
-    lanes = Lanes(ordering, settling)
+    lanes = Lanes(ordering, settling, never)
 
     for offset in range(6):
         lanes.put(delivery(here, offset, key=b"even" if offset % 2 == 0 else b"odd"))
@@ -53,7 +57,7 @@ async def test_an_ordering_says_what_runs_beside_each_other(
 @virtual_time
 async def test_messages_without_a_key_keep_the_order_of_their_partition() -> None:
     settling, here = Settling(), assignment()
-    lanes = Lanes("key", settling)
+    lanes = Lanes("key", settling, never)
 
     for offset in range(3):
         lanes.put(delivery(here, offset))
@@ -65,7 +69,7 @@ async def test_messages_without_a_key_keep_the_order_of_their_partition() -> Non
 @virtual_time
 async def test_partitions_do_not_wait_for_each_other() -> None:
     settling, one, other = Settling(), assignment(partition=0), assignment(partition=1)
-    lanes = Lanes("partition", settling)
+    lanes = Lanes("partition", settling, never)
 
     for place in (one, other):
         lanes.put(delivery(place, 0))
@@ -77,7 +81,7 @@ async def test_partitions_do_not_wait_for_each_other() -> None:
 @virtual_time
 async def test_a_partition_that_comes_back_does_not_wait_for_its_earlier_assignment() -> None:
     settling, before, after = Settling(), assignment(), assignment()
-    lanes = Lanes("partition", settling)
+    lanes = Lanes("partition", settling, never)
 
     lanes.put(delivery(before, 0))
     lanes.put(delivery(after, 0))
@@ -89,7 +93,7 @@ async def test_a_partition_that_comes_back_does_not_wait_for_its_earlier_assignm
 @virtual_time
 async def test_an_idle_lane_leaves_nothing_behind_and_starts_again() -> None:
     settling, here = Settling(), assignment()
-    lanes = Lanes("key", settling)
+    lanes = Lanes("key", settling, never)
 
     for offset in range(2):
         lanes.put(delivery(here, offset, key=b"a"))
@@ -98,3 +102,21 @@ async def test_an_idle_lane_leaves_nothing_behind_and_starts_again() -> None:
     assert settling.ended == [0, 1]
     assert not lanes._lanes
     assert not here.tasks
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["not begun", "under way"])
+@virtual_time
+async def test_a_cancelled_lane_tells_what_it_drops(steps: int) -> None:
+    settling, here, dropped = Settling(), assignment(), list[int]()
+    lanes = Lanes("partition", settling, lambda delivery: dropped.append(delivery.record.offset))
+    for offset in range(3):
+        lanes.put(delivery(here, offset))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+
+    for task in here.tasks:
+        task.cancel()
+    await asyncio.sleep(0.01)
+
+    assert dropped == [0, 1, 2][steps:]
+    assert not lanes._lanes
