@@ -66,7 +66,9 @@ async def test_offsets_that_are_gone_are_refused_or_begin_at_the_first_message_b
 
 async def commit(workload: Workload, offset: int) -> None:
     """As if the group had been there."""
-    client: Any = AIOKafkaConsumer(bootstrap_servers=workload.settings.bootstrap_servers, group_id=workload.group)
+    client: Any = AIOKafkaConsumer(
+        bootstrap_servers=workload.settings.bootstrap_servers, group_id=workload.group, enable_auto_commit=False
+    )
     await client.start()
     partition = TopicPartition(workload.topic, 0)
     client.assign([partition])
