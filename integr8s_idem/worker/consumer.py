@@ -235,8 +235,7 @@ class ServiceWorker:
             poller = self._poller = self._new_poller(patience)
             poller.consumer.subscribe(self.topics, listener=_Listener(self))
             try:
-                # It waits for the group, and may do so for ever if the coordinator moves meanwhile.
-                await bounded(poller.consumer.start(), self._longest_poll)
+                joined = await self._start(poller.consumer)
             except (KafkaError, OSError) as error:
                 tries += 1
                 self._alive_at = time.monotonic()  # to start the process anew would bring no broker back
@@ -245,11 +244,31 @@ class ServiceWorker:
                 await bounded_stop(poller.consumer, 1.0)
                 await asyncio.wait({self._stopping}, timeout=POLL_BACKOFF.pause(tries))
                 continue
+            if not joined:
+                # Told to stop half way: the group may know of it already.
+                await bounded_stop(poller.consumer, self._kafka.request_timeout_seconds)
+                return None
             # A consumer that has started must be left, even if we were told to stop meanwhile.
             self._reason, self._alive_at = "", time.monotonic()
             poller.watch.stir()
             return poller
         return None
+
+    async def _start(self, consumer: Consumer) -> bool:
+        """Whether it has joined; not if we are told to stop before.
+
+        Raises:
+            TimeoutError: It waits for the group, and would do so for ever if the coordinator moves meanwhile.
+        """
+        joining = asyncio.get_running_loop().create_task(bounded(consumer.start(), self._longest_poll))
+        try:
+            await asyncio.wait({joining, self._stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            joining.cancel()
+        if not joining.done():
+            return False
+        joining.result()
+        return True
 
     def _new_poller(self, patience: float) -> Poller:
         return Poller(
@@ -355,8 +374,10 @@ class ServiceWorker:
             self._holdings.end(assignment)
 
     def take_over(self, partitions: Iterable[Partition]) -> None:
-        """Partitions are ours from now on."""
-        self._holdings.begin(partitions)
+        """Partitions are ours from now on; while we drain, nothing of them is begun."""
+        for assignment in self._holdings.begin(partitions):
+            if self._phase == "draining":
+                assignment.close()
         self._joined = True
         if self._poller is not None:
             self._poller.watch.stir()

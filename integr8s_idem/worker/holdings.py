@@ -23,11 +23,12 @@ class Holdings:
         self.assignments: dict[Partition, Assignment] = {}
         self._leftover: set[asyncio.Task[Any]] = set()
 
-    def begin(self, partitions: Iterable[Partition]) -> None:
+    def begin(self, partitions: Iterable[Partition]) -> list[Assignment]:
         """They are ours from now on."""
-        for partition in partitions:
-            self.assignments[Partition(*partition)] = Assignment(Partition(*partition))
+        begun = [Assignment(Partition(*partition)) for partition in partitions]
+        self.assignments.update({assignment.partition: assignment for assignment in begun})
         logger.info("%s: partitions that are ours now: %d", self._service, len(self.assignments))
+        return begun
 
     async def close(self, assignments: Collection[Assignment]) -> None:
         """Begin nothing more of them, and let what runs come to its end, for a while."""

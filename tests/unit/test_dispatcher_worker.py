@@ -378,3 +378,40 @@ async def test_a_worker_told_to_stop_while_it_joins_leaves_its_group() -> None:
         await asyncio.wait({worker.task})
 
     assert worker.consumer.assignment() == set()
+
+
+@virtual_time
+async def test_a_worker_told_to_stop_while_its_group_lets_nobody_in_stops() -> None:
+    broker = FakeBroker()
+
+    async def handle(event: OrderPlaced) -> None: ...
+
+    async with running(dispatcher_of(handle), broker) as worker:
+        worker.consumer.start = asyncio.Event().wait  # type: ignore[assignment]  # a coordinator that is gone
+        await asyncio.sleep(1)
+        worker.worker.stop()
+        told_at = asyncio.get_running_loop().time()
+        await asyncio.wait({worker.task})
+
+        assert asyncio.get_running_loop().time() - told_at < 1
+    assert not worker.worker.health().ready
+
+
+@virtual_time
+async def test_a_partition_that_comes_during_a_drain_is_not_begun() -> None:
+    broker, handled = FakeBroker(), list[str]()
+    broker.publish(OrderPlaced(order_id="first"))
+
+    async def handle(event: OrderPlaced) -> None:
+        handled.append(event.order_id)
+        await asyncio.sleep(10)
+
+    async with running(dispatcher_of(handle), broker) as worker:
+        await worker.until(lambda: handled == ["first"])
+        worker.worker.stop()
+        await asyncio.sleep(1)
+        broker.publish(OrderPlaced(order_id="second"), partition=1)
+        await worker.consumer.give([Partition("order_placed", 1)])
+        await asyncio.wait({worker.task})
+
+    assert handled == ["first"]
