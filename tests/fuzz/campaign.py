@@ -13,7 +13,7 @@ from tests.fuzz.keys import canonical, keyed
 from tests.fuzz.settings import configured
 from tests.fuzz.stored import recorded, resulted
 
-LONGEST_SECONDS: Final = 1.0
+LONGEST_SECONDS: Final = 3.0
 """Of this thread's processor time, for one input."""
 _OFTEN: Final[tuple[Callable[[Random], Figures], ...]] = (decoded, recorded, keyed, canonical, resulted, with_headers)
 _ONE_IN: Final = 50
