@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from integr8s_idem.config.addresses import redacted
+from integr8s_idem.config.words import printable
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 """What every record has, and a copy of the message that uvicorn adds; the rest came by `extra`."""
@@ -59,11 +60,6 @@ class TextFormatter(logging.Formatter):
         below = [redacted(self.formatException(record.exc_info))] if record.exc_info else []
         below += [self.formatStack(record.stack_info)] if record.stack_info else []
         return "\n".join([printable(line), *(f"    {printable(each)}" for text in below for each in text.split("\n"))])
-
-
-def printable(text: str) -> str:
-    """`text` in one line, with escapes for whatever a terminal would obey instead of show."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 class NotTheSameAgain(logging.Filter):

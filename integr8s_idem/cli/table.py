@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from integr8s_idem.cli.logging import printable
+from integr8s_idem.config.words import printable
 from integr8s_idem.worker import ServiceReport
 
 REFRESH_SECONDS: Final = 0.25

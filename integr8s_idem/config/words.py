@@ -16,9 +16,13 @@ def said(path: str, message: str) -> SettingsMistake:
 
 
 def shown(text: str, longest: int) -> str:
-    """`text` with escapes for line ends, controls and halves of letters, cut at `longest` characters."""
-    cut = text if len(text) <= longest else text[:longest] + "…"
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in cut)
+    """`text` as `printable` makes it, cut at `longest` characters."""
+    return printable(text if len(text) <= longest else text[:longest] + "…")
+
+
+def printable(text: str) -> str:
+    """`text` in one line, with escapes for whatever a terminal would obey instead of show."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def shown_number(number: float) -> str:

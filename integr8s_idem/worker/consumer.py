@@ -126,7 +126,6 @@ class ServiceWorker:
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._joined = False
-        self._alive_at = time.monotonic()
         self._phase = "starting"
         self._reason = ""
 
@@ -162,8 +161,8 @@ class ServiceWorker:
 
     def health(self) -> ServiceHealth:
         """Live while it polls; ready while it has joined its group and the store answers."""
-        last_sign = self._alive_at if self._poller is None else max(self._alive_at, self._poller.last_poll)
-        silent = time.monotonic() - last_sign
+        # Before there is a client it waits for the store: to start the process anew would not bring that back.
+        silent = time.monotonic() - self._poller.last_poll if self._poller is not None else 0.0
         live = self._phase != "failed" and silent < self._longest_poll + WATCH_SECONDS
         ready = self._state == "running" and self._gate.is_open
         reason = self._why or ("" if live else f"no poll has ended for {silent:.0f} s")
@@ -238,7 +237,6 @@ class ServiceWorker:
                 joined = await self._start(poller.consumer)
             except (KafkaError, OSError) as error:
                 tries += 1
-                self._alive_at = time.monotonic()  # to start the process anew would bring no broker back
                 self._reason = f"cannot reach Kafka at {self._kafka.bootstrap_servers}: {error}"
                 logger.warning("%s: %s", self.name, self._reason)
                 await bounded_stop(poller.consumer, 1.0)
@@ -249,8 +247,8 @@ class ServiceWorker:
                 await bounded_stop(poller.consumer, self._kafka.request_timeout_seconds)
                 return None
             # A consumer that has started must be left, even if we were told to stop meanwhile.
-            self._reason, self._alive_at = "", time.monotonic()
-            poller.watch.stir()
+            self._reason = ""
+            poller.begin()
             return poller
         return None
 

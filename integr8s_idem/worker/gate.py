@@ -111,7 +111,7 @@ class StoreGate:
                 continue  # the probe looks
             try:
                 await self.check()
-            except StoreError as error:
+            except Exception as error:  # noqa: BLE001  # a watch that dies would leave losses unseen
                 # Whether that stops anything is for the next delivery to find out: some run without a store.
                 self._observer.measure(Gauge.STORE_UP, 0)
                 logger.debug("store not seen: %s", error)

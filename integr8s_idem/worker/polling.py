@@ -82,6 +82,11 @@ class Poller:
         self.reason = ""
         """Why the last poll failed, if it did."""
 
+    def begin(self) -> None:
+        """The client has joined: silence counts from now on."""
+        self.last_poll = time.monotonic()
+        self.watch.stir()
+
     async def poll(self) -> None:
         """Poll without end.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -15,6 +16,7 @@ from integr8s_idem.events import BaseEvent, encode_event
 from integr8s_idem.keys import Key, KeyResolver, KeyStrategy
 from integr8s_idem.routing import EventRouter
 from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker import consumer, polling
 from integr8s_idem.worker.records import Partition
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import FakePublisher, running
@@ -415,3 +417,24 @@ async def test_a_partition_that_comes_during_a_drain_is_not_begun() -> None:
         await asyncio.wait({worker.task})
 
     assert handled == ["first"]
+
+
+@virtual_time
+async def test_a_worker_that_waits_for_its_store_is_alive_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To start its process anew would bring no store back."""
+    here, loop = guarded(), asyncio.get_running_loop()
+    here.store.down.add("ping")
+    for module in (consumer, polling):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=loop.time))
+
+    async def handle(event: OrderPlaced) -> None: ...
+
+    async with running(dispatcher_of(handle, here), FakeBroker()) as worker:
+        await asyncio.sleep(3_600)
+        waiting = worker.worker.health()
+        here.store.down.clear()
+        await worker.until(lambda: worker.worker.health().ready)
+
+    assert (waiting.live, waiting.ready) == (True, False)

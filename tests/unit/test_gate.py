@@ -210,3 +210,19 @@ async def test_a_store_that_cannot_tell_is_not_watched() -> None:
     await asyncio.sleep(60)
 
     assert store.pings == 1
+
+
+@virtual_time
+async def test_a_bug_in_ping_does_not_end_the_watch_over_a_stores_data() -> None:
+    store, observer = Store(), CountingObserver()
+    store.identity = "before"
+    gate = StoreGate(store.ping, observer)
+    await gate.check()
+    store.error = ZeroDivisionError()
+    await asyncio.sleep(60)
+
+    store.error, store.identity = None, "after"
+    await asyncio.sleep(10)
+
+    assert observer.counts[Signal.STORE_DATA_LOST] == 1
+    await gate.stop()
