@@ -77,8 +77,9 @@ async def commit(workload: Workload, offset: int) -> None:
 
 
 @pytest.mark.scenario(70)
-@pytest.mark.parametrize("metadata_age", [1, 300], ids=["noticed", "unnoticed"])
+@pytest.mark.parametrize("metadata_age", [1, 20], ids=["noticed", "unnoticed"])
 async def test_what_comes_in_a_topic_made_anew_is_handled(admin: Any, metadata_age: int) -> None:
+    # Should a fetch fail between the two topics, the client sees that there is none, and looks again at that age.
     async with open_workload(servers.kafka(), partitions=1, metadata_max_age_seconds=metadata_age) as workload:
         await workload.join()
         for _ in range(2):
