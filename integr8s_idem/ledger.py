@@ -14,6 +14,7 @@ from typing import Any, Final
 from integr8s_idem.batching import Coalescer
 from integr8s_idem.config import IdempotencyConfig, OnStoreError
 from integr8s_idem.config.addresses import redacted
+from integr8s_idem.config.words import text_of
 from integr8s_idem.errors import (
     LeaseLostError,
     ResultNotStoredError,
@@ -217,10 +218,7 @@ class Ledger:
 
 def describe_error(error: BaseException) -> str:
     """One line about `error`, bounded and without credentials: for records, logs and dead letters."""
-    try:
-        told = str(error)
-    except Exception as fault:  # noqa: BLE001  # the text of an error is the user's code
-        told = f"(it has no text: {type(fault).__name__})"
+    told = text_of(error)
     # Cut once before, so that looking for credentials is bounded, and far enough behind not to cut one in two.
     text = redacted(" ".join(f"{type(error).__name__}: {told[: 4 * LONGEST_ERROR]}".split()))
     return text if len(text) <= LONGEST_ERROR else text[: LONGEST_ERROR - 1] + "…"

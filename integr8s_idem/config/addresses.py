@@ -45,8 +45,7 @@ def redis_url(url: str) -> str:
         ValueError: With the URL to write instead.
     """
     scheme, separator, rest = url.partition("://")
-    if not url.isprintable() or " " in url:
-        raise ValueError(f"has spaces or characters that cannot be seen; write {_example()}")
+    _must_be_plain(url, _example())
     if not separator or scheme not in _REDIS_SCHEMES or not rest:
         host = (rest if separator else url).partition("/")[0]
         raise ValueError(f'"{without_secret(url)}" is no Redis URL; write {_example("redis", host)}')
@@ -91,12 +90,16 @@ def collector_url(url: str) -> str:
         ValueError: With the URL to write instead.
     """
     scheme, separator, rest = url.partition("://")
-    if not url.isprintable() or " " in url:
-        raise ValueError("has spaces or characters that cannot be seen; write http://localhost:4317")
+    _must_be_plain(url, "http://localhost:4317")
     if separator and scheme in {"http", "https"} and rest:
         return url
     host = without_secret((rest if separator else url).partition("/")[0])
     raise ValueError(f'"{without_secret(url)}" is no URL of a collector; write http://{host or "localhost:4317"}')
+
+
+def _must_be_plain(url: str, example: str) -> None:
+    if not url.isprintable() or " " in url:
+        raise ValueError(f"has spaces or characters that cannot be seen; write {example}")
 
 
 def _split(url: str) -> SplitResult:

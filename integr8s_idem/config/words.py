@@ -25,6 +25,14 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+def text_of(error: BaseException) -> str:
+    """What `error` says of itself, whatever that text's code does."""
+    try:
+        return str(error)
+    except Exception as fault:  # noqa: BLE001  # see above
+        return f"(it has no text: {type(fault).__name__})"
+
+
 def shown_number(number: float) -> str:
     """`number` as JSON writes it; a whole one of more digits than anybody reads by its size."""
     if isinstance(number, int) and number.bit_length() > 100:

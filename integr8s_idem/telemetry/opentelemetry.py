@@ -20,6 +20,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from integr8s_idem.config.addresses import redacted
+from integr8s_idem.config.words import text_of
 from integr8s_idem.records import TraceLink
 from integr8s_idem.telemetry import SILENT, Gauge, Headers, Phase, Signal, Span
 
@@ -183,7 +184,7 @@ class _RecordedPhase:
             return
         event = {"exception.type": name}
         if self._span_keys:
-            event["exception.message"] = _text(redacted(_told(error)))
+            event["exception.message"] = _text(redacted(text_of(error)))
         self._span.add_event("exception", event)
         self._span.set_attribute("error.type", name)
         self._span.set_status(otel.Status(otel.StatusCode.ERROR, name))
@@ -198,13 +199,6 @@ def _carrier(headers: Headers) -> dict[str, str]:
 def _type_name(error: BaseException) -> str:
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _told(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001  # the text of an error is the user's code
-        return ""
 
 
 def _text(value: str) -> str:

@@ -17,6 +17,12 @@ PREFIX: Final = "idempotency-dlq-"
 DROPPED: Final = PREFIX + "dropped"
 """Header of a letter that would have been too large: which part of the message it lacks, once for each."""
 
+BODY_BYTES: Final = PREFIX + "body-bytes"
+"""Header of a letter without its body: how long that was, as a decimal number."""
+
+BODY_SHA256: Final = PREFIX + "body-sha256"
+"""Header of a letter without its body: what it hashes to, in hexadecimal."""
+
 GENERATION: Final = "idempotency-generation"
 """Header of a message that is to be handled anew on purpose: how often it was, as a decimal number.
 

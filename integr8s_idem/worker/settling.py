@@ -32,8 +32,9 @@ from integr8s_idem.telemetry import Observer, Signal
 from integr8s_idem.work import Executed, HandlerFailed, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.deadletters import (
+    BODY_BYTES,
+    BODY_SHA256,
     DROPPED,
-    PREFIX,
     DeadLetter,
     generation_of,
     handler_meant,
@@ -203,8 +204,8 @@ class Settler:
                 # What makes it too large is left behind, one part after the other: a letter must arrive.
                 if value is not None:
                     headers.append((DROPPED, b"value"))
-                    headers.append((PREFIX + "body-bytes", str(len(value)).encode()))
-                    headers.append((PREFIX + "body-sha256", hashlib.sha256(value).hexdigest().encode()))
+                    headers.append((BODY_BYTES, str(len(value)).encode()))
+                    headers.append((BODY_SHA256, hashlib.sha256(value).hexdigest().encode()))
                     value = None
                 elif headers[: len(record.headers)] == list(record.headers) != []:
                     headers = [*headers[len(record.headers) :], (DROPPED, b"headers")]

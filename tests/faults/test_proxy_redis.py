@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,10 +26,10 @@ from tests.support.redis_shop import DEAD, RedisShop, briefly, crash, open_redis
 from tests.support.workers import OrderPlaced
 
 SHORT_LEASE = 1.2
+"""Seconds: renewed after 0.4."""
 
 SLOW_MACHINE = 5.0
 """Seconds that a busy machine may add to a measured time."""
-"""Seconds: renewed after 0.4."""
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +45,6 @@ async def proxy(server: RedisServer) -> AsyncIterator[FaultProxy]:
         server.admin("SCRIPT", "LOAD", text)
     async with FaultProxy(server.address) as proxy:
         yield proxy
-
-
-@pytest.fixture
-def effects(tmp_path: Path) -> Effects:
-    return Effects(tmp_path)
 
 
 async def misbehave(event: OrderPlaced, attempt: Attempt) -> None:

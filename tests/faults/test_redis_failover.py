@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
@@ -49,11 +48,6 @@ async def store(group: RedisGroup) -> AsyncIterator[RedisIdempotencyRepository]:
     yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=0.5))
     await client.aclose()
     await group.aclose()
-
-
-@pytest.fixture
-def effects(tmp_path: Path) -> Effects:
-    return Effects(tmp_path)
 
 
 @pytest.mark.scenario(44)

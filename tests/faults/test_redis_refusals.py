@@ -10,7 +10,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,28 +25,7 @@ from tests.support.processes import ServiceProcess
 from tests.support.redis import RedisServer
 from tests.support.redis_shop import Held, RedisShop, open_redis_shop
 
-DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 SECRET = "hunter2-hunter2"
-
-
-@pytest.fixture(scope="module")
-def lasting_server() -> Iterator[RedisServer]:
-    with RedisServer(config=DURABLE) as server:
-        yield server
-
-
-@pytest.fixture
-def server(lasting_server: RedisServer) -> RedisServer:
-    if not lasting_server.running:  # a test before this one has failed in between
-        lasting_server.kill()
-        lasting_server.start()
-    lasting_server.flush()
-    return lasting_server
-
-
-@pytest.fixture
-def effects(tmp_path: Path) -> Effects:
-    return Effects(tmp_path)
 
 
 # Refusing what we ask.

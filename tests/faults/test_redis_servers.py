@@ -8,39 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from integr8s_idem.telemetry import Signal
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
-from tests.support.redis import RedisServer
+from tests.support.redis import DURABLE, RedisServer
 from tests.support.redis_shop import DEAD, Held, briefly, open_redis_shop
 
-DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 SECRET = "hunter2-hunter2"
-
-
-@pytest.fixture(scope="module")
-def lasting_server() -> Iterator[RedisServer]:
-    with RedisServer(config=DURABLE) as server:
-        yield server
-
-
-@pytest.fixture
-def server(lasting_server: RedisServer) -> RedisServer:
-    if not lasting_server.running:  # a test before this one has failed in between
-        lasting_server.kill()
-        lasting_server.start()
-    lasting_server.flush()
-    return lasting_server
-
-
-@pytest.fixture
-def effects(tmp_path: Path) -> Effects:
-    return Effects(tmp_path)
 
 
 @pytest.fixture

@@ -12,9 +12,12 @@ import pytest
 
 from integr8s_idem.config import settings_warnings
 from integr8s_idem.config.loading import load_settings
+from integr8s_idem.worker.deadletters import BODY_BYTES, BODY_SHA256, DROPPED, PREFIX, DeadLetter
 from tests.packaging.repository import ROOT, anchors, code_blocks, files, name_of, without_code
+from tests.support.fake_consumer import FakeRecord
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+WORKER = (ROOT / "docs" / "explanation" / "worker.md").read_text(encoding="utf-8")
 PROGRAMS = code_blocks(README, "python")
 PAGES = list(files(".md"))
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
@@ -77,3 +80,15 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 
         for pattern in patterns:
             assert any(ROOT.glob(pattern.rstrip("/"))), f"{name_of(page)} names {pattern}"
+
+
+def test_the_rule_about_dead_letters_names_every_header_and_no_other() -> None:
+    rule = re.search(r"\*\*R9\..*?(?=\n\n)", WORKER, re.DOTALL)
+    assert rule is not None
+    letter = DeadLetter("malformed", ValueError("why"), handler="charge", key="order:1", attempts=1)
+    record = FakeRecord("orders", 0, 0, None, b"")
+    headers = {name for name, _ in letter.headers(record, "billing", "billing")} | {DROPPED, BODY_BYTES, BODY_SHA256}
+
+    named = [word for word in re.findall(r"`([a-z0-9-]+)`", rule[0]) if word != PREFIX]
+
+    assert sorted(PREFIX + word for word in named) == sorted(headers)

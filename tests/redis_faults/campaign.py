@@ -25,7 +25,7 @@ from integr8s_idem.worker import gate
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
-from tests.support.redis import RedisServer
+from tests.support.redis import DURABLE, RedisServer
 from tests.support.redis_sentinel import RedisGroup
 from tests.support.redis_shop import DEAD, RedisShop, make_client, open_redis_shop
 from tests.support.workers import OrderPlaced, orders
@@ -34,7 +34,6 @@ EVENTS: Final = 120
 LEASE: Final = 20.0
 """Seconds: longer than any fault here, so that a takeover would be a mistake."""
 TIMEOUT: Final = 0.5
-_DURABLE: Final = {"appendonly": "yes", "appendfsync": "always"}
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Servers:
 
     def one(self) -> RedisServer:
         if self.single is None:
-            self.single = self.stack.enter_context(RedisServer(config=_DURABLE))
+            self.single = self.stack.enter_context(RedisServer(config=DURABLE))
         return self.single
 
     def several(self) -> RedisGroup:

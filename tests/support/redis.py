@@ -28,6 +28,10 @@ from redis.asyncio import Redis
 from tests.support.fault_proxy import Address
 
 BINARY_VARIABLE: Final = "INTEGR8S_IDEM_TEST_REDIS_SERVER"
+
+DURABLE: Final[Mapping[str, str]] = {"appendonly": "yes", "appendfsync": "always"}
+"""Settings of a server that keeps whatever it has answered, through a SIGKILL."""
+
 _ANSWERS: Final = (b"+PONG", b"-NOAUTH", b"-NOPERM")
 _START_SECONDS: Final = 20.0
 

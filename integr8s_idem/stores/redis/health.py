@@ -19,7 +19,7 @@ async def health_of(client: Redis, mark: str) -> StoreHealth:
     start = time.perf_counter()
     await client.ping()
     latency = timedelta(seconds=time.perf_counter() - start)
-    identity, info = await _identity(client, mark)
+    identity, info = await _mark_and_info(client, mark)
     if info is None:
         # An ACL user without +info: the store works, its settings stay unseen.
         return StoreHealth(
@@ -46,7 +46,7 @@ def _lineage(info: Mapping[str, Any]) -> tuple[str, str]:
     return str(info.get("master_replid", "")), before if before.strip("0") else ""
 
 
-async def _identity(client: Redis, mark: str) -> tuple[str, Mapping[str, Any] | None]:
+async def _mark_and_info(client: Redis, mark: str) -> tuple[str, Mapping[str, Any] | None]:
     """What the mark says, made by whoever comes first if it is not there; and INFO, `None` if that is forbidden.
 
     The commands are those of the scripts, so that a server that takes no writes, or a user who may not run
