@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.campaigns import __main__ as command
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.campaigns.marks import marked
 from tests.campaigns.matrix import PAGE, groups, page
@@ -69,17 +71,78 @@ def test_a_record_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     assert (again.next, again.figures["kills"], again.seconds) == (20, 12, 2.5)
 
 
-def test_a_broken_promise_is_kept_and_ends_the_campaign(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tests.campaigns import __main__ as command
+class Bench:
+    """The command over one campaign, with its record in a folder of its own."""
 
-    def broken(first: int, count: int) -> Figures:
-        raise ViolationError(f"number {first} lost one")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.folder = folder
+        self.breaks = False
+        self.batches: list[tuple[int, int]] = []
+        campaign = Campaign("kills", "kills", "a kill", (17,), 1, 10, 5, self.run)
+        monkeypatch.setattr(command, "campaigns", lambda: {"kills": campaign})
+        monkeypatch.setattr(command, "load", lambda name: load(name, folder))
+        monkeypatch.setattr(command, "save", lambda name, record: save(name, record, folder))
 
-    campaign = Campaign("kills", "kills", "a kill", (17,), 1, 10, 5, broken)
-    monkeypatch.setattr(command, "campaigns", lambda: {"kills": campaign})
-    monkeypatch.setattr(command, "load", lambda name: load(name, tmp_path))
-    monkeypatch.setattr(command, "save", lambda name, record: save(name, record, tmp_path))
+    def run(self, first: int, count: int) -> Figures:
+        self.batches.append((first, count))
+        if self.breaks:
+            raise ViolationError(f"number {first} lost one")
+        return Figures(kills=count, lost=0)
+
+    @property
+    def record(self) -> Record:
+        return load("kills", self.folder)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
+    return Bench(monkeypatch, tmp_path)
+
+
+def test_a_campaign_goes_on_in_batches_up_to_its_target(bench: Bench) -> None:
+    assert command.main(["kills"]) == 0
+    assert command.main(["kills"]) == 0
+
+    assert bench.batches == [(0, 5), (5, 5)]
+    assert bench.record.figures == {"kills": 10, "lost": 0}
+
+
+def test_a_broken_promise_is_kept_and_ends_the_campaign(bench: Bench) -> None:
+    bench.breaks = True
 
     assert command.main(["kills"]) == 1
-    assert load("kills", tmp_path).violations == ["batch from 0: number 0 lost one"]
-    assert load("kills", tmp_path).figures == {}
+    assert bench.record.violations == ["batch from 0: number 0 lost one"]
+    assert bench.record.figures == {}
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_one_number_is_run_again_and_not_recorded(
+    bench: Bench, breaks: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.breaks = breaks
+
+    assert command.main(["kills", "--only", "7"]) == breaks
+
+    assert bench.batches == [(7, 1)]
+    assert bench.record == Record()
+    told = capsys.readouterr()
+    assert "kills 7" in (told.err if breaks else told.out)
+    assert ("BROKEN: number 7 lost one" in told.err) == breaks
+
+
+def test_where_the_campaigns_stand_is_told_to_people_and_to_programs(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.main(["kills", "--target", "5"])
+    capsys.readouterr()
+
+    assert command.main([]) == 0
+    assert capsys.readouterr().out.split()[:5] == ["kills", "5", "of", "10", "kills"]
+    assert command.main(["--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["kills"]
+    assert (told["target"], told["next"], told["figures"]["kills"], told["violations"]) == (10, 5, 5, [])
+
+
+def test_a_campaign_that_is_not_there_is_refused_by_name(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["kill"]) == 2
+    assert "no such campaign: kill; there are kills" in capsys.readouterr().err
