@@ -40,9 +40,11 @@ test: $(SETUP) $(KAFKA)  ## all tests, on a real Redis and a real Apache Kafka
 	@$(BIN)/python -m pytest
 
 faults: $(SETUP) $(KAFKA)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
-	@$(BIN)/python -m tests.campaigns --all
-	@$(BIN)/python -m pytest -p tests.campaigns.recorder -m scenario
-	@$(BIN)/python -m tests.campaigns.matrix
+	@status=0; \
+	$(BIN)/python -m tests.campaigns --all || status=1; \
+	$(BIN)/python -m pytest -p tests.campaigns.recorder -m scenario || status=1; \
+	$(BIN)/python -m tests.campaigns.matrix || status=1; \
+	exit $$status
 
 matrix: $(SETUP)  ## docs/reference/fault-matrix.md from what was recorded
 	@$(BIN)/python -m tests.campaigns.matrix

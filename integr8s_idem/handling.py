@@ -63,12 +63,18 @@ class Handling:
         """What people read: type and id of the event."""
         return f"{self.event.event_type}:{self.event.event_id}"
 
+    @property
+    def record_key(self) -> str:
+        """The full key of its record, in the first generation; empty without a guard."""
+        return ""
+
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
         """One try.  Arguments and errors as those of `IdempotencyManager.execute`; a caller that waits for
         the store also waits for the broker to take what the handler publishes."""
         self._tries += 1
         handler = self.handler
-        attempt = Attempt(handler.plain_key(self.event, self.generation), self._tries, 0, float("inf"), self.label)
+        key = handler.plain_key(self.event, self.generation)
+        attempt = Attempt(key, self._tries, 0, float("inf"), self.label, self.generation)
         try:
             with handler.observer.phase(Phase.HANDLE, self.event.event_type):
                 value = await handler.work(self.event, attempt, patient=wait_for_store is not None)
@@ -91,11 +97,15 @@ class GuardedHandling(Handling):
         self._manager = handler.manager
         self.on_in_progress = handler.manager.config.on_in_progress
         keyed = handler.resolver.resolve(handler.name, event, generation)
-        self._work = Work(keyed.key, keyed.fingerprint, handler.ttl, event.event_type)
+        self._work = Work(handler.manager.space.key(keyed.key), keyed.fingerprint, handler.ttl, event.event_type)
 
     @property
     def label(self) -> str:
         return self._work.key.label
+
+    @property
+    def record_key(self) -> str:
+        return self._manager.space.full(self._work.key.in_generation(0))
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
         async def work(attempt: Attempt) -> Any:

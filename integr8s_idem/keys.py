@@ -6,6 +6,7 @@ A full key is made of escaped components, so that no two different inputs make o
     ───prefix── ─scope─ handler ───type──── how ──value──
     idempotency:billing::order:1                           given by a caller: the handler is empty
     idempotency:billing:#9f86d081…                         hashed: too long, or `hash_keys`
+    …;1                                                    behind any of them: asked for anew on purpose, once
 
 `integr8s_idem.keys.Key` is the part after the scope.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 from urllib.parse import quote
@@ -25,7 +26,13 @@ from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
 
 MAX_KEY_LENGTH: Final = 255
-"""Bytes of a full key before it is hashed: short enough for every store's index, long enough to stay readable."""
+"""Most bytes of a full key: short enough for every store's index, long enough to stay readable."""
+
+LAST_GENERATION: Final = 999
+"""Work can be done anew on purpose this often; generation 0 is the first."""
+
+LONGEST_PLAIN: Final = MAX_KEY_LENGTH - len(f";{LAST_GENERATION}")
+"""Bytes of a full key before it is hashed: there is room for its generation."""
 
 LONGEST_SCOPE: Final = 100
 """Bytes of a scope before it is hashed: prefix, scope and a hashed key fit together into `MAX_KEY_LENGTH`."""
@@ -58,8 +65,10 @@ class Key:
     """One unit of work within a scope, already escaped."""
 
     text: str
-    label: str
-    """What people see in messages: `order_placed:0192…`."""
+    name: str
+    """What people see in messages, but for the generation: `order_placed:0192…`."""
+    generation: int = 0
+    """How often the work was asked for anew on purpose."""
 
     @staticmethod
     def of(text: str) -> Key:
@@ -75,15 +84,37 @@ class Key:
         """A key made from an event; `handler` keeps two handlers of one event apart."""
         return Key(":".join(map(_escape, (handler, event_type, how, value))), _label(f"{event_type}:{value}"))
 
+    @property
+    def label(self) -> str:
+        """What people see in messages."""
+        return f"{self.name} (generation {self.generation})" if self.generation else self.name
+
+    @property
+    def digest(self) -> str:
+        """What stands for its text where that is too long, or must not be seen."""
+        return f"#{hashlib.sha256(self.text.encode()).hexdigest()}"
+
+    def hidden(self) -> Key:
+        """The same key, which shows people nothing of itself."""
+        return replace(self, name=self.digest)
+
     def in_generation(self, generation: int) -> Key:
-        """The same work, to be done anew on purpose; generation 0 is the first, and the key as it is.
+        """The same work, to be done anew on purpose; generation 0 is the first.
 
         The earlier generations keep their records: a replay lifts their block and leaves their history.
         """
-        if generation == 0:
-            return self
-        # No component holds a semicolon: it is escaped.
-        return Key(f"{self.text};{generation}", f"{self.label} (generation {generation})")
+        return replace(self, generation=generation)
+
+
+def generation_key(full: str, generation: int) -> str:
+    """The full key of a generation of the work whose first one has the key `full`."""
+    # No component holds a semicolon: it is escaped.
+    return f"{full};{generation}" if generation else full
+
+
+def first_generation_key(full: str, generation: int) -> str:
+    """The reverse of `generation_key`."""
+    return full.removesuffix(f";{generation}") if generation else full
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +124,7 @@ class KeySpace:
     prefix: str
     scope: str
     hash_keys: bool = False
-    """Hash every key: for keys that hold personal data."""
+    """Hash every key, in the store and for people: for keys that hold personal data."""
 
     @property
     def root(self) -> str:
@@ -103,12 +134,17 @@ class KeySpace:
             scope = "#" + hashlib.sha256(scope.encode()).hexdigest()
         return f"{self.prefix}:{scope}:"
 
+    def key(self, given: str | Key) -> Key:
+        """A caller's string as a key, a key as it is; for people no more of it than the store may know."""
+        key = given if isinstance(given, Key) else Key.of(given)
+        return key.hidden() if self.hash_keys else key
+
     def full(self, key: Key) -> str:
         """The key as the store sees it: printable ASCII, at most `MAX_KEY_LENGTH` bytes."""
         full = self.root + key.text
-        if self.hash_keys or len(full) > MAX_KEY_LENGTH:
-            return f"{self.root}#{hashlib.sha256(key.text.encode()).hexdigest()}"
-        return full
+        if self.hash_keys or len(full) > LONGEST_PLAIN:
+            full = self.root + key.digest
+        return generation_key(full, key.generation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,10 @@ from integr8s_idem.errors import (
     ResultNotStoredError,
     StoreUnavailableError,
 )
-from integr8s_idem.keys import Key, KeySpace, downstream_key
+from integr8s_idem.keys import LAST_GENERATION, Key, KeySpace, downstream_key, generation_key
 from integr8s_idem.leases import HeldLease, LeaseKeeper
 from integr8s_idem.ledger import Ledger, describe_error
 from integr8s_idem.records import (
-    LAST_GENERATION,
     Completed,
     Completion,
     Corrupt,
@@ -121,14 +120,14 @@ class IdempotencyManager:
             CorruptRecordError: Its record cannot be read.
             StoreError: As for every verb.
         """
-        verdict = await self._ledger.reserve(self._ledger.request(Work(as_key(key), fingerprint)))
+        verdict = await self._ledger.reserve(self._ledger.request(Work(self.space.key(key), fingerprint)))
         if isinstance(verdict, Corrupt):
             raise CorruptRecordError(verdict.key, verdict.reason)
         return verdict
 
     async def reserve_many(self, keys: Sequence[str | Key]) -> list[Verdict]:
         """Ask for many keys in one round trip; an unreadable record is `Corrupt` in its place."""
-        return await self.repository.reserve([self._ledger.request(Work(as_key(key))) for key in keys])
+        return await self.repository.reserve([self._ledger.request(Work(self.space.key(key))) for key in keys])
 
     async def renew(self, *reservations: Reserved) -> list[bool]:
         """Let their leases begin anew, with the configured length.  `False`: no longer ours."""
@@ -152,25 +151,30 @@ class IdempotencyManager:
 
     async def get(self, key: str | Key) -> IdempotencyRecord | None:
         """The record of `key`, if there is one."""
-        return (await self.repository.get([self._ledger.space.full(as_key(key))]))[0]
+        return (await self.repository.get([self.space.full(self.space.key(key))]))[0]
 
     async def history(self, key: str | Key) -> dict[int, IdempotencyRecord]:
         """The records of `key` by generation, as far as the store still has them: what became of each replay.
 
-        All generations there can be are asked for, since earlier ones may have expired: a thousand small
-        reads, for people and tools rather than for each event.
-
         Raises:
             CorruptRecordError: One of them cannot be read.
         """
+        return await self.history_of(self.space.full(self.space.key(key).in_generation(0)))
+
+    async def history_of(self, record_key: str) -> dict[int, IdempotencyRecord]:
+        """As `history`, by the full key of the first generation, as dead letters and records tell it.
+
+        All generations there can be are asked for, since earlier ones may have expired: a thousand small
+        reads, for people and tools rather than for each event.
+        """
         generations = range(LAST_GENERATION + 1)
-        names = [self._ledger.space.full(as_key(key).in_generation(generation)) for generation in generations]
+        names = [generation_key(record_key, generation) for generation in generations]
         found = zip(generations, await self.repository.get(names), strict=True)
         return {generation: record for generation, record in found if record is not None}
 
     async def delete(self, key: str | Key) -> bool:
         """Forget `key`, whatever its state: the next caller does the work again."""
-        return await self.repository.delete([self._ledger.space.full(as_key(key))]) == 1
+        return await self.repository.delete([self.space.full(self.space.key(key))]) == 1
 
     async def count_active(self) -> int:
         """How many keys of this scope hold a lease now."""
@@ -221,7 +225,7 @@ class IdempotencyManager:
                 raise ApplicationError(f"{function!r} is no async function; what it did has been done")
             return await running
 
-        work = Work(as_key(key), fingerprint, None if ttl is None else self.checked_ttl(ttl))
+        work = Work(self.space.key(key), fingerprint, None if ttl is None else self.checked_ttl(ttl))
         return await self.run_work(
             work, ignoring_the_attempt, returns=function, on_in_progress=on_in_progress, wait_timeout=wait_timeout
         )
@@ -371,7 +375,7 @@ class IdempotencyManager:
         """Run without a reservation, because a policy says so."""
         self.observer.count(Signal.UNGUARDED, work.event_type)
         work.unguarded_runs += 1
-        attempt = Attempt(key, work.unguarded_runs, 0, float("inf"), work.key.label)
+        attempt = _attempt(work, key, work.unguarded_runs, 0, float("inf"))
         try:
             with self.observer.phase(Phase.HANDLE, work.event_type):
                 return Executed(await function(attempt), attempt.number)
@@ -395,7 +399,9 @@ class IdempotencyManager:
         wait_for_store: WaitForStore | None,
     ) -> Outcome[T]:
         lease = self._leases.hold(reserved, asked_at, reserve_anew=lambda: self._ledger.reserved_anew(work))
-        attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, work.key.label)
+        attempt = Attempt(
+            reserved.key, reserved.attempt, reserved.fence, lease.deadline, work.key.label, work.key.generation
+        )
         ended = self._running[reserved.key] = asyncio.get_running_loop().create_future()
         around = _AROUND.get()
         _AROUND.set(around | {ended})
@@ -490,6 +496,5 @@ def replayed_value(label: str, completed: Completed, function: Callable[..., obj
     return None
 
 
-def as_key(key: str | Key) -> Key:
-    """A caller's string as a key; a key as it is."""
-    return key if isinstance(key, Key) else Key.of(key)
+def _attempt(work: Work, key: str, number: int, fence: int, deadline: float) -> Attempt:
+    return Attempt(key, number, fence, deadline, work.key.label, work.key.generation)

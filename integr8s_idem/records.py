@@ -15,9 +15,6 @@ from typing import Final, TypeAlias
 
 JSON: Final = "application/json"
 
-LAST_GENERATION: Final = 999
-"""Work can be done anew on purpose this often; generation 0 is the first."""
-
 
 class IdempotencyStatus(str, Enum):
     """Where one unit of work stands.  A released reservation is `processing` with a lease that has ended."""
@@ -203,3 +200,7 @@ class StoreHealth:
     """Names what the store holds: another one later means that it was emptied or replaced.  Empty if it cannot tell."""
     lineage: tuple[str, str] = ("", "")
     """This primary, and the one whose place it took, if any: its last writes may be lost.  Empty if it cannot tell."""
+    start: str = ""
+    """Names this start of the server: another one later means that it was started anew.  Empty if it cannot tell."""
+    keeps_all: bool = False
+    """Whether a start anew loses nothing that was acknowledged, as far as it can tell."""

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Generic, TypeAlias, TypeVar
 
 from integr8s_idem.errors import StoreError
-from integr8s_idem.keys import Key, downstream_key
+from integr8s_idem.keys import Key, downstream_key, first_generation_key
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
 
 T = TypeVar("T")
@@ -32,10 +32,16 @@ class Attempt:
     """When the lease ends unless it is renewed, by the event loop's clock (`loop.time()`)."""
     label: str = ""
     """The key as people read it."""
+    generation: int = 0
+    """How often the work was asked for anew on purpose: 0 but for replays."""
 
     def key_for(self, name: str) -> str:
-        """A key for something done downstream, the same at every attempt: hand it to a payment API."""
-        return downstream_key(self.key, name)
+        """A key for something done downstream, the same at every attempt: hand it to a payment API.
+
+        It is the same in a replay, too: a run that failed may have come that far.  Where a replay is to do
+        it once more, put `generation` into `name`.
+        """
+        return downstream_key(first_generation_key(self.key, self.generation), name)
 
 
 @dataclass(slots=True)

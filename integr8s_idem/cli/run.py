@@ -44,6 +44,9 @@ _NO_CREDENTIALS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """What the settings say about real servers means nothing to embedded ones."""
 
+_THREADS_SECONDS: Final = 1.0
+"""How long threads may go on once all else has ended: what is left to the very last, after the grace of handlers."""
+
 _NOTHING_TO_KEEP: Final = frozenset({"idempotency.default_ttl_seconds"})
 """Warnings about topics that outlive the records: embedded topics end with the process."""
 
@@ -137,9 +140,17 @@ async def _run(
         except Exception:  # noqa: BLE001 -- logged with its traceback, and the exit status says so
             _log.exception("the services ended by an error that nobody expected")
             return 1
-    if group.stuck:
+    if group.stuck or not await _threads_end():
         _leave_handlers_behind(status)
     return status
+
+
+async def _threads_end() -> bool:
+    """Whether the threads of handlers come to their end: none can be cancelled, and the loop would wait for all."""
+    ending = asyncio.create_task(asyncio.get_running_loop().shutdown_default_executor())
+    # Not by `wait_for`: until Python 3.12 a cancellation of this call waits for the threads, too.
+    done, _ = await asyncio.wait({ending}, timeout=_THREADS_SECONDS)
+    return bool(done)
 
 
 def _leave_handlers_behind(status: int) -> NoReturn:

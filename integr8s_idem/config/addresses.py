@@ -9,6 +9,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 _REDIS_SCHEMES: Final = frozenset({"redis", "rediss", "unix"})
 _SECRET_OPTION: Final = re.compile(r"(?i)((?:password|secret|token)=)[^&\s]+")
 _WORD: Final = re.compile(r"[^\s'\"<>]+")
+_END_OF_HOST: Final = re.compile("[/?#]")
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 
 
@@ -47,13 +48,19 @@ def redis_url(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     _must_be_plain(url, _example())
     if not separator or scheme not in _REDIS_SCHEMES or not rest:
-        host = (rest if separator else url).partition("/")[0]
+        host = _host_of(rest if separator else url)
         raise ValueError(f'"{without_secret(url)}" is no Redis URL; write {_example("redis", host)}')
     if scheme == "unix":
         return url
     parts = _split(url)
     # redis-py takes database 0, without a word, for any path that is no number.
     database = parts.path.strip("/")
+    if "@" in database:
+        # Whatever stands before the last `@` may be meant for a password: a slash in it has cut it in two.
+        raise ValueError(
+            "has a slash within its user or password; write / as %2F, @ as %40, : as %3A there: "
+            f"{scheme}://user:pass%2Fword@localhost:6379/0"
+        )
     if database and not database.isdecimal():
         raise ValueError(
             f'"{without_secret(url)}" names the database "{database}", which is no number; '
@@ -93,8 +100,14 @@ def collector_url(url: str) -> str:
     _must_be_plain(url, "http://localhost:4317")
     if separator and scheme in {"http", "https"} and rest:
         return url
-    host = without_secret((rest if separator else url).partition("/")[0])
+    host = _host_of(rest if separator else url)
     raise ValueError(f'"{without_secret(url)}" is no URL of a collector; write http://{host or "localhost:4317"}')
+
+
+def _host_of(rest: str) -> str:
+    """Host and port behind a scheme, with whatever stands before an `@` hidden, be it a path."""
+    _, at, tail = rest.rpartition("@")
+    return f"{'***@' if at else ''}{_END_OF_HOST.split(tail)[0]}"
 
 
 def _must_be_plain(url: str, example: str) -> None:
@@ -107,11 +120,10 @@ def _split(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port  # parsed only when asked for
     except ValueError:
-        raise ValueError(
-            f'"{without_secret(url)}" has a host or port that cannot be read; write {_example()}'
-        ) from None
+        # Not shown: with its host forgotten, what is read for a port is a password.
+        raise ValueError(f"has a host or port that cannot be read; write {_example()}") from None
     return parts
 
 
 def _example(scheme: str = "redis", host: str = "localhost:6379") -> str:
-    return f"{scheme}://{without_secret(host) or 'localhost:6379'}/0"
+    return f"{scheme}://{_host_of(host) or 'localhost:6379'}/0"

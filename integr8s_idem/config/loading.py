@@ -24,6 +24,10 @@ DEFAULT_FILE: Final = Path("settings.toml")
 """Read from the working directory if it is there."""
 
 
+LARGEST_FILE: Final = 1_000_000
+"""Bytes of a file of settings: a device, or a dump by mistake, would fill the memory."""
+
+
 @overload
 def load_settings(
     path: Path | None = None, *, overrides: Mapping[str, Any] | None = None, services: Iterable[str] = ()
@@ -146,7 +150,9 @@ def _table(file: Path) -> dict[str, Any]:
     mistake = ("", "")
     try:
         # A file saved by an editor that puts a mark at its start is still TOML.
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(_text(file))
+    except _TooLargeError:
+        mistake = ("file", f"is larger than {LARGEST_FILE} bytes, which no settings are")
     except FileNotFoundError:
         mistake = ("file", f"does not exist; write one: integr8s-idem settings example > {file}")
     except OSError as error:
@@ -164,6 +170,20 @@ def _table(file: Path) -> dict[str, Any]:
     raise SettingsError(str(file), [said(*mistake)])
 
 
+class _TooLargeError(Exception):
+    """It is no file of settings."""
+
+
+def _text(file: Path) -> str:
+    """What stands in `file`; of one without an end no more is read than settings can hold."""
+    with file.open("rb") as opened:
+        raw = opened.read(LARGEST_FILE + 1)
+    if len(raw) > LARGEST_FILE:
+        raise _TooLargeError
+    # As in a file that is opened as text, \r\n ends a line.
+    return raw.decode("utf-8-sig").replace("\r\n", "\n")
+
+
 def _syntax(message: str, file: Path) -> tuple[str, str]:
     """`Invalid value (at line 3, column 7)` into place and words."""
     words, _, place = message.rpartition(" (at ")
@@ -171,6 +191,6 @@ def _syntax(message: str, file: Path) -> tuple[str, str]:
     if place.startswith("line"):
         hint = "; texts stand in quotes" if words == "invalid value" else ""
         return place, f"is no TOML: {words}{hint}"
-    last_line = len(file.read_text(encoding="utf-8-sig").rstrip().splitlines())
+    last_line = len(_text(file).rstrip().splitlines())
     found = "where a value should stand" if words == "invalid value" else f"too early: {words}"
     return f"line {last_line}", f"is no TOML: the file ends {found}"

@@ -109,7 +109,7 @@ class IdempotencyConfig(Section):
     on_key_reused: OnKeyReused = OnKeyReused.RAISE
     """Same key, other payload: raise or run."""
     hash_keys: bool = False
-    """Store keys as hashes only: for keys that hold personal data."""
+    """Store and show keys as hashes only: for keys that hold personal data."""
 
     @property
     def ttl(self) -> timedelta:

@@ -43,6 +43,7 @@ class Signal(str, Enum):
     RECORD_VANISHED = "idempotency_records_vanished"
     STORE_DATA_LOST = "idempotency_store_data_losses"
     STORE_FAILOVER = "idempotency_store_failovers"
+    STORE_RESTART = "idempotency_store_restarts"
     WAITED = "idempotency_waits"
     KEY_REUSED = "idempotency_keys_reused"
     CORRUPT_RECORD = "idempotency_corrupt_records"

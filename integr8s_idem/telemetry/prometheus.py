@@ -40,6 +40,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.RECORD_VANISHED: "Records the store had lost when their run was settled.",
     Signal.STORE_DATA_LOST: "Times the store was found emptied or replaced while the service ran.",
     Signal.STORE_FAILOVER: "Times another primary was found to have taken over: its last records may be lost.",
+    Signal.STORE_RESTART: "Times the store was started anew, not known to keep all: its last records may be lost.",
     Signal.WAITED: "Deliveries that waited for a run elsewhere.",
     Signal.KEY_REUSED: "Keys seen with another payload.",
     Signal.CORRUPT_RECORD: "Records that could not be read.",
@@ -69,6 +70,7 @@ _OF_THE_SERVICE: Final = frozenset(
     {
         Signal.STORE_DATA_LOST,
         Signal.STORE_FAILOVER,
+        Signal.STORE_RESTART,
         Signal.STORE_ERROR,
         Signal.UNDECODABLE,
         Signal.COMMIT_FAILED,

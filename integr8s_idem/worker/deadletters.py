@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from integr8s_idem.errors import ApplicationError, UndecodableEventError
+from integr8s_idem.keys import LAST_GENERATION
 from integr8s_idem.ledger import describe_error
-from integr8s_idem.records import LAST_GENERATION
 from integr8s_idem.worker.records import Record
 
 PREFIX: Final = "idempotency-dlq-"
@@ -81,13 +82,14 @@ def replay_of(letter: Record) -> Replay:
     not do it again; and one letter replayed twice is one generation, which is handled once.
 
     Raises:
-        ApplicationError: It is no dead letter, a part of it did not fit into the letter, or it was replayed
-            as often as can be counted.
+        ApplicationError: It is no dead letter, or one with headers that are not ours; a part of it did not fit
+            into the letter; or it was replayed as often as can be counted.
         UndecodableEventError: Its generation is no number.
     """
     told = _told_by_us(letter)
     place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
-    if "topic" not in told:
+    topic = _text(told.get("topic"))
+    if not topic:
         raise ApplicationError(f"{place} is no dead letter: it has no header {PREFIX}topic")
     if "dropped" in told:
         raise ApplicationError(
@@ -98,8 +100,31 @@ def replay_of(letter: Record) -> Replay:
         raise ApplicationError(f"the dead letter {place} was replayed {LAST_GENERATION} times, the most there can be")
     headers = [(name, value) for name, value in letter.headers if not _is_ours(name)]
     headers.append((GENERATION, str(generation).encode()))
-    headers += [(f"idempotency-replay-{target}", told[target]) for target in ("group", "handler") if target in told]
-    return Replay(told["topic"].decode(), letter.key, letter.value, headers)
+    for header, target in ((REPLAY_GROUP, told.get("group")), (REPLAY_HANDLER, told.get("handler"))):
+        if target:
+            headers.append((header, target))
+    return Replay(topic, letter.key, letter.value, headers)
+
+
+def record_key_of(letter: Record) -> str:
+    """The full key of the record of a dead letter: `IdempotencyManager.history_of` reads what became of it.
+
+    Raises:
+        ApplicationError: It names none: no guarded handler gave it up.
+    """
+    key = _text(_told_by_us(letter).get("record"))
+    if not key:
+        place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
+        raise ApplicationError(f"{place} names no record: it has no header {PREFIX}record")
+    return key
+
+
+def _text(header: bytes | None) -> str:
+    """What a header says; nothing if it is none that we wrote."""
+    try:
+        return (header or b"").decode()
+    except UnicodeDecodeError:
+        return ""
 
 
 def _told_by_us(letter: Record) -> dict[str, bytes]:
@@ -131,6 +156,8 @@ class DeadLetter:
     handler: str = ""
     key: str = ""
     """The idempotency key as people read it."""
+    record: str = ""
+    """The full key of the record, in the first generation: `IdempotencyManager.history_of` takes it."""
     attempts: int = 0
     generation: int = 0
     """How often the message was replayed on purpose, as far as it says so."""
@@ -148,6 +175,7 @@ class DeadLetter:
             "group": group,
             "handler": self.handler,
             "key": self.key,
+            "record": self.record,
             "attempts": str(self.attempts) if self.attempts else "",
             "generation": str(self.generation),
             "topic": record.topic,
@@ -158,3 +186,29 @@ class DeadLetter:
         }
         ours = [(PREFIX + name, text.encode("utf-8", "backslashreplace")) for name, text in told.items() if text]
         return [*record.headers, *ours]
+
+
+class Parcel:
+    """A dead letter on its way to its topic, which may not take all of it."""
+
+    def __init__(self, letter: DeadLetter, record: Record, service: str, group: str) -> None:
+        self._theirs = list(record.headers)
+        self.key = record.key
+        self.value = record.value
+        self.headers = letter.headers(record, service, group)
+
+    def shed(self) -> bool:
+        """Leave behind one part of the message, the largest as a rule, and say so.  `False`: nothing is left of it."""
+        if self.value is not None:
+            size, digest = str(len(self.value)).encode(), hashlib.sha256(self.value).hexdigest().encode()
+            self.headers += [(DROPPED, b"value"), (BODY_BYTES, size), (BODY_SHA256, digest)]
+            self.value = None
+        elif self._theirs:
+            self.headers = [*self.headers[len(self._theirs) :], (DROPPED, b"headers")]
+            self._theirs = []
+        elif self.key is not None:
+            self.headers.append((DROPPED, b"key"))
+            self.key = None
+        else:
+            return False
+        return True

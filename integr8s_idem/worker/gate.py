@@ -33,6 +33,7 @@ class StoreGate:
         self._warned: set[str] = set()
         self._identity = ""
         self._primary = ""
+        self._start = ""
         self.reason = ""
         """Why it is closed."""
 
@@ -82,6 +83,8 @@ class StoreGate:
         """Say aloud that the store has lost what it knew; nothing is lost by going on."""
         if not health.identity:
             return
+        primary, successor_of = health.lineage
+        # One thing that happened is counted once, as the worst that it can be.
         if self._identity and health.identity != self._identity:
             self._observer.count(Signal.STORE_DATA_LOST)
             logger.error(
@@ -90,16 +93,24 @@ class StoreGate:
                 "flushed it, or make it keep its data (appendonly yes, maxmemory-policy noeviction)",
                 health.kind,
             )
-        self._identity = health.identity
-        primary, successor_of = health.lineage
-        if self._primary and successor_of and primary != self._primary:
+        elif self._primary and successor_of and primary != self._primary:
             self._observer.count(Signal.STORE_FAILOVER)
             logger.warning(
                 "store %s has another primary: what the one before it took last may be lost, and events whose "
                 "records are may be handled again if they are delivered again",
                 health.kind,
             )
+        elif self._start and health.start != self._start and not health.keeps_all:
+            self._observer.count(Signal.STORE_RESTART)
+            logger.warning(
+                "store %s was started anew: unless it had ended in good order, what it took last may be lost, and "
+                "events whose records are may be handled again if they are delivered again (appendfsync always "
+                "prevents it)",
+                health.kind,
+            )
+        self._identity = health.identity
         self._primary = primary or self._primary
+        self._start = health.start
         if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 

@@ -59,23 +59,30 @@ class EventPublisher:
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
     ) -> None:
-        """Send one message as it is.  Raises as `publish` does."""
-        seconds = self._settings.request_timeout_seconds
+        """Send one message as it is, but for one without key and value, which gets an empty value: the client
+        sends none without both.  Raises as `publish` does."""
+        used: AIOKafkaProducer | None = None
+
+        async def confirmed() -> None:
+            nonlocal used
+            used = await self._connected()
+            body = b"" if key is None and value is None else value
+            sent = await used.send(topic, value=body, key=key, headers=list(headers))
+            try:
+                await sent
+            except MessageSizeTooLargeError:
+                # Refused by the broker, it leaves a gap in the producer's sequence: its next batch would fail.
+                await self._discard(used)
+                raise
+
         try:
-            await bounded(self._send(topic, key, value, headers), seconds)
+            await bounded(confirmed(), self._settings.request_timeout_seconds)
         except MessageSizeTooLargeError as error:
             raise EventTooLargeError(topic, len(value or b""), self._settings.max_event_bytes) from error
         except (KafkaError, OSError, TimeoutError) as error:
             # After a timeout or a fatal error nothing is known of the producer's state: take a new one.
-            await self._discard()
+            await self._discard(used)
             raise PublishError(topic, f"{type(error).__name__}: {error}") from error
-
-    async def _send(
-        self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
-    ) -> None:
-        producer = await self._connected()
-        confirmed = await producer.send(topic, value=value, key=key, headers=list(headers))
-        await confirmed
 
     async def _connected(self) -> AIOKafkaProducer:
         async with self._starting:
@@ -94,10 +101,11 @@ class EventPublisher:
                 self._producer = producer
             return self._producer
 
-    async def _discard(self) -> None:
-        producer, self._producer = self._producer, None
-        if producer is not None:
-            await _stop(producer, 1.0)
+    async def _discard(self, used: AIOKafkaProducer | None) -> None:
+        """Take another producer from now on, unless somebody else who had `used` it has seen to that."""
+        if used is not None and used is self._producer:
+            self._producer = None
+            await _stop(used, 1.0)
 
     async def close(self) -> None:
         """Let confirmed what is under way, bounded, and disconnect."""

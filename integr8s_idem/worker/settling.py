@@ -8,7 +8,6 @@ for the store; a closing assignment lets it go, to come again.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +31,8 @@ from integr8s_idem.telemetry import Observer, Signal
 from integr8s_idem.work import Executed, HandlerFailed, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.deadletters import (
-    BODY_BYTES,
-    BODY_SHA256,
-    DROPPED,
     DeadLetter,
+    Parcel,
     generation_of,
     handler_meant,
     is_meant_for,
@@ -83,6 +80,7 @@ class Settler:
     dead_letter_suffix: str
     observer: Observer
     tally: Tally = field(default_factory=Tally)
+    _letters: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def settle(self, delivery: Delivery) -> None:
         """Return once `delivery` may be acknowledged.
@@ -93,12 +91,13 @@ class Settler:
         record = delivery.record
         if not is_meant_for(self.group, record):
             return
+        generation = 0
         try:
-            event = self.decoder.decode(record.value)
             generation = generation_of(record)
+            event = self.decoder.decode(record.value)
         except UndecodableEventError as error:
             self.observer.count(Signal.UNDECODABLE, reason=error.reason)
-            await self._dead_letter(delivery, DeadLetter(error.reason, error))
+            await self._dead_letter(delivery, DeadLetter(error.reason, error, generation=generation))
             return
         self.observer.count(Signal.DELIVERED, event.event_type)
         with self.observer.processing(event.event_type, record.topic, record.headers):
@@ -194,27 +193,16 @@ class Settler:
         """Hand the message to the dead-letter topic.  Until that has it, the message is not settled."""
         record = delivery.record
         topic = record.topic + self.dead_letter_suffix
-        headers = letter.headers(record, self.service, self.group)
-        key, value, tries = record.key, record.value, 0
+        parcel, tries = Parcel(letter, record, self.service, self.group), 0
         while True:
             try:
-                await self.publisher.send(topic, key, value, headers)
+                # One at a time: a broker refuses all that share a batch, and those that fit would be cut as well.
+                async with self._letters:
+                    await self.publisher.send(topic, parcel.key, parcel.value, parcel.headers)
                 break
-            except EventTooLargeError:
-                # What makes it too large is left behind, one part after the other: a letter must arrive.
-                if value is not None:
-                    headers.append((DROPPED, b"value"))
-                    headers.append((BODY_BYTES, str(len(value)).encode()))
-                    headers.append((BODY_SHA256, hashlib.sha256(value).hexdigest().encode()))
-                    value = None
-                elif headers[: len(record.headers)] == list(record.headers) != []:
-                    headers = [*headers[len(record.headers) :], (DROPPED, b"headers")]
-                elif key is not None:
-                    headers.append((DROPPED, b"key"))
-                    key = None
-                else:
-                    raise
-            except PublishError as error:
+            except (PublishError, EventTooLargeError) as error:
+                if isinstance(error, EventTooLargeError) and parcel.shed():
+                    continue
                 tries += 1
                 logger.error("dead-letter topic %s takes nothing, waiting: %s", topic, error)  # no bug of ours
                 await self._pause(delivery, LONGEST_BODY_PAUSE.pause(tries))
@@ -255,7 +243,14 @@ def _letter(handling: Handling, outcome: Outcome[Any]) -> DeadLetter:
             raise AssertionError(f"{outcome} is no reason for a dead letter")
     attempts = outcome.attempt if isinstance(outcome, HandlerFailed | Failed) else 0
     return DeadLetter(
-        reason, error, handling.handler.name, label, attempts, handling.generation, handling.event.event_type
+        reason,
+        error,
+        handling.handler.name,
+        label,
+        handling.record_key,
+        attempts,
+        handling.generation,
+        handling.event.event_type,
     )
 
 

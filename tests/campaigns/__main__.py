@@ -4,6 +4,7 @@
     python -m tests.campaigns --all                 go on with all of them, up to their targets
     python -m tests.campaigns simulation zombies    go on with these
     python -m tests.campaigns simulation --only 7   run number 7 again; not recorded
+    python -m tests.campaigns soak --only 0:30      30 numbers from 0 on: where runs of a batch share their servers
 
 A campaign that was stopped goes on after the last batch that it saved.  A broken promise ends it with status 1.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from typing import Final
@@ -35,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         _show(known, as_json=asked.json)
         return 0
     if asked.only is not None:
-        return max(_again(campaign, asked.only) for campaign in chosen)
+        return max(_again(campaign, *asked.only) for campaign in chosen)
     until = time.monotonic() + asked.minutes * MINUTE
     return max(_go_on(campaign, asked.target, until) for campaign in chosen)
 
@@ -44,11 +46,35 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="campaigns to go on with")
     parser.add_argument("--all", action="store_true", help="all of them, one after the other")
-    parser.add_argument("--only", type=int, metavar="NUMBER", help="run this number again, without recording it")
-    parser.add_argument("--target", type=int, metavar="N", help="go on up to this size instead of the campaign's own")
-    parser.add_argument("--minutes", type=float, default=24 * MINUTE, help="begin no batch after so many minutes")
+    parser.add_argument(
+        "--only", type=_span, metavar="NUMBER[:COUNT]", help="run this number again, or COUNT from it on; not recorded"
+    )
+    parser.add_argument(
+        "--target", type=_count, metavar="N", help="go on up to this size instead of the campaign's own"
+    )
+    parser.add_argument("--minutes", type=_minutes, default=24 * MINUTE, help="begin no batch after so many minutes")
     parser.add_argument("--json", action="store_true", help="the table as JSON")
     return parser
+
+
+def _span(text: str) -> tuple[int, int]:
+    first, _, count = text.partition(":")
+    if not first.isdecimal() or not (count or "1").isdecimal() or count == "0":
+        raise argparse.ArgumentTypeError(f"{text!r} is no NUMBER or NUMBER:COUNT, such as 7 or 30:10")
+    return int(first), int(count or 1)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of runs")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 <= minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes")
+    return minutes
 
 
 def _go_on(campaign: Campaign, target: int | None, until: float) -> int:
@@ -62,6 +88,10 @@ def _go_on(campaign: Campaign, target: int | None, until: float) -> int:
             record.violations.append(f"batch from {first}: {error}"[:2000])
             save(campaign.name, record)
             print(f"{campaign.name}: BROKEN in the batch from {first}: {error}", file=sys.stderr)
+            print(
+                f"the batch again: python -m tests.campaigns {campaign.name} --only {first}:{campaign.batch}",
+                file=sys.stderr,
+            )
             return 1
         took = time.monotonic() - began
         if not figures[campaign.counts]:
@@ -73,12 +103,17 @@ def _go_on(campaign: Campaign, target: int | None, until: float) -> int:
     return 0
 
 
-def _again(campaign: Campaign, number: int) -> int:
+def _again(campaign: Campaign, first: int, count: int) -> int:
+    numbers = f"{first}" if count == 1 else f"{first} to {first + count - 1}"
     try:
-        print(f"{campaign.name} {number}: {dict(campaign.run(number, 1))}")
+        figures = dict(campaign.run(first, count))
     except ViolationError as error:
-        print(f"{campaign.name} {number}: BROKEN: {error}", file=sys.stderr)
+        print(f"{campaign.name} {numbers}: BROKEN: {error}", file=sys.stderr)
         return 1
+    if not figures:
+        print(f"{campaign.name} has no number {numbers}", file=sys.stderr)
+        return 2
+    print(f"{campaign.name} {numbers}: {figures}")
     return 0
 
 
@@ -91,8 +126,8 @@ def _say(campaign: Campaign, record: Record, wanted: int, rate: float) -> None:
     left = max(0, wanted - size) / rate / MINUTE
     print(
         f"{campaign.name}: {size:,} of {wanted:,} {campaign.counts}, {rate * MINUTE:,.0f} a minute, "
-        f"{left:,.0f} min left, lost {record.figures.get('lost', 0)}, "
-        f"twice in a fenced sink {record.figures.get('fenced_repeats', 0)}",
+        f"{left:,.0f} min left, lost {record.figures.get('lost', '-')}, "
+        f"twice in a fenced sink {record.figures.get('fenced_repeats', '-')}",
         flush=True,
     )
 

@@ -25,17 +25,20 @@ HEAD: Final = """\
 What can go wrong, what must come out of it, and which test shows it. `make matrix` writes this page from the rows in
 `tests/campaigns/scenarios.toml`, the marks on the tests and what was recorded; a test compares it with them.
 
-Processes are killed and stalled with signals. Redis, Kafka and PostgreSQL are real servers. Where a test uses a
-simulated broker or store, its docstring says so.
+Processes are killed and stalled with signals. Redis and Kafka are real servers, but for the tests in `tests/unit`,
+whose broker and store are in memory, and for files whose first lines say so; a test checks that they do. *Cases* are
+those of the last recorded run of the tests; places that were marked since then are shown as not recorded.
 """
 
 FIGURES: Final = """\
 ## Figures
 
 `make test` runs the small number of each; `make faults` goes for the target, and goes on where it was stopped. A zero
-in N runs says, at 95 %, no more than 3 in N. *Lost*: asked for, and neither done nor given up with a dead letter.
-*Twice in the sink*: repeated in a sink that checks key and fence. *Repeated outside*: each of these knew by its attempt
-and its fence that it was a repeat, or the store's loss was counted.
+in N runs says, at 95 %, no more than 3 in N; `-` says that the campaign does not count that. *Lost*: asked for, and
+neither done nor given up with a dead letter. *Twice in the sink*: repeated in a sink that checks key and fence.
+*Repeated outside*: each of these knew by its attempt and its fence that it was a repeat, or the store's loss was
+counted. *Commits*: checked out at the first and the last run, `+` for changes beside it in the library; figures are of
+that code, and `git diff COMMIT -- integr8s_idem` tells what has changed since.
 
 """
 
@@ -95,9 +98,7 @@ def _figures(campaign: Campaign, record: Record) -> str:
     told = Counter(record.figures)
     broken = f" **{len(record.violations)} broken**" if record.violations else ""
     commits = f"{record.since} … {record.until}" if record.since else NOTHING
-    zeros = " | ".join(
-        f"{told[name]:,}" if record.figures else NOTHING for name in ("lost", "fenced_repeats", "repeats")
-    )
+    zeros = " | ".join(f"{told[name]:,}" if name in told else NOTHING for name in ("lost", "fenced_repeats", "repeats"))
     return (
         f"| {campaign.name} | {campaign.says} | {campaign.shown_in_test:,} | {campaign.target:,} {campaign.counts} "
         f"| {told[campaign.counts]:,}{broken} | {zeros} | {record.seconds / 60:,.0f} | {commits} |\n"
@@ -105,19 +106,28 @@ def _figures(campaign: Campaign, record: Record) -> str:
 
 
 def _line(row: Row, places: list[str], outcomes: Mapping[str, Mapping[str, int]], known: Mapping[str, Campaign]) -> str:
-    total: Counter[str] = Counter()
-    for place in places:
-        for test, told in outcomes.items():
-            if belongs(test, place):
-                total.update(told)
     shown = [_link(place) for place in places]
     shown += [f"campaign {campaign.name}" for campaign in known.values() if row.number in campaign.scenarios]
     if not shown:
         shown = ["**no test**"]
     if row.note:
         shown.append(row.note)
-    cases = ", ".join(f"{count} {outcome}" for outcome, count in sorted(total.items(), key=_passed_first)) or NOTHING
-    return f"| {row.number} | {row.fault} | {row.outcome} | {'<br>'.join(shown)} | {cases} |"
+    return f"| {row.number} | {row.fault} | {row.outcome} | {'<br>'.join(shown)} | {cases(places, outcomes)} |"
+
+
+def cases(places: list[str], outcomes: Mapping[str, Mapping[str, int]]) -> str:
+    """What is recorded of these places, and how many of them are not."""
+    total: Counter[str] = Counter()
+    missing = 0
+    for place in places:
+        found = [told for test, told in outcomes.items() if belongs(test, place)]
+        missing += not found
+        for told in found:
+            total.update(told)
+    parts = [f"{count} {outcome}" for outcome, count in sorted(total.items(), key=_passed_first)]
+    if missing:
+        parts.append(f"{missing} of {len(places)} places not recorded")
+    return ", ".join(parts) or NOTHING
 
 
 def _passed_first(told: tuple[str, int]) -> tuple[bool, str]:

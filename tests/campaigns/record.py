@@ -13,6 +13,8 @@ from tests.campaigns.figures import Figures
 
 FOLDER: Final = Path(__file__).parent / "record"
 TESTS: Final = "tests"
+ROOT: Final = Path(__file__).parents[2]
+LIBRARY: Final = "integr8s_idem"
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Record:
     seconds: float = 0.0
     since: str = ""
     until: str = ""
-    """Commits of the first and the last run."""
+    """Commits of the first and the last run, as `commit` tells them."""
     violations: list[str] = field(default_factory=list)
     """Promises that were broken and not looked into yet; a person removes them, after mending."""
 
@@ -63,11 +65,16 @@ def save_tests(outcomes: dict[str, dict[str, int]], folder: Path = FOLDER) -> No
 
 
 def commit() -> str:
-    """The short name of the commit that is checked out; `?` outside of a repository."""
-    told = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=False, cwd=FOLDER.parent
-    )
-    return told.stdout.strip() or "?"
+    """The short name of the commit that is checked out, `+` behind it if the library differs from it.
+
+    `?` outside of a repository.
+    """
+    name = _git("rev-parse", "--short=8", "HEAD")
+    return (name + ("+" if _git("status", "--porcelain", "--", LIBRARY) else "")) or "?"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
 
 
 def _write(path: Path, content: Any) -> None:

@@ -70,7 +70,7 @@ def _judge(number: int, runs: Counter[str], broker: FakeBroker, duplicates: int)
 CAMPAIGN = Campaign(
     name="storm",
     counts="storms",
-    says=f"{EVENTS} messages {COPIES} times each in any order, through the worker and the memory store",
+    says=f"{EVENTS} messages {COPIES} times each in any order, through the worker, on a broker and a store in memory",
     scenarios=(111,),
     in_test=4,
     target=1_000,

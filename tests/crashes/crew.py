@@ -16,7 +16,7 @@ from tests.campaigns.figures import Figures, ViolationError
 from tests.crashes.forks import Forked, Nursery
 from tests.crashes.ground import Ground, Topics
 from tests.crashes.jobs import Stream, out_of_order
-from tests.crashes.judging import judge, last_words
+from tests.crashes.judging import CompletedKeys, judge, last_words
 from tests.crashes.worker import Order
 from tests.support.effects import Effects
 
@@ -32,6 +32,7 @@ class Crew:
         self.order = order
         self.topics = topics
         self.effects = Effects(Path(order.folder))
+        self.completed = CompletedKeys(topics.ground.store, self.effects, f"{order.key_prefix}:")
         self.workers: list[Forked] = []
         self.figures = Figures()
         self._nursery = nursery
@@ -85,7 +86,8 @@ class Crew:
         """Send the worker at `place` signals, each after so many seconds; the last ends it.  Another takes its place.
 
         Raises:
-            ViolationError: It had ended by itself, or ends with a status that no signal explains.
+            ViolationError: It had ended by itself, or ends with a status that no signal explains; or a key that was
+                completed has been run again.
         """
         worker = self.workers[place]
         for pause, number in signals:
@@ -97,6 +99,7 @@ class Crew:
             raise ViolationError(f"a worker ended with {status}:\n{last_words(self.folder)}")
         self.figures["kills" if status == -signal.SIGKILL else "drains"] += 1
         self.workers[place] = await self._nursery.start(self.order)
+        await self.completed.look()
 
     @property
     def folder(self) -> Path:
@@ -120,6 +123,8 @@ class Crew:
         for worker in self.workers:
             if await worker.end(signal.SIGTERM, PATIENCE) != 0:
                 raise ViolationError(f"a worker does not end well:\n{last_words(self.folder)}")
+        self.figures["completed_before_the_end"] += len(self.completed)
+        await self.completed.look(nobody_lives=True)
         self.figures.update(await judge(self.topics, self.effects, self.order.key_prefix))
         wrong = out_of_order(self.effects)
         if wrong:

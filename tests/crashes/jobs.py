@@ -56,7 +56,7 @@ class Boss:
         if job.kind == "talking":
             call.outgoing.publish(JobDone(work=job.work))
         self._effects.note("end", job.work, attempt)
-        return f"done {job.work}"
+        return self._effects.receipt(job.work, attempt)
 
     def _fail(self, job: Job, attempt: Attempt) -> None:
         if job.kind == "poison":

@@ -6,16 +6,71 @@ import json
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from integr8s_idem import IdempotencyStatus
+from integr8s_idem.stores import IdempotencyRepository
 from tests.campaigns.figures import Figures, ViolationError
 from tests.crashes.ground import Topics
 from tests.support.effects import Effects
+
+
+class CompletedKeys:
+    """Keys whose record was seen COMPLETED: from then on nothing may happen under them.
+
+    A worker that lives may still begin, late, what it reserved before somebody overtook it, by a lower fence; what
+    was reserved later has a higher one.  A worker that is dead begins nothing: what was completed while none lived
+    is not begun again by any fence.
+    """
+
+    def __init__(self, store: IdempotencyRepository, effects: Effects, prefix: str) -> None:
+        """`prefix`: of the keys; no record of them may go meanwhile."""
+        self._store = store
+        self._effects = effects
+        self._prefix = prefix
+        self._fences: dict[str, int] = {}
+        """By key: the fence of its completion."""
+        self._begun: dict[str, int] = {}
+        """By key: how often runs had begun when no worker lived."""
+
+    def __len__(self) -> int:
+        return len(self._fences)
+
+    async def look(self, *, nobody_lives: bool = False) -> None:
+        """Compare what is now with what was seen before, and remember what is completed now.
+
+        Raises:
+            ViolationError: A completed record has changed, or its key was run again.
+        """
+        records = self._store.scan(self._prefix)
+        completed = {
+            record.key: record.fence async for record in records if record.status is IdempotencyStatus.COMPLETED
+        }
+        changed = {key: completed.get(key) for key, fence in self._fences.items() if completed.get(key) != fence}
+        if changed:
+            raise ViolationError(f"completed, and no longer as it was (key, fence of its completion now): {changed}")
+        self._fences = completed
+        self._judge_begins(nobody_lives=nobody_lives)
+
+    def _judge_begins(self, *, nobody_lives: bool) -> None:
+        begun: defaultdict[str, list[int]] = defaultdict(list)
+        for line in self._effects.lines():
+            if line.what == "begin":
+                begun[line.key].append(line.fence)
+        for key, fence in self._fences.items():
+            behind = [other for other in begun[key] if other >= fence]
+            if len(behind) > 1 or any(other > fence for other in behind):
+                raise ViolationError(f"{key} was completed by fence {fence}, and run by {begun[key]}")
+            if len(begun[key]) > self._begun.get(key, len(begun[key])):
+                raise ViolationError(f"{key} was completed after {self._begun[key]} runs, and run by {begun[key]}")
+        if nobody_lives:
+            self._begun = {key: len(begun[key]) for key in self._fences}
 
 
 async def judge(topics: Topics, effects: Effects, key_prefix: str) -> Figures:
     """Compare effects, dead letters, published events and records with what was asked for.
 
     Raises:
-        ViolationError: Something was lost, done twice in the sink, repeated in silence, or is stuck.
+        ViolationError: Something was lost, done twice in the sink, repeated in silence, completed by a run that
+            was overtaken, or is stuck.
     """
     poison = {work for work in topics.published if work.endswith(":poison")}
     figures = effects.judge(set(topics.published), given_up=poison)
@@ -27,6 +82,7 @@ async def judge(topics: Topics, effects: Effects, key_prefix: str) -> Figures:
     stuck = await topics.ground.unsettled(f"{key_prefix}:")
     if stuck:
         raise ViolationError(f"records that nobody will settle: {stuck}")
+    figures.update(effects.judge_records([record async for record in topics.ground.store.scan(f"{key_prefix}:")]))
     begun = Counter(line.work for line in effects.lines() if line.what == "begin")
     figures["deliveries"] = len(topics.published)
     figures["reruns"] = sum(times - 1 for times in begun.values())

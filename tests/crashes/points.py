@@ -1,7 +1,9 @@
 """Workers that die at named points, on a real broker and a real Redis.
 
-A trial is three lives and a last one.  Before each life there is new work of every kind; each but the last ends
-by SIGKILL at the point that the trial's number gives it; the last must settle everything.
+A trial is three lives and a last one.  Before each life there is new work of every kind, and copies of some of the
+work of earlier lives; each but the last ends by SIGKILL at the point that the trial's number gives it; the last must
+settle everything.  Between two lives, while no worker lives, the store says what is completed: none of that may be run
+again.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from integr8s_idem.testing.crash_points import CrashPoint
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.crashes.forks import Forked, Nursery
 from tests.crashes.ground import Ground, Topics, open_ground
-from tests.crashes.jobs import handful
-from tests.crashes.judging import judge, last_words
+from tests.crashes.jobs import Job, handful
+from tests.crashes.judging import CompletedKeys, judge, last_words
 from tests.crashes.worker import Order
 from tests.support.effects import Effects
 
 LIVES: Final = 3
 """Lives of a trial that end at a point: its points are three neighbours in a shuffled row of all of them."""
+
+AGAIN: Final = 3
+"""Jobs of earlier lives that come again with each life."""
 
 SIDE_BY_SIDE: Final = 16
 """Trials at once; they mostly wait for sessions and leases to end."""
@@ -99,6 +104,9 @@ class Trial:
             folder=str(self._folder),
             ordering=self._dice.choice(ORDERINGS),
         )
+        self._completed = CompletedKeys(ground.store, self._effects, f"{self._order.key_prefix}:")
+        self._jobs: list[Job] = []
+        """Of earlier lives."""
         self._figures = Figures(trials=1)
 
     async def run(self) -> Figures:
@@ -111,12 +119,21 @@ class Trial:
         self._effects.prepare()
         async with self._ground.topic_set(self._order.prefix) as topics:
             for life, point in enumerate(points_of(self._number)):
-                await topics.publish(handful(self._dice, f"{self._number}.{life}", self._order.lease))
+                await self._publish(topics, f"{self._number}.{life}")
                 await self._live(topics, point)
-            await topics.publish(handful(self._dice, f"{self._number}.last", self._order.lease))
+                await self._completed.look(nobody_lives=True)
+            seen = len(self._completed)
+            await self._publish(topics, f"{self._number}.last")
             await self._settle_all(topics)
+            await self._completed.look(nobody_lives=True)
+            self._figures["completed_before_the_end"] += seen
             self._figures.update(await judge(topics, self._effects, self._order.key_prefix))
         return self._figures
+
+    async def _publish(self, topics: Topics, name: str) -> None:
+        new = list(handful(self._dice, name, self._order.lease))
+        await topics.publish([*new, *self._dice.sample(self._jobs, min(AGAIN, len(self._jobs)))])
+        self._jobs += new
 
     async def _live(self, topics: Topics, point: CrashPoint) -> None:
         """One worker until it dies at `point`, or has settled all without coming by there."""

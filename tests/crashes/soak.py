@@ -78,7 +78,8 @@ class Faults:
         """Faults until then.
 
         Raises:
-            ViolationError: The elder is gone, or nothing is done any more, or it grows.
+            ViolationError: The elder is gone, or nothing is done any more, or it grows; or a key that was completed
+            has been run again.
         """
         kinds: list[Callable[[], Awaitable[None]]] = [
             self._kill_one,
@@ -93,6 +94,7 @@ class Faults:
             await asyncio.wait({self._elder.ended}, timeout=max(0.0, began + (number + 0.5) * EVERY - time.monotonic()))
             await kinds[number % len(kinds)]()
             self._crew.figures["faults"] += 1
+            await self._crew.completed.look()
             before, done = done, len(self._crew.effects.done())
             if not self._elder.running or (number and done == before):
                 raise ViolationError(f"after fault {number}: {done} done:\n{last_words(self._crew.folder)}")

@@ -1,7 +1,8 @@
 """What the ancestor of this platform got wrong, row by row.  Each test would fail with its behaviour.
 
-On real servers: offsets and duplicates in `tests/faults` and `tests/integration` beside this file; the row
-"workers had no meter provider" by the test there that scrapes /metrics of a running worker.
+Broker and store are in memory; two tests have a real Redis.  On real servers: offsets and duplicates in
+`tests/faults` and `tests/integration` beside this file; the row "workers had no meter provider" by the test there
+that scrapes /metrics of a running worker.
 """
 
 from __future__ import annotations

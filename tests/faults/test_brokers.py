@@ -34,7 +34,7 @@ async def cluster() -> AsyncIterator[KafkaCluster]:
             await asyncio.to_thread(cluster.kill)
 
 
-@pytest.mark.scenario(60)
+@pytest.mark.scenario(60, 61)
 def test_a_broker_that_dies_or_stalls_costs_nothing_but_time() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
 

@@ -1,4 +1,7 @@
-"""Clocks that are wrong, jump or stand still: leases and ttls go by the store's, deadlines by the monotonic one."""
+"""Clocks that are wrong, jump or stand still: leases and ttls go by the store's, deadlines by the monotonic one.
+
+The suspended machine (row 79) has a store in memory; Redis is real everywhere else.
+"""
 
 from __future__ import annotations
 

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import uvloop
+from redis.asyncio import Redis
 
-from integr8s_idem import IdempotencyManager
+from integr8s_idem import Attempt, IdempotencyManager
+from integr8s_idem.keys import Key
 from integr8s_idem.leases import RENEW_AFTER, LeaseKeeper
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.testing.crash_points import CrashPoint
+from integr8s_idem.testing.crash_points import CrashPlan, CrashPoint
+from integr8s_idem.work import Work
 from tests.crashes import points
+from tests.crashes.forks import Nursery
+from tests.crashes.ground import open_ground
+from tests.crashes.lone import lone_job
+from tests.crashes.renewing import manager_of
 from tests.kafka_faults.tools import need_kafka
+from tests.support.conditions import eventually
+from tests.support.effects import Effects
 
 
 @pytest.mark.kafka
@@ -32,6 +46,71 @@ def test_whatever_point_workers_die_at_all_work_is_done_once_and_nothing_is_stuc
     )
     assert figures["kills"] >= points.CAMPAIGN.shown_in_test
     assert figures["lost"] == figures["fenced_repeats"] == 0
+    assert figures["completed"] > figures["completed_before_the_end"] > 2 * points.CAMPAIGN.in_test
+
+
+RUNS = {
+    # Where it dies: the attempts that begin, and those whose effect happens.
+    CrashPoint.BEFORE_RESERVE: ([1], [1]),
+    CrashPoint.AFTER_RESERVE: ([2], [2]),
+    CrashPoint.BEFORE_HANDLER: ([2], [2]),
+    CrashPoint.IN_HANDLER_BEFORE_EFFECT: ([1, 2], [2]),
+    CrashPoint.IN_HANDLER_AFTER_EFFECT: ([1, 2], [1, 2]),
+    CrashPoint.BEFORE_COMPLETE: ([1, 2], [1, 2]),
+    CrashPoint.AFTER_COMPLETE: ([1], [1]),
+    CrashPoint.AFTER_COMMIT: ([1], [1]),
+}
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+@pytest.mark.scenario(17, 19, 20, 21, 23, 24)
+async def test_after_one_death_a_job_runs_again_only_if_it_was_begun_and_is_not_completed() -> None:
+    need_kafka(own=True)
+
+    async with open_ground() as ground, Nursery() as nursery:
+        told = await asyncio.gather(*(lone_job(ground, nursery, point) for point in RUNS))
+
+    assert dict(zip(RUNS, told, strict=True)) == RUNS
+
+
+RENEWALS = (CrashPoint.BEFORE_RENEW, CrashPoint.IN_RENEW, CrashPoint.AFTER_RENEW)
+LEASE = 2.0
+
+
+@pytest.mark.scenario(25)
+async def test_of_a_process_that_dies_around_a_renewal_the_work_is_taken_over_within_a_lease_and_a_second(
+    redis_url: str, redis_client: Redis, effects: Effects, tmp_path: Path
+) -> None:
+    async def taken_over(point: CrashPoint) -> float:
+        """Seconds from the death of a process to the begin of the next run."""
+        arguments = ["-m", "tests.crashes.renewing", redis_url, str(tmp_path), point.value, str(LEASE)]
+        holder = await asyncio.create_subprocess_exec(sys.executable, *arguments)
+        await eventually(lambda: point.value in {line.work for line in effects.lines()})
+        heir = asyncio.create_task(begun_by_the_next(redis_client, point.value))
+        assert await holder.wait() == -signal.SIGKILL
+        died_at = time.monotonic()
+        return await heir - died_at
+
+    seconds = await asyncio.gather(*map(taken_over, RENEWALS))
+
+    assert max(seconds) < LEASE + 1, dict(zip(RENEWALS, seconds, strict=True))
+    assert min(seconds) > 0
+
+
+async def begun_by_the_next(client: Redis, name: str) -> float:
+    """When the second attempt begins, by the monotonic clock."""
+    manager = manager_of(client, LEASE, CrashPlan())
+
+    async def charge(attempt: Attempt) -> float:
+        assert attempt.number == 2
+        return time.monotonic()
+
+    began: float = await manager.run_work(
+        Work(Key.of(name)), charge, returns=charge, wait_timeout=timedelta(seconds=60)
+    )
+    await manager.close()
+    return began
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])

@@ -1,4 +1,7 @@
-"""A client library that fetches no more, and does not say so (A5)."""
+"""A client library that fetches no more, and does not say so (A5).
+
+The broker is in memory, but for the tests that are marked kafka: these have a real one.
+"""
 
 from __future__ import annotations
 
@@ -136,6 +139,7 @@ async def test_transaction_markers_and_aborted_batches_hold_up_neither_offsets_n
         await workload.all_settled()
 
         assert client_of(member.worker) is client
+        assert member.tally.dead_letters == 0  # what was aborted was never seen
         await workload.judge()
 
 

@@ -1,4 +1,7 @@
-"""What the simulation has found in the library, each as small as it can be."""
+"""What the simulation has found in the library, each as small as it can be.
+
+Broker and store are in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Replays on purpose: handled anew, once per generation, by those who are meant, with the history readable."""
+"""Replays on purpose: handled anew, once per generation, by those who are meant, with the history readable.
+
+Broker and store are in memory, but for the tests that are marked kafka, on real servers, and one on a real Redis.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.routing import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.deadletters import replay_of
+from integr8s_idem.worker.deadletters import record_key_of, replay_of
 from integr8s_idem.worker.records import Partition
 from tests.support.aging import age_records
 from tests.support.fake_consumer import FakeBroker, FakeRecord
@@ -70,7 +73,7 @@ class Till:
 
 
 def replay(broker: FakeBroker, letter: FakeRecord) -> None:
-    """What `dlq replay` does."""
+    """What `examples.replay_dead_letters` does."""
     topic, key, value, headers = replay_of(letter)
     broker.put(topic, value, key=key, headers=headers)
 
@@ -185,8 +188,9 @@ async def test_a_replay_for_a_handler_that_is_gone_is_dead_lettered_and_not_lost
     assert renamed.runs == []
 
 
+@pytest.mark.parametrize("guard", [True, False])
 @virtual_time
-async def test_what_a_replay_publishes_has_ids_of_its_own_so_that_the_next_service_handles_it_too() -> None:
+async def test_what_a_replay_publishes_has_ids_of_its_own_so_that_the_next_service_handles_it_too(guard: bool) -> None:
     broker, here, router = FakeBroker(), guarded(), EventRouter()
 
     @router.on(OrderPlaced)
@@ -199,13 +203,47 @@ async def test_what_a_replay_publishes_has_ids_of_its_own_so_that_the_next_servi
     for generation in (b"0", b"1", b"1"):
         broker.put("order_placed", encode_event(event), headers=[("idempotency-generation", generation)])
 
-    async with running(
-        IdempotentEventDispatcher(router, here.manager, invoke=publishing, publisher=publisher), broker, publisher
-    ) as worker:
+    dispatcher = (
+        IdempotentEventDispatcher(router, here.manager, invoke=publishing, publisher=publisher)
+        if guard
+        else EventDispatcher(router, invoke=publishing, publisher=publisher)
+    )
+    async with running(dispatcher, broker, publisher) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 3)
 
     ids = [dict(record.headers)["event_id"] for record in broker.values("order_paid")]
-    assert len(ids) == len(set(ids)) == 2
+    assert len(set(ids)) == 2
+    assert len(ids) == (2 if guard else 3)
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@virtual_time
+async def test_a_key_for_a_payment_company_is_the_same_in_all_generations_unless_a_handler_says_otherwise(
+    guard: bool,
+) -> None:
+    broker, here, router, keys = FakeBroker(), guarded(hash_keys=True), EventRouter(), list[tuple[str, str]]()
+
+    @router.on(OrderPlaced)
+    async def charge(event: OrderPlaced) -> None: ...
+
+    async def noting(handler: RegisteredHandler, call: HandlerCall) -> None:
+        attempt = call.attempt
+        keys.append((attempt.key_for("charge"), attempt.key_for(f"charge-{attempt.generation}")))
+
+    event = OrderPlaced()
+    for generation in (b"0", b"1"):
+        broker.put("order_placed", encode_event(event), headers=[("idempotency-generation", generation)])
+    dispatcher = (
+        IdempotentEventDispatcher(router, here.manager, invoke=noting)
+        if guard
+        else EventDispatcher(router, invoke=noting)
+    )
+    async with running(dispatcher, broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 2)
+
+    (first, first_of_its_own), (again, again_of_its_own) = keys
+    assert first == again
+    assert first_of_its_own != again_of_its_own
 
 
 @virtual_time
@@ -267,7 +305,8 @@ async def test_on_real_servers_a_dead_letter_replayed_twice_is_handled_once_more
         await shop.publisher.send(*replay_of(letter))
     await worker.idle(settled=5)
 
-    history = await worker.manager.history(KeyResolver().resolve("charge", events[1]).key)
+    history = await worker.manager.history_of(record_key_of(letter))
+    assert history == await worker.manager.history(KeyResolver().resolve("charge", events[1]).key)
     assert {number: record.status for number, record in history.items()} == {
         0: IdempotencyStatus.FAILED,
         1: IdempotencyStatus.COMPLETED,

@@ -1,4 +1,7 @@
-"""Names from outside as labels, keys and patterns: bounded in number, length and time; personal data stays inside."""
+"""Names from outside as labels, keys and patterns: bounded in number, length and time; personal data stays inside.
+
+Broker and store are in memory, but for the keys that a real Redis is to keep apart.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import time
 from typing import Literal
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
@@ -14,12 +20,14 @@ from redis.asyncio import Redis
 from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeySpace
+from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeyResolver, KeySpace, KeyStrategy
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import Reserved
 from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.telemetry import Gauge, Phase, Signal
+from integr8s_idem.telemetry.composite import combined
+from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.telemetry.prometheus import MAX_LABELS, PrometheusObserver
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.records import Partition
@@ -35,6 +43,7 @@ TOPIC = Partition("order_placed", 0)
 class OrderPlaced(BaseEvent):
     event_type: Literal["order_placed"] = "order_placed"
     order_id: str = "1"
+    customer: str = ""
 
 
 def labels_of(registry: CollectorRegistry) -> dict[str, set[str]]:
@@ -100,22 +109,43 @@ def test_a_key_of_very_many_pieces_is_made_in_bounded_time(piece: str) -> None:
 
 @pytest.mark.scenario(106)
 @virtual_time
-async def test_hashed_keys_keep_a_person_out_of_store_metrics_and_downstream_ids() -> None:
-    registry, store, broker, router = CollectorRegistry(), virtual_store(), FakeBroker(), EventRouter()
-    config = IdempotencyConfig(hash_keys=True)
-    manager = IdempotencyManager(config, store, PrometheusObserver("billing", registry), scope="billing")
+async def test_hashed_keys_keep_a_person_out_of_store_logs_spans_metrics_and_headers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spans, registry, store = InMemorySpanExporter(), CollectorRegistry(), virtual_store()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    observer = combined(
+        OpenTelemetryObserver("billing", tracer_provider=provider, span_keys=True),
+        PrometheusObserver("billing", registry),
+    )
+    manager = IdempotencyManager(IdempotencyConfig(hash_keys=True, max_attempts=2), store, observer, scope="billing")
+    broker, router = FakeBroker(), EventRouter()
 
     @router.on(OrderPlaced)
-    async def handle(event: OrderPlaced) -> None: ...
+    async def handle(event: OrderPlaced) -> None:
+        raise ConnectionError("the bank is away")
 
-    broker.publish(OrderPlaced(event_id=PERSON))
-    async with running(IdempotentEventDispatcher(router, manager), broker) as worker:
+    broker.publish(OrderPlaced(customer=PERSON))
+    resolver = KeyResolver(KeyStrategy.CUSTOM, custom=lambda event: str(getattr(event, "customer", "")))
+    caplog.set_level("DEBUG")
+    async with running(IdempotentEventDispatcher(router, manager, resolver=resolver), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    records = [repr(record) async for record in store.scan("")]
-    assert len(records) == 1
-    assert "canary" not in "".join(records)
-    assert "canary" not in generate_latest(registry).decode()
+    (letter,) = broker.values("order_placed.dlq")
+    (record,) = [record async for record in store.scan("")]
+    told = {
+        "log": caplog.text,
+        "dead letter": repr(letter.headers),
+        "record": repr(record),
+        "spans": "".join(span.to_json() for span in spans.get_finished_spans()),
+        "metrics": generate_latest(registry).decode(),
+    }
+    assert [name for name, text in told.items() if "canary" in text] == []
+    # People find the record by what they are told.
+    digest = record.key.removeprefix(manager.space.root)
+    assert digest in told["log"]
+    assert digest in told["dead letter"]
 
 
 @pytest.mark.scenario(86)

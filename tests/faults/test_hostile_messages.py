@@ -1,23 +1,41 @@
-"""Messages as nobody sane sends them, through the worker: dead-lettered as they came, in bounded time and memory."""
+"""Messages as nobody sane sends them, through the worker: dead-lettered as they came, in bounded time and memory.
+
+Broker and store are in memory, but for the tests that are marked kafka: these have real servers.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
 import time
 import tracemalloc
 from typing import Any, Literal
 
 import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.record.util import calc_crc32c
 
 from integr8s_idem.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder, encode_event
 from integr8s_idem.routing import EventRouter
+from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.records import Partition
+from tests.kafka_faults import servers
+from tests.kafka_faults.tools import need_kafka
+from tests.kafka_faults.workload import KEYS, open_workload
+from tests.support.conditions import eventually
+from tests.support.counting import CountingObserver
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
+from tests.support.kafka.broker import Kafka
+from tests.support.workers import OrderPlaced as RealOrder
+from tests.support.workers import Shop, header, open_shop
 
 TOPIC = Partition("order_placed", 0)
 DEAD = "order_placed.dlq"
@@ -213,3 +231,111 @@ def test_names_of_equal_hash_in_other_languages_cost_no_more_than_others() -> No
         return time.thread_time() - began
 
     assert min(seconds(alike) for _ in range(5)) < 10 * min(seconds(plain) for _ in range(5))
+
+
+# On a real Kafka.
+
+LARGEST = 1_040_000
+"""Bytes of a body that a broker takes by default, with what is around it."""
+
+
+def order_of(size: int) -> RealOrder:
+    """An event whose body has so many bytes."""
+    small = RealOrder(event_id=str(size), order_id="")
+    return small.model_copy(update={"order_id": "x" * (size - len(encode_event(small)))})
+
+
+def charging(shop: Shop) -> EventRouter:
+    router = EventRouter()
+
+    @router.on(RealOrder)
+    async def charge(event: RealOrder) -> None:
+        shop.charged.append(event.event_id)
+
+    return router
+
+
+@pytest.mark.kafka
+@pytest.mark.scenario(84)
+@pytest.mark.parametrize("size", [LARGEST, 3 * LARGEST], ids=["by default", "beyond what the client asks for"])
+async def test_an_event_at_the_brokers_limit_is_handled_and_settled(
+    kafka: Kafka, topic_prefix: str, redis_url: str, size: int
+) -> None:
+    async with open_shop(kafka, topic_prefix, redis_url, partitions=2) as shop:
+        if size > LARGEST:
+            await allow(shop, 4 * LARGEST)
+        large, small = order_of(size), [RealOrder(event_id=f"{n}", order_id="1") for n in range(20)]
+        publisher = EventPublisher(shop.settings.model_copy(update={"max_event_bytes": 4 * LARGEST}))
+        await publisher.publish(large, *small)
+        await publisher.close()
+        worker = await shop.worker(charging(shop))
+
+        await worker.idle(settled=21)
+
+        assert len(encode_event(large)) == size
+        assert sorted(shop.charged) == sorted(event.event_id for event in [large, *small])
+        assert worker.tally.dead_letters == 0
+
+
+async def allow(shop: Shop, size: int) -> None:
+    """Messages of that many bytes in the topic of orders."""
+    admin: Any = AIOKafkaAdminClient(bootstrap_servers=shop.kafka.bootstrap)
+    await admin.start()
+    configs: Any = {"max.message.bytes": str(size)}
+    await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, shop.topic, configs)])
+    await admin.close()
+
+
+@pytest.mark.kafka
+@pytest.mark.scenario(85)
+@pytest.mark.parametrize("kind", ["none", "null values", "repeated", "no utf-8", "ten thousand"])
+async def test_headers_of_any_kind_come_through_a_real_broker(
+    kafka: Kafka, topic_prefix: str, redis_url: str, kind: str
+) -> None:
+    async with open_shop(kafka, topic_prefix, redis_url) as shop:
+        event = order_of(1_000)
+        await shop.publisher.send(shop.topic, None, b"no json", HEADERS[kind])
+        await shop.publisher.send(shop.topic, None, encode_event(event), HEADERS[kind])
+        worker = await shop.worker(charging(shop))
+
+        await worker.idle(settled=2)
+
+        [letter] = await shop.messages(f"{shop.topic}.dlq", 1)
+        assert shop.charged == [event.event_id]
+        assert (letter.value, header(letter, "reason")) == (b"no json", "malformed")
+        assert list(letter.headers[: len(HEADERS[kind])]) == HEADERS[kind]
+
+
+@pytest.mark.kafka
+@pytest.mark.scenario(85)
+async def test_a_header_name_that_is_no_utf8_stops_its_partition_with_an_alarm_and_no_other() -> None:
+    need_kafka()
+    observer = CountingObserver()
+    async with open_workload(servers.kafka()) as workload:
+        member = await workload.join()
+        await eventually(lambda: member.worker.health().ready)
+        member.worker._poller._observer = observer  # type: ignore[union-attr]
+        damaged = workload.partition_of("0-0")
+        await send_with_bad_name(workload.settings.bootstrap_servers, workload.topic, damaged)
+        await eventually(lambda: observer.counts[Signal.PARTITION_DAMAGED])
+        await workload.publish_round()
+
+        others = {work for work in workload.published if workload.partition_of(work) != damaged}
+        await eventually(lambda: workload.effects.done() >= others, state=workload.told)
+
+        assert observer.counts[Signal.PARTITION_DAMAGED] == 1
+        assert workload.effects.done() == others
+        assert len(others) < KEYS
+
+
+async def send_with_bad_name(bootstrap: str, topic: str, partition: int) -> None:
+    """A message with a header whose name no client of ours would send."""
+    producer: Any = AIOKafkaProducer(bootstrap_servers=bootstrap)
+    await producer.start()
+    batch = producer.create_batch()
+    batch.append(timestamp=None, key=None, value=SOUND, headers=[("bad name", b"1")])
+    sealed = bytearray(batch._build()).replace(b"bad name", b"bad n\xffm\xfe")
+    sealed[17:21] = struct.pack(">I", calc_crc32c(sealed[21:]))
+    batch._buffer = sealed
+    await (await producer.send_batch(batch, topic, partition=partition))
+    await producer.stop()

@@ -1,4 +1,7 @@
-"""Records that are damaged, older, newer or somebody else's, on a real Redis: never run over, never laundered."""
+"""Records that are damaged, older, newer or somebody else's, on a real Redis: never run over, never laundered.
+
+The broker of the last test is in memory.
+"""
 
 from __future__ import annotations
 

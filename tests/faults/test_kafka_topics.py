@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.errors import NoOffsetForPartitionError, OffsetOutOfRangeError
 
 from tests.kafka_faults import servers
@@ -121,13 +121,100 @@ async def test_partitions_that_are_added_are_consumed(admin: Any) -> None:
 
 
 @pytest.mark.scenario(72)
-async def test_a_null_value_is_dead_lettered_and_the_offset_moves_on() -> None:
+@pytest.mark.parametrize("key", [b"key", None])
+async def test_a_null_value_is_dead_lettered_and_the_offset_moves_on(key: bytes | None) -> None:
     async with open_workload(servers.kafka(), partitions=1) as workload:
         member = await workload.join()
-        await workload.publisher.send(workload.topic, b"key", None, [])
+        await send_null(workload, key)
         await workload.publish_round()
         await workload.all_settled()
         await eventually(lambda: member.tally.dead_letters == 1)
         await eventually(lambda: member.worker.report().lag == 0)
 
         assert len(workload.effects.done()) == KEYS
+
+
+async def send_null(workload: Workload, key: bytes | None) -> None:
+    """As other clients do: `send` of aiokafka takes no message without key and value."""
+    producer: Any = AIOKafkaProducer(bootstrap_servers=workload.settings.bootstrap_servers)
+    await producer.start()
+    batch = producer.create_batch()
+    batch.append(timestamp=None, key=key, value=None)
+    await (await producer.send_batch(batch, workload.topic, partition=0))
+    await producer.stop()
+
+
+@pytest.mark.scenario(73)
+async def test_while_there_is_no_dead_letter_topic_what_needs_it_waits_and_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    need_kafka(own=True)
+    broker = await asyncio.to_thread(servers.own_broker, {"auto.create.topics.enable": "false"})
+    try:
+        async with open_workload(broker, request_timeout_seconds=2) as workload:
+            member = await workload.join()
+            await workload.publisher.send(workload.topic, f"{workload.group}-0".encode(), b"no json", [])
+            await workload.publish_round()
+            await eventually(lambda: len(workload.effects.ended()) == KEYS - 1)
+            await eventually(lambda: sum("takes nothing, waiting" in line for line in caplog.messages) >= 2)
+            committed = await servers.committed(broker.bootstrap, workload.group)
+            assert committed.get(TopicPartition(workload.topic, workload.partition_of("0-0")), 0) == 0
+            assert "0-0" not in workload.effects.done()
+
+            await broker.create_topics({f"{workload.topic}.dlq": 1})
+            await workload.all_settled()
+            await eventually(lambda: member.worker.report().lag == 0)
+
+            assert member.tally.dead_letters == 1
+            assert sum((await servers.committed(broker.bootstrap, workload.group)).values()) == KEYS + 1
+    finally:
+        await asyncio.to_thread(broker.kill)
+
+
+@pytest.mark.scenario(73)
+async def test_a_letter_too_large_for_its_topic_sheds_value_then_headers_then_key(admin: Any) -> None:
+    small: Any = NewTopic
+    large, headers = b"x" * 30_000, [("large", b"h" * 30_000)]  # several small ones share a batch of 16 KiB
+    async with open_workload(servers.kafka(), partitions=1) as workload:
+        dead = f"{workload.topic}.dlq"
+        await admin.create_topics([small(dead, 1, 1, topic_configs={"max.message.bytes": "20000"})])
+        await workload.join()
+        for key, own in ((b"key", []), (b"key", headers), (large, headers)):
+            await workload.publisher.send(workload.topic, key, large, own)
+        letters = sorted(
+            await read(workload, dead, 3), key=lambda letter: dict(letter.headers)["idempotency-dlq-offset"]
+        )
+
+    dropped = [[text for name, text in letter.headers if name.endswith("-dropped")] for letter in letters]
+    assert dropped == [[b"value"], [b"value", b"headers"], [b"value", b"headers", b"key"]]
+    assert [(letter.key, letter.value) for letter in letters] == [(b"key", None), (b"key", None), (None, b"")]
+    assert {dict(letter.headers)["idempotency-dlq-body-bytes"] for letter in letters} == {b"30000"}
+
+
+@pytest.mark.scenario(73)
+async def test_small_letters_that_come_at_once_to_a_topic_with_a_small_limit_stay_whole(admin: Any) -> None:
+    small: Any = NewTopic
+    async with open_workload(servers.kafka(), partitions=1) as workload:
+        workload.service = workload.service.model_copy(update={"ordering": "none"})
+        dead = f"{workload.topic}.dlq"
+        await admin.create_topics([small(dead, 1, 1, topic_configs={"max.message.bytes": "2000"})])
+        bodies = [b"no json %d" % number for number in range(20)]
+        await asyncio.gather(*(workload.publisher.send(workload.topic, b"key", body, []) for body in bodies))
+        await workload.join()
+        letters = await read(workload, dead, 20)
+
+    assert sorted(letter.value for letter in letters) == sorted(bodies)
+    assert [name for letter in letters for name, _ in letter.headers if name.endswith("-dropped")] == []
+
+
+async def read(workload: Workload, topic: str, count: int) -> list[Any]:
+    """The first `count` messages of a topic."""
+    client: Any = AIOKafkaConsumer(
+        topic, bootstrap_servers=workload.settings.bootstrap_servers, auto_offset_reset="earliest"
+    )
+    await client.start()
+    try:
+        async with asyncio.timeout(60):
+            return [await client.getone() for _ in range(count)]
+    finally:
+        await client.stop()

@@ -1,4 +1,7 @@
-"""Size: storms of duplicates, topics played again, many live keys, long backlogs."""
+"""Size: storms of duplicates, topics played again, many live keys, long backlogs.
+
+Broker and store are in memory, but for the many live keys: these are in a real Redis.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from integr8s_idem.errors import PublishError
@@ -30,3 +32,28 @@ async def test_a_producer_out_of_order_is_replaced_and_its_event_can_be_publishe
 
         assert shop.publisher._producer is not refused
         assert [message.offset for message in await shop.messages(shop.topic, 3)] == [0, 1, 2]
+
+
+@pytest.mark.scenario(74)
+async def test_a_producer_that_is_fenced_is_replaced_and_its_event_can_be_published_again(
+    kafka: Kafka, topic_prefix: str, redis_url: str
+) -> None:
+    first, second, third = orders(3)
+    async with open_shop(kafka, topic_prefix, redis_url) as shop:
+        await shop.publisher.publish(first)
+        fenced = shop.publisher._producer
+        assert fenced is not None
+        known = fenced._txn_manager
+        mine = known._pid_and_epoch
+        known._pid_and_epoch = mine._replace(epoch=mine.epoch + 1)  # the one that takes its place ...
+        known._sequence_numbers.clear()
+        await shop.publisher.publish(second)
+        known._pid_and_epoch = mine  # ... and itself again
+
+        with pytest.raises(PublishError, match=r"Fenced|ProducerEpoch"):
+            await shop.publisher.publish(third)
+        await shop.publisher.publish(third)
+
+        assert shop.publisher._producer is not fenced
+        messages = await shop.messages(shop.topic, 3)
+        assert [json.loads(message.value)["order_id"] for message in messages] == ["0", "1", "2"]

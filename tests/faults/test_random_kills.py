@@ -6,24 +6,31 @@ import asyncio
 import json
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from aiokafka import TopicPartition
+from redis.asyncio import Redis
 
-from integr8s_idem import EventPublisher
+from integr8s_idem import EventPublisher, IdempotencyRecord, IdempotencyStatus
+from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from tests.campaigns.figures import ViolationError
 from tests.crashes import random_kills, soak
+from tests.crashes.application import Errand
 from tests.crashes.crew import Crew
 from tests.crashes.forks import Nursery
 from tests.crashes.ground import Ground, open_ground
 from tests.crashes.jobs import Job
+from tests.kafka_faults import servers
 from tests.kafka_faults.tools import need_kafka
 from tests.support.conditions import eventually
+from tests.support.effects import Effects
 from tests.support.kafka.broker import Kafka
 from tests.support.processes import ServiceProcess
-from tests.support.shop import OrderPlaced, journal_of
 from tests.support.workers import header, kafka_settings
 
 pytestmark = pytest.mark.kafka
@@ -32,6 +39,10 @@ ATTEMPTS = 3
 LEASE = 2.0
 LONG = 300.0
 """Seconds of a handler that nobody waits for."""
+GRACE = 2.0
+"""Seconds of a drain."""
+AT_ONCE = 8.0
+"""Seconds that a process may take to end on a busy machine."""
 
 
 @pytest.fixture
@@ -51,6 +62,7 @@ def test_workers_killed_at_random_moments_lose_nothing_and_keep_the_order_of_eac
 
     assert figures["kills"] == random_kills.CAMPAIGN.in_test
     assert figures["lost"] == figures["fenced_repeats"] == 0
+    assert figures["completed"] >= figures["completed_before_the_end"] > 0
 
 
 @pytest.mark.slow
@@ -75,32 +87,106 @@ async def test_a_message_that_kills_every_worker_is_dead_lettered_and_its_partit
         assert await crew.workers[0].end(signal.SIGTERM) == 0
 
 
+@dataclass
+class Errands:
+    """Services that run errands, one after the other, and what is known of their work from outside."""
+
+    bootstrap: str
+    folder: Path
+    group: str
+    publisher: EventPublisher
+    store: RedisIdempotencyRepository
+    effects: Effects
+
+    def service(self, name: str) -> ServiceProcess:
+        return ServiceProcess(
+            "tests.crashes.application:platform",
+            "--settings",
+            str(self.folder / "settings.toml"),
+            "--json",
+            log=self.folder / f"{name}.log",
+            env={"CRASHES_EFFECTS": str(self.folder)},
+        )
+
+    def begun(self, work: str) -> list[int]:
+        """The attempts that began."""
+        return [line.attempt for line in self.effects.lines() if (line.what, line.work) == ("begin", work)]
+
+    async def records(self) -> dict[str, IdempotencyRecord]:
+        """By event id."""
+        records = [record async for record in self.store.scan("idempotency:")]
+        return {record.key.rpartition(":")[2]: record for record in records}
+
+    async def completed(self, errand: Errand) -> bool:
+        record = (await self.records()).get(errand.event_id)
+        return record is not None and record.status is IdempotencyStatus.COMPLETED
+
+    async def settled(self, *errands: Errand) -> None:
+        """Return once the group has committed them all; each was done once, and its record says so."""
+        async with asyncio.timeout(60):
+            while sum((await self._offsets()).values()) < len(errands):  # noqa: ASYNC110  # the broker tells nobody
+                await asyncio.sleep(0.1)
+        self.effects.judge({errand.work for errand in errands})
+        assert self.effects.judge_records((await self.records()).values())["completed"] == len(errands)
+
+    async def _offsets(self) -> dict[TopicPartition, int]:
+        return await servers.committed(self.bootstrap, self.group)
+
+
+@pytest.fixture
+async def errands(
+    kafka: Kafka, topic_prefix: str, redis_url: str, redis_client: Redis, tmp_path: Path
+) -> AsyncIterator[Errands]:
+    await kafka.create_topics({f"{topic_prefix}errand": 1})
+    effects = Effects(tmp_path)
+    effects.prepare()
+    publisher = EventPublisher(kafka_settings(kafka, topic_prefix))
+    store = RedisIdempotencyRepository(redis_client)
+    yield Errands(kafka.bootstrap, tmp_path, f"{topic_prefix}errands", publisher, store, effects)
+    await publisher.close()
+
+
 @pytest.mark.scenario(29)
 async def test_a_second_sigterm_ends_the_drain_and_the_next_worker_does_the_rest_once(
-    kafka: Kafka, topic_prefix: str, redis_url: str, tmp_path: Path
+    errands: Errands, topic_prefix: str, redis_url: str
 ) -> None:
-    await kafka.create_topics({f"{topic_prefix}order_placed": 1, f"{topic_prefix}order_paid": 1})
-    (tmp_path / "settings.toml").write_text(settings_of(kafka, topic_prefix, redis_url))
-    publisher = EventPublisher(kafka_settings(kafka, topic_prefix))
-    journal = tmp_path / "journal"
-    with service(tmp_path, "first") as first:
-        await publisher.publish(OrderPlaced(order_id="long", seconds=LONG), OrderPlaced(order_id="short"))
-        await eventually(
-            lambda: ended(journal) == {"short": 1} and len(journal_of(journal)) == 3, state=lambda: first.output
-        )
+    write_settings(errands, topic_prefix, redis_url, drain=LONG)
+    long, short = Errand(work="long", seconds=LONG), Errand(work="short")
+    with errands.service("first") as first:
+        await errands.publisher.publish(long, short)
+        async with asyncio.timeout(60):
+            while not (errands.begun("long") and await errands.completed(short)):  # noqa: ASYNC110  # nor does Redis
+                await asyncio.sleep(0.05)
         first.terminate()
         await asyncio.to_thread(first.wait_for_line, "stopping: running handlers may end")
         first.terminate()
-        assert await asyncio.to_thread(first.wait, 30) == 1
+        assert await asyncio.to_thread(first.wait, AT_ONCE) == 1
 
-    with service(tmp_path, "second") as second:
-        await eventually(lambda: len(begun(journal)["long"]) == 2, state=lambda: second.output)
+    with errands.service("second"):
+        await errands.settled(long, short)
 
-    await publisher.close()
-    runs = begun(journal)
-    assert runs["long"] == [1, 2]
-    # Its handler had ended; whether its completion was written before the second signal, the machine decides.
-    assert runs["short"] in ([1], [1, 2])
+    assert (errands.begun("long"), errands.begun("short")) == ([1, 2], [1])
+    assert "Traceback" not in first.output
+
+
+@pytest.mark.scenario(29)
+async def test_a_sigterm_gives_handlers_their_grace_and_no_more(
+    errands: Errands, topic_prefix: str, redis_url: str
+) -> None:
+    write_settings(errands, topic_prefix, redis_url, drain=GRACE)
+    long, brief = Errand(work="long", seconds=LONG), Errand(work="brief", seconds=GRACE / 2)
+    with errands.service("first") as first:
+        await errands.publisher.publish(long, brief)
+        await eventually(lambda: errands.begun("long") and errands.begun("brief"), state=lambda: first.output)
+        told_at = time.monotonic()
+        first.terminate()
+        assert await asyncio.to_thread(first.wait, GRACE + AT_ONCE) == 0
+        assert time.monotonic() - told_at > GRACE - 0.5
+
+    with errands.service("second"):
+        await errands.settled(long, brief)
+
+    assert (errands.begun("long"), errands.begun("brief")) == ([1, 2], [1])
     assert "Traceback" not in first.output
 
 
@@ -125,10 +211,10 @@ def write_samples(path: Path, *, bytes_an_hour: float) -> None:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def settings_of(kafka: Kafka, prefix: str, redis_url: str) -> str:
-    return f"""
+def write_settings(errands: Errands, prefix: str, redis_url: str, *, drain: float) -> None:
+    (errands.folder / "settings.toml").write_text(f"""
 [kafka]
-bootstrap_servers = "{kafka.bootstrap}"
+bootstrap_servers = "{errands.bootstrap}"
 topic_prefix = "{prefix}"
 session_timeout_seconds = 6
 heartbeat_interval_seconds = 0.5
@@ -138,35 +224,11 @@ url = "{redis_url}"
 timeout_seconds = 0.6
 [idempotency]
 processing_timeout_seconds = {LEASE}
-[services.billing]
-group_id = "{prefix}billing"
+[services.errands]
+group_id = "{errands.group}"
 ordering = "none"
-drain_timeout_seconds = {LONG}
+drain_timeout_seconds = {drain}
 commit_interval_seconds = 0.2
 [telemetry]
 metrics_port = 0
-"""
-
-
-def service(folder: Path, name: str) -> ServiceProcess:
-    return ServiceProcess(
-        "tests.support.shop:platform",
-        "--settings",
-        str(folder / "settings.toml"),
-        "--json",
-        log=folder / f"{name}.log",
-        env={"SHOP_JOURNAL": str(folder / "journal")},
-    )
-
-
-def begun(journal: Path) -> dict[str, list[int]]:
-    """By order: the attempts that began."""
-    found: dict[str, list[int]] = {"long": [], "short": []}
-    for what, order, attempt, _ in journal_of(journal):
-        if what == "begin":
-            found[order].append(attempt)
-    return found
-
-
-def ended(journal: Path) -> Counter[str]:
-    return Counter(order for what, order, _, _ in journal_of(journal) if what == "end")
+""")

@@ -1,4 +1,4 @@
-"""A Redis that is away, emptied or unfit, under a worker.
+"""A Redis that is away, emptied, without its last writes or unfit, under a worker.
 
 The broker is in memory (see `tests.support.redis_shop`); server, driver, store and worker are real.
 `tests/integration/test_redis_store_errors.py` has the same faults call by call.
@@ -7,17 +7,26 @@ The broker is in memory (see `tests.support.redis_shop`); server, driver, store 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from pathlib import Path
 
 import pytest
 
 from integr8s_idem.telemetry import Signal
+from integr8s_idem.worker.gate import StoreGate
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
 from tests.support.redis import DURABLE, RedisServer
 from tests.support.redis_shop import DEAD, Held, briefly, open_redis_shop
 
-SECRET = "hunter2-hunter2"
+COUNTED_LOSSES = {
+    Signal.STORE_DATA_LOST,
+    Signal.STORE_FAILOVER,
+    Signal.STORE_RESTART,
+    Signal.RECORD_VANISHED,
+    Signal.TAKEOVER,
+}
 
 
 @pytest.fixture
@@ -151,6 +160,82 @@ async def test_a_store_that_lost_its_data_says_so_and_what_was_done_may_be_done_
         assert shop.judge(records_lost=True)["repeats"] == 5
         assert "Find out who flushed it, or make it keep its data" in caplog.text
         assert shop.broker.values(DEAD) == []
+
+
+# Without its last writes, as after a loss of power: the mark that names the store is older, and still there.
+
+
+EVERY_SECOND = {"appendonly": "yes", "appendfsync": "everysec"}
+
+
+async def written(server: RedisServer) -> int:
+    """The length of the append-only file, once it holds all that was answered."""
+    await eventually(lambda: server.admin("INFO", "persistence")["aof_buffer_length"] == 0)
+    return file_of(server).stat().st_size
+
+
+def file_of(server: RedisServer) -> Path:
+    """The part of the append-only file that grows; Redis 7 has a folder of parts."""
+    (file,) = [path for path in server.folder.rglob("*.aof") if not path.name.endswith(".base.aof")]
+    return file
+
+
+async def lose_power(server: RedisServer, synced: int) -> None:
+    """Kill the server and start it again with the first `synced` bytes of its file."""
+    server.kill()
+    assert file_of(server).stat().st_size > synced
+    os.truncate(file_of(server), synced)
+    await asyncio.to_thread(server.start)
+
+
+@pytest.mark.scenario(31)
+async def test_work_whose_records_went_with_the_power_is_done_again_and_the_restart_counted(
+    effects: Effects,
+) -> None:
+    with RedisServer(config=EVERY_SECOND) as server:
+        async with open_redis_shop(effects, server.address) as shop:
+            gate = StoreGate(shop.store.ping, shop.observer)
+            await gate.check()
+            kept = shop.order(3)
+            await shop.settled()
+            synced = await written(server)
+            forgotten = shop.order(5)
+            await shop.settled()
+
+            await lose_power(server, synced)
+            shop.publish(*kept, *forgotten)
+            await shop.settled()
+
+            assert shop.tally.duplicates == len(kept)
+            assert [shop.attempts(event.order_id) for event in forgotten] == [[1, 1]] * len(forgotten)
+            # Once in the fenced sink, and nothing lost.
+            assert shop.judge(records_lost=True)["repeats"] == len(forgotten)
+            await gate.check()
+            await gate.stop()
+            assert {signal: shop.observer.counts[signal] for signal in COUNTED_LOSSES} == {
+                **dict.fromkeys(COUNTED_LOSSES, 0),
+                Signal.STORE_RESTART: 1,
+            }
+
+
+@pytest.mark.scenario(31)
+async def test_work_whose_completion_alone_went_with_the_power_is_done_again_as_a_takeover(effects: Effects) -> None:
+    held = Held()
+    with RedisServer(config=EVERY_SECOND) as server:
+        async with open_redis_shop(effects, server.address, behave=held, lease=1.0) as shop:
+            (event,) = shop.order(1)
+            await eventually(lambda: held.began)
+            synced = await written(server)
+            held.may_go_on.set()
+            await shop.settled()
+
+            await lose_power(server, synced)
+            shop.publish(event)
+            await shop.settled()
+
+            assert shop.attempts() == [1, 2]
+            assert shop.observer.counts[Signal.TAKEOVER] == 1
+            assert shop.judge()["repeats"] == 1
 
 
 @pytest.mark.scenario(51)

@@ -1,4 +1,7 @@
-"""Faults between the end of a handler and its offset; services and versions that live beside each other."""
+"""Faults between the end of a handler and its offset; services and versions that live beside each other.
+
+Broker and store are in memory, but for the tests that are marked kafka: these have real servers.
+"""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from integr8s_idem import EventPublisher
 from integr8s_idem.config import KafkaSettings, RedisStoreSettings
 from integr8s_idem.errors import PublishError, StoreUnavailableError
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from tests.kafka_faults.tools import need_kafka
 from tests.support.kafka.broker import KafkaBroker
 from tests.support.redis import RedisServer
 from tests.support.tls import Authority, TlsFront
@@ -64,7 +66,13 @@ async def test_redis_with_a_wrong_certificate_is_refused(redis_server: RedisServ
 
 
 async def test_a_redis_that_speaks_no_tls_is_refused(redis_server: RedisServer, tmp_path: Path) -> None:
-    plain = await asyncio.start_server(lambda _, writer: writer.write(b"+PONG\r\n"), "127.0.0.1", 0)
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"+PONG\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    plain = await asyncio.start_server(answer, "127.0.0.1", 0)
     settings = RedisStoreSettings(
         url=f"rediss://127.0.0.1:{plain.sockets[0].getsockname()[1]}/0", tls_ca_file=str(Authority(tmp_path).ca_file)
     )
@@ -77,23 +85,63 @@ async def test_a_redis_that_speaks_no_tls_is_refused(redis_server: RedisServer, 
     plain.close()
 
 
+@dataclass(frozen=True)
+class Listeners:
+    """Of one broker: ports on the loopback."""
+
+    tls: int
+    plain: int
+    authority: Authority
+
+
+@pytest.fixture(scope="module")
+def listeners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listeners]:
+    """A broker whose certificate is good for 127.0.0.1, and no other name."""
+    need_kafka(own=True)
+    folder = tmp_path_factory.mktemp("kafka")
+    authority = Authority(folder)
+    broker = KafkaBroker(folder, {"auto.create.topics.enable": "true"})
+    port = _add_tls(folder / "server.properties", authority)
+    broker.start()
+    try:
+        yield Listeners(port, int(broker.bootstrap.rpartition(":")[2]), authority)
+    finally:
+        broker.kill()
+
+
+@pytest.mark.kafka
+async def test_kafka_is_reached_through_tls(listeners: Listeners) -> None:
+    await _publish(f"127.0.0.1:{listeners.tls}", listeners.authority)
+
+
 @pytest.mark.kafka
 # aiokafka leaves the socket of a handshake that failed to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_kafka_is_reached_through_tls_and_a_wrong_certificate_is_refused(tmp_path: Path) -> None:
-    trusted, other = Authority(tmp_path), Authority(tmp_path, "other")
-    folder = tmp_path / "kafka"
-    folder.mkdir()
-    broker = KafkaBroker(folder, {"auto.create.topics.enable": "true"})
-    port = _add_tls(folder / "server.properties", trusted)
-    await asyncio.to_thread(broker.start)
-    try:
-        await _publish(port, trusted)
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("another authority", "unable to get local issuer certificate"),
+        ("another host", "Hostname mismatch, certificate is not valid for 'localhost'"),
+        ("an expired certificate", "certificate has expired"),
+        ("plain text", ""),  # the broker hangs up on a greeting that it cannot read
+    ],
+)
+async def test_kafka_with_a_wrong_certificate_or_none_is_refused(
+    listeners: Listeners, tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str, reason: str
+) -> None:
+    trusted = Authority(tmp_path, "other") if wrong == "another authority" else listeners.authority
 
-        with pytest.raises(PublishError):
-            await _publish(port, other)
-    finally:
-        await asyncio.to_thread(broker.kill)
+    async with TlsFront(listeners.plain, listeners.authority.server_context(expired=True)) as expired:
+        address = {
+            "another host": f"localhost:{listeners.tls}",
+            "an expired certificate": f"127.0.0.1:{expired.port}",
+            "plain text": f"127.0.0.1:{listeners.plain}",
+        }.get(wrong, f"127.0.0.1:{listeners.tls}")
+        with pytest.raises(PublishError, match="Unable to bootstrap"):
+            await _publish(address, trusted)
+
+    [refused] = [record.message for record in caplog.records if record.message.startswith("Unable connect to")]
+    assert reason in refused
 
 
 def _add_tls(properties: Path, authority: Authority) -> int:
@@ -112,9 +160,9 @@ def _add_tls(properties: Path, authority: Authority) -> int:
     return port
 
 
-async def _publish(port: int, trusted: Authority) -> None:
+async def _publish(address: str, trusted: Authority) -> None:
     settings = KafkaSettings(
-        bootstrap_servers=f"127.0.0.1:{port}",
+        bootstrap_servers=address,
         security_protocol="SSL",
         ssl_ca_file=str(trusted.ca_file),
         request_timeout_seconds=10,

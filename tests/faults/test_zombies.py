@@ -26,7 +26,7 @@ def _kafka_is_there() -> None:
     need_kafka()
 
 
-@pytest.mark.scenario(33, 35, 36, 39)
+@pytest.mark.scenario(33, 35, 36)
 def test_what_a_zombie_does_after_its_lease_counts_for_nothing() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
 
@@ -61,7 +61,9 @@ async def test_a_stall_within_the_lease_is_no_takeover_and_a_loop_blocked_beyond
 
 
 @pytest.mark.scenario(39, 68)
-async def test_a_member_put_out_of_its_group_has_its_commit_refused_and_goes_on() -> None:
+async def test_a_member_put_out_of_its_group_has_its_commit_refused_and_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     observer = CountingObserver()
     async with open_workload(servers.kafka(), heartbeat_interval_seconds=2) as workload:
         member = await workload.join()
@@ -78,6 +80,7 @@ async def test_a_member_put_out_of_its_group_has_its_commit_refused_and_goes_on(
 
         assert (await workload.judge())["repeats"] == 0
         assert not member.task.done()
+    assert {record.levelname for record in caplog.records if "commit failed" in record.message} == {"WARNING"}
 
 
 async def put_out(bootstrap: str, group: str) -> None:

@@ -16,6 +16,7 @@ from dishka import AsyncContainer
 from examples.billing.containers import audit_container, billing_container
 from examples.billing.handlers import OrderPlaced
 from examples.billing.payments import Audit, Payments
+from examples.replay_dead_letters import letters, replay
 from integr8s_idem import BaseEvent, EventPublisher, Service, Settings, load_settings
 from integr8s_idem.worker import ServiceGroup, ServiceReport
 from tests.support.kafka import Kafka
@@ -134,3 +135,24 @@ async def test_an_order_placed_from_another_terminal_is_charged_once(
         assert await placing.wait() == 0
         await shop.until(lambda now: now["billing"].tally.duplicates == 1 and now["audit"].tally.handled == 1)
         assert (await shop.payments()).charges == [("17", Decimal("9.90"))]
+
+
+@pytest.mark.kafka
+async def test_dead_letters_are_put_back_as_their_next_generation_and_what_is_none_stays(
+    settings: Settings, topic_prefix: str
+) -> None:
+    source, publisher = f"{topic_prefix}order_placed", EventPublisher(settings.kafka)
+    async with Shop(settings).open() as shop:
+        await publisher.send(source, b"k", b"no event", [])
+        await shop.until(lambda now: now["billing"].tally.dead_letters == 1)
+        await publisher.send(f"{source}.dlq", b"k", b"by another program", [])
+
+        assert await replay(settings, f"{source}.dlq", dry_run=True) == (1, 1)
+        assert await replay(settings, f"{source}.dlq") == (1, 1)
+        await shop.until(lambda now: now["billing"].tally.dead_letters == 2)
+    await publisher.close()
+
+    found = [letter async for letter in letters(settings, f"{source}.dlq")]
+    generations = [dict(letter.headers).get("idempotency-dlq-generation") for letter in found]
+    assert generations == [b"0", None, b"1"]
+    assert [letter.value for letter in found] == [b"no event", b"by another program", b"no event"]

@@ -21,14 +21,25 @@ from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.records import Completion, Failure, Reserved, ReserveRequest, StoredResult
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from tests.packaging.repository import ROOT
 from tests.support.redis import RedisServer, bundled_binary, installed_binary
 
 LEASE = timedelta(seconds=30)
 TTL = timedelta(hours=1)
 SECRET = "hunter2-hunter2"
 SCRIPTS = "+evalsha +script|load +get +set +setrange +time +pttl +pexpire"
-TOOLS = "+scan +getrange +unlink +ping +info +config|get"
 CONNECTION = "+client|setname +select"
+PAGE = ROOT / "docs" / "how-to" / "prepare-redis.md"
+COMMAND = re.compile(r"\s(\+[a-z|]+)")
+
+
+def published() -> list[str]:
+    """The command of the page that makes a user, with our key prefix."""
+    (block,) = re.findall(r"^    ACL SETUSER .*\n(?:     +\+.*\n)+", PAGE.read_text(), re.MULTILINE)
+    return [word.replace("~idempotency:", "~idem:").replace("PASSWORD", SECRET) for word in block.split()]
+
+
+PUBLISHED = [word for word in published() if word.startswith("+")]
 
 
 def wish(key: str) -> ReserveRequest:
@@ -56,17 +67,24 @@ WRITES = ["reserve", "renew", "complete", "fail", "release", "delete"]
 
 @asynccontextmanager
 async def store_on(
-    server: RedisServer, *, user: str | None = None, password: str | None = None, timeout: float = 1.0
+    server: RedisServer,
+    *,
+    user: str | None = None,
+    password: str | None = None,
+    timeout: float = 1.0,
+    url: str | None = None,
 ) -> AsyncIterator[RedisIdempotencyRepository]:
     settings = RedisStoreSettings(
-        url=server.url,
+        url=url or server.url,
         username=user,
         password=SecretStr(password) if password else None,
         timeout_seconds=timeout,
     )
     client = redis_client(settings)
-    yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=timeout), key_prefix="idem")
-    await client.aclose()
+    try:
+        yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=timeout), key_prefix="idem")
+    finally:
+        await client.aclose()
 
 
 @pytest.fixture(scope="module", params=["oldest", "installed"])
@@ -75,7 +93,6 @@ def guarded_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     if binary is None:
         pytest.skip("no redis-server or valkey-server on the PATH, nor named by INTEGR8S_IDEM_TEST_REDIS_SERVER")
     users = {
-        "least": f"~idem:* {SCRIPTS} {TOOLS} {CONNECTION}",
         "writer": f"~idem:* {SCRIPTS} {CONNECTION} +ping",
         "no-evalsha": f"~idem:* +get +set {CONNECTION}",
         "no-inner-set": f"~idem:* +evalsha +script|load +get +time {CONNECTION}",
@@ -85,12 +102,19 @@ def guarded_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
         with BlockingRedis.from_url(server.url) as admin:
             for name, rules in users.items():
                 admin.execute_command("ACL", "SETUSER", name, "on", f">{SECRET}", "resetkeys", "-@all", *rules.split())
+            admin.execute_command(*published())
         yield server
 
 
-@pytest.mark.scenario(103)
-async def test_a_user_with_the_published_commands_can_do_everything(guarded_server: RedisServer) -> None:
-    async with store_on(guarded_server, user="least", password=SECRET) as store:
+def test_page_and_docstring_publish_the_same_commands() -> None:
+    assert COMMAND.findall(RedisIdempotencyRepository.__doc__ or "") == PUBLISHED
+
+
+async def do_everything(server: RedisServer, user: str) -> str:
+    """All that the library does with a store, on a database of its own; the warnings of ping."""
+    await asyncio.to_thread(server.flush)
+    url = server.url.replace("db=0", "db=1")
+    async with store_on(server, user=user, password=SECRET, url=url) as store:
         reserved = await store.reserve([wish("idem:a"), wish("idem:b"), wish("idem:c")])
         first, second, third = [one for one in reserved if isinstance(one, Reserved)]
 
@@ -101,7 +125,26 @@ async def test_a_user_with_the_published_commands_can_do_everything(guarded_serv
         assert await store.release([third]) == [True]
         assert len([record async for record in store.scan("idem:")]) == 3
         assert await store.delete(["idem:a", "idem:b", "idem:c"]) == 3
-        assert "may not" not in " ".join((await store.ping()).warnings)
+        return " ".join((await store.ping()).warnings)
+
+
+@pytest.mark.scenario(103)
+async def test_a_user_with_the_published_commands_can_do_everything(guarded_server: RedisServer) -> None:
+    assert "may not" not in await do_everything(guarded_server, "worker")
+
+
+@pytest.mark.scenario(103)
+@pytest.mark.parametrize("missing", PUBLISHED)
+async def test_none_of_the_published_commands_is_too_many(guarded_server: RedisServer, missing: str) -> None:
+    rules = [word for word in published()[3:] if word != missing]
+    await asyncio.to_thread(guarded_server.admin, "ACL", "SETUSER", "lacking", "reset", *rules)
+
+    try:
+        told = await do_everything(guarded_server, "lacking")
+    except StoreConfigurationError as error:
+        told = str(error)
+
+    assert missing.upper().removeprefix("+").partition("|")[0] in told.upper()
 
 
 @pytest.mark.scenario(103)
@@ -109,7 +152,7 @@ async def test_a_user_with_the_published_commands_can_do_everything(guarded_serv
     "command", ["FLUSHALL", "KEYS *", "CONFIG SET save 1", "DEL idem:k", "GET other:k", "EVAL 1 0"]
 )
 async def test_that_user_can_do_nothing_else(guarded_server: RedisServer, command: str) -> None:
-    async with store_on(guarded_server, user="least", password=SECRET) as store:
+    async with store_on(guarded_server, user="worker", password=SECRET) as store:
         with pytest.raises(NoPermissionError):
             await store.client.execute_command(*command.split())  # type: ignore[no-untyped-call]
 
@@ -150,7 +193,7 @@ async def test_a_user_without_info_is_told_what_stays_unseen(guarded_server: Red
 
 @pytest.mark.scenario(52, 104)
 async def test_a_wrong_password_is_a_mistake_of_settings_and_is_not_shown(guarded_server: RedisServer) -> None:
-    async with store_on(guarded_server, user="least", password="wr0ng-" + SECRET) as store:
+    async with store_on(guarded_server, user="worker", password="wr0ng-" + SECRET) as store:
         with pytest.raises(StoreConfigurationError, match="user and password") as caught:
             await store.reserve([wish("idem:k")])
 

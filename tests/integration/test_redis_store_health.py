@@ -72,6 +72,20 @@ async def test_the_identity_of_a_store_stays_until_its_data_are_gone() -> None:
     assert after not in ("", first)
 
 
+@pytest.mark.parametrize("fsync", ["always", "everysec"])
+async def test_a_server_tells_its_start_and_whether_it_keeps_all_it_took(fsync: str) -> None:
+    with RedisServer(config={"appendonly": "yes", "appendfsync": fsync}) as server:
+        client = redis_client(RedisStoreSettings(url=server.url))
+        store = RedisIdempotencyRepository(client)
+        first, same = await store.ping(), await store.ping()
+        await asyncio.to_thread(server.restart)
+        second = await store.ping()
+        await client.aclose()
+
+    assert first.start == same.start != second.start
+    assert first.keeps_all == second.keeps_all == (fsync == "always")
+
+
 async def test_the_mark_is_no_record(redis_url: str) -> None:
     client = redis_client(RedisStoreSettings(url=redis_url))
     store = RedisIdempotencyRepository(client, key_prefix="p")

@@ -83,7 +83,7 @@ async def test_a_handler_that_outlives_its_partition_completes_by_token_and_the_
 @pytest.mark.scenario(64)
 async def test_a_handler_longer_than_the_poll_interval_keeps_its_partition(shop: Shop) -> None:
     settings = kafka_settings(shop.kafka, shop.settings.topic_prefix, max_poll_interval_seconds=2)
-    worker = await shop.worker(slow_charging(shop, 6), kafka=settings)
+    worker = await shop.worker(slow_charging(shop, 9), kafka=settings)  # half as long again as the session
 
     await shop.deliver(orders(1)[0])
     await worker.idle(settled=1)

@@ -193,10 +193,14 @@ async def test_sigterm_lets_running_handlers_end_and_the_next_worker_repeats_not
     assert set(setting.times("begin").values()) == {1}
 
 
-async def test_a_handler_that_ignores_its_cancellation_does_not_keep_the_process_alive(setting: Setting) -> None:
+@pytest.mark.scenario(32)
+@pytest.mark.parametrize("how", [{"seconds": -1.0}, {"thread_seconds": 120.0}], ids=["a task", "a thread"])
+async def test_a_handler_that_cannot_be_cancelled_does_not_keep_the_process_alive(
+    setting: Setting, how: dict[str, float]
+) -> None:
     with setting.worker("only") as worker:
         worker.wait_for_line("metrics and health")
-        await setting.publisher.publish(OrderPlaced(order_id="0", seconds=-1))
+        await setting.publisher.publish(OrderPlaced.model_validate({"order_id": "0", **how}))
         await eventually(lambda: setting.times("begin"))
         worker.terminate()
         worker.wait_for_line("stopping")

@@ -51,7 +51,7 @@ async def work(event: TaskGiven, attempt: FromDishka[Attempt]) -> str:
     if first and event.blocks:
         time.sleep(event.blocks)  # noqa: ASYNC251  # as a handler should not: it acts as soon as its process wakes
     if first and event.before:
-        await asyncio.sleep(event.before)
+        await _long(event, attempt, effects)
     effects.apply(event.work, attempt)
     effects.note("applied", event.work, attempt)  # a worker stopped before this may hold the sink's lock
     if first and event.blocks_after:
@@ -62,6 +62,14 @@ async def work(event: TaskGiven, attempt: FromDishka[Attempt]) -> str:
         raise ConnectionError("the first attempt fails")
     effects.note("end", event.work, attempt)
     return f"done at attempt {attempt.number}"
+
+
+async def _long(event: TaskGiven, attempt: Attempt, effects: Effects) -> None:
+    try:
+        await asyncio.sleep(event.before)
+    except asyncio.CancelledError:
+        effects.note("cancelled", event.work, attempt)
+        raise
 
 
 def container(settings: Settings) -> AsyncContainer:

@@ -1,4 +1,7 @@
-"""Campaign `broker-restarts`: the only broker is killed, stopped in good order or stalled while events flow."""
+"""Campaign `broker-restarts`: the only broker is killed, stopped in good order or stalled while events flow.
+
+Two of five times it is away for longer than several sessions of its members.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,18 @@ from tests.support.kafka.broker import KafkaBroker
 RECOVERS_WITHIN: Final = 60.0
 """Seconds from the broker's return to the next effect, at most."""
 
+SESSION: Final = 2.0
+"""Seconds."""
 
-async def disturb(broker: KafkaBroker, chance: random.Random) -> str:
+LONG_AWAY: Final = {1: 8.0, 4: 20.0}
+"""Seconds, by the number's last digit to the base of five."""
+
+
+async def disturb(broker: KafkaBroker, number: int) -> str:
     """Take the broker away for a while; what was done."""
+    chance = random.Random(number)
     how = chance.choice(("killed", "restarted", "stalled"))
-    away = chance.uniform(0.0, 3.0)
+    away = LONG_AWAY.get(number % 5, chance.uniform(0.0, 3.0))
     if how == "stalled":
         os.kill(broker.pid, signal.SIGSTOP)
         try:
@@ -50,7 +60,7 @@ async def _run(numbers: Iterable[int]) -> Figures:
     figures, done = Figures(), "not begun"
     broker = await asyncio.to_thread(servers.own_broker)
     try:
-        async with open_workload(broker) as workload:
+        async with open_workload(broker, session_timeout_seconds=SESSION) as workload:
             for _ in range(2):
                 await workload.join()
             await eventually(lambda: all(member.worker.health().ready for member in workload.members))
@@ -58,7 +68,7 @@ async def _run(numbers: Iterable[int]) -> Figures:
             try:
                 for number in numbers:
                     try:
-                        done = await disturb(broker, random.Random(number))
+                        done = await disturb(broker, number)
                         await goes_on(workload)
                     except AssertionError as error:
                         raise ViolationError(f"restart {number} ({done}): {error}") from error
@@ -81,7 +91,7 @@ def run(first: int, count: int) -> Figures:
 CAMPAIGN: Final = Campaign(
     name="broker-restarts",
     counts="restarts",
-    says="the only broker is killed, restarted or stalled (SIGSTOP), for up to three seconds, while events flow",
+    says="the only broker is killed, restarted or stalled (SIGSTOP), for up to 20 seconds, while events flow",
     scenarios=(60, 61),
     in_test=2,
     target=50,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
+from integr8s_idem import IdempotencyRecord
+from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from tests.support.kafka.broker import Kafka, KafkaBroker
 from tests.support.kafka.fixtures import ADDRESS
 from tests.support.redis import RedisServer
@@ -56,3 +58,9 @@ async def committed(bootstrap: str, group: str) -> dict[TopicPartition, int]:
         return {partition: known.offset for partition, known in offsets.items()}
     finally:
         await admin.close()
+
+
+async def records(keys: Sequence[str]) -> list[IdempotencyRecord]:
+    """What the Redis that stays whole holds of `keys`."""
+    async with redis().client() as client:
+        return [record for record in await RedisIdempotencyRepository(client).get(keys) if record is not None]

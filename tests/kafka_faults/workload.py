@@ -53,6 +53,8 @@ class Workload:
     partitions: int = 4
     rounds: int = 0
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared, handlers wait for it."""
     _clients: list[Any] = field(default_factory=list)
 
     @property
@@ -86,6 +88,7 @@ class Workload:
         assert isinstance(event, OrderPlaced)
         self.effects.note("begin", event.order_id, call.attempt)
         await asyncio.sleep(self.handler_seconds / 2)
+        await self.may_end.wait()
         self.effects.apply(event.order_id, call.attempt)
         await asyncio.sleep(self.handler_seconds / 2)
         self.effects.note("end", event.order_id, call.attempt)
@@ -164,6 +167,9 @@ class Workload:
             if time.monotonic() > give_up_at:
                 raise ViolationError(f"committed only {committed} of {len(self.published)}")
             await asyncio.sleep(0.1)
+        figures.update(self.effects.judge_records(await servers.records(self.effects.keys())))
+        if figures["completed"] != len(self.published):
+            raise ViolationError(f"completed only {figures['completed']} of {len(self.published)}")
         return figures
 
     async def _committed(self) -> dict[TopicPartition, int]:
@@ -207,6 +213,7 @@ async def open_workload(kafka: Kafka, *, partitions: int = 4, **changes: Any) ->
         effects = Effects(Path(folder))
         effects.prepare()
         workload = Workload(settings, f"{prefix}tasks", effects, EventPublisher(settings), partitions=partitions)
+        workload.may_end.set()
         try:
             yield workload
         finally:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,15 +13,41 @@ import pytest
 from tests.campaigns import __main__ as command
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.campaigns.marks import marked
-from tests.campaigns.matrix import PAGE, groups, page
-from tests.campaigns.record import Record, load, save
+from tests.campaigns.matrix import PAGE, cases, groups, page
+from tests.campaigns.record import Record, commit, load, load_tests, save
 from tests.campaigns.registry import campaigns
+from tests.packaging.repository import ROOT
 
 NUMBERS = [row.number for _, rows in groups() for row in rows]
 
 
 def test_the_page_is_what_marks_rows_and_records_make() -> None:
     assert PAGE.read_text() == page(), "run `make matrix`"
+
+
+def test_places_that_are_not_recorded_are_shown() -> None:
+    outcomes = {"a.py::test_b": {"passed": 2, "skipped": 1}, "a.py::test_bc": {"failed": 1}}
+
+    assert cases(["a.py::test_b"], outcomes) == "2 passed, 1 skipped"
+    assert cases(["a.py::test_b", "c.py"], outcomes) == "2 passed, 1 skipped, 1 of 2 places not recorded"
+    assert cases(["c.py"], outcomes) == "1 of 1 places not recorded"
+    assert cases([], outcomes) == "-"
+
+
+IN_MEMORY = {f"tests.support.{name}" for name in ("fake_consumer", "fake_worker", "guarded", "redis_shop")}
+"""Modules of `tests.support` that bring a broker or a store in memory."""
+
+
+def test_a_marked_file_with_a_broker_or_store_in_memory_says_so_in_its_first_lines() -> None:
+    marked_files = {place.partition("::")[0] for places in marked().values() for place in places}
+    silent = {name for name in marked_files if not _says_so(ast.parse((ROOT / name).read_text()))}
+
+    assert {name for name in silent if not name.startswith("tests/unit/")} == set()
+
+
+def _says_so(module: ast.Module) -> bool:
+    imported = {node.module for node in module.body if isinstance(node, ast.ImportFrom)}
+    return imported.isdisjoint(IN_MEMORY) or "in memory" in (ast.get_docstring(module) or "")
 
 
 def test_rows_are_numbered_without_gaps() -> None:
@@ -71,6 +100,24 @@ def test_a_record_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     assert (again.next, again.figures["kills"], again.seconds) == (20, 12, 2.5)
 
 
+def test_a_commit_whose_library_was_changed_has_a_plus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.campaigns.record.ROOT", tmp_path)
+    module = tmp_path / "integr8s_idem" / "keys.py"
+    module.parent.mkdir()
+    module.write_text("A = 1")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for step in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--no-gpg-sign", "--message", "one"]):
+        subprocess.run([*git, *step], check=True)
+
+    clean = commit()
+    (tmp_path / "notes").write_text("beside the library")
+    assert commit() == clean
+    module.write_text("A = 2")
+
+    assert re.fullmatch("[0-9a-f]{8}", clean)
+    assert commit() == f"{clean}+"
+
+
 class Bench:
     """The command over one campaign, with its record in a folder of its own."""
 
@@ -107,12 +154,13 @@ def test_a_campaign_goes_on_in_batches_up_to_its_target(bench: Bench) -> None:
     assert bench.record.figures == {"kills": 10, "lost": 0}
 
 
-def test_a_broken_promise_is_kept_and_ends_the_campaign(bench: Bench) -> None:
+def test_a_broken_promise_is_kept_and_ends_the_campaign(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.breaks = True
 
     assert command.main(["kills"]) == 1
     assert bench.record.violations == ["batch from 0: number 0 lost one"]
     assert bench.record.figures == {}
+    assert "the batch again: python -m tests.campaigns kills --only 0:5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -123,7 +171,8 @@ def test_one_number_is_run_again_and_not_recorded(
 
     assert command.main(["kills", "--only", "7"]) == breaks
 
-    assert bench.batches == [(7, 1)]
+    assert command.main(["kills", "--only", "30:10"]) == breaks
+    assert bench.batches == [(7, 1), (30, 10)]
     assert bench.record == Record()
     told = capsys.readouterr()
     assert "kills 7" in (told.err if breaks else told.out)
@@ -141,6 +190,21 @@ def test_where_the_campaigns_stand_is_told_to_people_and_to_programs(
     assert command.main(["--json"]) == 0
     told = json.loads(capsys.readouterr().out)["kills"]
     assert (told["target"], told["next"], told["figures"]["kills"], told["violations"]) == (10, 5, 5, [])
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--only", "x"], ["--only", "5:0"], ["--only", "-1"], ["--target", "-3"], ["--minutes", "nan"]]
+)
+def test_what_is_no_number_is_refused(bench: Bench, wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.main(["kills", *wrong])
+
+    assert refused.value.code == 2
+    assert bench.batches == []
+
+
+def test_no_test_has_a_failure_on_record() -> None:
+    assert [test for test, told in load_tests().items() if told.get("failed")] == []
 
 
 def test_a_campaign_that_is_not_there_is_refused_by_name(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

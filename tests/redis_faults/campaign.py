@@ -194,7 +194,8 @@ async def _judge(shops: list[RedisShop], fault: Fault) -> Figures:
 CAMPAIGN: Final = Campaign(
     name="redis-faults",
     counts="restarts",
-    says="Redis killed and restarted, restarted empty, stalled, or failed over by Sentinel, under two workers",
+    says="Redis killed and restarted, restarted empty, stalled, or failed over by Sentinel, under two workers "
+    "of one process on a broker in memory",
     scenarios=(41, 44, 46),
     in_test=3,
     target=100,

@@ -25,7 +25,10 @@ def _arguments() -> argparse.Namespace:
 
 def _span(text: str) -> range:
     first, _, end = text.partition(":")
-    return range(int(first), int(end))
+    seeds = range(int(first), int(end))
+    if not seeds:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no seed; write FIRST:END, such as 0:1000")
+    return seeds
 
 
 def _print(verdict: Verdict, bug: str | None, *, as_json: bool, trace: bool) -> None:

@@ -23,6 +23,8 @@ class Run:
     """One run of a handler."""
 
     key: str
+    work: str
+    """What it is about, whatever key the library makes of that."""
     attempt: int
     fence: int
     process: Process
@@ -34,10 +36,9 @@ class Run:
 
 @dataclass(slots=True)
 class Sink:
-    """What a fenced sink holds under one key."""
+    """What a fenced sink holds under one key: one effect, and the highest fence that it has seen."""
 
     fence: int
-    inserted: int = 1
     refused: int = 0
 
 
@@ -57,6 +58,9 @@ class Truth:
     """By full key, in the order in which they began."""
     effects: list[tuple[str, Run]] = field(default_factory=list)
     sink: dict[str, Sink] = field(default_factory=dict)
+    """By full key."""
+    keys: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """By work: the keys under which its effect is in the sink."""
     completed: set[str] = field(default_factory=set)
     """Keys of which the store has ever accepted a completion."""
     letters: defaultdict[tuple[str, int, int], list[Letter]] = field(default_factory=lambda: defaultdict(list))
@@ -109,10 +113,10 @@ class History:
 
     # Handlers.
 
-    def begin(self, process: Process, attempt: Attempt) -> Run:
+    def begin(self, process: Process, attempt: Attempt, work: str) -> Run:
         truth = self.truth
         excuses = truth.granted[attempt.key, attempt.fence]
-        run = Run(attempt.key, attempt.number, attempt.fence, process, process.stalls, excuses)
+        run = Run(attempt.key, work, attempt.number, attempt.fence, process, process.stalls, excuses)
         self.note("begin", attempt.label, attempt.number, attempt.fence)
         self.counts["runs"] += 1
         for other in truth.runs[attempt.key]:
@@ -141,14 +145,33 @@ class History:
         held = self.truth.sink.get(run.key)
         if held is None:
             self.truth.sink[run.key] = Sink(run.fence)
+            self._insert(run)
         elif run.fence > held.fence:
             held.fence = run.fence
         else:
             held.refused += 1
 
+    def _insert(self, run: Run) -> None:
+        keys = self.truth.keys[run.work]
+        keys.append(run.key)
+        if len(keys) > 1:
+            self.violate("E1", f"{run.work} is in the sink more than once, under {keys}")
+
     def end(self, run: Run, how: str) -> None:
         self.note("end", run.key, run.attempt, how)
         run.ended = True
+
+    # What the store accepts.
+
+    def complete(self, key: str, fence: int) -> None:
+        """The store has believed the completion of `key` by this fence."""
+        self.truth.completed.add(key)
+        runs = self.truth.runs[key]
+        if not any(run.effects for run in runs):
+            self.violate("L", f"{key} is completed without an effect")
+        highest = max((run.fence for run in runs), default=0)
+        if fence < highest:
+            self.violate("E1", f"{key} is completed by fence {fence}, though a run by {highest} has begun")
 
     # What the broker sees.
 
@@ -162,9 +185,11 @@ class History:
     # In the end.
 
     def judge_repeats(self) -> None:
-        """E1 and E2: once in the fenced sink; no run after the first that was not told so."""
-        for sink in self.truth.sink.values():
-            self.counts["fenced_repeats"] += sink.inserted - 1
+        """E1 and E2: once in the fenced sink; no run after the first that was not told so.
+
+        The first was judged when it happened: here it is counted.
+        """
+        self.counts["fenced_repeats"] += sum(len(keys) - 1 for keys in self.truth.keys.values())
         for key, runs in self.truth.runs.items():
             did = sorted((run for run in runs if run.effects), key=_fence)
             self.counts["repeats"] += max(0, len(did) - 1)

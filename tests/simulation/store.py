@@ -134,9 +134,7 @@ class Server:
             after = self.seen(reserved.key)
             if reserved.key not in self._history.truth.completed or after is None or after.fence == reserved.fence:
                 self._results[reserved.key] = completion.result
-            self._history.truth.completed.add(reserved.key)
-            if not any(run.effects for run in self._history.truth.runs[reserved.key]):
-                self._history.violate("L", f"{reserved.key} is completed without an effect")
+            self._history.complete(reserved.key, reserved.fence)
         return answer
 
     def fail(self, failure: Failure) -> bool:

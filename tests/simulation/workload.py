@@ -112,7 +112,7 @@ class Handlers:
         assert process is not None
         event, attempt = call.event, call.attempt
         plan = plan_of(self.seed, handler.name, event.event_id, self.habits)
-        run = self.history.begin(process, attempt)
+        run = self.history.begin(process, attempt, f"{handler.name} {getattr(event, 'number')}")  # noqa: B009  # any kind
         how = "returned"
         try:
             return await self._work(plan, call, run)

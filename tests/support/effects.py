@@ -3,8 +3,9 @@
 Both are plain files that outlive any process which writes to them:
 
     effects = Effects(folder)
-    effects.apply("order-7", attempt)          # in a handler, in any process
-    figures = effects.judge({"order-7", ...})  # in the test, once everything is settled
+    effects.apply("order-7", attempt)               # in a handler, in any process
+    figures = effects.judge({"order-7", ...})       # in the test, once everything is settled
+    figures.update(effects.judge_records(records))  # where the store can be read
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import json
 import os
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from integr8s_idem import Attempt
+from integr8s_idem import Attempt, IdempotencyRecord, IdempotencyStatus
 from tests.campaigns.figures import Figures, ViolationError
+
+_RECEIPT = " by fence "
 
 _SCHEMA = """
 create table if not exists effects (work text, key text, fence integer, attempt integer, pid integer);
@@ -37,10 +40,19 @@ class Effect:
     attempt: int
     fence: int
     pid: int
+    key: str
+    """The full key: that of the record."""
 
 
 class Effects:
-    """The journal (anything goes) and the fenced sink (once per key, never by a lower fence) of one folder."""
+    """The journal (anything goes) and the fenced sink (once per key, never by a lower fence) of one folder.
+
+    What the sink refuses it refuses by key and by fence, as a table with a conditional write does: a second effect
+    of one key cannot get in.  So "nothing twice in the sink" is half the sink's own doing.  The other half is the
+    library's, and that is what is measured: one work has one key (else its effect is there under both: `judge`),
+    and a later run has a higher fence, up to the one that completes (else a run that was overtaken has the last
+    word: `judge_records`).
+    """
 
     def __init__(self, folder: Path) -> None:
         self._journal = folder / "journal"
@@ -54,7 +66,7 @@ class Effects:
 
     def note(self, what: str, work: str, attempt: Attempt) -> None:
         """One line, in one write: lines of several processes do not mix, and a killed process leaves whole ones."""
-        line = json.dumps([what, work, attempt.number, attempt.fence, os.getpid()]) + "\n"
+        line = json.dumps([what, work, attempt.number, attempt.fence, os.getpid(), attempt.key]) + "\n"
         journal = os.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(journal, line.encode())
@@ -81,6 +93,11 @@ class Effects:
             sink.execute("commit")
         return applied
 
+    @staticmethod
+    def receipt(work: str, attempt: Attempt) -> str:
+        """A result for a handler to return: it says whose it is, so that a record tells who had the last word."""
+        return f"{work}{_RECEIPT}{attempt.fence}"
+
     def lines(self) -> list[Effect]:
         """The journal so far."""
         text = self._journal.read_text() if self._journal.exists() else ""
@@ -93,6 +110,10 @@ class Effects:
     def ended(self) -> set[str]:
         """The works of which a run has come to its end."""
         return {line.work for line in self.lines() if line.what == "end"}
+
+    def keys(self) -> list[str]:
+        """The full keys that runs have begun under, each once."""
+        return list(dict.fromkeys(line.key for line in self.lines()))
 
     def refused(self) -> int:
         """How often the sink has turned a stale fence away."""
@@ -129,8 +150,43 @@ class Effects:
         if lost or twice or silent:
             raise ViolationError(f"lost {sorted(lost)}; twice in the fenced sink {twice}; repeated in silence {silent}")
         return Figures(
-            events=len(published), lost=0, repeats=sum(len(told) - 1 for told in repeated.values()), fenced_repeats=0
+            events=len(published),
+            lost=len(lost),
+            repeats=sum(len(told) - 1 for told in repeated.values()),
+            fenced_repeats=sum(sink.values()) - len(sink),
         )
+
+    def judge_records(self, records: Iterable[IdempotencyRecord]) -> Figures:
+        """Compare the records with what happened.  Call it when nothing is under way any more.
+
+        A completion must not come from a run that was overtaken: a COMPLETED record has no lower fence than any run
+        that has begun, and if its fence is that of a run, so is its result, where that is a `receipt`.  It has a
+        higher one where the outcome was written under a reservation made anew (the record was lost, or had been
+        given back): those are counted as `completed_anew`.  Not for a store that may bring back an older version of
+        a record, as a failover does.
+
+        Args:
+            records: All there are of the keys in the journal, as the store has them now.
+
+        Raises:
+            ViolationError: A run that was overtaken has completed, or a completed one has had no effect.
+        """
+        highest: dict[str, int] = {}
+        effective: set[str] = set()
+        for line in self.lines():
+            highest[line.key] = max(line.fence, highest.get(line.key, 0))
+            if line.what == "effect":
+                effective.add(line.key)
+        completed = {record.key: record for record in records if record.status is IdempotencyStatus.COMPLETED}
+        overtaken = [record for record in completed.values() if _overtaken(record, highest.get(record.key, 0))]
+        hollow = completed.keys() - effective
+        if overtaken or hollow:
+            raise ViolationError(
+                f"completed by a run that was overtaken: {[(record, highest[record.key]) for record in overtaken]}; "
+                f"completed without an effect: {sorted(hollow)}"
+            )
+        anew = sum(record.fence > highest[key] for key, record in completed.items())
+        return Figures(completed=len(completed), completed_anew=anew)
 
     def _connect(self) -> sqlite3.Connection:
         return sqlite3.connect(self._sink, timeout=30, isolation_level=None)
@@ -140,6 +196,13 @@ def _owned_up(effects: list[Effect]) -> bool:
     """Whether every run after the first knew that it was not the first, by its attempt and by its fence."""
     attempts = [effect.attempt for effect in effects]
     return len(set(attempts)) == len(attempts) and sorted(effects, key=_attempt) == sorted(effects, key=_fence)
+
+
+def _overtaken(record: IdempotencyRecord, highest: int) -> bool:
+    """Whether a run other than that of the `highest` fence has completed it."""
+    told = record.result.body.decode().strip('"') if record.result is not None else ""
+    _, is_receipt, fence = told.rpartition(_RECEIPT)
+    return record.fence < highest or (record.fence == highest and bool(is_receipt) and int(fence) != highest)
 
 
 def _attempt(effect: Effect) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,8 @@ class OrderPlaced(BaseEvent):
     order_id: str
     seconds: float = 0.0
     """How long its handler takes; less than 0: for ever, whoever cancels it."""
+    thread_seconds: float = 0.0
+    """How long it takes in a thread, which nobody can cancel."""
 
 
 class OrderPaid(BaseEvent):
@@ -46,6 +49,8 @@ async def charge(event: OrderPlaced, attempt: FromDishka[Attempt], outgoing: Fro
     while event.seconds < 0:  # a handler as it should not be: no cancellation ends it
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0.1)
+    if event.thread_seconds:
+        await asyncio.to_thread(time.sleep, event.thread_seconds)
     await asyncio.sleep(event.seconds)
     note("end", event.order_id, attempt.number)
     outgoing.publish(OrderPaid(order_id=event.order_id))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from integr8s_idem.errors import ApplicationError, UndecodableEventError
-from integr8s_idem.worker.deadletters import DeadLetter, replay_of
+from integr8s_idem.worker.deadletters import PREFIX, DeadLetter, record_key_of, replay_of
 from tests.support.fake_consumer import FakeRecord
 
 RECORD = FakeRecord("orders", 3, 42, b"k", b"body", [("event_id", b"\xff"), ("idempotency-dlq-reason", b"earlier")])
@@ -20,7 +21,7 @@ def test_the_messages_own_headers_come_first_byte_for_byte() -> None:
 
 
 def test_our_headers_say_why_where_from_and_when() -> None:
-    letter = DeadLetter("handler_failed", ValueError("no\nsuch  card"), "charge", "order_placed:1", 5)
+    letter = DeadLetter("handler_failed", ValueError("no\nsuch  card"), "charge", "order_placed:1", attempts=5)
 
     headers = dict(letter.headers(RECORD, "billing", "billing-group")[2:])
 
@@ -60,6 +61,12 @@ def letter_of(
     return FakeRecord("orders.dlq", 0, 7, b"k", value, letter.headers(message, "billing", "billing-group"))
 
 
+def foreign(**told: Any) -> FakeRecord:
+    """A letter of which another program has written some headers."""
+    headers = [(name, value) for name, value in letter_of().headers if name.removeprefix(PREFIX) not in told]
+    return FakeRecord("orders.dlq", 0, 7, b"k", b"", headers + [(PREFIX + name, value) for name, value in told.items()])
+
+
 TARGET = [("idempotency-replay-group", b"billing-group"), ("idempotency-replay-handler", b"charge")]
 
 
@@ -86,6 +93,17 @@ def test_a_letter_of_nobodys_handler_is_replayed_for_the_whole_group() -> None:
     assert replay.value is None
 
 
+def test_a_header_without_a_value_names_no_target() -> None:
+    assert replay_of(foreign(group=None, handler=None)).headers == [("idempotency-generation", b"1")]
+
+
+def test_a_letter_names_its_record_where_there_is_one() -> None:
+    assert record_key_of(foreign(record=b"idempotency:billing:charge:order_placed:id:1")).endswith(":id:1")
+    for letter in (letter_of(), foreign(record=b"\xff"), RECORD):
+        with pytest.raises(ApplicationError, match="names no record"):
+            record_key_of(letter)
+
+
 def test_of_a_letter_that_was_copied_back_and_dead_lettered_again_the_last_word_counts() -> None:
     first = letter_of()
     again = DeadLetter("malformed", "no JSON").headers(first, "shipping", "shipping-group")
@@ -101,6 +119,8 @@ def test_of_a_letter_that_was_copied_back_and_dead_lettered_again_the_last_word_
     [
         (RECORD, "no dead letter"),
         (FakeRecord("orders", 0, 0, None, b"body"), "no dead letter"),
+        (foreign(topic=b"\xff"), "no dead letter"),
+        (foreign(topic=None), "no dead letter"),
         (letter_of(("idempotency-generation", b"999")), "replayed 999 times"),
         (
             FakeRecord("orders.dlq", 0, 1, None, None, [*letter_of().headers, ("idempotency-dlq-dropped", b"value")]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -103,6 +104,7 @@ async def test_an_undecodable_message_is_dead_lettered_as_it_came_and_blocks_nob
     assert runs == ["1"]
 
 
+@pytest.mark.scenario(73)
 @virtual_time
 async def test_a_message_that_fits_into_no_dead_letter_leaves_its_size_and_hash() -> None:
     broker = FakeBroker()
@@ -115,8 +117,10 @@ async def test_a_message_that_fits_into_no_dead_letter_leaves_its_size_and_hash(
     (letter,) = broker.values(DEAD)
     assert letter.value is None
     assert (told(letter)["body-bytes"], told(letter)["dropped"]) == (b"5000", b"value")
+    assert told(letter)["body-sha256"].decode() == sha256(b"x" * 5_000).hexdigest()
 
 
+@pytest.mark.scenario(73)
 @virtual_time
 async def test_headers_too_large_for_a_dead_letter_do_not_keep_the_worker_busy_for_ever() -> None:
     broker = FakeBroker()
@@ -130,6 +134,24 @@ async def test_headers_too_large_for_a_dead_letter_do_not_keep_the_worker_busy_f
     assert [name for name, _ in letter.headers if name == "huge"] == []
     assert [text for name, text in letter.headers if name.endswith("-dropped")] == [b"value", b"headers"]
     assert told(letter)["reason"] == b"malformed"
+
+
+@pytest.mark.scenario(73)
+@virtual_time
+async def test_a_dead_letter_topic_that_takes_nothing_at_all_makes_its_messages_wait_and_stops_no_service() -> None:
+    broker = FakeBroker()
+    broker.put("order_placed", b"no json", key=b"k")
+    broker.publish(OrderPlaced(), partition=1)
+    publisher = FakePublisher(broker, limit=10)
+
+    async with running(dispatcher_of(lambda event: asyncio.sleep(0), guarded()), broker, publisher) as worker:
+        await worker.until(lambda: broker.committed.get(Partition("order_placed", 1)) == 1)
+        await asyncio.sleep(60)
+        assert broker.committed.get(TOPIC) is None
+        publisher.limit = 2_000
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+
+    assert [told(letter)["reason"] for letter in broker.values(DEAD)] == [b"malformed"]
 
 
 @pytest.mark.scenario(41)

@@ -24,12 +24,23 @@ class Store:
         self.error: Exception | None = None
         self.pings = 0
         self.identity = ""
+        self.lineage = ("", "")
+        self.start = ""
+        self.keeps_all = False
 
     async def ping(self) -> StoreHealth:
         self.pings += 1
         if self.error is not None:
             raise self.error
-        return StoreHealth(kind="fake", version="1", latency=timedelta(0), identity=self.identity)
+        return StoreHealth(
+            kind="fake",
+            version="1",
+            latency=timedelta(0),
+            identity=self.identity,
+            lineage=self.lineage,
+            start=self.start,
+            keeps_all=self.keeps_all,
+        )
 
 
 def never() -> asyncio.Future[None]:
@@ -167,6 +178,33 @@ async def test_a_store_that_lost_its_data_is_noticed_counted_and_named_once(capl
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "lost its records" in caplog.text
     assert gate.is_open
+
+
+@pytest.mark.parametrize(
+    ("identity", "lineage", "keeps_all", "counted"),
+    [
+        ("data", ("a", ""), False, Signal.STORE_RESTART),
+        ("data", ("a", ""), True, None),
+        ("data", ("b", "a"), False, Signal.STORE_FAILOVER),
+        ("others", ("b", "a"), False, Signal.STORE_DATA_LOST),
+    ],
+    ids=["its last second", "nothing", "what the replica lacked", "all"],
+)
+@virtual_time
+async def test_a_start_anew_is_counted_once_as_the_worst_that_it_may_have_cost(
+    identity: str, lineage: tuple[str, str], keeps_all: bool, counted: Signal | None
+) -> None:
+    store, observer = Store(), CountingObserver()
+    gate, store.keeps_all = StoreGate(store.ping, observer), keeps_all
+    store.identity, store.lineage, store.start = "data", ("a", ""), "first"
+    await gate.check()
+
+    store.identity, store.lineage, store.start = identity, lineage, "second"
+    await asyncio.sleep(60)
+    await gate.stop()
+
+    losses = (Signal.STORE_DATA_LOST, Signal.STORE_FAILOVER, Signal.STORE_RESTART)
+    assert [observer.counts[signal] for signal in losses] == [int(signal is counted) for signal in losses]
 
 
 @virtual_time

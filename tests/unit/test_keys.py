@@ -25,6 +25,8 @@ from integr8s_idem.keys import (
     downstream_key,
     fingerprint_of,
 )
+from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.guarded import Job, guarded
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 SPACE = KeySpace("idempotency", "billing")
@@ -111,6 +113,18 @@ def test_every_full_key_is_printable_ascii_of_at_most_255_bytes(scope: str, key:
     assert len(full) <= MAX_KEY_LENGTH
 
 
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("length", [1, *range(225, 240)])
+def test_a_generation_stands_behind_a_key_in_sight_even_where_that_is_hashed(length: int, hashed: bool) -> None:
+    space, first = KeySpace("idempotency", "billing", hashed), Key.of("k" * length)
+
+    fulls = [space.full(first.in_generation(generation)) for generation in (0, 1, 999)]
+
+    assert fulls[1:] == [f"{fulls[0]};1", f"{fulls[0]};999"]
+    assert ";" not in fulls[0]
+    assert len(fulls[2]) <= MAX_KEY_LENGTH
+
+
 @pytest.mark.scenario(86)
 @pytest.mark.parametrize("filling", ["a", "😀", ":", "\0", "\ud800"])
 def test_a_key_of_a_megabyte_is_hashed_and_stays_distinct(filling: str) -> None:
@@ -164,6 +178,7 @@ def test_readable_keys_stay_readable() -> None:
     assert SPACE.full(Key.of("order:1")) == "idempotency:billing::order:1"
 
 
+@pytest.mark.scenario(6, 100)
 def test_handler_type_and_strategy_are_part_of_the_key() -> None:
     event = OrderPlaced(event_id="1")
     by_id = KeyResolver()
@@ -178,6 +193,20 @@ def test_handler_type_and_strategy_are_part_of_the_key() -> None:
     }
 
     assert len(keys) == 12
+
+
+@pytest.mark.scenario(100)
+@virtual_time
+async def test_what_was_done_under_another_prefix_is_done_again() -> None:
+    before, job = guarded(key_prefix="before"), Job()
+    after = guarded(before.store, key_prefix="after")
+    await before.manager.run("order:1", job)
+
+    assert await after.manager.get("order:1") is None
+    await after.manager.run("order:1", job)
+
+    assert job.runs == 2
+    assert (await after.record()).attempt == 1
 
 
 def test_content_is_what_is_left_without_id_time_and_metadata() -> None:

@@ -137,7 +137,6 @@ def test_contradictions_are_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("tables", "path"),
     [
-        ({"idempotency": {"default_ttl_seconds": 604_799}}, "idempotency.default_ttl_seconds"),
         ({"store": {"kind": "memory"}}, "store.kind"),
         ({"idempotency": LONG | {"on_in_progress": "skip"}}, "idempotency.on_in_progress"),
         ({"idempotency": LONG | {"on_store_error": "open"}}, "idempotency.on_store_error"),
@@ -146,7 +145,9 @@ def test_contradictions_are_said_at_once() -> None:
         ({"services": {"a": {"concurrency": 9, "max_in_flight": 8}}}, "services.a.max_in_flight"),
         ({"services": {"a": {"drain_timeout_seconds": 50}}}, "services.a.drain_timeout_seconds"),
         ({"kafka": {"session_timeout_seconds": 5, "heartbeat_interval_seconds": 1}}, "kafka.session_timeout_seconds"),
-        ({"kafka": {"auto_offset_reset": "latest"}}, "kafka.auto_offset_reset"),
+        pytest.param(
+            {"kafka": {"auto_offset_reset": "latest"}}, "kafka.auto_offset_reset", marks=pytest.mark.scenario(69)
+        ),
         ({"kafka": {"sasl_password": "x"}}, "kafka.sasl_password"),
         ({"store": {"tls_ca_file": "ca.pem"}}, "store.tls_ca_file"),
     ],
@@ -158,6 +159,15 @@ def test_what_may_surprise_is_a_warning_and_no_refusal(tables: dict[str, Any], p
     assert check_settings(settings) == []
 
 
+@pytest.mark.scenario(98)
+def test_a_ttl_below_the_seven_days_that_topics_keep_events_by_default_is_warned_of() -> None:
+    [warning] = settings_warnings(made(idempotency={"default_ttl_seconds": 604_799}))
+
+    assert warning.path == "idempotency.default_ttl_seconds"
+    assert "a replay of older events runs them again" in warning.message
+
+
+@pytest.mark.scenario(98)
 def test_settings_that_outlive_the_topics_give_no_warning() -> None:
     assert settings_warnings(made(idempotency={"default_ttl_seconds": 604_800})) == []
 

@@ -13,6 +13,7 @@ import pytest
 from pydantic import AfterValidator, SecretStr, ValidationError
 
 from integr8s_idem.config import Section, Settings, load_settings
+from integr8s_idem.config.loading import LARGEST_FILE
 from integr8s_idem.errors import SettingsError
 
 SECRET = "hunter2-and-more"
@@ -131,7 +132,7 @@ def test_every_mistake_is_said_at_once() -> None:
         (
             'store.url = "redis://h:port/0"',
             "store.url",
-            '"redis://h:port/0" has a host or port that cannot be read; write redis://localhost:6379/0',
+            "has a host or port that cannot be read; write redis://localhost:6379/0",
         ),
         ("store.password = 5551234", "store.password", "must be text"),
         ("concurrency = 3", "concurrency", "unknown setting; did you mean services.<name>.concurrency?"),
@@ -231,6 +232,11 @@ def test_sections_of_other_applications_in_a_shared_file_are_no_mistakes(text: s
     [
         f'store.url = "redis://user:{SECRET}@h:6379/x"',
         f'store.url = "http://user:{SECRET}@h:6379"',
+        f'store.url = "http://user:{SECRET}/@h:6379"',
+        f'store.url = "redis://user:12/{SECRET}@localhost/0"',
+        f'store.url = "redis://user:p@ss/{SECRET}@localhost/0"',
+        f'store.url = "redis://user:{SECRET}/0"',
+        f'store.url = "redis://user:{SECRET}/12@localhost/0"',
         f'store.url = "h:6379?password={SECRET}"',
         f'store.url = "redis://:{SECRET}@h:port/0"',
         f'store.pasword = "{SECRET}"',
@@ -244,6 +250,7 @@ def test_sections_of_other_applications_in_a_shared_file_are_no_mistakes(text: s
         f"store.password = {SECRET}",
         f'kafka.bootstrap_servers = "kafka://u:{SECRET}@h:1"',
         f'telemetry.otlp_endpoint = "ftp://u:{SECRET}@h:1"',
+        f'telemetry.otlp_endpoint = "ftp://u:{SECRET}/1@h:1"',
     ],
 )
 def test_no_error_shows_a_secret(text: str) -> None:
@@ -319,6 +326,16 @@ def test_a_file_that_is_no_toml_says_where(content: bytes, shown: str) -> None:
 
     with pytest.raises(SettingsError, match=re.escape(f"settings.toml: 1 mistake\n  {shown}")):
         load_settings()
+
+
+@pytest.mark.parametrize("endless", [True, False])
+def test_a_file_that_no_settings_can_fill_is_refused_and_not_read(tmp_path: Path, endless: bool) -> None:
+    dump = tmp_path / "dump"
+    with dump.open("wb") as file:
+        file.truncate(LARGEST_FILE + 1)
+
+    with pytest.raises(SettingsError, match="is larger than 1000000 bytes, which no settings are"):
+        load_settings(Path("/dev/zero") if endless else dump)
 
 
 def test_a_file_that_is_not_there_says_how_to_write_one() -> None:

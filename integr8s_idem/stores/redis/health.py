@@ -37,7 +37,23 @@ async def health_of(client: Redis, mark: str) -> StoreHealth:
         warnings=tuple(warnings),
         identity=identity,
         lineage=_lineage(info),
+        start=str(info.get("run_id", "")),
+        keeps_all=await _keeps_all(client, info),
     )
+
+
+async def _keeps_all(client: Redis, info: Mapping[str, Any]) -> bool:
+    return bool(info.get("aof_enabled")) and await _setting(client, "appendfsync") == "always"
+
+
+async def _setting(client: Redis, name: str) -> str | None:
+    """A setting of the server; `None` if it does not tell this user."""
+    try:
+        return str((await client.config_get(name)).get(name, ""))
+    except (NoPermissionError, ResponseError) as error:
+        if not _is_refusal(error):
+            raise
+        return None
 
 
 def _lineage(info: Mapping[str, Any]) -> tuple[str, str]:
@@ -105,11 +121,8 @@ def _about_eviction(info: Mapping[str, Any]) -> list[str]:
 async def _about_persistence(client: Redis, info: Mapping[str, Any]) -> list[str]:
     if info.get("aof_enabled"):
         return []
-    try:
-        save = (await client.config_get("save")).get("save", "")
-    except (NoPermissionError, ResponseError) as error:
-        if not _is_refusal(error):
-            raise
+    save = await _setting(client, "save")
+    if save is None:
         return [
             "this Redis user may not run CONFIG GET, and appendonly is off: "
             "whether records survive a restart stays unseen; give it +config|get, or set appendonly yes"
