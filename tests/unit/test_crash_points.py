@@ -220,8 +220,21 @@ class PublisherInMemory(CrashingPublisher):
         super().__init__(KafkaSettings(), plan)
         self.broker = broker
 
-    async def _send(self, topic: str, key: bytes | None, value: bytes | None, headers: Any) -> None:
-        self.broker.put(topic, value, key=key, headers=headers)
+    async def _connected(self) -> Any:
+        return ProducerInMemory(self.broker)
+
+
+class ProducerInMemory:
+    """Confirms at once."""
+
+    def __init__(self, broker: FakeBroker) -> None:
+        self._broker = broker
+
+    async def send(self, topic: str, **message: Any) -> asyncio.Future[None]:
+        self._broker.put(topic, message["value"], key=message["key"], headers=message["headers"])
+        confirmed = asyncio.get_running_loop().create_future()
+        confirmed.set_result(None)
+        return confirmed
 
 
 @asynccontextmanager
