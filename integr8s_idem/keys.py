@@ -103,7 +103,7 @@ class Key:
 
         The earlier generations keep their records: a replay lifts their block and leaves their history.
         """
-        return replace(self, generation=generation)
+        return self if generation == self.generation else replace(self, generation=generation)
 
 
 def generation_key(full: str, generation: int) -> str:

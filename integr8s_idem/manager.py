@@ -178,7 +178,7 @@ class IdempotencyManager:
 
     async def count_active(self) -> int:
         """How many keys of this scope hold a lease now."""
-        return await self.repository.count_active(self._ledger.space.root)
+        return await self.repository.count_active(self.space.root)
 
     def completion(self, reserved: Reserved, result: object = None, ttl: timedelta | None = None) -> Completion:
         """What to hand to `complete_many`.  A result that is too large or cannot be written is dropped and counted."""
@@ -285,7 +285,7 @@ class IdempotencyManager:
             self.observer.count(Signal.STORE_ERROR, work.event_type)
             if self.config.on_store_error is OnStoreError.CLOSED:
                 raise
-            return await self._unguarded(work, function, self._ledger.space.full(work.key))
+            return await self._unguarded(work, function, self.space.full(work.key))
         if not isinstance(verdict, Reserved):
             return await self._blocked(work, function, verdict)
         if verdict.attempt > self.config.max_attempts and verdict.previous is Previous.LAPSED:

@@ -100,7 +100,7 @@ class StoreGate:
                 "records are may be handled again if they are delivered again",
                 health.kind,
             )
-        elif self._start and health.start != self._start and not health.keeps_all:
+        elif self._start and health.start and health.start != self._start and not health.keeps_all:
             self._observer.count(Signal.STORE_RESTART)
             logger.warning(
                 "store %s was started anew: unless it had ended in good order, what it took last may be lost, and "
@@ -110,7 +110,7 @@ class StoreGate:
             )
         self._identity = health.identity
         self._primary = primary or self._primary
-        self._start = health.start
+        self._start = health.start or self._start
         if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 

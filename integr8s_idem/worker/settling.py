@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +81,8 @@ class Settler:
     dead_letter_suffix: str
     observer: Observer
     tally: Tally = field(default_factory=Tally)
-    _letters: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _letters: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    """One for each dead-letter topic: a topic that is missing holds up no letters to others."""
 
     async def settle(self, delivery: Delivery) -> None:
         """Return once `delivery` may be acknowledged.
@@ -197,7 +199,7 @@ class Settler:
         while True:
             try:
                 # One at a time: a broker refuses all that share a batch, and those that fit would be cut as well.
-                async with self._letters:
+                async with self._letters[topic]:
                     await self.publisher.send(topic, parcel.key, parcel.value, parcel.headers)
                 break
             except (PublishError, EventTooLargeError) as error:

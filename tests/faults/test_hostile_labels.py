@@ -10,9 +10,6 @@ import time
 from typing import Literal
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
@@ -26,11 +23,10 @@ from integr8s_idem.records import Reserved
 from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.telemetry import Gauge, Phase, Signal
-from integr8s_idem.telemetry.composite import combined
-from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.telemetry.prometheus import MAX_LABELS, PrometheusObserver
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.records import Partition
+from tests.faults.conftest import Telemetry
 from tests.fuzz.mutators import text
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
@@ -110,16 +106,12 @@ def test_a_key_of_very_many_pieces_is_made_in_bounded_time(piece: str) -> None:
 @pytest.mark.scenario(106)
 @virtual_time
 async def test_hashed_keys_keep_a_person_out_of_store_logs_spans_metrics_and_headers(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, telemetry: Telemetry
 ) -> None:
-    spans, registry, store = InMemorySpanExporter(), CollectorRegistry(), virtual_store()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    observer = combined(
-        OpenTelemetryObserver("billing", tracer_provider=provider, span_keys=True),
-        PrometheusObserver("billing", registry),
+    store = virtual_store()
+    manager = IdempotencyManager(
+        IdempotencyConfig(hash_keys=True, max_attempts=2), store, telemetry.observer, scope="billing"
     )
-    manager = IdempotencyManager(IdempotencyConfig(hash_keys=True, max_attempts=2), store, observer, scope="billing")
     broker, router = FakeBroker(), EventRouter()
 
     @router.on(OrderPlaced)
@@ -138,8 +130,7 @@ async def test_hashed_keys_keep_a_person_out_of_store_logs_spans_metrics_and_hea
         "log": caplog.text,
         "dead letter": repr(letter.headers),
         "record": repr(record),
-        "spans": "".join(span.to_json() for span in spans.get_finished_spans()),
-        "metrics": generate_latest(registry).decode(),
+        **telemetry.told(),
     }
     assert [name for name, text in told.items() if "canary" in text] == []
     # People find the record by what they are told.

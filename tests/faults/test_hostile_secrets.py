@@ -13,10 +13,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
 from integr8s_idem.cli.logging import log_as_json, log_as_text
@@ -31,12 +27,10 @@ from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.stores.redis.client import redis_client
-from integr8s_idem.telemetry.composite import combined
-from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
-from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.records import Partition
+from tests.faults.conftest import Telemetry
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.guarded import virtual_store
@@ -72,15 +66,10 @@ def log(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
 
 @pytest.mark.scenario(104, 108)
 @virtual_time
-async def test_secrets_in_a_handlers_error_and_payload_come_out_nowhere(log: io.StringIO) -> None:
-    spans, registry, store = InMemorySpanExporter(), CollectorRegistry(), virtual_store()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    observer = combined(
-        OpenTelemetryObserver("billing", tracer_provider=provider, span_keys=True),
-        PrometheusObserver("billing", registry),
+async def test_secrets_in_a_handlers_error_and_payload_come_out_nowhere(log: io.StringIO, telemetry: Telemetry) -> None:
+    manager = IdempotencyManager(
+        IdempotencyConfig(max_attempts=2), virtual_store(), telemetry.observer, scope="billing"
     )
-    manager = IdempotencyManager(IdempotencyConfig(max_attempts=2), store, observer, scope="billing")
     broker, router = FakeBroker(), EventRouter()
 
     @router.on(OrderPlaced, name="charge")
@@ -102,8 +91,7 @@ async def test_secrets_in_a_handlers_error_and_payload_come_out_nowhere(log: io.
         "log": log.getvalue(),
         "dead letter": repr(letter.headers),
         "record": repr(record),
-        "spans": "".join(span.to_json() for span in spans.get_finished_spans()),
-        "metrics": generate_latest(registry).decode(),
+        **telemetry.told(),
     }
     assert [name for name, text in told.items() if SECRET in text] == []
     assert [name for name, text in told.items() if PAYLOAD in text] == []

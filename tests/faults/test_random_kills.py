@@ -20,12 +20,12 @@ from integr8s_idem import EventPublisher, IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from tests.campaigns.figures import ViolationError
 from tests.crashes import random_kills, soak
-from tests.crashes.application import Errand
 from tests.crashes.crew import Crew
 from tests.crashes.forks import Nursery
 from tests.crashes.ground import Ground, open_ground
 from tests.crashes.jobs import Job
 from tests.kafka_faults import servers
+from tests.kafka_faults.application import TaskGiven
 from tests.kafka_faults.tools import need_kafka
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
@@ -88,8 +88,8 @@ async def test_a_message_that_kills_every_worker_is_dead_lettered_and_its_partit
 
 
 @dataclass
-class Errands:
-    """Services that run errands, one after the other, and what is known of their work from outside."""
+class Tasks:
+    """Services that do tasks, one after the other, and what is known of their work from outside."""
 
     bootstrap: str
     folder: Path
@@ -100,12 +100,12 @@ class Errands:
 
     def service(self, name: str) -> ServiceProcess:
         return ServiceProcess(
-            "tests.crashes.application:platform",
+            "tests.kafka_faults.application:platform",
             "--settings",
             str(self.folder / "settings.toml"),
             "--json",
             log=self.folder / f"{name}.log",
-            env={"CRASHES_EFFECTS": str(self.folder)},
+            env={"FAULTS_EFFECTS": str(self.folder)},
         )
 
     def begun(self, work: str) -> list[int]:
@@ -117,76 +117,76 @@ class Errands:
         records = [record async for record in self.store.scan("idempotency:")]
         return {record.key.rpartition(":")[2]: record for record in records}
 
-    async def completed(self, errand: Errand) -> bool:
-        record = (await self.records()).get(errand.event_id)
+    async def completed(self, task: TaskGiven) -> bool:
+        record = (await self.records()).get(task.event_id)
         return record is not None and record.status is IdempotencyStatus.COMPLETED
 
-    async def settled(self, *errands: Errand) -> None:
+    async def settled(self, *tasks: TaskGiven) -> None:
         """Return once the group has committed them all; each was done once, and its record says so."""
         async with asyncio.timeout(60):
-            while sum((await self._offsets()).values()) < len(errands):  # noqa: ASYNC110  # the broker tells nobody
+            while sum((await self._offsets()).values()) < len(tasks):  # noqa: ASYNC110  # the broker tells nobody
                 await asyncio.sleep(0.1)
-        self.effects.judge({errand.work for errand in errands})
-        assert self.effects.judge_records((await self.records()).values())["completed"] == len(errands)
+        self.effects.judge({task.work for task in tasks})
+        assert self.effects.judge_records((await self.records()).values())["completed"] == len(tasks)
 
     async def _offsets(self) -> dict[TopicPartition, int]:
         return await servers.committed(self.bootstrap, self.group)
 
 
 @pytest.fixture
-async def errands(
+async def tasks(
     kafka: Kafka, topic_prefix: str, redis_url: str, redis_client: Redis, tmp_path: Path
-) -> AsyncIterator[Errands]:
-    await kafka.create_topics({f"{topic_prefix}errand": 1})
+) -> AsyncIterator[Tasks]:
+    await kafka.create_topics({f"{topic_prefix}task_given": 1})
     effects = Effects(tmp_path)
     effects.prepare()
     publisher = EventPublisher(kafka_settings(kafka, topic_prefix))
     store = RedisIdempotencyRepository(redis_client)
-    yield Errands(kafka.bootstrap, tmp_path, f"{topic_prefix}errands", publisher, store, effects)
+    yield Tasks(kafka.bootstrap, tmp_path, f"{topic_prefix}tasks", publisher, store, effects)
     await publisher.close()
 
 
 @pytest.mark.scenario(29)
 async def test_a_second_sigterm_ends_the_drain_and_the_next_worker_does_the_rest_once(
-    errands: Errands, topic_prefix: str, redis_url: str
+    tasks: Tasks, topic_prefix: str, redis_url: str
 ) -> None:
-    write_settings(errands, topic_prefix, redis_url, drain=LONG)
-    long, short = Errand(work="long", seconds=LONG), Errand(work="short")
-    with errands.service("first") as first:
-        await errands.publisher.publish(long, short)
+    write_settings(tasks, topic_prefix, redis_url, drain=LONG)
+    long, short = TaskGiven(work="long", before=LONG), TaskGiven(work="short")
+    with tasks.service("first") as first:
+        await tasks.publisher.publish(long, short)
         async with asyncio.timeout(60):
-            while not (errands.begun("long") and await errands.completed(short)):  # noqa: ASYNC110  # nor does Redis
+            while not (tasks.begun("long") and await tasks.completed(short)):  # noqa: ASYNC110  # nor does Redis
                 await asyncio.sleep(0.05)
         first.terminate()
         await asyncio.to_thread(first.wait_for_line, "stopping: running handlers may end")
         first.terminate()
         assert await asyncio.to_thread(first.wait, AT_ONCE) == 1
 
-    with errands.service("second"):
-        await errands.settled(long, short)
+    with tasks.service("second"):
+        await tasks.settled(long, short)
 
-    assert (errands.begun("long"), errands.begun("short")) == ([1, 2], [1])
+    assert (tasks.begun("long"), tasks.begun("short")) == ([1, 2], [1])
     assert "Traceback" not in first.output
 
 
 @pytest.mark.scenario(29)
 async def test_a_sigterm_gives_handlers_their_grace_and_no_more(
-    errands: Errands, topic_prefix: str, redis_url: str
+    tasks: Tasks, topic_prefix: str, redis_url: str
 ) -> None:
-    write_settings(errands, topic_prefix, redis_url, drain=GRACE)
-    long, brief = Errand(work="long", seconds=LONG), Errand(work="brief", seconds=GRACE / 2)
-    with errands.service("first") as first:
-        await errands.publisher.publish(long, brief)
-        await eventually(lambda: errands.begun("long") and errands.begun("brief"), state=lambda: first.output)
+    write_settings(tasks, topic_prefix, redis_url, drain=GRACE)
+    long, brief = TaskGiven(work="long", before=LONG), TaskGiven(work="brief", before=GRACE / 2)
+    with tasks.service("first") as first:
+        await tasks.publisher.publish(long, brief)
+        await eventually(lambda: tasks.begun("long") and tasks.begun("brief"), state=lambda: first.output)
         told_at = time.monotonic()
         first.terminate()
         assert await asyncio.to_thread(first.wait, GRACE + AT_ONCE) == 0
         assert time.monotonic() - told_at > GRACE - 0.5
 
-    with errands.service("second"):
-        await errands.settled(long, brief)
+    with tasks.service("second"):
+        await tasks.settled(long, brief)
 
-    assert (errands.begun("long"), errands.begun("brief")) == ([1, 2], [1])
+    assert (tasks.begun("long"), tasks.begun("brief")) == ([1, 2], [1])
     assert "Traceback" not in first.output
 
 
@@ -211,10 +211,10 @@ def write_samples(path: Path, *, bytes_an_hour: float) -> None:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def write_settings(errands: Errands, prefix: str, redis_url: str, *, drain: float) -> None:
-    (errands.folder / "settings.toml").write_text(f"""
+def write_settings(tasks: Tasks, prefix: str, redis_url: str, *, drain: float) -> None:
+    (tasks.folder / "settings.toml").write_text(f"""
 [kafka]
-bootstrap_servers = "{errands.bootstrap}"
+bootstrap_servers = "{tasks.bootstrap}"
 topic_prefix = "{prefix}"
 session_timeout_seconds = 6
 heartbeat_interval_seconds = 0.5
@@ -224,8 +224,8 @@ url = "{redis_url}"
 timeout_seconds = 0.6
 [idempotency]
 processing_timeout_seconds = {LEASE}
-[services.errands]
-group_id = "{errands.group}"
+[services.tasks]
+group_id = "{tasks.group}"
 ordering = "none"
 drain_timeout_seconds = {drain}
 commit_interval_seconds = 0.2

@@ -1,4 +1,4 @@
-"""The service that zombies run: `python -m integr8s_idem run tests.kafka_faults.application:platform`.
+"""The service that is stopped and told to end: `python -m integr8s_idem run tests.kafka_faults.application:platform`.
 
 What its handler does comes with the event; what really happened is left in the folder that FAULTS_EFFECTS names.
 """
@@ -61,7 +61,7 @@ async def work(event: TaskGiven, attempt: FromDishka[Attempt]) -> str:
     if first and event.fails:
         raise ConnectionError("the first attempt fails")
     effects.note("end", event.work, attempt)
-    return f"done at attempt {attempt.number}"
+    return effects.receipt(event.work, attempt)
 
 
 async def _long(event: TaskGiven, attempt: Attempt, effects: Effects) -> None:

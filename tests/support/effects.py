@@ -94,7 +94,7 @@ class Effects:
         return applied
 
     @staticmethod
-    def receipt(work: str, attempt: Attempt) -> str:
+    def receipt(work: str, attempt: Attempt | Effect) -> str:
         """A result for a handler to return: it says whose it is, so that a record tells who had the last word."""
         return f"{work}{_RECEIPT}{attempt.fence}"
 

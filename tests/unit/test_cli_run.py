@@ -212,7 +212,7 @@ class FakeServers:
     during_start: Callable[[], None] = lambda: None
 
     def settings(self) -> Mapping[str, Any]:
-        return {"kafka": {"bootstrap_servers": "localhost:7"}, "store": {"url": "unix:///tmp/embedded.sock"}}
+        return {"kafka": {"bootstrap_servers": "localhost:7"}, "store": {"url": "unix:///embedded.sock"}}
 
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[FakeServers]:
@@ -242,7 +242,7 @@ def test_embedded_servers_replace_addresses_and_credentials_and_nothing_else(mon
         "shop.",
     )
     assert isinstance(store, RedisStoreSettings)
-    assert (store.url, store.password, store.tls_ca_file) == ("unix:///tmp/embedded.sock", None, None)
+    assert (store.url, store.password, store.tls_ca_file) == ("unix:///embedded.sock", None, None)
     assert store.timeout_seconds == 1
     assert servers.stopped
 
@@ -261,7 +261,7 @@ def test_where_embedded_servers_are_is_said_in_one_line(capsys: pytest.CaptureFi
     run(asked(embedded=True), FakeGroup(), FakeServers())
 
     lines = [json.loads(line)["message"] for line in capsys.readouterr().out.splitlines()]
-    assert lines == ["embedded Kafka (emulator) on localhost:7, embedded Redis on unix:///tmp/embedded.sock"]
+    assert lines == ["embedded Kafka (emulator) on localhost:7, embedded Redis on unix:///embedded.sock"]
 
 
 def test_embedded_servers_warn_of_what_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:

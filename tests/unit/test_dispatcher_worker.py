@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -30,6 +30,31 @@ DEAD = "order_placed.dlq"
 class OrderPlaced(BaseEvent):
     event_type: Literal["order_placed"] = "order_placed"
     order_id: str = "1"
+
+
+class OrderPaid(BaseEvent):
+    event_type: Literal["order_paid"] = "order_paid"
+
+
+class HoldingPublisher(FakePublisher):
+    """One topic takes nothing until it may go on."""
+
+    def __init__(self, broker: FakeBroker, held: str) -> None:
+        super().__init__(broker)
+        self.held = held
+        self.holding = False
+        self.may_go_on = asyncio.Event()
+
+    async def send(
+        self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
+    ) -> None:
+        if topic == self.held:
+            self.holding = True
+            await self.may_go_on.wait()
+        await super().send(topic, key, value, headers)
+
+
+async def nobody(event: BaseEvent) -> None: ...
 
 
 def dispatcher_of(handle: Callable[[OrderPlaced], Any], here: Guarded | None = None) -> EventDispatcher:
@@ -102,6 +127,25 @@ async def test_an_undecodable_message_is_dead_lettered_as_it_came_and_blocks_nob
     assert (letter.value, letter.headers[0]) == (b"\xff not json", ("x", b"\xfe"))
     assert told(letter)["reason"] == b"malformed"
     assert runs == ["1"]
+
+
+@virtual_time
+async def test_a_dead_letter_topic_that_takes_nothing_holds_up_no_letters_to_others() -> None:
+    broker, other = FakeBroker(), Partition("order_paid", 0)
+    publisher, router = HoldingPublisher(broker, held=DEAD), EventRouter()
+    router.on(OrderPlaced, OrderPaid)(nobody)
+    broker.logs[other] = []
+    broker.put("order_placed", b"not json")
+
+    async with running(IdempotentEventDispatcher(router, guarded().manager), broker, publisher) as worker:
+        await worker.until(lambda: publisher.holding)
+        broker.put("order_paid", b"not json")
+        await worker.until(lambda: broker.committed.get(other) == 1)
+        assert TOPIC not in broker.committed
+        publisher.may_go_on.set()
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+
+    assert (len(broker.values(DEAD)), len(broker.values("order_paid.dlq"))) == (1, 1)
 
 
 @pytest.mark.scenario(73)

@@ -181,25 +181,26 @@ async def test_a_store_that_lost_its_data_is_noticed_counted_and_named_once(capl
 
 
 @pytest.mark.parametrize(
-    ("identity", "lineage", "keeps_all", "counted"),
+    ("identity", "lineage", "start", "keeps_all", "counted"),
     [
-        ("data", ("a", ""), False, Signal.STORE_RESTART),
-        ("data", ("a", ""), True, None),
-        ("data", ("b", "a"), False, Signal.STORE_FAILOVER),
-        ("others", ("b", "a"), False, Signal.STORE_DATA_LOST),
+        ("data", ("a", ""), "second", False, Signal.STORE_RESTART),
+        ("data", ("a", ""), "second", True, None),
+        ("data", ("a", ""), "", False, None),
+        ("data", ("b", "a"), "second", False, Signal.STORE_FAILOVER),
+        ("others", ("b", "a"), "second", False, Signal.STORE_DATA_LOST),
     ],
-    ids=["its last second", "nothing", "what the replica lacked", "all"],
+    ids=["its last second", "nothing", "it does not say", "what the replica lacked", "all"],
 )
 @virtual_time
 async def test_a_start_anew_is_counted_once_as_the_worst_that_it_may_have_cost(
-    identity: str, lineage: tuple[str, str], keeps_all: bool, counted: Signal | None
+    identity: str, lineage: tuple[str, str], start: str, keeps_all: bool, counted: Signal | None
 ) -> None:
     store, observer = Store(), CountingObserver()
     gate, store.keeps_all = StoreGate(store.ping, observer), keeps_all
     store.identity, store.lineage, store.start = "data", ("a", ""), "first"
     await gate.check()
 
-    store.identity, store.lineage, store.start = identity, lineage, "second"
+    store.identity, store.lineage, store.start = identity, lineage, start
     await asyncio.sleep(60)
     await gate.stop()
 
