@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
+from integr8s_idem.cli.answering import MISTAKE, Json, SettingsFile, answered
 from integr8s_idem.cli.application import chosen_services, load_application
 from integr8s_idem.cli.run import Run, run
+from integr8s_idem.cli.store import store_app
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.example import example_settings
 from integr8s_idem.config.loading import settings_source
-from integr8s_idem.errors import ApplicationError, IdempotencyError, SettingsError, SettingsMistake
+from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.worker import Platform
-
-MISTAKE: Final = 2
-"""Exit status: what was asked for, or the settings, cannot be."""
-FAILURE: Final = 1
-"""Exit status: a service failed."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,15 +28,12 @@ app = typer.Typer(
 )
 settings_app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(settings_app, name="settings")
+app.add_typer(store_app, name="store")
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, as in billing.workers:platform.")]
-SettingsFile = Annotated[
-    Path | None, typer.Option("--settings", metavar="FILE", help="TOML file; ./settings.toml if it is there.")
-]
 AppOption = Annotated[
     str | None, typer.Option("--app", metavar="MODULE:APP", help="The platform whose own settings count as well.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -74,7 +68,7 @@ def run_command(
         services = chosen_services(platform, service or [])
         return run(Run(platform, services, settings, embedded, as_json))
 
-    raise typer.Exit(_answered(start))
+    raise typer.Exit(answered(start))
 
 
 @settings_app.command("check")
@@ -88,7 +82,7 @@ def check_command(settings: SettingsFile = None, application: AppOption = None, 
         show(settings_source(settings), mistakes, warnings)
         return MISTAKE if mistakes else 0
 
-    raise typer.Exit(_answered(check))
+    raise typer.Exit(answered(check))
 
 
 @settings_app.command("example")
@@ -99,23 +93,7 @@ def example_command(application: AppOption = None) -> None:
         typer.echo(example_settings(load_application(application).settings_type if application else Settings), nl=False)
         return 0
 
-    raise typer.Exit(_answered(example))
-
-
-def _answered(command: Callable[[], int]) -> int:
-    """The exit status of `command`; errors that explain themselves are printed without a traceback."""
-    try:
-        return command()
-    except (SettingsError, ApplicationError) as error:
-        typer.echo(f"{_name(error)}{error}", err=True)
-        return MISTAKE
-    except IdempotencyError as error:
-        typer.echo(f"{_name(error)}{error}", err=True)
-        return FAILURE
-
-
-def _name(error: IdempotencyError) -> str:
-    return "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
+    raise typer.Exit(answered(example))
 
 
 def _checked(

@@ -13,8 +13,10 @@ from integr8s_idem.config.policies import (
 from integr8s_idem.config.sections import (
     KafkaSettings,
     MemoryStoreSettings,
+    PostgresqlStoreSettings,
     RedisStoreSettings,
     ServiceSettings,
+    SqliteStoreSettings,
     StoreSettings,
     TelemetrySettings,
 )
@@ -28,10 +30,12 @@ __all__ = [
     "OnInProgress",
     "OnKeyReused",
     "OnStoreError",
+    "PostgresqlStoreSettings",
     "RedisStoreSettings",
     "Section",
     "ServiceSettings",
     "Settings",
+    "SqliteStoreSettings",
     "StoreSettings",
     "TelemetrySettings",
     "check_settings",

@@ -52,7 +52,7 @@ def redis_url(url: str) -> str:
         raise ValueError(f'"{without_secret(url)}" is no Redis URL; write {_example("redis", host)}')
     if scheme == "unix":
         return url
-    parts = _split(url)
+    parts = _split(url, _example())
     # redis-py takes database 0, without a word, for any path that is no number.
     database = parts.path.strip("/")
     if "@" in database:
@@ -66,6 +66,25 @@ def redis_url(url: str) -> str:
             f'"{without_secret(url)}" names the database "{database}", which is no number; '
             f"write {_example(scheme, parts.netloc)}"
         )
+    return url
+
+
+def postgresql_url(url: str) -> str:
+    """`url` if it names a PostgreSQL database.
+
+    Raises:
+        ValueError: With the URL to write instead.
+    """
+    example = "postgresql://localhost:5432/postgres"
+    _must_be_plain(url, example)
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme.partition("+")[0] not in {"postgresql", "postgres"} or not rest:
+        host = _host_of(rest if separator else url)
+        raise ValueError(
+            f'"{without_secret(url)}" is no PostgreSQL URL; write postgresql://{host or "localhost"}/postgres'
+        )
+    if "@" in _split(url, example).path:
+        raise ValueError(f"has a slash within its user or password; write / as %2F, @ as %40 there, as in {example}")
     return url
 
 
@@ -115,13 +134,13 @@ def _must_be_plain(url: str, example: str) -> None:
         raise ValueError(f"has spaces or characters that cannot be seen; write {example}")
 
 
-def _split(url: str) -> SplitResult:
+def _split(url: str, example: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         _ = parts.port  # parsed only when asked for
     except ValueError:
         # Not shown: with its host forgotten, what is read for a port is a password.
-        raise ValueError(f"has a host or port that cannot be read; write {_example()}") from None
+        raise ValueError(f"has a host or port that cannot be read; write {example}") from None
     return parts
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from integr8s_idem.config.addresses import url_holds_password
 from integr8s_idem.config.environment import same_name
 from integr8s_idem.config.policies import OnInProgress, OnStoreError
-from integr8s_idem.config.sections import MemoryStoreSettings, RedisStoreSettings, ServiceSettings
+from integr8s_idem.config.sections import MemoryStoreSettings, RedisStoreSettings, ServiceSettings, SqliteStoreSettings
 from integr8s_idem.config.shape import Path
 from integr8s_idem.errors import SettingsMistake
 
@@ -99,17 +99,19 @@ def _kafka(settings: Settings) -> Iterator[Contradiction]:
 
 def _store(settings: Settings) -> Iterator[Contradiction]:
     store = settings.store
-    if not isinstance(store, RedisStoreSettings):
+    if isinstance(store, MemoryStoreSettings):
         return
     timeout = _Value("store.timeout_seconds", store.timeout_seconds)
     lease = _Value(_LEASE, settings.idempotency.processing_timeout_seconds)
     if 3 * timeout.number >= lease.number:
         yield _compared(timeout, lease, "one renewal without an answer would lose the lease", part="a third of ")
+    if isinstance(store, SqliteStoreSettings):
+        return
     if store.password is not None and url_holds_password(store.url):
         yield Contradiction(
             "store.password", "store.url", "is given twice: store.url holds a password as well; take it out of the url"
         )
-    if (store.tls_cert_file is None) != (store.tls_key_file is None):
+    if isinstance(store, RedisStoreSettings) and (store.tls_cert_file is None) != (store.tls_key_file is None):
         given, needed = ("cert", "key") if store.tls_cert_file else ("key", "cert")
         yield Contradiction(
             f"store.tls_{needed}_file", f"store.tls_{given}_file", f"must be given beside store.tls_{given}_file"

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from enum import Enum
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -41,6 +41,7 @@ def example_settings(settings_type: type[Settings] = Settings) -> str:
         section = field.get_default(call_default_factory=True) if not field.is_required() else None
         if isinstance(section, BaseModel):
             parts.append(_section(name, section))
+            parts += [_instead(name, kind) for kind in _models(field.annotation) if kind is not type(section)]
         else:
             parts.append(_required(name, settings_type, field))
     return "\n".join(parts)
@@ -49,6 +50,20 @@ def example_settings(settings_type: type[Settings] = Settings) -> str:
 def _section(name: str, section: BaseModel, note: str = "") -> str:
     head = _comment(inspect.getdoc(type(section)) or "") + (_comment(note) if note else "")
     return f"{head}[{name}]\n" + "".join(_settings(type(section)))
+
+
+def _instead(name: str, kind: type[BaseModel]) -> str:
+    """A section of another kind, in comments: one of them takes the place of the one above."""
+    settings = f"[{name}]\n" + "".join(_settings(kind))
+    return _comment(f"Or, instead of [{name}] above:\n{inspect.getdoc(kind)}\n\n" + textwrap.indent(settings, "    "))
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that an annotation allows, in its order."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
 
 
 def _required(name: str, settings_type: type[Settings], field: FieldInfo) -> str:
@@ -69,8 +84,15 @@ def _setting(name: str, field: FieldInfo, docstring: str, shape: Shape) -> Itera
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     place = shape.child(name)
     choices = _choices(place) if place else []
+    only = _only(place) if place and field.is_required() else None
+    default = only if default is None else default
     value = f"# {name} = {_placeholder(place)}" if default is None else f"{name} = {_toml(default)}"
     yield f"{value}  # {' | '.join(choices)}\n" if choices else f"{value}\n"
+
+
+def _only(shape: Shape) -> object:
+    """The one value that it can have, if there is one."""
+    return next((schema["const"] for schema in shape.variants() if "const" in schema), None)
 
 
 def _choices(shape: Shape) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
-from integr8s_idem.config.addresses import brokers, collector_url, redis_url
+from integr8s_idem.config.addresses import brokers, collector_url, postgresql_url, redis_url
 from integr8s_idem.config.policies import (
     NOT_BOOL,
     Count,
@@ -63,7 +63,7 @@ class RedisStoreSettings(Section):
     """Records in Redis (6.2 or newer) or Valkey."""
 
     kind: Literal["redis"] = "redis"
-    """Which store: redis, or memory for trying things out."""
+    """Which store: redis, postgresql, sqlite, or memory for trying things out."""
     url: Annotated[str, AfterValidator(redis_url)] = "redis://localhost:6379/0"
     """redis://host:port/db, rediss:// for TLS, unix:///path for a socket."""
     username: str | None = None
@@ -82,10 +82,43 @@ class RedisStoreSettings(Section):
     """Key of our certificate."""
 
 
+class PostgresqlStoreSettings(Section):
+    """Records in PostgreSQL (15 or newer)."""
+
+    kind: Literal["postgresql"]
+    """Which store."""
+    url: Annotated[str, AfterValidator(postgresql_url)] = "postgresql://localhost:5432/postgres"
+    """postgresql://host:port/database; its tables are made by `integr8s-idem store migrate`."""
+    username: str | None = None
+    """User of the database."""
+    password: SecretStr | None = None
+    """Password; better given by the environment."""
+    timeout_seconds: Seconds = 5
+    """Longest wait for one answer, a connection included, before StoreUnavailableError."""
+    lock_timeout_seconds: Seconds = 2
+    """Longest wait for a record that another transaction holds."""
+    max_connections: Count = 8
+    """Most connections of one service."""
+
+
+class SqliteStoreSettings(Section):
+    """Records in a SQLite file, for a single machine where no server is wanted.  Its tables are made at start."""
+
+    kind: Literal["sqlite"]
+    """Which store."""
+    path: str = "idempotency.db"
+    """The file; not on a network disk."""
+    timeout_seconds: Seconds = 5
+    """Longest wait for one answer before StoreUnavailableError."""
+    lock_timeout_seconds: Seconds = 2
+    """Longest wait for another process that writes."""
+
+
 class MemoryStoreSettings(Section):
     """Records in this process: for tests and first steps.  Forgets everything at exit."""
 
     kind: Literal["memory"]
+    """Which store."""
 
 
 def _redis_by_default(store: object) -> object:
@@ -96,7 +129,10 @@ def _redis_by_default(store: object) -> object:
     return {**store, "kind": kind if isinstance(kind, str) else type(kind).__name__}
 
 
-_StoreByKind: TypeAlias = Annotated[RedisStoreSettings | MemoryStoreSettings, Field(discriminator="kind")]
+_StoreByKind: TypeAlias = Annotated[
+    RedisStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings | MemoryStoreSettings,
+    Field(discriminator="kind"),
+]
 StoreSettings: TypeAlias = Annotated[_StoreByKind, BeforeValidator(_redis_by_default)]
 """By `kind`; a table without one is Redis."""
 

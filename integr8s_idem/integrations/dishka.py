@@ -35,7 +35,7 @@ from dishka import (
 from dishka.integrations.base import default_parse_dependency, wrap_injection
 from redis.asyncio import Redis
 
-from integr8s_idem.config import IdempotencyConfig, RedisStoreSettings, Settings
+from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
@@ -43,8 +43,8 @@ from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.routing import EventRouter, HandlerCall, HandlerFunction, Invoke, Outgoing, RegisteredHandler
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.telemetry import Observer
 from integr8s_idem.telemetry.setup import observer_for
 from integr8s_idem.work import Attempt
@@ -89,14 +89,8 @@ class IdempotencyProvider(Provider):
 
     @provide
     async def repository(self, settings: Settings, config: IdempotencyConfig) -> AsyncIterable[IdempotencyRepository]:
-        store = settings.store
-        if not isinstance(store, RedisStoreSettings):
-            yield MemoryIdempotencyRepository()
-            return
-        client = redis_client(store)
-        timeout = timedelta(seconds=store.timeout_seconds)
-        yield RedisIdempotencyRepository(client, timeout=timeout, key_prefix=config.key_prefix)
-        await client.aclose()
+        async with open_store(settings.store, key_prefix=config.key_prefix) as repository:
+            yield repository
 
     @provide
     def client(self, repository: IdempotencyRepository) -> IdempotencyRedis:

@@ -40,15 +40,32 @@ def settings_in(text: str) -> set[str]:
     }
 
 
+def stores_in(text: str) -> list[str]:
+    """The section of each kind of store; all but the first stand in comments."""
+    own = re.findall(r"(?ms)^\[store\]\n.*?(?=\n\n)", text)
+    others = re.findall(r"(?ms)^#     \[store\]\n.*?(?=\n\n)", text)
+    return [*own, *(re.sub(r"(?m)^#     ", "", block) for block in others)]
+
+
 def test_the_example_is_what_the_command_prints() -> None:
     """Write it anew: integr8s-idem settings example > settings.example.toml"""
     assert EXAMPLE.read_text(encoding="utf-8") == example_settings()
 
 
 def test_the_example_holds_every_setting_and_no_other() -> None:
-    shown = settings_in(uncommented(EXAMPLE.read_text(encoding="utf-8")))
+    text = EXAMPLE.read_text(encoding="utf-8")
+    shown = settings_in(uncommented(text)).union(*(settings_in(uncommented(block)) for block in stores_in(text)))
 
     assert shown == {".".join(path) for path in shape_of(Settings).leaves()}
+
+
+@pytest.mark.parametrize("kind", ["redis", "postgresql", "sqlite", "memory"])
+def test_the_example_shows_each_kind_of_store_whole_and_with_its_defaults(kind: str) -> None:
+    (block,) = [block for block in stores_in(EXAMPLE.read_text(encoding="utf-8")) if f'kind = "{kind}"' in block]
+    defaults = Settings.model_validate({"store": {"kind": kind}}).store
+
+    assert set(tomllib.loads(uncommented(block))["store"]) == set(type(defaults).model_fields)
+    assert Settings.model_validate(tomllib.loads(block)).store == defaults
 
 
 def test_the_example_loads_and_is_the_defaults() -> None:

@@ -47,9 +47,12 @@ def bundled_programs() -> Path:
 class PostgresServer:
     """One server process with one database, `postgres`.  All methods block."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_commits: bool = False) -> None:
+        """`keeps_commits`: what was committed survives `crash`; a little slower."""
+        self._settings = {**_SETTINGS, **({"synchronous_commit": "on"} if keeps_commits else {})}
         self.folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
+        self._programs = Path()
         self._as_user = _somebody_else() if os.geteuid() == 0 else {}
 
     @property
@@ -82,6 +85,18 @@ class PostgresServer:
             shutil.rmtree(self.folder)
             self.folder = Path()
 
+    def crash(self) -> None:
+        """End it at once, as a crash does, and keep its data; `start_again` brings it back."""
+        process, self._process = self._process, None
+        assert process is not None, "the server does not run"
+        process.send_signal(signal.SIGQUIT)  # PostgreSQL's immediate shutdown: recovery at the next start
+        process.wait(_STOP_SECONDS)
+
+    def start_again(self) -> None:
+        """Start it on the data that it had."""
+        self._serve()
+        self._await_ready()
+
     def log(self) -> str:
         """What initdb and the server wrote."""
         return (self.folder / "server.log").read_text(errors="replace")
@@ -109,8 +124,12 @@ class PostgresServer:
         made = self._run(programs / "initdb", *options, "--auth=trust", "--username=postgres", f"--pgdata={self._data}")
         if made.wait() != 0:
             raise RuntimeError(f"initdb failed:\n{self.log()}")
-        settings = [part for name, value in _SETTINGS.items() for part in ("-c", f"{name}={value}")]
-        self._process = self._run(programs / "postgres", "-D", str(self._data), "-k", str(self.folder), *settings)
+        self._programs = programs
+        self._serve()
+
+    def _serve(self) -> None:
+        settings = [part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")]
+        self._process = self._run(self._programs / "postgres", "-D", str(self._data), "-k", str(self.folder), *settings)
 
     def _run(self, *command: Path | str) -> subprocess.Popen[bytes]:
         with (self.folder / "server.log").open("ab") as log:

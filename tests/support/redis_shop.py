@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from integr8s_idem import EventRouter, IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
 from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.routing import HandlerCall, RegisteredHandler
+from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.work import Attempt
@@ -54,7 +55,7 @@ class RedisShop:
     effects: Effects
     observer: CountingObserver
     manager: IdempotencyManager
-    store: RedisIdempotencyRepository
+    store: IdempotencyRepository
     worker: RunningWorker
     published: list[OrderPlaced] = field(default_factory=list)
 
@@ -123,7 +124,7 @@ class RedisShop:
 @asynccontextmanager
 async def open_redis_shop(
     effects: Effects,
-    address: Address | RedisIdempotencyRepository,
+    address: Address | IdempotencyRepository,
     *,
     lease: float = 10.0,
     timeout: float = 0.5,
@@ -148,7 +149,8 @@ async def open_redis_shop(
     broker = broker or FakeBroker()
     broker.logs.setdefault(TOPIC, [])
     async with AsyncExitStack() as stack:
-        if isinstance(address, RedisIdempotencyRepository):
+        repository: IdempotencyRepository
+        if isinstance(address, IdempotencyRepository):
             repository = address
         else:
             client = make_client(address, timeout, **(store or {}))

@@ -1,0 +1,38 @@
+"""What all commands have in common: options, exit statuses, and how errors are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from integr8s_idem.errors import ApplicationError, IdempotencyError, SettingsError
+
+MISTAKE: Final = 2
+"""Exit status: what was asked for, or the settings, cannot be."""
+
+FAILURE: Final = 1
+"""Exit status: a service failed, or a server did."""
+
+SettingsFile = Annotated[
+    Path | None, typer.Option("--settings", metavar="FILE", help="TOML file; ./settings.toml if it is there.")
+]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+def answered(command: Callable[[], int]) -> int:
+    """The exit status of `command`; errors that explain themselves are printed without a traceback."""
+    try:
+        return command()
+    except (SettingsError, ApplicationError) as error:
+        typer.echo(f"{_name(error)}{error}", err=True)
+        return MISTAKE
+    except IdempotencyError as error:
+        typer.echo(f"{_name(error)}{error}", err=True)
+        return FAILURE
+
+
+def _name(error: IdempotencyError) -> str:
+    return "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "

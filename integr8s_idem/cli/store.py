@@ -1,0 +1,94 @@
+"""`integr8s-idem store`: the tables of a store in SQL, and its records that have expired."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated
+
+import typer
+
+from integr8s_idem.cli.answering import Json, SettingsFile, answered
+from integr8s_idem.config import PostgresqlStoreSettings, SqliteStoreSettings, load_settings
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.stores.opening import open_engine
+
+store_app = typer.Typer(help="Look after a store in SQL.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@store_app.command("migrate")
+def migrate_command(settings: SettingsFile = None, as_json: Json = False) -> None:
+    """Make the tables, or bring them to the version of this program."""
+
+    def migrate() -> int:
+        store = _in_sql(settings)
+
+        async def done() -> list[dict[str, object]]:
+            async with open_engine(store) as engine:
+                from integr8s_idem.stores.sql import migrate
+
+                return [{"version": one.version, "says": one.says} for one in await migrate(engine)]
+
+        steps = asyncio.run(done())
+        if as_json:
+            typer.echo(json.dumps({"kind": store.kind, "migrated": steps}))
+            return 0
+        for step in steps:
+            typer.echo(f"version {step['version']}: {step['says']}")
+        typer.echo("the tables are up to date" if not steps else "done")
+        return 0
+
+    raise typer.Exit(answered(migrate))
+
+
+@store_app.command("sql")
+def sql_command(settings: SettingsFile = None) -> None:
+    """Print what `migrate` does, as SQL for somebody who applies it by hand."""
+
+    def show() -> int:
+        store = _in_sql(settings)
+
+        async def statements() -> str:
+            async with open_engine(store) as engine:
+                from integr8s_idem.stores.sql import ddl
+
+                return ddl(engine.dialect)
+
+        typer.echo(asyncio.run(statements()), nl=False)
+        return 0
+
+    raise typer.Exit(answered(show))
+
+
+@store_app.command("purge")
+def purge_command(
+    settings: SettingsFile = None,
+    batch: Annotated[int, typer.Option(min=1, max=10_000, help="Rows of one transaction.")] = 500,
+    as_json: Json = False,
+) -> None:
+    """Take away records that have expired, in small transactions.  Workers do so by themselves."""
+
+    def purge() -> int:
+        store = _in_sql(settings)
+
+        async def done() -> int:
+            async with open_engine(store) as engine:
+                from integr8s_idem.stores.sql import SqlIdempotencyRepository
+
+                repository, purged = SqlIdempotencyRepository(engine), 0
+                while more := await repository.purge(batch):
+                    purged += more
+                return purged
+
+        purged = asyncio.run(done())
+        typer.echo(json.dumps({"kind": store.kind, "purged": purged}) if as_json else f"{purged} records purged")
+        return 0
+
+    raise typer.Exit(answered(purge))
+
+
+def _in_sql(file: SettingsFile) -> PostgresqlStoreSettings | SqliteStoreSettings:
+    store = load_settings(file).store
+    if not isinstance(store, PostgresqlStoreSettings | SqliteStoreSettings):
+        raise ApplicationError(f'the store of the settings is of kind "{store.kind}", which has no tables')
+    return store

@@ -1,0 +1,88 @@
+"""Engines that are fit for records, and transactions of our own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import event
+from sqlalchemy.engine import URL, Connection, make_url
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from integr8s_idem.config import PostgresqlStoreSettings, SqliteStoreSettings
+
+READS_ONLY: Final = "integr8s_idem_reads_only"
+"""Execution option of a transaction that will not write: in SQLite it waits for no writer."""
+
+_writers: WeakKeyDictionary[AsyncEngine, asyncio.Lock] = WeakKeyDictionary()
+
+
+def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: float = 2.0) -> AsyncEngine:
+    """An engine whose transactions are as records need them.
+
+    PostgreSQL: READ COMMITTED, connections looked at before use, a bounded wait for locked rows.
+    SQLite: write-ahead log, synchronous = FULL (a power loss takes nothing), a writing transaction waits for
+    its turn at its start instead of failing in its middle.
+
+    Raises:
+        sqlalchemy.exc.ArgumentError: `url` is none.
+    """
+    if make_url(url).get_backend_name() == "sqlite":
+        return _sqlite_engine(url, pool_size, lock_timeout_seconds)
+    return create_async_engine(
+        url,
+        pool_size=pool_size,
+        pool_pre_ping=True,
+        isolation_level="READ COMMITTED",
+        connect_args={"server_settings": {"lock_timeout": str(int(lock_timeout_seconds * 1000))}},
+    )
+
+
+def settings_engine(settings: PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncEngine:
+    """The engine of a store, by its section of the settings."""
+    if isinstance(settings, SqliteStoreSettings):
+        url = URL.create("sqlite+aiosqlite", database=settings.path)
+        return sql_engine(url, lock_timeout_seconds=settings.lock_timeout_seconds)
+    password = settings.password
+    # Their scheme names no driver, or the one of another program.
+    url = make_url(settings.url).set(drivername="postgresql+asyncpg")
+    if settings.username is not None:
+        url = url.set(username=settings.username)
+    if password is not None:
+        url = url.set(password=password.get_secret_value())
+    return sql_engine(url, pool_size=settings.max_connections, lock_timeout_seconds=settings.lock_timeout_seconds)
+
+
+@asynccontextmanager
+async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+    """A transaction of our own: committed at the end of the block, rolled back by any exception."""
+    if engine.dialect.name != "sqlite":
+        async with engine.begin() as connection:
+            yield connection
+        return
+    # SQLite's own waiting is unfair: a writer of this process would starve among its siblings.
+    async with _writers.setdefault(engine, asyncio.Lock()), engine.begin() as connection:
+        yield connection
+
+
+def _sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
+    engine = create_async_engine(url, pool_size=pool_size, connect_args={"timeout": lock_timeout_seconds})
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:
+        # The driver begins transactions late and behind our back; with None it leaves them to us.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def _begin(connection: Connection) -> None:
+        reads_only = connection.get_execution_options().get(READS_ONLY, False)
+        connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
+
+    return engine

@@ -1,0 +1,116 @@
+"""Errors of drivers and databases as ours.  The only place that knows both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Final
+
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from integr8s_idem.config.addresses import redacted
+from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
+
+MIGRATE: Final = "run: integr8s-idem store migrate"
+
+_REFUSED: Final = {
+    "28": "the database does not accept this user and password",
+    "3D": "there is no such database",
+    "42501": "this database user may not do that",
+    "42P01": f"the tables of the store are not there; {MIGRATE}",
+    "42703": f"the tables of the store are of another version; {MIGRATE}",
+    "3F": f"the tables of the store are not there; {MIGRATE}",
+}
+"""PostgreSQL's SQLSTATE, or its class, for what waiting does not mend."""
+
+_PASSING: Final = {
+    "25006": "the database is read-only: a standby, or one that was told to be",
+    "40001": "the database could not order this among other transactions",
+    "40P01": "the database found a deadlock with another transaction",
+    "53": "the database has run out of disk, memory or connections",
+    "55P03": "another transaction holds a record longer than we wait",
+    "57": "the database shuts down, starts, or was told to stop this",
+    "58": "the database cannot read or write its files",
+}
+
+_HELD: Final = "55P03"
+
+_SQLITE_REFUSED: Final = {
+    "no such table": f"the tables of the store are not there; {MIGRATE}",
+    "no such column": f"the tables of the store are of another version; {MIGRATE}",
+    "has no column": f"the tables of the store are of another version; {MIGRATE}",
+    "file is not a database": "the file is no SQLite database",
+    "malformed": "the SQLite file is damaged: restore it, or put it aside",
+    "unable to open database file": "the SQLite file cannot be opened or made: look at its folder",
+}
+_SQLITE_PASSING: Final = {
+    "locked": "another process writes into the SQLite file longer than we wait",
+    "readonly": "the SQLite file is read-only",
+    "disk is full": "the disk of the SQLite file is full",
+    "disk I/O error": "the disk of the SQLite file fails",
+}
+
+
+class RecordHeldError(StoreUnavailableError):
+    """Another transaction holds a record of the batch longer than we wait."""
+
+
+@asynccontextmanager
+async def guarded(operation: str, timeout: timedelta, kind: str) -> AsyncIterator[None]:
+    """Give what happens inside `timeout`, and translate what goes wrong.
+
+    Raises:
+        StoreUnavailableError: No answer in time, no connection, or a refusal that passes.
+        StoreConfigurationError: A refusal that does not pass by waiting.
+    """
+    seconds = timeout.total_seconds()
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise StoreUnavailableError(operation, f"no answer from {kind} within {seconds:g} s") from error
+    except PoolTimeoutError as error:
+        raise StoreUnavailableError(operation, f"all connections to {kind} are in use") from error
+    except DBAPIError as error:
+        raise translated(operation, error, kind) from error
+    except SQLAlchemyError as error:
+        raise StoreConfigurationError(operation, _told(error)) from error
+    except OSError as error:
+        raise StoreUnavailableError(operation, f"no connection to {kind}: {_told(error)}") from error
+
+
+def translated(operation: str, error: DBAPIError, kind: str) -> StoreError:
+    """Our error for one of the driver's."""
+    cause: BaseException = error.orig or error
+    text = _told(cause)
+    if kind == "sqlite":
+        return _of_sqlite(operation, text)
+    state = str(getattr(cause, "sqlstate", None) or "")
+    if state == _HELD:
+        return RecordHeldError(operation, _PASSING[_HELD])
+    for known, kind_of_error in ((_REFUSED, StoreConfigurationError), (_PASSING, StoreUnavailableError)):
+        said = known.get(state) or known.get(state[:2])
+        if state and said:
+            return kind_of_error(operation, said)
+    if error.connection_invalidated or not state or state.startswith("08"):
+        return StoreUnavailableError(operation, f"no connection to {kind}: {text}")
+    return StoreConfigurationError(operation, f"{kind} answers: {text}")
+
+
+def _of_sqlite(operation: str, text: str) -> StoreError:
+    for part, said in _SQLITE_REFUSED.items():
+        if part in text:
+            return StoreConfigurationError(operation, said)
+    for part, said in _SQLITE_PASSING.items():
+        if part in text:
+            return StoreUnavailableError(operation, said)
+    return StoreConfigurationError(operation, f"SQLite answers: {text}")
+
+
+def _told(error: BaseException) -> str:
+    """What the database says, in one line; SQLAlchemy adds statement and parameters, which hold payloads."""
+    cause = getattr(error, "orig", None) or error
+    return redacted(" ".join(str(cause).split()))[:300]

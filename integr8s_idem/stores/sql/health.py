@@ -1,0 +1,95 @@
+"""What a database tells about itself, and what its settings would lose."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import select, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.records import StoreHealth
+from integr8s_idem.stores.sql.dialects import Dialect
+from integr8s_idem.stores.sql.errors import MIGRATE
+from integr8s_idem.stores.sql.schema import VERSION, store
+
+
+async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealth:
+    """Ask the database, with a write: one that takes none does not pass.
+
+    Raises:
+        StoreConfigurationError: Its schema is missing, older or newer.
+    """
+    start = time.perf_counter()
+    looked = update(store).where(store.c.id == 1).values(seen_at=dialect.now)
+    row = (await connection.execute(looked.returning(store.c.version, store.c.identity), dialect.times())).first()
+    latency = timedelta(seconds=time.perf_counter() - start)
+    if row is None:
+        raise StoreConfigurationError("ping", f"the tables of the store are empty of their version; {MIGRATE}")
+    check_version(row.version)
+    version, warnings = await _LOOKS[dialect.name](connection)
+    return StoreHealth(
+        kind=dialect.name, version=version, latency=latency, warnings=tuple(warnings), identity=row.identity
+    )
+
+
+def check_version(found: int) -> None:
+    """Refuse a schema that is not ours.
+
+    Raises:
+        StoreConfigurationError: It is older, or newer.
+    """
+    if found < VERSION:
+        raise StoreConfigurationError(
+            "start", f"the schema is of version {found}, this code needs {VERSION}; {MIGRATE}"
+        )
+    if found > VERSION:
+        raise StoreConfigurationError(
+            "start",
+            f"the schema is of version {found}, this code knows {VERSION}: it was migrated by a newer integr8s-idem; "
+            "deploy that here, too",
+        )
+
+
+def new_identity() -> str:
+    """A name for what a store holds from now on."""
+    return secrets.token_hex(16)
+
+
+async def _look_at_postgresql(connection: AsyncConnection) -> tuple[str, list[str]]:
+    asked = (
+        "SELECT current_setting('server_version') AS version, current_setting('fsync') AS fsync, "
+        "current_setting('synchronous_commit') AS commits, pg_is_in_recovery() AS standby, "
+        "(SELECT relpersistence::text FROM pg_class WHERE oid = to_regclass('idempotency_records')) AS kept"
+    )
+    found: Any = (await connection.execute(text(asked))).one()
+    warnings = []
+    if found.fsync == "off":
+        warnings.append("fsync is off: a crash of the machine damages all data; set fsync = on")
+    if found.commits == "off":
+        warnings.append("synchronous_commit is off: a crash loses what was committed last; set it to on for this user")
+    if found.standby:
+        warnings.append("this server is a standby: give the address of its primary")
+    if found.kept != "p":
+        warnings.append("idempotency_records is no permanent table: a crash empties it; ALTER TABLE … SET LOGGED")
+    return str(found.version), warnings
+
+
+async def _look_at_sqlite(connection: AsyncConnection) -> tuple[str, list[str]]:
+    version = (await connection.execute(select(text("sqlite_version()")))).scalar_one()
+    journal = (await connection.execute(text("PRAGMA journal_mode"))).scalar_one()
+    synchronous = (await connection.execute(text("PRAGMA synchronous"))).scalar_one()
+    warnings = []
+    if journal == "memory":
+        warnings.append("the database is in memory: records are lost at the end of the process; give a file")
+    elif journal != "wal":
+        warnings.append(f"journal_mode is {journal}: readers and writers wait for each other; set WAL")
+    if int(synchronous) < 2 and journal != "memory":
+        warnings.append("synchronous is below FULL: a power loss takes what was committed last; set synchronous = FULL")
+    return str(version), warnings
+
+
+_LOOKS = {"postgresql": _look_at_postgresql, "sqlite": _look_at_sqlite}

@@ -1,0 +1,95 @@
+"""The schema's versions, in order: `migrate` brings a database to that of this code.
+
+A migration that is out is never changed; the next version is a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from sqlalchemy import MetaData, inspect, select, text, update
+from sqlalchemy.engine import Connection, Dialect
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
+
+from integr8s_idem.stores.sql.dialects import dialect_of
+from integr8s_idem.stores.sql.engine import writing
+from integr8s_idem.stores.sql.errors import guarded
+from integr8s_idem.stores.sql.health import check_version, new_identity
+from integr8s_idem.stores.sql.schema import VERSION, metadata, store
+
+_LOCK: Final = 0x1DE3_0001
+"""Number of the advisory lock under which PostgreSQL is migrated."""
+
+
+_PATIENCE: Final = timedelta(minutes=5)
+"""A migration may have to rewrite a large table."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """From the version before to this one."""
+
+    version: int
+    says: str
+    steps: Callable[[], Iterator[ExecutableDDLElement]]
+
+
+def _tables(tables: MetaData) -> Iterator[ExecutableDDLElement]:
+    for table in tables.sorted_tables:
+        yield CreateTable(table)
+        for index in sorted(table.indexes, key=lambda index: str(index.name)):
+            yield CreateIndex(index)
+
+
+MIGRATIONS: Final = (Migration(1, "records", lambda: _tables(metadata)),)
+
+
+async def migrate(engine: AsyncEngine) -> list[Migration]:
+    """Bring the database to the version of this code; what was done.  Any number of processes may ask at once.
+
+    Raises:
+        StoreConfigurationError: It is of a newer version than this code.
+    """
+    async with guarded("migrate", _PATIENCE, engine.dialect.name), writing(engine) as connection:
+        if engine.dialect.name == "postgresql":
+            await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+        return await connection.run_sync(_migrate)
+
+
+def _migrate(connection: Connection) -> list[Migration]:
+    found = version_of(connection)
+    if found > VERSION:
+        check_version(found)
+    todo = [migration for migration in MIGRATIONS if migration.version > found]
+    for migration in todo:
+        for step in migration.steps():
+            connection.execute(step)
+    dialect = dialect_of(connection.dialect.name)
+    if found == 0:
+        row = {"id": 1, "version": VERSION, "identity": new_identity(), "seen_at": 0}
+        connection.execute(store.insert(), row)
+    elif todo:
+        connection.execute(update(store).values(version=VERSION), dialect.times())
+    return todo
+
+
+def version_of(connection: Connection) -> int:
+    """The version of the schema that is there; 0 for none."""
+    if not inspect(connection).has_table(store.name):
+        return 0
+    return connection.execute(select(store.c.version).where(store.c.id == 1)).scalar_one_or_none() or 0
+
+
+def ddl(dialect: Dialect) -> str:
+    """All migrations as SQL, for those who apply it by hand."""
+    parts = []
+    for migration in MIGRATIONS:
+        parts.append(f"-- version {migration.version}: {migration.says}")
+        parts += [str(step.compile(dialect=dialect)).strip() + ";" for step in migration.steps()]
+    identity = "md5(random()::text)" if dialect.name == "postgresql" else "lower(hex(randomblob(16)))"
+    parts.append(f"INSERT INTO {store.name} (id, version, identity, seen_at) VALUES (1, {VERSION}, {identity}, 0);")  # noqa: S608  # our own words
+    return "\n".join(parts) + "\n"

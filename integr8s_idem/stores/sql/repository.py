@@ -1,0 +1,183 @@
+"""Records in a table: one statement for a whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+from sqlalchemy import Executable
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from integr8s_idem.errors import CorruptRecordError
+from integr8s_idem.records import (
+    Completion,
+    Corrupt,
+    Failure,
+    IdempotencyRecord,
+    Reserved,
+    ReserveRequest,
+    StoreHealth,
+    Verdict,
+)
+from integr8s_idem.stores.sql import statements
+from integr8s_idem.stores.sql.batches import rounds, slices
+from integr8s_idem.stores.sql.dialects import dialect_of
+from integr8s_idem.stores.sql.engine import writing
+from integr8s_idem.stores.sql.errors import RecordHeldError, guarded
+from integr8s_idem.stores.sql.health import health_of
+from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
+from integr8s_idem.stores.sql.schema import COMPLETED, FAILED
+
+PAGE: Final = 500
+"""Rows of one page of a scan, and of one batch of a purge."""
+
+
+class SqlIdempotencyRepository:
+    """`IdempotencyRepository` in a PostgreSQL or SQLite database.
+
+    A batch is one statement in a transaction of its own (per 500 rows and 4 MiB of results); time is the
+    database's, read once per statement.  Expired rows are as good as absent at once; `purge` takes them away.
+
+    The engine is the caller's: the repository never disposes of it.  `sql_engine` makes one that is fit for it.
+    The tables must be there: `integr8s-idem store migrate` makes them.
+
+    Args:
+        engine: An engine of SQLAlchemy; `sql_engine` makes one from settings.
+        timeout: Longest wait for one call before `StoreUnavailableError`, a connection and locks included.
+
+    Raises:
+        StoreConfigurationError: No store for this kind of database.
+    """
+
+    def __init__(self, engine: AsyncEngine, *, timeout: timedelta = timedelta(seconds=5)) -> None:
+        self.engine = engine
+        self._timeout = timeout
+        self._dialect = dialect_of(engine.dialect.name)
+        self._reserving = statements.reserving(self._dialect)
+        self._settling = {status: statements.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
+
+    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        verdicts: dict[int, Verdict] = {}
+        # A statement cannot write one row twice: the same key comes again in the next one.
+        for indexes in rounds([request.key for request in requests]):
+            part = [requests[index] for index in indexes]
+            verdicts |= zip(indexes, await self._reserve(part), strict=True)
+        return [verdicts[index] for index in range(len(requests))]
+
+    async def _reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        times = self._dialect.times()
+        wishes = [wish_of(request) | times for request in requests]
+        try:
+            async with self._writing("reserve") as connection:
+                rows = {row.key: row for row in await connection.execute(self._reserving, wishes)}
+        except RecordHeldError:
+            if len(requests) == 1:
+                return [held_elsewhere(requests[0])]
+            # One of them is in somebody's transaction: the others need not wait for that.
+            return [verdict for request in requests for verdict in await self._reserve([request])]
+        return [verdict_of(request, rows[request.key], rows[request.key].asked_at) for request in requests]
+
+    async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
+        length = microseconds(lease)
+        return await self._change("renew", reservations, lambda part: statements.renewing(self._dialect, part, length))
+
+    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
+        return await self._change("release", reservations, lambda part: statements.releasing(self._dialect, part))
+
+    async def _change(
+        self, operation: str, reservations: Sequence[Reserved], change: Callable[[Sequence[Reserved]], Executable]
+    ) -> list[bool]:
+        changed: set[tuple[str, int]] = set()
+        for indexes in rounds([one.key for one in reservations]):
+            async with self._writing(operation) as connection:
+                changed |= await self._marks(connection, change([reservations[index] for index in indexes]))
+        return [(one.key, one.fence) in changed for one in reservations]
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        return await self._settle("complete", COMPLETED, completions)
+
+    async def fail(self, failures: Sequence[Failure]) -> list[bool]:
+        return await self._settle("fail", FAILED, failures)
+
+    async def _settle(self, operation: str, status: int, settled: Sequence[Completion | Failure]) -> list[bool]:
+        done: set[tuple[str, int]] = set()
+        for indexes in rounds([one.reservation.key for one in settled]):
+            for part in slices([settled[index] for index in indexes]):
+                times = self._dialect.times()
+                outcomes = [outcome_of(one) | times for one in part]
+                asked = statements.settled_so(self._dialect, status, [one.reservation for one in part])
+                async with self._writing(operation) as connection:
+                    await connection.execute(self._settling[status], outcomes)
+                    done |= await self._marks(connection, asked)
+        return [(one.reservation.key, one.reservation.fence) in done for one in settled]
+
+    async def _marks(self, connection: AsyncConnection, statement: Executable) -> set[tuple[str, int]]:
+        return {(key, fence) for key, fence in await connection.execute(statement, self._dialect.times())}
+
+    async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
+        found: dict[str, IdempotencyRecord | Corrupt] = {}
+        for start in range(0, len(keys), PAGE):
+            part = keys[start : start + PAGE]
+            found |= {row.key: record_of(row) for row in await self._read("get", statements.reading, part)}
+        records: list[IdempotencyRecord | None] = []
+        for key in keys:
+            answer = found.get(key)
+            if isinstance(answer, Corrupt):
+                raise CorruptRecordError(key, answer.reason)
+            records.append(answer)
+        return records
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        deleted = 0
+        for start in range(0, len(keys), PAGE):
+            statement = statements.deleting(self._dialect, sorted(keys[start : start + PAGE]))
+            async with self._writing("delete") as connection:
+                deleted += sum(bool(alive) for (alive,) in await connection.execute(statement, self._dialect.times()))
+        return deleted
+
+    async def purge(self, most: int = PAGE) -> int:
+        """Take away up to `most` rows that have expired; the number of those that were.
+
+        Raises:
+            StoreError: As for every verb.
+        """
+        async with self._writing("purge") as connection:
+            done = await connection.execute(statements.purging(self._dialect, most), self._dialect.times())
+            return int(done.rowcount)
+
+    async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
+        """Every readable record whose key starts with `prefix`, by key, page by page.
+
+        Records that cannot be read are left out: `reserve` and `get` report them.  What is written meanwhile
+        may or may not be seen.
+        """
+        last = ""
+        while True:
+            rows = await self._read("scan", statements.page, prefix, last, PAGE)
+            for row in rows:
+                record = record_of(row)
+                if isinstance(record, IdempotencyRecord):
+                    yield record
+            if len(rows) < PAGE:
+                return
+            last = rows[-1].key
+
+    async def count_active(self, prefix: str) -> int:
+        ((count,),) = await self._read("count_active", statements.active, prefix)
+        return int(count)
+
+    async def ping(self) -> StoreHealth:
+        async with self._writing("ping") as connection:
+            return await health_of(connection, self._dialect)
+
+    async def _read(self, operation: str, ask: Callable[..., Executable], *arguments: Any) -> Sequence[Any]:
+        async with guarded(operation, self._timeout, self._dialect.name), self.engine.connect() as connection:
+            rows = await connection.execute(ask(self._dialect, *arguments), self._dialect.times())
+            return rows.all()
+
+    @asynccontextmanager
+    async def _writing(self, operation: str) -> AsyncIterator[AsyncConnection]:
+        async with guarded(operation, self._timeout, self._dialect.name), writing(self.engine) as connection:
+            yield connection

@@ -1,0 +1,172 @@
+"""Rows to verdicts and records."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from integr8s_idem.records import (
+    Completed,
+    Completion,
+    Corrupt,
+    Failed,
+    Failure,
+    IdempotencyRecord,
+    IdempotencyStatus,
+    InProgress,
+    KeyReused,
+    Previous,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+    Verdict,
+)
+from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, PROCESSING
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_PREVIOUS: Final = (Previous.NONE, Previous.RELEASED, Previous.LAPSED)
+_STATUS: Final = {
+    PROCESSING: IdempotencyStatus.PROCESSING,
+    COMPLETED: IdempotencyStatus.COMPLETED,
+    FAILED: IdempotencyStatus.FAILED,
+}
+HELD_PAUSE: Final = timedelta(seconds=1)
+"""After which to ask again for a row that a transaction holds."""
+
+CENTURY: Final = timedelta(days=36_500)
+
+
+def escaped(text: str) -> str:
+    """`text` as every database can hold it: PostgreSQL takes no NUL, no driver takes half a surrogate."""
+    return text.encode("unicode_escape").decode("ascii")
+
+
+def _unescaped(stored: str) -> str:
+    return stored.encode("ascii").decode("unicode_escape")
+
+
+def microseconds(length: timedelta) -> int:
+    """A length of time, cut to nothing at least and a century at most."""
+    return max(0, min(length, CENTURY) // timedelta(microseconds=1))
+
+
+def verdict_of(request: ReserveRequest, row: Any, now: int) -> Verdict:
+    """What a row that `reserve` has left behind says to `request`."""
+    fault = _fault(row)
+    if fault:
+        return Corrupt(key=request.key, reason=fault)
+    stored, offered = row.fingerprint, request.fingerprint
+    if stored is not None and offered is not None and bytes(stored) != offered:
+        return KeyReused(key=request.key, stored=bytes(stored), offered=offered)
+    if row.status == PROCESSING and row.lease_until is not None and bytes(row.token) == request.token:
+        return Reserved(
+            key=request.key,
+            token=request.token,
+            attempt=row.attempt,
+            fence=row.fence,
+            lease=request.lease,
+            previous=_PREVIOUS[row.previous],
+        )
+    if row.status == PROCESSING:
+        left = timedelta(microseconds=max(0, (row.lease_until or now) - now))
+        return InProgress(key=request.key, attempt=row.attempt, retry_after=left, owner=_unescaped(row.owner))
+    if row.status == FAILED:
+        return Failed(
+            key=request.key,
+            attempt=row.attempt,
+            failed_at=_moment(row.settled_at),
+            error=_unescaped(row.error),
+            trace=_trace(row.trace),
+        )
+    return Completed(
+        key=request.key,
+        attempt=row.attempt,
+        completed_at=_moment(row.settled_at),
+        result=_result(row),
+        result_dropped=bool(row.result_dropped),
+        trace=_trace(row.trace),
+    )
+
+
+def held_elsewhere(request: ReserveRequest) -> InProgress:
+    """The verdict on a row that a transaction holds: somebody works on it, and nobody sees how far."""
+    return InProgress(key=request.key, attempt=1, retry_after=HELD_PAUSE, owner="a transaction that is under way")
+
+
+def record_of(row: Any) -> IdempotencyRecord | Corrupt:
+    """A row for people and tools."""
+    fault = _fault(row)
+    if fault:
+        return Corrupt(key=row.key, reason=fault)
+    processing = row.status == PROCESSING
+    return IdempotencyRecord(
+        key=row.key,
+        status=_STATUS[row.status],
+        attempt=row.attempt,
+        fence=row.fence,
+        lease_until=_moment(row.lease_until) if processing and row.lease_until is not None else None,
+        settled_at=None if processing else _moment(row.settled_at),
+        expires_at=_moment(row.expires_at),
+        fingerprint=None if row.fingerprint is None else bytes(row.fingerprint),
+        owner=_unescaped(row.owner) if processing else "",
+        result=_result(row),
+        result_dropped=bool(row.result_dropped),
+        error=_unescaped(row.error),
+        trace=_trace(row.trace),
+    )
+
+
+def wish_of(request: ReserveRequest) -> dict[str, Any]:
+    """The parameters of one row for `reserve`."""
+    lease, trace = microseconds(request.lease), request.trace
+    return {
+        "key": request.key,
+        "token": request.token,
+        "lease": lease,
+        # A record that is gone before its lease would leave the key with two owners.
+        "retention": max(lease, microseconds(request.retention)),
+        "fingerprint": request.fingerprint,
+        "owner": escaped(request.owner),
+        "trace": None if trace is None else trace.trace_id + trace.span_id,
+    }
+
+
+def _fault(row: Any) -> str:
+    if row.status not in _STATUS:
+        return f"its status is {row.status}, which this version does not know"
+    if row.status != PROCESSING and row.settled_at is None:
+        return "it is settled, and does not say when"
+    return ""
+
+
+def _result(row: Any) -> StoredResult | None:
+    return None if row.result is None else StoredResult(bytes(row.result), _unescaped(row.content_type))
+
+
+def _trace(raw: bytes | None) -> TraceLink | None:
+    return None if raw is None else TraceLink(bytes(raw[:16]), bytes(raw[16:]))
+
+
+def _moment(us: int) -> datetime:
+    return _EPOCH + timedelta(microseconds=us)
+
+
+def outcome_of(one: Completion | Failure) -> dict[str, Any]:
+    """The parameters of one row for `complete` and `fail`."""
+    reservation = one.reservation
+    result, dropped, error = None, False, ""
+    if isinstance(one, Completion):
+        result, dropped = one.result, one.result_dropped
+    else:
+        error = one.error
+    return {
+        "of_key": reservation.key,
+        "of_fence": reservation.fence,
+        "of_token": reservation.token,
+        "ttl": microseconds(one.ttl),
+        "of_result": None if result is None else result.body,
+        "of_content_type": None if result is None else escaped(result.content_type),
+        "of_result_dropped": dropped,
+        "of_error": escaped(error),
+    }

@@ -1,0 +1,193 @@
+"""What is asked of the database: each verb is one statement for a whole batch, atomic per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    ColumnElement,
+    LargeBinary,
+    Select,
+    String,
+    Update,
+    and_,
+    bindparam,
+    case,
+    delete,
+    func,
+    literal,
+    null,
+    or_,
+    select,
+    tuple_,
+    update,
+)
+
+from integr8s_idem.records import Reserved
+from integr8s_idem.stores.sql.dialects import Dialect
+from integr8s_idem.stores.sql.schema import PROCESSING, records
+
+_row = records.c
+
+
+def reserving(dialect: Dialect) -> Any:
+    """Reserve what is free; whatever is not comes back as it is.  Executed with one set of parameters a row.
+
+    A row that is there is always written, with its own values where nothing changes: only so does the one
+    statement answer with what decided, however many others ask at that moment.
+    """
+    now = dialect.now
+    statement = dialect.insert(records).values(
+        key=bindparam("key"),
+        status=PROCESSING,
+        attempt=1,
+        fence=now,
+        token=bindparam("token"),
+        lease_until=now + bindparam("lease", type_=BigInteger),
+        expires_at=now + bindparam("retention", type_=BigInteger),
+        previous=0,
+        fingerprint=bindparam("fingerprint"),
+        owner=bindparam("owner"),
+        trace=bindparam("trace"),
+        result_dropped=False,
+        error="",
+    )
+    changes = _taken_over(statement.excluded, now)
+    return statement.on_conflict_do_update(index_elements=[_row.key], set_=changes).returning(
+        *_row, now.label("asked_at")
+    )
+
+
+def _taken_over(new: Any, now: ColumnElement[int]) -> dict[str, ColumnElement[Any]]:
+    """What becomes of a row that is there: taken anew, taken over, found again by its owner, or left alone."""
+    gone = _row.expires_at <= now
+    same_payload = or_(_row.fingerprint.is_(None), new.fingerprint.is_(None), _row.fingerprint == new.fingerprint)
+    open_ = and_(_row.status == PROCESSING, same_payload)
+    released = _row.lease_until.is_(None)
+    # Our own reservation: the answer to an earlier call was lost.
+    ours = and_(open_, _row.lease_until.is_not(None), _row.token == new.token)
+    free = and_(open_, or_(released, _row.lease_until <= now))
+
+    def where(*cases: tuple[ColumnElement[bool], Any], column: ColumnElement[Any]) -> ColumnElement[Any]:
+        """The first that holds; in no case the row keeps what it has."""
+        return case(*cases, else_=column)
+
+    next_fence = case((_row.fence >= new.fence, _row.fence + 1), else_=new.fence)
+    return {
+        "status": where((gone, PROCESSING), column=_row.status),
+        "attempt": where((gone, 1), (ours, _row.attempt), (free, _row.attempt + 1), column=_row.attempt),
+        "fence": where((gone, next_fence), (ours, _row.fence), (free, next_fence), column=_row.fence),
+        "lease_until": where(
+            (gone, new.lease_until), (ours, new.lease_until), (free, new.lease_until), column=_row.lease_until
+        ),
+        "expires_at": where(
+            (gone, new.expires_at), (ours, new.expires_at), (free, new.expires_at), column=_row.expires_at
+        ),
+        "previous": where((gone, 0), (ours, _row.previous), (and_(free, released), 1), (free, 2), column=_row.previous),
+        **{
+            name: where((gone, new[name]), (ours, _row[name]), (free, new[name]), column=_row[name])
+            for name in ("token", "fingerprint", "owner", "trace")
+        },
+        **{name: where((gone, null()), column=_row[name]) for name in ("settled_at", "result", "content_type")},
+        "result_dropped": where((gone, False), column=_row.result_dropped),
+        "error": where((gone, ""), column=_row.error),
+    }
+
+
+def renewing(dialect: Dialect, reservations: Sequence[Reserved], lease: int) -> Update:
+    """Let leases end `lease` microseconds from now."""
+    until = dialect.now + literal(lease, BigInteger)
+    # The record outlives its lease, so that the attempt still counts.
+    keeps = case((_row.expires_at < until, dialect.now + literal(2 * lease, BigInteger)), else_=_row.expires_at)
+    changes = {"lease_until": until, "expires_at": keeps}
+    return _held(dialect, reservations).where(_row.lease_until.is_not(None)).values(changes)
+
+
+def releasing(dialect: Dialect, reservations: Sequence[Reserved]) -> Update:
+    """Let leases end now."""
+    return _held(dialect, reservations).values(lease_until=null())
+
+
+def _held(dialect: Dialect, reservations: Sequence[Reserved]) -> Update:
+    """A change of the rows that `reservations` still own."""
+    marks = [(one.key, one.fence, one.token) for one in reservations]
+    return (
+        update(records)
+        .where(
+            tuple_(_row.key, _row.fence, _row.token).in_(marks),
+            _row.status == PROCESSING,
+            _row.expires_at > dialect.now,
+        )
+        .returning(_row.key, _row.fence)
+    )
+
+
+def settling(dialect: Dialect, status: int) -> Update:
+    """Remember outcomes where the reservation is still ours.  Executed with one set of parameters a row."""
+    return (
+        update(records)
+        .where(
+            _row.key == bindparam("of_key"),
+            _row.fence == bindparam("of_fence"),
+            _row.token == bindparam("of_token"),
+            _row.status == PROCESSING,
+            _row.expires_at > dialect.now,
+        )
+        .values(
+            status=status,
+            settled_at=dialect.now,
+            expires_at=dialect.now + bindparam("ttl", type_=BigInteger),
+            lease_until=null(),
+            owner="",
+            result=bindparam("of_result", type_=LargeBinary),
+            content_type=bindparam("of_content_type", type_=String),
+            result_dropped=bindparam("of_result_dropped", type_=Boolean),
+            error=bindparam("of_error", type_=String),
+        )
+    )
+
+
+def settled_so(dialect: Dialect, status: int, reservations: Sequence[Reserved]) -> Select[Any]:
+    """Those of `reservations` that have this outcome, now or since an earlier call: the fence names them."""
+    marks = [(one.key, one.fence) for one in reservations]
+    return select(_row.key, _row.fence).where(
+        tuple_(_row.key, _row.fence).in_(marks), _row.status == status, _row.expires_at > dialect.now
+    )
+
+
+def reading(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
+    return select(records).where(_row.key.in_(keys), _row.expires_at > dialect.now)
+
+
+def deleting(dialect: Dialect, keys: Sequence[str]) -> Any:
+    """Answers with what was there and had not expired."""
+    return delete(records).where(_row.key.in_(keys)).returning(_row.expires_at > dialect.now)
+
+
+def page(dialect: Dialect, prefix: str, after: str, most: int) -> Select[Any]:
+    """The next rows in the order of their keys."""
+    return (
+        select(records)
+        .where(_row.key.startswith(prefix, autoescape=True), _row.key > after, _row.expires_at > dialect.now)
+        .order_by(_row.key)
+        .limit(most)
+    )
+
+
+def active(dialect: Dialect, prefix: str) -> Select[Any]:
+    """How many rows hold a lease now."""
+    return select(func.count()).where(
+        _row.key.startswith(prefix, autoescape=True),
+        _row.status == PROCESSING,
+        _row.lease_until > dialect.now,
+        _row.expires_at > dialect.now,
+    )
+
+
+def purging(dialect: Dialect, most: int) -> Any:
+    """Take away some rows that have expired."""
+    expired = select(_row.key).where(_row.expires_at <= dialect.now).order_by(_row.expires_at).limit(most)
+    return delete(records).where(_row.key.in_(expired), _row.expires_at <= dialect.now)

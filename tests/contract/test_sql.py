@@ -1,0 +1,58 @@
+"""The contract of all stores, held by those in SQL: PostgreSQL and SQLite."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import delete, update
+
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
+from integr8s_idem.stores.sql.engine import writing
+from integr8s_idem.stores.sql.schema import records
+from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest
+from tests.support.postgres import PostgresServer
+
+
+@asynccontextmanager
+async def store_on(url: str) -> AsyncIterator[StoreUnderTest]:
+    engine = sql_engine(url)
+    await migrate(engine)
+
+    async def advance(duration: timedelta) -> None:
+        by = duration // timedelta(microseconds=1)
+        times = ("lease_until", "expires_at", "settled_at")
+        async with writing(engine) as connection:
+            await connection.execute(update(records).values({name: records.c[name] - by for name in times}))
+
+    async def spoil(key: str) -> None:
+        async with writing(engine) as connection:
+            await connection.execute(delete(records).where(records.c.key == key))
+            row = {"key": key, "status": 9, "attempt": 1, "fence": 1, "token": b"", "expires_at": 2**60, "previous": 0}
+            await connection.execute(records.insert(), row | {"owner": "", "result_dropped": False, "error": ""})
+
+    yield StoreUnderTest(SqlIdempotencyRepository(engine), advance, spoil)
+    await engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with PostgresServer() as server:
+        yield server
+
+
+class TestPostgreSQL(RepositoryContract):
+    @pytest.fixture
+    async def store(self, postgres: PostgresServer) -> AsyncIterator[StoreUnderTest]:
+        async with store_on(postgres.url) as store:
+            yield store
+
+
+class TestSQLite(RepositoryContract):
+    @pytest.fixture
+    async def store(self, tmp_path: Path) -> AsyncIterator[StoreUnderTest]:
+        async with store_on(f"sqlite+aiosqlite:///{tmp_path / 'idem.db'}") as store:
+            yield store

@@ -1,0 +1,228 @@
+"""A database that is away, refuses, or is not what we need: each as one of our errors, on real servers and files."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
+from integr8s_idem.records import InProgress, Reserved
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
+from integr8s_idem.testing.store_under_test import new_key, wish
+from tests.support.conditions import eventually
+from tests.support.postgres import PostgresServer
+
+TIMEOUT = timedelta(seconds=3)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with PostgresServer(keeps_commits=True) as server:
+        yield server
+
+
+@asynccontextmanager
+async def engine_on(url: str) -> AsyncIterator[AsyncEngine]:
+    engine = sql_engine(url, lock_timeout_seconds=0.3)
+    yield engine
+    await engine.dispose()
+    # Each connection to SQLite is a thread: a failed one leaves none behind.
+    await eventually(lambda: not [one for one in threading.enumerate() if "_connection_worker" in one.name])
+
+
+@pytest.fixture
+async def engine(postgres: PostgresServer) -> AsyncIterator[AsyncEngine]:
+    async with engine_on(postgres.url) as engine:
+        await migrate(engine)
+        yield engine
+
+
+async def run(engine: AsyncEngine, *statements: str) -> None:
+    async with engine.begin() as connection:
+        for statement in statements:
+            await connection.execute(text(statement))
+
+
+def file(folder: Path) -> str:
+    return f"sqlite+aiosqlite:///{folder / 'idem.db'}"
+
+
+async def error_of(engine: AsyncEngine) -> StoreError:
+    """What a reservation meets, and the look before it."""
+    store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
+    with pytest.raises(StoreError) as looked:
+        await store.ping()
+    with pytest.raises(StoreError) as caught:
+        await store.reserve([wish(new_key())])
+    assert type(caught.value) is type(looked.value)
+    return caught.value
+
+
+async def works(engine: AsyncEngine) -> bool:
+    (verdict,) = await SqlIdempotencyRepository(engine, timeout=TIMEOUT).reserve([wish(new_key())])
+    return isinstance(verdict, Reserved)
+
+
+@pytest.mark.scenario(59)
+@pytest.mark.parametrize("kind", ["postgresql", "sqlite"])
+async def test_without_its_tables_a_store_says_how_to_make_them(
+    kind: str, postgres: PostgresServer, tmp_path: Path
+) -> None:
+    async with engine_on(postgres.url if kind == "postgresql" else file(tmp_path)) as engine:
+        await run(engine, "DROP TABLE IF EXISTS idempotency_records", "DROP TABLE IF EXISTS idempotency_store")
+        error = await error_of(engine)
+        assert isinstance(error, StoreConfigurationError)
+        assert "run: integr8s-idem store migrate" in str(error)
+
+        await migrate(engine)
+        assert await works(engine)
+
+
+@pytest.mark.scenario(59)
+@pytest.mark.parametrize(("version", "says"), [(0, "store migrate"), (2, "migrated by a newer integr8s-idem")])
+async def test_a_schema_of_another_version_is_refused(engine: AsyncEngine, version: int, says: str) -> None:
+    await run(engine, f"UPDATE idempotency_store SET version = {version}")
+
+    with pytest.raises(StoreConfigurationError, match=says):
+        await SqlIdempotencyRepository(engine).ping()
+
+    await run(engine, "UPDATE idempotency_store SET version = 1")
+
+
+@pytest.mark.scenario(55)
+async def test_a_server_that_crashes_and_comes_back_is_an_outage(engine: AsyncEngine, postgres: PostgresServer) -> None:
+    assert await works(engine)
+
+    await asyncio.to_thread(postgres.crash)
+    error = await error_of(engine)
+    await asyncio.to_thread(postgres.start_again)
+
+    assert isinstance(error, StoreUnavailableError)
+    assert await works(engine)
+
+
+@pytest.mark.scenario(55)
+async def test_a_record_that_another_transaction_holds_is_in_progress_and_holds_up_no_other_key(
+    engine: AsyncEngine,
+) -> None:
+    store, held, free = SqlIdempotencyRepository(engine, timeout=TIMEOUT), new_key(), new_key()
+    (reserved,) = await store.reserve([wish(held)])
+    assert isinstance(reserved, Reserved)
+
+    async with engine.begin() as holder:
+        await holder.execute(text("SELECT 1 FROM idempotency_records WHERE key = :key FOR UPDATE"), {"key": held})
+        first, second = await store.reserve([wish(held), wish(free)])
+        with pytest.raises(StoreUnavailableError, match="another transaction holds a record longer than we wait"):
+            await store.release([reserved])
+
+    assert isinstance(first, InProgress)
+    assert first.owner == "a transaction that is under way"
+    assert isinstance(second, Reserved)
+
+
+@pytest.mark.scenario(55)
+async def test_a_connection_that_the_server_ends_costs_one_call(engine: AsyncEngine) -> None:
+    store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
+    async with engine.begin() as other:
+        await other.execute(
+            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+        )
+
+    failures = 0
+    for _ in range(3):
+        try:
+            await store.reserve([wish(new_key())])
+        except StoreUnavailableError:
+            failures += 1
+
+    assert failures <= 1
+
+
+@pytest.mark.scenario(55)
+async def test_a_database_that_takes_no_writes_is_an_outage(engine: AsyncEngine, postgres: PostgresServer) -> None:
+    await run(engine, "ALTER DATABASE postgres SET default_transaction_read_only = on")
+    try:
+        async with engine_on(postgres.url) as reading:
+            error = await error_of(reading)
+    finally:
+        await run(engine, "SET TRANSACTION READ WRITE", "ALTER DATABASE postgres RESET default_transaction_read_only")
+
+    assert isinstance(error, StoreUnavailableError)
+    assert "read-only" in str(error)
+
+
+@pytest.mark.scenario(58)
+async def test_a_locked_sqlite_file_is_an_outage_until_it_is_free(tmp_path: Path) -> None:
+    async with engine_on(file(tmp_path)) as engine:
+        await migrate(engine)
+        other = sqlite3.connect(tmp_path / "idem.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+
+        error = await error_of(engine)
+        other.execute("ROLLBACK")
+        other.close()
+
+        assert isinstance(error, StoreUnavailableError)
+        assert "another process writes into the SQLite file" in str(error)
+        assert await works(engine)
+
+
+@pytest.mark.scenario(58)
+@pytest.mark.parametrize(
+    ("spoil", "kind", "says"),
+    [
+        (lambda path: path.write_bytes(b"no database at all" * 500), StoreConfigurationError, "no SQLite database"),
+        (lambda path: path.mkdir(), StoreConfigurationError, "cannot be opened"),
+    ],
+    ids=["another file", "a folder"],
+)
+async def test_a_path_that_holds_no_database_is_told(
+    tmp_path: Path, spoil: object, kind: type[StoreError], says: str
+) -> None:
+    assert callable(spoil)
+    spoil(tmp_path / "idem.db")
+
+    async with engine_on(file(tmp_path)) as engine:
+        error = await error_of(engine)
+
+    assert isinstance(error, kind)
+    assert says in str(error)
+
+
+@pytest.mark.scenario(58)
+async def test_a_damaged_sqlite_file_is_told_and_nothing_is_taken_for_absent(tmp_path: Path) -> None:
+    path = tmp_path / "idem.db"
+    async with engine_on(file(tmp_path)) as engine:
+        await migrate(engine)
+        store = SqlIdempotencyRepository(engine)
+        await store.reserve([wish(f"key-{number}") for number in range(500)])
+    content = bytearray(path.read_bytes())
+    content[4096 : len(content)] = b"\xff" * (len(content) - 4096)
+    path.write_bytes(content)
+
+    async with engine_on(file(tmp_path)) as engine:
+        error = await error_of(engine)
+
+    assert isinstance(error, StoreConfigurationError)
+    assert "damaged" in str(error)
+
+
+async def test_no_error_holds_what_a_record_holds(engine: AsyncEngine) -> None:
+    store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
+    await run(engine, "ALTER TABLE idempotency_records RENAME COLUMN owner TO holder")
+    try:
+        with pytest.raises(StoreConfigurationError) as caught:
+            await store.reserve([wish("canary-key", owner="canary-owner")])
+    finally:
+        await run(engine, "ALTER TABLE idempotency_records RENAME COLUMN holder TO owner")
+
+    assert "canary" not in str(caught.value)

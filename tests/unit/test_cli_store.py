@@ -1,0 +1,107 @@
+"""`integr8s-idem store`: tables made, shown, and freed of what has expired."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sqlite3
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from integr8s_idem.cli.app import app
+from integr8s_idem.config import SqliteStoreSettings
+from integr8s_idem.records import Completion, Reserved
+from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.sql import SqlIdempotencyRepository
+from integr8s_idem.testing.store_under_test import wish
+
+SQLITE = '[store]\nkind = "sqlite"\npath = "idem.db"\n'
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    Path("settings.toml").write_text(SQLITE)
+
+
+def typed(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["store", *arguments])
+
+
+def tables() -> set[str]:
+    found = sqlite3.connect("idem.db").execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    return {name for (name,) in found}
+
+
+def test_tables_are_made_once() -> None:
+    first, again = typed("migrate"), typed("migrate", "--json")
+
+    assert (first.exit_code, first.stdout) == (0, "version 1: records\ndone\n")
+    assert tables() == {"idempotency_records", "idempotency_store"}
+    assert json.loads(again.stdout) == {"kind": "sqlite", "migrated": []}
+
+
+def test_the_sql_that_is_shown_makes_what_migrate_makes() -> None:
+    shown = typed("sql").stdout
+    assert not Path("idem.db").exists()
+
+    sqlite3.connect("idem.db").executescript(shown)
+
+    assert typed("migrate").stdout == "the tables are up to date\n"
+
+
+def test_what_has_expired_is_purged_and_nothing_else() -> None:
+    asyncio.run(fill(expired=1_200, kept=3))
+
+    answer = typed("purge", "--batch", "500", "--json")
+
+    assert json.loads(answer.stdout) == {"kind": "sqlite", "purged": 1_200}
+    assert sqlite3.connect("idem.db").execute("SELECT count(*) FROM idempotency_records").fetchone() == (3,)
+
+
+async def fill(*, expired: int, kept: int) -> None:
+    async with open_store(SqliteStoreSettings(kind="sqlite", path="idem.db"), key_prefix="idempotency") as store:
+        assert isinstance(store, SqlIdempotencyRepository)
+        verdicts = await store.reserve([wish(f"k{number}") for number in range(expired + kept)])
+        taken = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+        await store.complete([Completion(reservation=one, ttl=timedelta(0)) for one in taken[:expired]])
+        await store.complete([Completion(reservation=one, ttl=timedelta(days=8)) for one in taken[expired:]])
+
+
+@pytest.mark.parametrize("command", ["migrate", "sql", "purge"])
+def test_a_store_without_tables_is_named_and_the_status_is_2(command: str) -> None:
+    Path("settings.toml").write_text('[store]\nkind = "memory"\n')
+
+    answer = typed(command)
+
+    assert answer.exit_code == 2
+    assert 'the store of the settings is of kind "memory", which has no tables' in answer.stderr
+
+
+def test_a_database_that_does_not_answer_is_told_and_the_status_is_1() -> None:
+    Path("settings.toml").write_text('[store]\nkind = "postgresql"\nurl = "postgresql://u:canary@127.0.0.1:1/x"\n')
+
+    answer = typed("migrate")
+
+    assert answer.exit_code == 1
+    assert "no connection to postgresql" in answer.stderr
+    assert "canary" not in answer.stderr
+
+
+@pytest.mark.parametrize("missing", ["sqlalchemy", "aiosqlite"])
+def test_without_the_extra_the_error_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("integr8s_idem.stores.sql", missing))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+
+    answer = typed("migrate")
+
+    assert answer.exit_code == 1
+    assert 'pip install "integr8s-idem[sql]"' in answer.stderr
