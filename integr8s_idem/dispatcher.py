@@ -23,6 +23,7 @@ from integr8s_idem.routing import (
     RegisteredHandler,
     call_with_event,
 )
+from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.work import Outcome
 
@@ -42,6 +43,8 @@ class EventDispatcher:
     """Runs the handlers of a router.  Handlers of one event are independent of each other."""
 
     manager: IdempotencyManager | None = None
+    outbox: Outbox | None = None
+    """Where transactions leave the events that a relay is to publish."""
 
     def __init__(
         self,
@@ -132,8 +135,14 @@ class IdempotentEventDispatcher(EventDispatcher):
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
         timeout: timedelta | None = None,
+        outbox: Outbox | None = None,
     ) -> None:
         """`resolver`: how keys are made, by event id if not given; `ttl`: how long outcomes are remembered.
+
+        Args:
+            outbox: Makes the handlers transactional.  `invoke` runs each in a database transaction and awaits
+                `before_commit` of its call in there: what the handler writes, its outgoing events (as rows of this
+                outbox, for a relay to publish) and its outcome commit together.
 
         Raises:
             InvalidKeyError: The resolver can make no key of some event of the router.
@@ -141,6 +150,7 @@ class IdempotentEventDispatcher(EventDispatcher):
         self.manager = manager
         self._resolver = resolver or KeyResolver()
         self._ttl = ttl
+        self.outbox = outbox
         for event in router.events:
             self._resolver.check(event)
         super().__init__(
@@ -164,6 +174,7 @@ class IdempotentEventDispatcher(EventDispatcher):
             invoke=self._invoke,
             publisher=self._publisher,
             timeout=self._timeout,
+            transactional=self.outbox is not None,
         )
 
 

@@ -8,6 +8,7 @@ IdempotencyError
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
 ├── HandlerCancelledError       a handler ended with a cancellation that nobody asked for   (retryable)
 ├── HandlerExitError            a handler called sys.exit()                                  (retryable)
+├── TransactionAbortedError     the database gave up a transaction: a deadlock, a conflict    (retryable)
 ├── PermanentError              raised by handlers: trying again cannot help
 │   └── CrashedTooOftenError    earlier runs ended without a word, as often as attempts are allowed
 ├── InvalidKeyError             nothing usable to make a key of
@@ -184,6 +185,23 @@ class HandlerExitError(IdempotencyError):
             f"handler {self.handler} called sys.exit(): taken for a failure, the process goes on. "
             f"Raise an error instead. {self.read_more}"
         )
+
+
+class TransactionAbortedError(IdempotencyError):
+    """The database gave up a transaction that holds an outcome: a serialization conflict or a deadlock.
+
+    Nothing of it was kept.  Tried again as a whole it can succeed, and no run of the work has failed.
+    """
+
+    retryable = True
+
+    def __init__(self, label: str, reason: str) -> None:
+        super().__init__(label, reason)
+        self.label = label
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the transaction of {self.label} was rolled back: {_sentence(self.reason)} {self.read_more}"
 
 
 class PermanentError(IdempotencyError):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isinf
 from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args
@@ -123,6 +124,18 @@ def event_headers(event: BaseEvent) -> list[tuple[str, bytes]]:
     if event.metadata.correlation_id:
         headers.append(("correlation_id", event.metadata.correlation_id))
     return [(name, value.encode("utf-8", "backslashreplace")) for name, value in headers]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An event as it goes to the broker."""
+
+    topic: str
+    key: bytes | None
+    value: bytes
+    headers: Sequence[tuple[str, bytes]]
+    event_id: str
+    event_type: str
 
 
 class _Envelope(BaseModel):

@@ -2,6 +2,9 @@
 
 Order of one run: the handler returns, what it opened is closed (the business commit), its outgoing
 events are published, the record is completed.  Only then may the offset move.
+
+Order of one that is transactional: the handler returns, its outgoing events and its completed record are
+written in its transaction, which its scope commits.  Then the offset may move; a relay publishes the events.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from integr8s_idem.errors import (
     PermanentError,
     PublishError,
 )
-from integr8s_idem.events import BaseEvent
+from integr8s_idem.events import BaseEvent, Message
+from integr8s_idem.joining import Seal
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import InProgress
@@ -28,6 +32,7 @@ from integr8s_idem.routing import (
     HandlerCall,
     HandlerFunction,
     Invoke,
+    MessageMaker,
     Outgoing,
     Publisher,
     RegisteredHandler,
@@ -36,7 +41,7 @@ from integr8s_idem.routing import (
     name_of,
 )
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
-from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, WaitForStore, Work
+from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Transaction, WaitForStore, Work
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
@@ -92,6 +97,8 @@ class Handling:
 class GuardedHandling(Handling):
     """The same behind a manager.  The key is computed here, once, before the handler can touch the event."""
 
+    handler: IdempotentEventHandler
+
     def __init__(self, handler: IdempotentEventHandler, event: BaseEvent, generation: int = 0) -> None:
         super().__init__(handler, event, generation)
         self._manager = handler.manager
@@ -108,16 +115,24 @@ class GuardedHandling(Handling):
         return self._manager.space.full(self._work.key.in_generation(0))
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
+        if self.handler.transactional:
+            return await self._manager.execute_sealed(self._work, self._sealed, wait_for_store=wait_for_store)
+
         async def work(attempt: Attempt) -> Any:
             return await self.handler.work(self.event, attempt, patient=wait_for_store is not None)
 
         return await self._manager.execute(self._work, work, wait_for_store=wait_for_store)
+
+    async def _sealed(self, attempt: Attempt, seal: Seal) -> Any:
+        return await self.handler.work_sealed(self.event, attempt, seal)
 
     async def wait(self, found: InProgress, looks: int) -> None:
         await self._manager.wait_for_change(found, looks=looks)
 
     async def run(self) -> Any:
         """The value, new or remembered; waits for a twin and raises as `IdempotencyManager.run` does."""
+        if self.handler.transactional:
+            return await self._manager.settled(self._work, self.attempt, self.handler.function)
 
         async def work(attempt: Attempt) -> Any:
             return await self.handler.work(self.event, attempt)
@@ -233,8 +248,10 @@ class IdempotentEventHandler(EventHandler):
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
         timeout: timedelta | None = None,
+        transactional: bool = False,
     ) -> None:
-        """`resolver`: how keys are made, by event id if not given; `ttl`: how long outcomes are remembered."""
+        """`resolver`: how keys are made, by event id if not given; `ttl`: how long outcomes are remembered;
+        `transactional`: `invoke` opens a transaction that holds what the handler writes and its outcome."""
         super().__init__(
             function,
             name=name,
@@ -249,6 +266,24 @@ class IdempotentEventHandler(EventHandler):
         self.manager = manager
         self.resolver = resolver or KeyResolver()
         self.ttl = None if ttl is None else manager.checked_ttl(ttl)
+        self.transactional = transactional
+
+    async def work_sealed(self, event: BaseEvent, attempt: Attempt, seal: Seal) -> Any:
+        """The handler, what it leaves behind and its outcome, and the commit of all of them."""
+        outgoing = Outgoing()
+
+        async def before_commit(result: Any, transaction: Transaction) -> None:
+            events = outgoing.finished(event, attempt.key, self.scope)
+            await seal.write(result, [self._message(one) for one in events], transaction)
+
+        result = await self._call(HandlerCall(event, attempt, outgoing, before_commit))
+        self.observer.count(Signal.HANDLED, event.event_type)
+        return result
+
+    def _message(self, event: BaseEvent) -> Message:
+        if not isinstance(self._publisher, MessageMaker):
+            raise ApplicationError(f"handler {self.name} publishes events, but nobody gave it a publisher")
+        return self._publisher.message(event)
 
     def handling(self, event: BaseEvent, generation: int = 0) -> GuardedHandling:
         return GuardedHandling(self, event, generation)

@@ -37,10 +37,13 @@ def fence_margin(lease: float) -> float:
 class HeldLease:
     """One lease while its handler runs.  Leaving the block raises `LeaseLostError` if it was cut short."""
 
-    __slots__ = ("_fence", "_keeper", "deadline", "renew_at", "reservation", "reserve_anew")
+    __slots__ = ("_fence", "_keeper", "_renewed", "deadline", "renew_at", "reservation", "reserve_anew")
 
-    def __init__(self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew) -> None:
+    def __init__(
+        self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, renewed: bool
+    ) -> None:
         self._keeper = keeper
+        self._renewed = renewed
         self.reserve_anew = reserve_anew
         self.reservation = reservation
         self.deadline = 0.0
@@ -77,7 +80,8 @@ class HeldLease:
 
     async def __aenter__(self) -> HeldLease:
         await self._fence.__aenter__()
-        self._keeper.take(self)
+        if self._renewed:
+            self._keeper.take(self)
         return self
 
     async def __aexit__(
@@ -105,15 +109,18 @@ class LeaseKeeper:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._renewal: asyncio.Task[None] | None = None
 
-    def hold(self, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew) -> HeldLease:
+    def hold(
+        self, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, *, renewed: bool = True
+    ) -> HeldLease:
         """`async with` it around the work.
 
         Args:
             asked_at: Event-loop time before `reserve` was sent.
             reserve_anew: Asked when the store no longer knows the reservation: a new one if the record
                 is merely gone, `None` if somebody else had the key since.
+            renewed: Whether it lasts as long as the work does; otherwise the work has this one lease.
         """
-        return HeldLease(self, reservation, asked_at, reserve_anew)
+        return HeldLease(self, reservation, asked_at, reserve_anew, renewed)
 
     def take(self, lease: HeldLease) -> None:
         """Look after `lease` from now on."""

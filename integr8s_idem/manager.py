@@ -12,7 +12,8 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
@@ -30,7 +31,9 @@ from integr8s_idem.errors import (
     ResultDroppedError,
     ResultNotStoredError,
     StoreUnavailableError,
+    TransactionAbortedError,
 )
+from integr8s_idem.joining import Seal, run_joined
 from integr8s_idem.keys import LAST_GENERATION, Key, KeySpace, downstream_key, generation_key
 from integr8s_idem.leases import HeldLease, LeaseKeeper
 from integr8s_idem.ledger import Ledger, describe_error
@@ -47,7 +50,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.results import decode_result, return_type_of
-from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores import IdempotencyRepository, JoinedRepository, JoiningRepository
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, WaitForStore, Work
 
@@ -61,6 +64,10 @@ _AROUND: ContextVar[frozenset[asyncio.Future[None]]] = ContextVar(
     "runs that the current code is part of", default=frozenset()
 )
 """Each by the future that is done when it ends.  Tasks inherit it from the code that begins them."""
+
+_JOINED: ContextVar[tuple[IdempotencyManager, JoinedRepository] | None] = ContextVar(
+    "the transaction that the current code has joined", default=None
+)
 
 
 class IdempotencyManager:
@@ -186,6 +193,30 @@ class IdempotencyManager:
 
     # Doing work once.
 
+    @asynccontextmanager
+    async def in_transaction(self, held: Any) -> AsyncIterator[None]:
+        """Within the block, `run` reserves and completes in the transaction of `held`: it commits with what you write.
+
+            async with session.begin(), manager.in_transaction(session):
+                receipt = await manager.run(f"refund:{order_id}", refund)
+
+        The transaction is yours: if it is rolled back, nothing was reserved or done.  Needs a store in the same
+        SQL database.  A transaction that the database has given up (`TransactionAbortedError`) is to be begun anew.
+
+        Args:
+            held: SQLAlchemy's `AsyncSession` or `AsyncConnection`.
+
+        Raises:
+            ApplicationError: The store is not in a SQL database.
+        """
+        if not isinstance(self.repository, JoiningRepository):
+            raise ApplicationError(f"{type(self.repository).__name__} cannot join a transaction: use a store in SQL")
+        token = _JOINED.set((self, self.repository.joined(held)))
+        try:
+            yield
+        finally:
+            _JOINED.reset(token)
+
     async def run(
         self,
         key: str | Key,
@@ -240,12 +271,28 @@ class IdempotencyManager:
         wait_timeout: timedelta | None = None,
     ) -> T:
         """As `run`, for a function that wants its `Attempt`; the annotation of `returns` types a replayed result."""
+
+        async def one_pass() -> Outcome[T]:
+            return await self._joined_or_executed(work, function)
+
+        return await self.settled(work, one_pass, returns, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
+
+    async def settled(
+        self,
+        work: Work,
+        one_pass: Callable[[], Awaitable[Outcome[T]]],
+        returns: Callable[..., object],
+        *,
+        on_in_progress: OnInProgress | None = None,
+        wait_timeout: timedelta | None = None,
+    ) -> T:
+        """The value of `work`, by as many passes as it takes.  Raises as `run` does."""
         policy = OnInProgress(on_in_progress or self.config.on_in_progress)
         longest = self.config.wait_timeout if wait_timeout is None else wait_timeout
         give_up_at = asyncio.get_running_loop().time() + longest.total_seconds()
         looks = 0
         while True:
-            outcome = await self.execute(work, function)
+            outcome = await one_pass()
             if not isinstance(outcome, InProgress):
                 return self._value_of(outcome, work, returns)
             if policy is OnInProgress.SKIP:
@@ -278,6 +325,56 @@ class IdempotencyManager:
             LeaseLostError: The reservation was lost on the way.
             CancelledError: We were cancelled; the key has been given back.
         """
+
+        async def sealed_by_us(attempt: Attempt, _: Seal) -> T:
+            return await function(attempt)
+
+        return await self._pass(work, sealed_by_us, wait_for_store, seals_itself=False)
+
+    async def execute_sealed(
+        self,
+        work: Work,
+        function: Callable[[Attempt, Seal], Awaitable[T]],
+        *,
+        wait_for_store: WaitForStore | None = None,
+    ) -> Outcome[T]:
+        """As `execute`, for a function that writes its outcome itself, by the seal, in a transaction of its own.
+
+        What it wrote and its outcome commit together, or neither does.  The lease is not renewed: the record is
+        written by that transaction alone, at any isolation level, and the function has one lease's time.
+        """
+
+        async def sealed(attempt: Attempt, seal: Seal) -> T:
+            value = await function(attempt, seal)
+            if not seal.written:
+                raise ApplicationError(f"{work.key.label} has returned without writing its outcome by its seal")
+            return value
+
+        return await self._pass(work, sealed, wait_for_store, seals_itself=True)
+
+    async def _joined_or_executed(self, work: Work, function: Callable[[Attempt], Awaitable[T]]) -> Outcome[T]:
+        joined = _JOINED.get()
+        if joined is None or joined[0] is not self:
+            return await self.execute(work, function)
+
+        async def under_way(attempt: Attempt) -> T:
+            with self._under_way(attempt.key), self.observer.phase(Phase.HANDLE, work.event_type):
+                return await function(attempt)
+
+        outcome = await run_joined(self._ledger, joined[1], work, under_way)
+        if isinstance(outcome, Executed):
+            return outcome
+        assert not isinstance(outcome, Reserved)
+        return await self._blocked(work, lambda attempt, _: function(attempt), outcome)
+
+    async def _pass(
+        self,
+        work: Work,
+        function: Callable[[Attempt, Seal], Awaitable[T]],
+        wait_for_store: WaitForStore | None,
+        *,
+        seals_itself: bool,
+    ) -> Outcome[T]:
         asked_at = asyncio.get_running_loop().time()
         try:
             verdict = await self._reserve(work)
@@ -292,7 +389,7 @@ class IdempotencyManager:
             crashed = CrashedTooOftenError(verdict.attempt - 1)
             deadline = asked_at + verdict.lease.total_seconds()
             return await self._fail(work, verdict, crashed, deadline, wait_for_store)
-        return await self._perform(work, function, verdict, asked_at, wait_for_store)
+        return await self._perform(work, function, verdict, asked_at, wait_for_store, seals_itself=seals_itself)
 
     async def wait_for_change(self, found: InProgress, *, at_most: float = 3600.0, looks: int = 0) -> None:
         """Return when it is worth asking again: the run in this process ended, or a while has passed.
@@ -351,7 +448,7 @@ class IdempotencyManager:
     async def _blocked(
         self,
         work: Work,
-        function: Callable[[Attempt], Awaitable[T]],
+        function: Callable[[Attempt, Seal], Awaitable[T]],
         verdict: InProgress | Completed | Failed | KeyReused | Corrupt,
     ) -> Outcome[T]:
         match verdict:
@@ -371,19 +468,21 @@ class IdempotencyManager:
                 pass
         return verdict
 
-    async def _unguarded(self, work: Work, function: Callable[[Attempt], Awaitable[T]], key: str) -> Outcome[T]:
+    async def _unguarded(self, work: Work, function: Callable[[Attempt, Seal], Awaitable[T]], key: str) -> Outcome[T]:
         """Run without a reservation, because a policy says so."""
         self.observer.count(Signal.UNGUARDED, work.event_type)
         work.unguarded_runs += 1
         attempt = _attempt(work, key, work.unguarded_runs, 0, float("inf"))
         try:
             with self.observer.phase(Phase.HANDLE, work.event_type):
-                return Executed(await function(attempt), attempt.number)
+                return Executed(await function(attempt, Seal(self._ledger, work, None)), attempt.number)
         except Exception as error:  # noqa: BLE001  # handed on as the outcome
             self.observer.count(Signal.HANDLER_FAILED, work.event_type)
             return HandlerFailed(error, attempt.number, self._hopeless(error, attempt.number))
 
     def _hopeless(self, error: Exception, attempt: int) -> bool:
+        if isinstance(error, TransactionAbortedError):
+            return False  # no run has failed
         return (
             isinstance(error, PermanentError)
             or self.config.on_failure is OnFailure.BLOCK
@@ -393,40 +492,68 @@ class IdempotencyManager:
     async def _perform(
         self,
         work: Work,
-        function: Callable[[Attempt], Awaitable[T]],
+        function: Callable[[Attempt, Seal], Awaitable[T]],
         reserved: Reserved,
         asked_at: float,
         wait_for_store: WaitForStore | None,
+        *,
+        seals_itself: bool,
     ) -> Outcome[T]:
-        lease = self._leases.hold(reserved, asked_at, reserve_anew=lambda: self._ledger.reserved_anew(work))
+        lease = self._leases.hold(
+            reserved, asked_at, reserve_anew=lambda: self._ledger.reserved_anew(work), renewed=not seals_itself
+        )
+        seal = Seal(self._ledger, work, reserved)
         attempt = Attempt(
             reserved.key, reserved.attempt, reserved.fence, lease.deadline, work.key.label, work.key.generation
         )
-        ended = self._running[reserved.key] = asyncio.get_running_loop().create_future()
-        around = _AROUND.get()
-        _AROUND.set(around | {ended})
         try:
-            try:
-                async with lease:
-                    with self.observer.phase(Phase.HANDLE, work.event_type):
-                        value = await function(attempt)
-            except asyncio.CancelledError:
-                self._ledger.release_later(work, lease.reservation)
-                raise
-            except Exception as error:
-                if lease.lost:
-                    self.observer.count(Signal.RESERVATION_LOST, work.event_type)
-                    raise self._ledger.lost(work, reserved) from error
-                return await self._handler_failed(work, lease, error, wait_for_store)
-            await self._complete(work, lease, value, wait_for_store)
-            return Executed(value, reserved.attempt)
+            with self._under_way(reserved.key):
+                return await self._run(work, function, attempt, lease, seal, wait_for_store)
         finally:
             # The key may have been reserved anew under it: the next run needs a reservation of its own.
             work.token = secrets.token_bytes(16)
-            if self._running.get(reserved.key) is ended:
-                del self._running[reserved.key]
+
+    @contextmanager
+    def _under_way(self, key: str) -> Iterator[None]:
+        """Others of this process who ask for `key` are told when the run is over; itself it must not wait for."""
+        ended = self._running[key] = asyncio.get_running_loop().create_future()
+        around = _AROUND.get()
+        _AROUND.set(around | {ended})
+        try:
+            yield
+        finally:
+            if self._running.get(key) is ended:
+                del self._running[key]
             ended.set_result(None)
             _AROUND.set(around)
+
+    async def _run(
+        self,
+        work: Work,
+        function: Callable[[Attempt, Seal], Awaitable[T]],
+        attempt: Attempt,
+        lease: HeldLease,
+        seal: Seal,
+        wait_for_store: WaitForStore | None,
+    ) -> Outcome[T]:
+        try:
+            async with lease:
+                with self.observer.phase(Phase.HANDLE, work.event_type):
+                    value = await function(attempt, seal)
+        except asyncio.CancelledError:
+            self._ledger.release_later(work, lease.reservation)
+            raise
+        except Exception as error:
+            if lease.lost or seal.refused:
+                self.observer.count(Signal.RESERVATION_LOST, work.event_type)
+                raise self._ledger.lost(work, lease.reservation, "another worker" if seal.refused else "") from error
+            if error is seal.store_error:
+                await self._ledger.try_to_release(work, lease.reservation)
+                raise
+            return await self._handler_failed(work, lease, error, wait_for_store)
+        if not seal.written:
+            await self._complete(work, lease, value, wait_for_store)
+        return Executed(value, attempt.number)
 
     async def _handler_failed(
         self, work: Work, lease: HeldLease, error: Exception, wait_for_store: WaitForStore | None

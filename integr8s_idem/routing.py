@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.events import BaseEvent, derived_event_id, event_type_of
-from integr8s_idem.work import Attempt
+from integr8s_idem.events import BaseEvent, Message, derived_event_id, event_type_of
+from integr8s_idem.work import Attempt, Transaction
 
 HandlerFunction = Callable[..., Awaitable[Any]]
 FunctionT = TypeVar("FunctionT", bound=HandlerFunction)
@@ -55,6 +55,19 @@ class Publisher(Protocol):
         ...
 
 
+@runtime_checkable
+class MessageMaker(Publisher, Protocol):
+    """Also makes messages of events, to be sent later."""
+
+    def message(self, event: BaseEvent) -> Message:
+        """`event` as it goes to the broker."""
+        ...
+
+
+BeforeCommit = Callable[[Any, Transaction], Awaitable[None]]
+"""Called with what the handler returned, inside the transaction that its scope is about to commit."""
+
+
 @dataclass(frozen=True, slots=True)
 class HandlerCall:
     """What one run of a handler is given."""
@@ -62,6 +75,8 @@ class HandlerCall:
     event: BaseEvent
     attempt: Attempt
     outgoing: Outgoing
+    before_commit: BeforeCommit | None = None
+    """For handlers whose outcome commits together with what they write; whoever calls the handler awaits it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from integr8s_idem.errors import StoreError
+from integr8s_idem.events import Message
 from integr8s_idem.keys import Key, downstream_key, first_generation_key
-from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
+from integr8s_idem.records import Completed, Completion, Corrupt, Failed, InProgress, KeyReused
 
 T = TypeVar("T")
 
@@ -42,6 +43,18 @@ class Attempt:
         it once more, put `generation` into `name`.
         """
         return downstream_key(first_generation_key(self.key, self.generation), name)
+
+
+class Transaction(Protocol):
+    """A database transaction of the application's, in which an outcome is written beside what the work wrote."""
+
+    async def complete(self, completion: Completion) -> bool:
+        """Remember the outcome, if the transaction commits.  `False`: the reservation is no longer ours."""
+        ...
+
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Have `messages` sent, in this order, if the transaction commits."""
+        ...
 
 
 @dataclass(slots=True)

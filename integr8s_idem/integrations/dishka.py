@@ -39,6 +39,7 @@ from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.integrations.transactions import Transactions
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.routing import EventRouter, HandlerCall, HandlerFunction, Invoke, Outgoing, RegisteredHandler
@@ -182,17 +183,24 @@ class IdempotentDispatcherProvider(DispatcherProvider):
         fields: Iterable[str] | None = None,
         custom_key: Callable[[Any], str] | None = None,
         ttl: timedelta | None = None,
+        transaction: type | None = None,
     ) -> None:
         """How keys are made, and how long outcomes are remembered: the settings' ttl if not given.
 
         Args:
             fields: For `content_hash`: only these fields count.
             custom_key: For `custom`: makes the key from the event.
+            transaction: Makes handlers transactional: what they write by the `AsyncSession` or `AsyncConnection`
+                of their REQUEST scope, their outgoing events and their outcome commit together.  Which of the two
+                it is; its provider commits behind its `yield`.  Needs a store in the same SQL database.
 
         Raises:
             InvalidKeyError: Strategy, fields and custom key contradict each other or the router's events.
         """
         super().__init__(router)
+        self._transactions = Transactions(transaction) if transaction is not None else None
+        if self._transactions is not None:
+            self.provide(self._transactions.make, provides=self._transactions.key, scope=Scope.REQUEST)
         self.resolver = KeyResolver(key_strategy, frozenset(fields) if fields is not None else None, custom_key)
         self.ttl = ttl
         for event in router.events:
@@ -215,7 +223,13 @@ class IdempotentDispatcherProvider(DispatcherProvider):
             invoke=self.invoker(container),
             publisher=publisher,
             timeout=handler_timeout(settings, service),
+            outbox=self._transactions.open(manager.repository) if self._transactions is not None else None,
         )
+
+    def invoker(self, container: AsyncContainer) -> Invoke:
+        if self._transactions is None:
+            return super().invoker(container)
+        return _transactional_invoker(container, self._needs, self._transactions)
 
 
 def handler_timeout(settings: Settings, service: str) -> timedelta | None:
@@ -267,18 +281,39 @@ def _needs_of(function: HandlerFunction) -> _Needs:
 _current: ContextVar[AsyncContainer] = ContextVar("integr8s_idem_request_container")
 
 
+def _context(call: HandlerCall) -> dict[Any, Any]:
+    return {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
+
+
 def _invoker(container: AsyncContainer, needs: dict[HandlerFunction, _Needs]) -> Invoke:
     async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
-        context = {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
-        async with container(context) as request:
-            token = _current.set(request)
-            try:
-                found: dict[str, Any] = await request.get(needs[handler.function].key)
-                return await handler.function(call.event, **found)
-            finally:
-                _current.reset(token)
+        async with container(_context(call)) as request:
+            return await _call(request, needs, handler, call)
 
     return invoke
+
+
+def _transactional_invoker(
+    container: AsyncContainer, needs: dict[HandlerFunction, _Needs], transactions: Transactions
+) -> Invoke:
+    async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
+        async with transactions.scope(container(_context(call)), call) as begun:
+            result = await _call(begun.request, needs, handler, call)
+            await begun.seal(result)
+        return result
+
+    return invoke
+
+
+async def _call(
+    request: AsyncContainer, needs: dict[HandlerFunction, _Needs], handler: RegisteredHandler, call: HandlerCall
+) -> Any:
+    token = _current.set(request)
+    try:
+        found: dict[str, Any] = await request.get(needs[handler.function].key)
+        return await handler.function(call.event, **found)
+    finally:
+        _current.reset(token)
 
 
 def inject(function: Callable[P, T]) -> Callable[P, T]:
@@ -300,8 +335,7 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
     wrapped = {handler.function: _filled(handler.function) for handler in dispatcher.router.handlers}
 
     async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
-        context = {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
-        async with container(context) as request:
+        async with container(_context(call)) as request:
             token = _current.set(request)
             try:
                 return await wrapped[handler.function](call.event)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from integr8s_idem.records import (
     Completion,
@@ -16,7 +17,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 
-__all__ = ["IdempotencyRepository"]
+__all__ = ["IdempotencyRepository", "JoinedRepository", "JoiningRepository"]
 
 
 @runtime_checkable
@@ -86,4 +87,24 @@ class IdempotencyRepository(Protocol):
         need, does not pass.  Where `StoreHealth.identity` is given, it changes when the store has lost
         what it held.
         """
+        ...
+
+
+class JoinedRepository(IdempotencyRepository, Protocol):
+    """The same records, written in a transaction of the application's.  It commits; the store never does.
+
+    Raises (all methods): TransactionAbortedError: The database gave the transaction up; begin it anew.
+    """
+
+    def savepoint(self) -> AbstractAsyncContextManager[None]:
+        """What happens in the block is undone by an exception, and the transaction goes on."""
+        ...
+
+
+@runtime_checkable
+class JoiningRepository(IdempotencyRepository, Protocol):
+    """A store in the application's own database."""
+
+    def joined(self, held: Any) -> JoinedRepository:
+        """The records as seen and written by the transaction that `held` (a session, a connection) is in."""
         ...

@@ -71,6 +71,7 @@ class Gauge(str, Enum):
     IN_FLIGHT = "idempotency_in_flight"
     CONSUMER_LAG = "idempotency_consumer_lag"
     STORE_UP = "idempotency_store_up"
+    OUTBOX_WAITING = "idempotency_outbox_waiting"
     EVENT_LOOP_LAG = "idempotency_event_loop_lag_seconds"
 
 

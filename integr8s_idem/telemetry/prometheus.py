@@ -63,6 +63,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Gauge.IN_FLIGHT: "Deliveries taken from the broker and not settled.",
     Gauge.CONSUMER_LAG: "Messages between the committed offsets and the end of a topic.",
     Gauge.STORE_UP: "1 while the store answers, otherwise 0.",
+    Gauge.OUTBOX_WAITING: "Events of committed transactions that wait to be published.",
     Gauge.EVENT_LOOP_LAG: "Seconds the event loop is late.",
 }
 

@@ -12,7 +12,7 @@ from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import EventTooLargeError, PublishError
-from integr8s_idem.events import BaseEvent, encode_event, event_headers
+from integr8s_idem.events import BaseEvent, Message, encode_event, event_headers
 from integr8s_idem.telemetry import SILENT, Observer, Signal
 from integr8s_idem.worker.clients import bounded, connection_options
 
@@ -49,12 +49,27 @@ class EventPublisher:
             if isinstance(failure, BaseException):
                 raise failure
 
-    async def _publish(self, event: BaseEvent) -> None:
+    def message(self, event: BaseEvent) -> Message:
+        """`event` as it goes to the broker, with the headers of the current trace.
+
+        Raises:
+            EventError: It holds NaN or infinity.
+            EventTooLargeError: It is larger than `max_event_bytes`.
+        """
         headers = event_headers(event)
         self._observer.inject(headers)
         key = event.aggregate_id.encode("utf-8", "surrogatepass") if event.aggregate_id is not None else None
-        await self.send(self.topic_of(event.event_type), key, encode_event(event), headers)
-        self._observer.count(Signal.PUBLISHED, event.event_type)
+        return Message(
+            self.topic_of(event.event_type), key, encode_event(event), headers, event.event_id, event.event_type
+        )
+
+    async def _publish(self, event: BaseEvent) -> None:
+        await self.send_message(self.message(event))
+
+    async def send_message(self, message: Message) -> None:
+        """Send one message that was made earlier.  Raises as `publish` does."""
+        await self.send(message.topic, message.key, message.value, message.headers)
+        self._observer.count(Signal.PUBLISHED, message.event_type)
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]

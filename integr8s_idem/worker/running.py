@@ -26,6 +26,7 @@ from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
 from integr8s_idem.worker.platform import Service, check_groups
 from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.relay import Relay
 from integr8s_idem.worker.settling import Tally
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class RunningService:
         self.error: Exception | None = None
         self._settings = settings
         self._worker: ServiceWorker | None = None
+        self._relaying: Relay | None = None
         self._stopping = False
 
     def stop(self) -> None:
@@ -102,7 +104,7 @@ class RunningService:
             )
             if self._stopping:
                 return
-            await self._work(container, self._worker, dispatcher)
+            await self._work(container, self._worker, dispatcher, publisher)
         finally:
             await _close(container, self.service.name)
 
@@ -114,16 +116,25 @@ class RunningService:
                 f'share keys and swallow each other\'s events. Give it ServiceName("{name}")'
             )
 
-    async def _work(self, container: AsyncContainer, worker: ServiceWorker, dispatcher: EventDispatcher) -> None:
+    async def _work(
+        self,
+        container: AsyncContainer,
+        worker: ServiceWorker,
+        dispatcher: EventDispatcher,
+        publisher: EventPublisher,
+    ) -> None:
         loop = asyncio.get_running_loop()
         consuming = loop.create_task(worker.run())
         beside = {loop.create_task(_background(work, container)) for work in self.service.background}
-        beside.add(loop.create_task(self._count_keys(dispatcher)))
+        beside.add(loop.create_task(self._count(dispatcher)))
+        relaying = loop.create_task(self._relay(dispatcher, publisher))
+        beside.add(relaying)
         try:
             done, _ = await asyncio.wait({consuming, *beside}, return_when=asyncio.FIRST_COMPLETED)
             if consuming not in done:
                 worker.stop()
             await consuming
+            await self._end(relaying)
         finally:
             consuming.cancel()
             for task in beside:
@@ -133,15 +144,32 @@ class RunningService:
             if not task.cancelled():
                 task.result()
 
-    async def _count_keys(self, dispatcher: EventDispatcher) -> None:
+    async def _relay(self, dispatcher: EventDispatcher, publisher: EventPublisher) -> None:
+        """Publish what transactions of this service have left behind, be it in other processes."""
+        if dispatcher.outbox is None:
+            return await _for_ever()
+        # A message that is under way when the claim ends could be overtaken by the next of its key.
+        claim = max(60.0, 3 * self._settings.kafka.request_timeout_seconds)
+        self._relaying = Relay(dispatcher.outbox, publisher, claim_seconds=claim)
+        return await self._relaying.run()
+
+    async def _end(self, relaying: asyncio.Task[None]) -> None:
+        """Let the relay publish what the last handlers have left."""
+        if self._relaying is not None and not relaying.done():
+            self._relaying.stop()
+            await asyncio.wait({relaying}, timeout=self._settings.kafka.request_timeout_seconds)
+
+    async def _count(self, dispatcher: EventDispatcher) -> None:
         """Measured in the store, since a counter of ours would miss what other processes and crashes do."""
-        manager = dispatcher.manager
+        manager, outbox = dispatcher.manager, dispatcher.outbox
         while True:
             await asyncio.sleep(self._settings.telemetry.keys_active_interval_seconds if manager else 3600)
             if manager is None:
                 continue
             try:
                 dispatcher.observer.measure(Gauge.KEYS_ACTIVE, await manager.count_active())
+                if outbox is not None:
+                    dispatcher.observer.measure(Gauge.OUTBOX_WAITING, await outbox.count())
             except StoreError as error:
                 logger.debug("active keys not counted: %s", error)
 
@@ -150,6 +178,10 @@ async def _background(work: object, container: AsyncContainer) -> None:
     assert callable(work)
     await work(container)
     # It has nothing more to do; the service goes on without it.
+    await _for_ever()
+
+
+async def _for_ever() -> None:
     await asyncio.get_running_loop().create_future()
 
 

@@ -17,7 +17,7 @@ from integr8s_idem.cli.app import app
 from integr8s_idem.config import SqliteStoreSettings
 from integr8s_idem.records import Completion, Reserved
 from integr8s_idem.stores.opening import open_store
-from integr8s_idem.stores.sql import SqlIdempotencyRepository
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata
 from integr8s_idem.testing.store_under_test import wish
 
 SQLITE = '[store]\nkind = "sqlite"\npath = "idem.db"\n'
@@ -43,8 +43,8 @@ def tables() -> set[str]:
 def test_tables_are_made_once() -> None:
     first, again = typed("migrate"), typed("migrate", "--json")
 
-    assert (first.exit_code, first.stdout) == (0, "version 1: records\ndone\n")
-    assert tables() == {"idempotency_records", "idempotency_store"}
+    assert (first.exit_code, first.stdout) == (0, "version 1: records, and events to be published\ndone\n")
+    assert tables() == {table.name for table in metadata.tables.values()}
     assert json.loads(again.stdout) == {"kind": "sqlite", "migrated": []}
 
 

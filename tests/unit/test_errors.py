@@ -20,6 +20,7 @@ EXAMPLES: list[IdempotencyError] = [
     errors.HandlerTimeoutError("charge", LEASE),
     errors.HandlerCancelledError("charge"),
     errors.HandlerExitError("charge"),
+    errors.TransactionAbortedError("order:1", "a deadlock"),
     errors.PermanentError("no such user"),
     errors.CrashedTooOftenError(5),
     errors.InvalidKeyError("empty"),

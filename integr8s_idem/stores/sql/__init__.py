@@ -1,8 +1,20 @@
 """Records in a table of PostgreSQL or SQLite, by SQLAlchemy; alone, or in the transaction of the business."""
 
-from integr8s_idem.stores.sql.engine import settings_engine, sql_engine
+from integr8s_idem.stores.sql.engine import settings_engine, sql_engine, writing
 from integr8s_idem.stores.sql.migrations import ddl, migrate
+from integr8s_idem.stores.sql.outbox import SqlOutbox
 from integr8s_idem.stores.sql.repository import SqlIdempotencyRepository
 from integr8s_idem.stores.sql.schema import metadata
+from integr8s_idem.stores.sql.transaction import SqlTransaction
 
-__all__ = ["SqlIdempotencyRepository", "ddl", "metadata", "migrate", "settings_engine", "sql_engine"]
+__all__ = [
+    "SqlIdempotencyRepository",
+    "SqlOutbox",
+    "SqlTransaction",
+    "ddl",
+    "metadata",
+    "migrate",
+    "settings_engine",
+    "sql_engine",
+    "writing",
+]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -14,10 +16,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from integr8s_idem.config import PostgresqlStoreSettings, SqliteStoreSettings
 
-READS_ONLY: Final = "integr8s_idem_reads_only"
+_READS_ONLY: Final = "integr8s_idem_reads_only"
 """Execution option of a transaction that will not write: in SQLite it waits for no writer."""
 
-_writers: WeakKeyDictionary[AsyncEngine, asyncio.Lock] = WeakKeyDictionary()
+_TURN: Final = "integr8s_idem_turn"
+"""Where a connection keeps the lock that it holds."""
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[str, asyncio.Lock]] = WeakKeyDictionary()
+"""One for each SQLite file.  SQLite's own waiting is unfair: a writer of this process would starve among its
+siblings, and time out although each of them takes a moment only."""
 
 
 def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: float = 2.0) -> AsyncEngine:
@@ -25,7 +32,8 @@ def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: floa
 
     PostgreSQL: READ COMMITTED, connections looked at before use, a bounded wait for locked rows.
     SQLite: write-ahead log, synchronous = FULL (a power loss takes nothing), a writing transaction waits for
-    its turn at its start instead of failing in its middle.
+    its turn at its start instead of failing in its middle, and
+    those of one process have theirs in the order in which they asked.
 
     Raises:
         sqlalchemy.exc.ArgumentError: `url` is none.
@@ -59,17 +67,21 @@ def settings_engine(settings: PostgresqlStoreSettings | SqliteStoreSettings) -> 
 @asynccontextmanager
 async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     """A transaction of our own: committed at the end of the block, rolled back by any exception."""
-    if engine.dialect.name != "sqlite":
-        async with engine.begin() as connection:
-            yield connection
-        return
-    # SQLite's own waiting is unfair: a writer of this process would starve among its siblings.
-    async with _writers.setdefault(engine, asyncio.Lock()), engine.begin() as connection:
+    async with engine.begin() as connection:
+        yield connection
+
+
+@asynccontextmanager
+async def reading(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+    """A snapshot to read from.  Waits for no writer."""
+    async with engine.connect() as connection:
+        await connection.execution_options(**{_READS_ONLY: True})
         yield connection
 
 
 def _sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
     engine = create_async_engine(url, pool_size=pool_size, connect_args={"timeout": lock_timeout_seconds})
+    file = os.path.realpath(make_url(url).database or ":memory:")
 
     @event.listens_for(engine.sync_engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
@@ -82,7 +94,29 @@ def _sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) 
 
     @event.listens_for(engine.sync_engine, "begin")
     def _begin(connection: Connection) -> None:
-        reads_only = connection.get_execution_options().get(READS_ONLY, False)
-        connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
+        if connection.get_execution_options().get(_READS_ONLY, False):
+            connection.exec_driver_sql("BEGIN")
+            return
+        driver: Any = connection.connection.dbapi_connection
+        turns = _turns.setdefault(asyncio.get_running_loop(), defaultdict(asyncio.Lock))[file]
+        driver.run_async(lambda _: turns.acquire())
+        connection.info[_TURN] = turns
+        try:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        except BaseException:
+            _end_turn(connection)
+            raise
 
+    for ending in ("commit", "rollback"):
+        # Just before it ends: SQLite itself holds the next one back for that moment.
+        event.listen(engine.sync_engine, ending, _end_turn)
+    event.listen(engine.sync_engine, "checkin", lambda _, record: _end_turn(record))
+    event.listen(engine.sync_engine, "invalidate", lambda _, record, error: _end_turn(record))
     return engine
+
+
+def _end_turn(of: Any) -> None:
+    """Let the next writer of this process begin, if it was the turn of this connection."""
+    turns = of.info.pop(_TURN, None)
+    if turns is not None:
+        turns.release()

@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from integr8s_idem.config.addresses import redacted
-from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
+from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError, TransactionAbortedError
 
 MIGRATE: Final = "run: integr8s-idem store migrate"
 
@@ -37,6 +37,7 @@ _PASSING: Final = {
 }
 
 _HELD: Final = "55P03"
+_GIVEN_UP: Final = {"40001", "40P01"}
 
 _SQLITE_REFUSED: Final = {
     "no such table": f"the tables of the store are not there; {MIGRATE}",
@@ -56,6 +57,30 @@ _SQLITE_PASSING: Final = {
 
 class RecordHeldError(StoreUnavailableError):
     """Another transaction holds a record of the batch longer than we wait."""
+
+
+def gave_up(error: BaseException) -> str:
+    """What the database says if it has given up a transaction that can be begun anew; otherwise nothing."""
+    if not isinstance(error, DBAPIError):
+        return ""
+    state = str(getattr(error.orig, "sqlstate", None) or "")
+    return _PASSING[state] if state in _GIVEN_UP else ""
+
+
+@asynccontextmanager
+async def joining(operation: str, kind: str) -> AsyncIterator[None]:
+    """Translate what goes wrong in a transaction of the application's, whose own limits of time hold.
+
+    Raises:
+        TransactionAbortedError: The database gave the transaction up.
+        StoreUnavailableError, StoreConfigurationError: As `guarded`.
+    """
+    try:
+        yield
+    except DBAPIError as error:
+        if said := gave_up(error):
+            raise TransactionAbortedError(operation, said) from error
+        raise translated(operation, error, kind) from error
 
 
 @asynccontextmanager

@@ -19,11 +19,16 @@ from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import writing
 from integr8s_idem.stores.sql.errors import guarded
 from integr8s_idem.stores.sql.health import check_version, new_identity
-from integr8s_idem.stores.sql.schema import VERSION, metadata, store
+from integr8s_idem.stores.sql.schema import BUCKETS, VERSION, buckets, metadata, store
+
+_EMPTY: Final = {"postgresql": "''::bytea", "sqlite": "x''"}
+"""No bytes."""
 
 _LOCK: Final = 0x1DE3_0001
 """Number of the advisory lock under which PostgreSQL is migrated."""
 
+
+_UNCLAIMED: Final = {"token": b"", "claimed_until": 0}
 
 _PATIENCE: Final = timedelta(minutes=5)
 """A migration may have to rewrite a large table."""
@@ -45,7 +50,7 @@ def _tables(tables: MetaData) -> Iterator[ExecutableDDLElement]:
             yield CreateIndex(index)
 
 
-MIGRATIONS: Final = (Migration(1, "records", lambda: _tables(metadata)),)
+MIGRATIONS: Final = (Migration(1, "records, and events to be published", lambda: _tables(metadata)),)
 
 
 async def migrate(engine: AsyncEngine) -> list[Migration]:
@@ -72,6 +77,7 @@ def _migrate(connection: Connection) -> list[Migration]:
     if found == 0:
         row = {"id": 1, "version": VERSION, "identity": new_identity(), "seen_at": 0}
         connection.execute(store.insert(), row)
+        connection.execute(buckets.insert(), [{"bucket": bucket, **_UNCLAIMED} for bucket in range(BUCKETS)])
     elif todo:
         connection.execute(update(store).values(version=VERSION), dialect.times())
     return todo
@@ -92,4 +98,6 @@ def ddl(dialect: Dialect) -> str:
         parts += [str(step.compile(dialect=dialect)).strip() + ";" for step in migration.steps()]
     identity = "md5(random()::text)" if dialect.name == "postgresql" else "lower(hex(randomblob(16)))"
     parts.append(f"INSERT INTO {store.name} (id, version, identity, seen_at) VALUES (1, {VERSION}, {identity}, 0);")  # noqa: S608  # our own words
+    rows = ", ".join(f"({bucket}, {_EMPTY[dialect.name]}, 0)" for bucket in range(BUCKETS))
+    parts.append(f"INSERT INTO {buckets.name} (bucket, token, claimed_until) VALUES {rows};")  # noqa: S608  # as above
     return "\n".join(parts) + "\n"

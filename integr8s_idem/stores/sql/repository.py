@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, Final
+from weakref import WeakSet
 
-from sqlalchemy import Executable
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy import Executable, select
+from sqlalchemy.engine import Engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
-from integr8s_idem.errors import CorruptRecordError
+from integr8s_idem.errors import CorruptRecordError, StoreConfigurationError
 from integr8s_idem.records import (
     Completion,
     Corrupt,
@@ -24,11 +26,14 @@ from integr8s_idem.records import (
 from integr8s_idem.stores.sql import statements
 from integr8s_idem.stores.sql.batches import rounds, slices
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.engine import writing
-from integr8s_idem.stores.sql.errors import RecordHeldError, guarded
+from integr8s_idem.stores.sql.engine import reading, writing
+from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
 from integr8s_idem.stores.sql.health import health_of
 from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
-from integr8s_idem.stores.sql.schema import COMPLETED, FAILED
+from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
+
+_same: Final[WeakSet[Engine]] = WeakSet()
+"""Engines of the application's that were found to lead to the store's database."""
 
 PAGE: Final = 500
 """Rows of one page of a scan, and of one batch of a purge."""
@@ -172,8 +177,12 @@ class SqlIdempotencyRepository:
         async with self._writing("ping") as connection:
             return await health_of(connection, self._dialect)
 
+    def joined(self, held: Any) -> JoinedSqlRepository:
+        """The records as seen and written by the transaction that `held`, a session or connection, is in."""
+        return JoinedSqlRepository(self, held)
+
     async def _read(self, operation: str, ask: Callable[..., Executable], *arguments: Any) -> Sequence[Any]:
-        async with guarded(operation, self._timeout, self._dialect.name), self.engine.connect() as connection:
+        async with guarded(operation, self._timeout, self._dialect.name), reading(self.engine) as connection:
             rows = await connection.execute(ask(self._dialect, *arguments), self._dialect.times())
             return rows.all()
 
@@ -181,3 +190,61 @@ class SqlIdempotencyRepository:
     async def _writing(self, operation: str) -> AsyncIterator[AsyncConnection]:
         async with guarded(operation, self._timeout, self._dialect.name), writing(self.engine) as connection:
             yield connection
+
+
+class JoinedSqlRepository(SqlIdempotencyRepository):
+    """The records of a store as a transaction of the application's sees and writes them.  It never commits.
+
+    Its limits of time are those of the application's connection: in PostgreSQL, `lock_timeout` says how long a
+    duplicate waits for the transaction of its twin before it is told `InProgress`.
+    """
+
+    def __init__(self, records: SqlIdempotencyRepository, held: AsyncSession | AsyncConnection) -> None:
+        super().__init__(records.engine)
+        self._held = held
+
+    async def connection(self) -> AsyncConnection:
+        """The connection that the transaction is on.
+
+        Raises:
+            StoreConfigurationError: It leads to another database than the store's.
+        """
+        connection = self._held if isinstance(self._held, AsyncConnection) else await self._held.connection()
+        theirs = connection.engine.sync_engine
+        if theirs.url != self.engine.url and theirs not in _same:
+            # By another name it may be the same.  The pools are two: ours is not used up by those who wait here.
+            await self._compare(connection)
+            _same.add(theirs)
+        return connection
+
+    @asynccontextmanager
+    async def savepoint(self) -> AsyncIterator[None]:
+        """What happens in the block is undone by an exception, and the transaction goes on."""
+        async with joining("savepoint", self.engine.dialect.name), (await self.connection()).begin_nested():
+            yield
+
+    async def _compare(self, connection: AsyncConnection) -> None:
+        asked = select(store.c.identity)
+        async with joining("join", self.engine.dialect.name):
+            there = (await connection.execute(asked)).scalar_one_or_none()
+        async with reading(self.engine) as own:
+            ours = (await own.execute(asked)).scalar_one_or_none()
+        if there != ours:
+            raise StoreConfigurationError(
+                "join", "the transaction is in another database than the store: give both the same address"
+            )
+
+    async def _read(self, operation: str, ask: Callable[..., Executable], *arguments: Any) -> Sequence[Any]:
+        async with self._writing(operation) as connection:
+            return (await connection.execute(ask(self._dialect, *arguments), self._dialect.times())).all()
+
+    @asynccontextmanager
+    async def _writing(self, operation: str) -> AsyncIterator[AsyncConnection]:
+        connection = await self.connection()
+        async with joining(operation, self.engine.dialect.name):
+            if operation != "reserve":
+                yield connection
+                return
+            # A row that somebody holds must cost us this statement only, not the transaction.
+            async with connection.begin_nested():
+                yield connection

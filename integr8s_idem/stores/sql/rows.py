@@ -42,7 +42,7 @@ def escaped(text: str) -> str:
     return text.encode("unicode_escape").decode("ascii")
 
 
-def _unescaped(stored: str) -> str:
+def unescaped(stored: str) -> str:
     return stored.encode("ascii").decode("unicode_escape")
 
 
@@ -70,13 +70,13 @@ def verdict_of(request: ReserveRequest, row: Any, now: int) -> Verdict:
         )
     if row.status == PROCESSING:
         left = timedelta(microseconds=max(0, (row.lease_until or now) - now))
-        return InProgress(key=request.key, attempt=row.attempt, retry_after=left, owner=_unescaped(row.owner))
+        return InProgress(key=request.key, attempt=row.attempt, retry_after=left, owner=unescaped(row.owner))
     if row.status == FAILED:
         return Failed(
             key=request.key,
             attempt=row.attempt,
             failed_at=_moment(row.settled_at),
-            error=_unescaped(row.error),
+            error=unescaped(row.error),
             trace=_trace(row.trace),
         )
     return Completed(
@@ -109,10 +109,10 @@ def record_of(row: Any) -> IdempotencyRecord | Corrupt:
         settled_at=None if processing else _moment(row.settled_at),
         expires_at=_moment(row.expires_at),
         fingerprint=None if row.fingerprint is None else bytes(row.fingerprint),
-        owner=_unescaped(row.owner) if processing else "",
+        owner=unescaped(row.owner) if processing else "",
         result=_result(row),
         result_dropped=bool(row.result_dropped),
-        error=_unescaped(row.error),
+        error=unescaped(row.error),
         trace=_trace(row.trace),
     )
 
@@ -141,7 +141,7 @@ def _fault(row: Any) -> str:
 
 
 def _result(row: Any) -> StoredResult | None:
-    return None if row.result is None else StoredResult(bytes(row.result), _unescaped(row.content_type))
+    return None if row.result is None else StoredResult(bytes(row.result), unescaped(row.content_type))
 
 
 def _trace(raw: bytes | None) -> TraceLink | None:

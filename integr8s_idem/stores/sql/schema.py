@@ -30,11 +30,17 @@ PROCESSING: Final = 1
 COMPLETED: Final = 2
 FAILED: Final = 3
 
+BUCKETS: Final = 16
+"""Of the outbox: as many relays can share the work."""
+
 metadata: Final = MetaData()
 """All tables of the store; hand it to Alembic beside your own."""
 
 _KEY: Final = String(255).with_variant(String(255, collation="C"), "postgresql")
 """Compared byte for byte, and read by prefix from the primary key's index."""
+
+_ID: Final = BigInteger().with_variant(Integer, "sqlite")
+"""Counted up by the database; SQLite does so for an INTEGER only, which has 64 bits there."""
 
 records: Final = Table(
     "idempotency_records",
@@ -58,6 +64,30 @@ records: Final = Table(
     Index("idempotency_records_expires_at", "expires_at"),
 )
 """One row a key.  A row whose `expires_at` has passed is as good as absent; purging takes it away."""
+
+outbox: Final = Table(
+    "idempotency_outbox",
+    metadata,
+    Column("id", _ID, primary_key=True, autoincrement=True),
+    Column("bucket", SmallInteger, nullable=False),
+    Column("event_id", Text, nullable=False),
+    Column("event_type", Text, nullable=False),
+    Column("topic", Text, nullable=False),
+    Column("message_key", LargeBinary),
+    Column("value", LargeBinary, nullable=False),
+    Column("headers", LargeBinary, nullable=False, comment="JSON: pairs of a name and Base64"),
+    Index("idempotency_outbox_bucket", "bucket", "id"),
+)
+"""Events that wait to be published; a row goes when the broker has confirmed it."""
+
+buckets: Final = Table(
+    "idempotency_outbox_buckets",
+    metadata,
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    Column("token", LargeBinary(16), nullable=False),
+    Column("claimed_until", BigInteger, nullable=False),
+)
+"""Who publishes what: the events of one key are in one bucket, which one relay at a time has claimed."""
 
 store: Final = Table(
     "idempotency_store",

@@ -1,0 +1,99 @@
+"""Handlers whose writes, outgoing events and outcome commit together, in the transaction of their Dishka scope."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dishka import AsyncContainer
+
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.routing import HandlerCall
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.outbox import Outbox
+
+if TYPE_CHECKING:
+    from integr8s_idem.stores.sql import SqlOutbox, SqlTransaction
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """One handler's scope with its transaction."""
+
+    request: AsyncContainer
+    transaction: SqlTransaction
+    call: HandlerCall
+
+    async def seal(self, result: object) -> None:
+        """Write the outcome beside what the handler wrote."""
+        assert self.call.before_commit is not None
+        await self.call.before_commit(result, self.transaction)
+
+
+class Transactions:
+    """Makes a transaction for each call of a handler out of a session or connection in its REQUEST scope."""
+
+    def __init__(self, held: type) -> None:
+        """`held`: what handlers write by: `AsyncSession` or `AsyncConnection`, as the container knows it."""
+        from integr8s_idem.stores.sql import SqlTransaction
+
+        self.key = SqlTransaction
+        self._outbox: SqlOutbox | None = None
+        self._repository: Any = None
+
+        def make(session: Any) -> Any:
+            assert self._outbox is not None
+            return SqlTransaction(self._repository, self._outbox, session)
+
+        make.__annotations__ = {"session": held, "return": SqlTransaction}
+        self.make = make
+
+    def open(self, repository: IdempotencyRepository) -> Outbox:
+        """The outbox beside the records.
+
+        Raises:
+            ApplicationError: The records are in no SQL database.
+        """
+        from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox
+
+        if not isinstance(repository, SqlIdempotencyRepository):
+            raise ApplicationError(
+                f"transactional handlers need a store in SQL, and this is {type(repository).__name__}: set [store] "
+                "kind to that of the application's database, or leave out transaction=…"
+            )
+        self._repository = repository
+        self._outbox = SqlOutbox(repository.engine)
+        return self._outbox
+
+    @asynccontextmanager
+    async def scope(
+        self, opening: AbstractAsyncContextManager[AsyncContainer], call: HandlerCall
+    ) -> AsyncIterator[Begun]:
+        """The REQUEST scope of one call, which commits at the end of the block.
+
+        Raises:
+            TransactionAbortedError: The database gave the transaction up.
+            ApplicationError: It was not committed.
+        """
+        failed: BaseException | None = None
+        transaction: SqlTransaction | None = None
+        try:
+            async with opening as request:
+                transaction = await request.get(self.key)
+                try:
+                    yield Begun(request, transaction, call)
+                except BaseException as error:
+                    failed = error
+                    raise
+        except Exception as error:
+            if failed is not None and not isinstance(failed, Exception):
+                raise failed from None
+            if transaction is not None and (aborted := transaction.given_up(call.attempt.label, failed or error)):
+                raise aborted from error
+            if failed is not None and failed is not error:
+                # The scope's own trouble, such as a refused commit, must not hide why the handler failed.
+                raise failed from error
+            raise
+        transaction.ended()

@@ -1,0 +1,112 @@
+"""Events that wait in the database for a relay to publish them.
+
+They were written in the transaction of a handler, so each is there if and only if that committed.  The events of
+one Kafka key are in one bucket, and a bucket is one relay's at a time: their order is that of their rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final
+
+from sqlalchemy import delete, exists, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from integr8s_idem.events import Message
+from integr8s_idem.stores.outbox import Claim, Waiting
+from integr8s_idem.stores.sql.dialects import dialect_of
+from integr8s_idem.stores.sql.engine import reading, writing
+from integr8s_idem.stores.sql.errors import guarded
+from integr8s_idem.stores.sql.rows import escaped, microseconds, unescaped
+from integr8s_idem.stores.sql.schema import BUCKETS, buckets, outbox
+
+PAGE: Final = 500
+"""Rows that a relay reads at once."""
+
+_row = outbox.c
+
+
+async def put(connection: AsyncConnection, messages: Sequence[Message]) -> None:
+    """Write `messages` in the transaction of `connection`; published in this order where they share a key."""
+    await connection.execute(insert(outbox), [_row_of(message) for message in messages])
+
+
+class SqlOutbox:
+    """`Outbox` in the tables of the store."""
+
+    def __init__(self, engine: AsyncEngine, *, timeout: timedelta = timedelta(seconds=5)) -> None:
+        self._engine = engine
+        self._dialect = dialect_of(engine.dialect.name)
+        self._timeout = timeout
+        self._arrived = asyncio.Event()
+
+    def notice(self) -> None:
+        """A transaction has left something."""
+        self._arrived.set()
+
+    async def arrived(self, at_most: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most):
+                await self._arrived.wait()
+        self._arrived.clear()
+
+    async def claim(self, length: timedelta) -> Claim | None:
+        now, times = self._dialect.now, self._dialect.times()
+        has_rows = exists().where(outbox.c.bucket == buckets.c.bucket)
+        free = select(buckets.c.bucket).where(buckets.c.claimed_until <= now, has_rows).order_by(buckets.c.bucket)
+        token = secrets.token_bytes(16)
+        async with guarded("claim", self._timeout, self._dialect.name), writing(self._engine) as connection:
+            found = tuple((await connection.scalars(free.with_for_update(skip_locked=True, of=buckets), times)).all())
+            if not found:
+                return None
+            until = now + microseconds(length)
+            taken = update(buckets).where(buckets.c.bucket.in_(found)).values(token=token, claimed_until=until)
+            await connection.execute(taken, times)
+        return Claim(token, found)
+
+    async def read(self, claim: Claim, *, besides: Sequence[int] = ()) -> list[Waiting]:
+        asked = (
+            select(outbox).where(_row.bucket.in_(claim.buckets), _row.id.not_in(besides)).order_by(_row.id).limit(PAGE)
+        )
+        async with guarded("read", self._timeout, self._dialect.name), reading(self._engine) as connection:
+            return [_waiting(row) for row in await connection.execute(asked)]
+
+    async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
+        now, times = self._dialect.now, self._dialect.times()
+        ours = update(buckets).where(buckets.c.bucket.in_(claim.buckets), buckets.c.token == claim.token)
+        async with guarded("done", self._timeout, self._dialect.name), writing(self._engine) as connection:
+            if ids:
+                # The broker has them whoever owns the bucket by now.
+                await connection.execute(delete(outbox).where(_row.id.in_(ids)))
+            kept = await connection.execute(ours.values(claimed_until=now + microseconds(length)), times)
+            return bool(kept.rowcount == len(claim.buckets))
+
+    async def count(self) -> int:
+        async with guarded("count", self._timeout, self._dialect.name), reading(self._engine) as connection:
+            return int((await connection.execute(select(func.count()).select_from(outbox))).scalar_one())
+
+
+def _row_of(message: Message) -> dict[str, Any]:
+    pairs = [[name, base64.b64encode(value).decode()] for name, value in message.headers]
+    return {
+        "bucket": zlib.crc32(message.key or message.topic.encode()) % BUCKETS,
+        "event_id": escaped(message.event_id),
+        "event_type": message.event_type,
+        "topic": message.topic,
+        "message_key": message.key,
+        "value": message.value,
+        "headers": json.dumps(pairs).encode(),
+    }
+
+
+def _waiting(row: Any) -> Waiting:
+    headers = [(name, base64.b64decode(value)) for name, value in json.loads(bytes(row.headers))]
+    key = None if row.message_key is None else bytes(row.message_key)
+    return Waiting(row.id, Message(row.topic, key, bytes(row.value), headers, unescaped(row.event_id), row.event_type))

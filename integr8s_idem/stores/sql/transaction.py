@@ -1,0 +1,98 @@
+"""A handler's transaction, as it gets an outcome and outgoing events before it commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sqlalchemy import event
+from sqlalchemy.engine import Connection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
+
+from integr8s_idem.errors import ApplicationError, TransactionAbortedError
+from integr8s_idem.events import Message
+from integr8s_idem.records import Completion
+from integr8s_idem.stores.sql.errors import gave_up, joining
+from integr8s_idem.stores.sql.outbox import SqlOutbox, put
+from integr8s_idem.stores.sql.repository import JoinedSqlRepository, SqlIdempotencyRepository
+
+
+class SqlTransaction:
+    """A transaction that the application opened for one handler: gets its outcome and its outgoing events.
+
+    It watches over the commit.  One that comes before the outcome is written, or after the handler has failed,
+    would let its writes stand without an outcome: it is refused.  One that never comes is told.
+    """
+
+    def __init__(
+        self, repository: SqlIdempotencyRepository, waiting: SqlOutbox, held: AsyncSession | AsyncConnection
+    ) -> None:
+        """`held`: what the handler writes by; the transaction is the one that it is in, or will begin."""
+        self._records = JoinedSqlRepository(repository, held)
+        self._waiting = waiting
+        self._written = self._committed = self._sent = False
+        if isinstance(held, AsyncConnection):
+            if held.sync_connection is None:
+                raise ApplicationError("the connection of the REQUEST scope is not open: enter it in its provider")
+            self._watch(held.sync_connection)
+        else:
+            event.listen(held.sync_session, "after_begin", self._begun)
+
+    async def complete(self, completion: Completion) -> bool:
+        """Remember the outcome, if the transaction commits.  `False`: the reservation is no longer ours."""
+        [self._written] = await self._records.complete([completion])
+        return self._written
+
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Have `messages` published by a relay, if the transaction commits."""
+        async with joining("send", self._records.engine.dialect.name):
+            await put(await self._records.connection(), messages)
+        self._sent = True
+
+    def ended(self) -> None:
+        """To be called once the scope has ended without an error.
+
+        Raises:
+            ApplicationError: It has not committed: nothing was kept.
+        """
+        if self._written and not self._committed:
+            raise ApplicationError(
+                "the REQUEST scope has ended without committing its transaction: what the handler wrote is lost, "
+                "and so is its outcome. Commit in the provider of the session, behind its yield"
+            )
+        if self._sent:
+            self._waiting.notice()
+
+    def given_up(self, label: str, error: BaseException) -> TransactionAbortedError | None:
+        """What to raise instead of `error`, if the database has given the transaction up."""
+        for one in _parts(error):
+            if said := gave_up(one):
+                return TransactionAbortedError(label, said)
+        return None
+
+    def _begun(self, session: Session, transaction: object, connection: Connection) -> None:
+        self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        if not event.contains(connection, "commit", self._committing):
+            event.listen(connection, "commit", self._committing)
+
+    def _committing(self, connection: Connection) -> None:
+        if not self._written:
+            # SQLAlchemy would give the connection to the next one with the transaction still open.
+            connection.invalidate()
+            raise ApplicationError(
+                "the transaction of a handler was to be committed before its outcome was written. Leave the commit "
+                "to the provider of the session, and let that commit only if its yield returns None"
+            )
+        self._committed = True
+
+
+def _parts(error: BaseException) -> Iterator[BaseException]:
+    """`error`, and what it was made of: a scope that ends with errors tells of them as a group."""
+    yield error
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _parts(one)
+    if error.__cause__ is not None:
+        yield from _parts(error.__cause__)

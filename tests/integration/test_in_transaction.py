@@ -1,0 +1,174 @@
+"""`IdempotencyManager.in_transaction`: work and its record commit with what the caller writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+
+from integr8s_idem import IdempotencyManager
+from integr8s_idem.config import OnInProgress
+from integr8s_idem.errors import ApplicationError, InProgressError
+from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
+from tests.support.ledger_shop import charges, tables
+from tests.support.postgres import PostgresServer
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["postgresql", "sqlite"])
+async def engine(
+    request: pytest.FixtureRequest, postgres: PostgresServer, tmp_path: Path
+) -> AsyncIterator[AsyncEngine]:
+    url = postgres.url if request.param == "postgresql" else f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}"
+    engine = sql_engine(url, lock_timeout_seconds=0.3)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.drop_all)
+        await connection.run_sync(tables.drop_all)
+        await connection.run_sync(tables.create_all)
+    await migrate(engine)
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+def manager(engine: AsyncEngine) -> IdempotencyManager:
+    return IdempotencyManager(repository=SqlIdempotencyRepository(engine), scope="refunds")
+
+
+class Refund:
+    """The work: writes into the caller's session."""
+
+    def __init__(self, session: AsyncSession | AsyncConnection) -> None:
+        self.session = session
+        self.runs = 0
+
+    async def __call__(self) -> str:
+        self.runs += 1
+        await self.session.execute(insert(charges).values(order_id=f"run {self.runs}"))
+        return "receipt"
+
+
+@asynccontextmanager
+async def session_of(engine: AsyncEngine) -> AsyncIterator[AsyncSession]:
+    async with AsyncSession(engine) as session, session.begin():
+        yield session
+
+
+async def charged(engine: AsyncEngine) -> list[str]:
+    async with engine.connect() as connection:
+        return list(await connection.scalars(select(charges.c.order_id)))
+
+
+async def test_record_and_write_commit_together_and_a_second_caller_gets_the_result(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    for _ in range(2):
+        async with session_of(engine) as session, manager.in_transaction(session):
+            assert await manager.run("refund:1", Refund(session)) == "receipt"
+
+    assert await charged(engine) == ["run 1"]
+    record = await manager.get("refund:1")
+    assert record is not None
+    assert record.status is IdempotencyStatus.COMPLETED
+
+
+async def test_a_transaction_that_is_rolled_back_has_reserved_nothing(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with AsyncSession(engine) as session, manager.in_transaction(session):
+        await manager.run("refund:1", Refund(session))
+        await session.rollback()
+
+    assert await charged(engine) == []
+    assert await manager.get("refund:1") is None
+
+
+async def test_work_that_fails_is_undone_and_the_rest_of_the_transaction_stands(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with session_of(engine) as session, manager.in_transaction(session):
+
+        async def failing() -> None:
+            await Refund(session)()
+            raise ConnectionError("the bank is away")
+
+        await session.execute(insert(charges).values(order_id="before"))
+        with pytest.raises(ConnectionError, match="the bank is away"):
+            await manager.run("refund:1", failing)
+
+    assert await charged(engine) == ["before"]
+    assert await manager.get("refund:1") is None
+
+
+async def test_a_twin_waits_for_the_transaction_and_gets_its_result(postgres: PostgresServer) -> None:
+    engine = sql_engine(postgres.url, lock_timeout_seconds=20)
+    manager = IdempotencyManager(repository=SqlIdempotencyRepository(engine), scope="refunds")
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.drop_all)
+        await connection.run_sync(tables.drop_all)
+        await connection.run_sync(tables.create_all)
+    await migrate(engine)
+
+    async def twin() -> str:
+        async with session_of(engine) as session, manager.in_transaction(session):
+            return await manager.run("refund:1", Refund(session))
+
+    async with session_of(engine) as session, manager.in_transaction(session):
+        await manager.run("refund:1", Refund(session))
+        waiting = asyncio.create_task(twin())
+        done, _ = await asyncio.wait({waiting}, timeout=0.3)
+        assert not done
+
+    assert await waiting == "receipt"
+    assert await charged(engine) == ["run 1"]
+    await engine.dispose()
+
+
+async def test_a_twin_that_waits_longer_than_the_lock_timeout_is_told_in_progress(postgres: PostgresServer) -> None:
+    engine = sql_engine(postgres.url, lock_timeout_seconds=0.1)
+    manager = IdempotencyManager(repository=SqlIdempotencyRepository(engine), scope="refunds")
+    await migrate(engine)
+    async with session_of(engine) as session, manager.in_transaction(session):
+        await manager.run("refund:2", Refund(session))
+
+        async with session_of(engine) as other, manager.in_transaction(other):
+            with pytest.raises(InProgressError):
+                await manager.run("refund:2", Refund(other), on_in_progress=OnInProgress.RAISE)
+            # Its own transaction goes on.
+            assert await manager.run("refund:3", Refund(other)) == "receipt"
+
+    assert await manager.get("refund:3") is not None
+    await engine.dispose()
+
+
+async def test_work_outside_of_the_block_has_a_transaction_of_its_own(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with engine.connect() as connection, manager.in_transaction(connection):
+        await manager.run("refund:1", Refund(connection))
+        await connection.rollback()
+
+    async def plain() -> str:
+        return "alone"
+
+    assert await manager.run("refund:1", plain) == "alone"
+
+
+async def test_a_store_that_is_elsewhere_cannot_join() -> None:
+    manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="refunds")
+
+    with pytest.raises(ApplicationError, match="use a store in SQL"):
+        async with manager.in_transaction(object()):
+            pass

@@ -1,0 +1,196 @@
+"""The relay and the outbox, on real databases; what it publishes to is a list of ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from integr8s_idem.config import KafkaSettings
+from integr8s_idem.errors import PublishError
+from integr8s_idem.events import Message
+from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, sql_engine
+from integr8s_idem.stores.sql.engine import writing
+from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.worker import EventPublisher
+from integr8s_idem.worker.relay import Relay
+from tests.support.conditions import eventually
+from tests.support.postgres import PostgresServer
+
+MINUTE = timedelta(minutes=1)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["postgresql", "sqlite"])
+async def engine(
+    request: pytest.FixtureRequest, postgres: PostgresServer, tmp_path: Path
+) -> AsyncIterator[AsyncEngine]:
+    url = postgres.url if request.param == "postgresql" else f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}"
+    engine = sql_engine(url)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.drop_all)
+    await migrate(engine)
+    yield engine
+    await engine.dispose()
+
+
+class Broker(EventPublisher):
+    """Keeps what is published; refuses what is `broken`, and everything while `away`."""
+
+    def __init__(self) -> None:
+        super().__init__(KafkaSettings())
+        self.published: list[Message] = []
+        self.broken: set[str] = set()
+        self.away = False
+
+    async def send_message(self, message: Message) -> None:
+        await asyncio.sleep(0)
+        if self.away or message.event_id in self.broken:
+            raise PublishError(message.topic, "the broker is away")
+        self.published.append(message)
+
+    def ids(self, key: bytes | None = None) -> list[str]:
+        return [one.event_id for one in self.published if key in (None, one.key)]
+
+
+def message(number: int, key: bytes | None = b"k") -> Message:
+    headers = (("event_id", b"\xff\x00"),)
+    return Message("orders", key, f"body {number}".encode(), headers, f"event-{number}", "order_placed")
+
+
+async def leave(engine: AsyncEngine, *messages: Message) -> None:
+    async with writing(engine) as connection:
+        await put(connection, messages)
+
+
+@asynccontextmanager
+async def relays(engine: AsyncEngine, *brokers: Broker) -> AsyncIterator[list[SqlOutbox]]:
+    outboxes = [SqlOutbox(engine) for _ in brokers]
+    running = [Relay(box, broker, claim_seconds=60) for box, broker in zip(outboxes, brokers, strict=True)]
+    tasks = [asyncio.create_task(relay.run()) for relay in running]
+    yield outboxes
+    for relay, box in zip(running, outboxes, strict=True):
+        relay.stop()
+        box.notice()
+    await asyncio.gather(*tasks)
+
+
+async def test_messages_go_out_as_they_were_written_in_the_order_of_their_rows(engine: AsyncEngine) -> None:
+    broker, written = Broker(), [message(number) for number in range(20)]
+    await leave(engine, *written)
+
+    async with relays(engine, broker) as [outbox]:
+        await eventually(lambda: len(broker.published) == 20)
+
+    assert [(one.topic, one.key, one.value, tuple(one.headers), one.event_id) for one in broker.published] == [
+        (one.topic, one.key, one.value, tuple(one.headers), one.event_id) for one in written
+    ]
+    assert await outbox.count() == 0
+
+
+async def test_what_a_transaction_rolls_back_is_never_published(engine: AsyncEngine) -> None:
+    broker = Broker()
+    async with engine.connect() as connection:
+        await put(connection, [message(1)])
+        await connection.rollback()
+    await leave(engine, message(2))
+
+    async with relays(engine, broker):
+        await eventually(lambda: broker.published)
+
+    assert broker.ids() == ["event-2"]
+
+
+async def test_many_relays_share_the_work_and_keep_the_order_of_each_key(engine: AsyncEngine) -> None:
+    brokers = [Broker() for _ in range(4)]
+    brokers[1].published = brokers[2].published = brokers[3].published = brokers[0].published
+    keys = [f"key-{number}".encode() for number in range(10)]
+    async with relays(engine, *brokers):
+        for number in range(0, 200, 20):
+            await leave(engine, *(message(number + more, keys[(number + more) % 10]) for more in range(20)))
+        await eventually(lambda: len(brokers[0].published) >= 200)
+
+    assert len(brokers[0].published) == 200
+    for index, key in enumerate(keys):
+        assert brokers[0].ids(key) == [f"event-{number}" for number in range(index, 200, 10)]
+
+
+async def test_a_message_that_cannot_go_holds_up_its_own_key_only(engine: AsyncEngine) -> None:
+    broker = Broker()
+    broker.broken = {"event-1"}
+    await leave(engine, *(message(number, b"k") for number in range(4)), message(9, b"other"), message(10, None))
+
+    async with relays(engine, broker) as [outbox]:
+        await eventually(lambda: len(broker.published) == 3)
+        assert sorted(broker.ids()) == ["event-0", "event-10", "event-9"]
+        broker.broken = set()
+        outbox.notice()
+        await eventually(lambda: len(broker.published) == 6)
+
+    assert broker.ids(b"k") == ["event-0", "event-1", "event-2", "event-3"]
+
+
+async def test_the_next_relay_goes_on_where_a_dead_one_stopped_with_the_same_ids(engine: AsyncEngine) -> None:
+    broker, outbox = Broker(), SqlOutbox(engine)
+    await leave(engine, *(message(number) for number in range(3)))
+    claim = await outbox.claim(timedelta(seconds=0.5))
+    assert claim is not None
+    for waiting in (await outbox.read(claim))[:2]:
+        await broker.send_message(waiting.message)  # and it dies here
+
+    async with relays(engine, broker):
+        await eventually(lambda: len(broker.published) == 5)
+
+    assert broker.ids() == ["event-0", "event-1", "event-0", "event-1", "event-2"]
+
+
+async def test_a_bucket_is_one_relays_until_its_claim_ends(engine: AsyncEngine) -> None:
+    outbox = SqlOutbox(engine)
+    await leave(engine, message(1))
+    first = await outbox.claim(MINUTE)
+    assert first is not None
+
+    assert await outbox.claim(MINUTE) is None
+    await leave(engine, message(2))
+    assert await outbox.claim(MINUTE) is None
+    assert await outbox.done(first, [], timedelta(0))
+    second = await outbox.claim(MINUTE)
+
+    assert second is not None
+    assert not await outbox.done(first, [], MINUTE)
+    assert len(await outbox.read(second)) == 2
+
+
+async def test_a_broker_that_is_away_is_waited_for(engine: AsyncEngine) -> None:
+    broker = Broker()
+    broker.away = True
+    async with relays(engine, broker) as [outbox]:
+        await leave(engine, message(1))
+        outbox.notice()
+        await asyncio.sleep(0.3)
+        assert await outbox.count() == 1
+        broker.away = False
+        await eventually(lambda: broker.published)
+
+    assert await outbox.count() == 0
+
+
+async def test_a_stopped_relay_publishes_what_was_there(engine: AsyncEngine) -> None:
+    broker, outbox = Broker(), SqlOutbox(engine)
+    relay = Relay(outbox, broker, claim_seconds=60)
+    await leave(engine, message(1))
+
+    relay.stop()
+    await relay.run()
+
+    assert broker.ids() == ["event-1"]

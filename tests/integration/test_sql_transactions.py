@@ -1,0 +1,226 @@
+"""Handlers whose writes, outgoing events and outcome commit together, on real databases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+
+from integr8s_idem import Attempt, EventRouter, IdempotencyConfig, Outgoing, Settings
+from integr8s_idem.errors import (
+    ApplicationError,
+    LeaseLostError,
+    StoreConfigurationError,
+    TransactionAbortedError,
+)
+from integr8s_idem.integrations.dishka import FromDishka
+from integr8s_idem.records import Completed
+from integr8s_idem.stores.sql import migrate, sql_engine
+from integr8s_idem.work import Executed, HandlerFailed
+from tests.support.ledger_shop import LedgerShop, OrderCharged, OrderPlaced, charge, open_ledger_shop
+from tests.support.postgres import PostgresServer
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["postgresql", "sqlite"])
+def url(request: pytest.FixtureRequest, postgres: PostgresServer, tmp_path: Path) -> str:
+    return postgres.url if request.param == "postgresql" else f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}"
+
+
+router = EventRouter()
+
+
+@router.on(OrderPlaced)
+async def bill(event: OrderPlaced, session: FromDishka[AsyncSession], outgoing: FromDishka[Outgoing]) -> str:
+    if event.order_id != "free":
+        await charge(session, event)
+    outgoing.publish(OrderCharged(order_id=event.order_id))
+    if event.order_id.startswith("bad"):
+        raise ConnectionError("the bank is away")
+    return f"receipt-{event.order_id}"
+
+
+by_connection = EventRouter()
+
+
+@by_connection.on(OrderPlaced)
+async def bill_by_connection(
+    event: OrderPlaced, connection: FromDishka[AsyncConnection], outgoing: FromDishka[Outgoing]
+) -> str:
+    await charge(connection, event)
+    outgoing.publish(OrderCharged(order_id=event.order_id))
+    return f"receipt-{event.order_id}"
+
+
+@pytest.fixture
+async def shop(url: str) -> AsyncIterator[LedgerShop]:
+    async with open_ledger_shop(url, router) as shop:
+        yield shop
+
+
+async def test_write_outcome_and_events_are_there_together(shop: LedgerShop) -> None:
+    event = OrderPlaced()
+
+    first, second = await shop.attempt(event), await shop.attempt(event)
+
+    assert first == Executed("receipt-1", 1)
+    assert isinstance(second, Completed)
+    assert second.result is not None
+    assert second.result.body == b'"receipt-1"'
+    assert await shop.charged() == ["1"]
+    assert len(await shop.waiting()) == 1
+    assert await shop.statuses() == {event.event_id: "completed"}
+
+
+async def test_a_connection_will_do_as_well(url: str) -> None:
+    async with open_ledger_shop(url, by_connection, held=AsyncConnection) as shop:
+        event = OrderPlaced()
+        await shop.attempt(event)
+        await shop.attempt(event)
+
+        assert await shop.charged() == ["1"]
+        assert len(await shop.waiting()) == 1
+
+
+async def test_a_handler_that_fails_leaves_nothing_but_its_attempt(shop: LedgerShop) -> None:
+    event = OrderPlaced(order_id="bad")
+
+    first, second = await shop.attempt(event), await shop.attempt(event)
+
+    assert isinstance(first, HandlerFailed)
+    assert isinstance(second, HandlerFailed)
+    assert (first.attempt, second.attempt) == (1, 2)
+    assert str(second.error) == "the bank is away"
+    assert (await shop.charged(), await shop.waiting()) == ([], [])
+    assert await shop.statuses() == {event.event_id: "processing"}
+
+
+async def test_one_that_was_overtaken_rolls_back_what_it_wrote(url: str) -> None:
+    overtaken, opened = EventRouter(), list[LedgerShop]()
+
+    @overtaken.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession], attempt: FromDishka[Attempt]) -> None:
+        if attempt.number == 1:
+            await opened[0].store.delete([attempt.key])  # as if it had lapsed and somebody had done it, long ago
+        await charge(session, event)
+
+    async with open_ledger_shop(url, overtaken) as shop:
+        opened.append(shop)
+        with pytest.raises(LeaseLostError, match="another worker"):
+            await shop.attempt(OrderPlaced())
+
+        assert await shop.charged() == []
+
+
+async def test_a_handler_that_commits_by_itself_is_refused(url: str) -> None:
+    early = EventRouter()
+
+    @early.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
+        await charge(session, event)
+        await session.commit()
+
+    async with open_ledger_shop(url, early) as shop:
+        outcome = await shop.attempt(OrderPlaced())
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, ApplicationError)
+        assert "before its outcome was written" in str(outcome.error)
+        assert await shop.charged() == []
+
+
+async def test_a_provider_that_commits_whatever_happens_is_refused_and_the_handlers_error_told(
+    shop: LedgerShop,
+) -> None:
+    shop.sessions.commits = lambda error: True
+
+    outcome = await shop.attempt(OrderPlaced(order_id="bad"))
+
+    assert isinstance(outcome, HandlerFailed)
+    assert isinstance(outcome.error, ConnectionError)
+    assert await shop.charged() == []
+
+
+async def test_a_provider_that_never_commits_is_told(shop: LedgerShop) -> None:
+    shop.sessions.commits = lambda error: False
+
+    outcome = await shop.attempt(OrderPlaced())
+
+    assert isinstance(outcome, HandlerFailed)
+    assert isinstance(outcome.error, ApplicationError)
+    assert "without committing" in str(outcome.error)
+    assert (await shop.charged(), await shop.waiting()) == ([], [])
+
+
+async def test_a_session_of_another_database_is_refused(url: str, tmp_path: Path) -> None:
+    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
+    await migrate(elsewhere)
+    async with open_ledger_shop(url, router) as shop:
+        shop.sessions.engine = elsewhere
+
+        with pytest.raises(StoreConfigurationError, match="in another database"):
+            await shop.attempt(OrderPlaced(order_id="free"))
+
+        assert (await shop.charged(), await shop.waiting()) == ([], [])
+    await elsewhere.dispose()
+
+
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+async def test_a_conflict_of_transactions_is_no_failure_of_the_handler(
+    postgres: PostgresServer, isolation: str
+) -> None:
+    conflicting, opened = EventRouter(), list[LedgerShop]()
+
+    @conflicting.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession], attempt: FromDishka[Attempt]) -> int:
+        await session.execute(text("SELECT * FROM balance"))
+        if attempt.number == 1:
+            async with opened[0].store.engine.begin() as other:
+                await other.execute(text("UPDATE balance SET amount = amount + 1"))
+        await session.execute(text("UPDATE balance SET amount = amount + 10"))
+        return attempt.number
+
+    settings = Settings(idempotency=IdempotencyConfig(max_attempts=1))
+    async with open_ledger_shop(postgres.url, conflicting, isolation=isolation, settings=settings) as shop:
+        opened.append(shop)
+        async with shop.store.engine.begin() as connection:
+            await connection.execute(text("CREATE TABLE balance (amount integer)"))
+            await connection.execute(text("INSERT INTO balance VALUES (0)"))
+        event = OrderPlaced()
+
+        outcome, again = await shop.attempt(event), await shop.attempt(event)
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, TransactionAbortedError)
+        assert not outcome.given_up
+        assert again == Executed(2, 2)
+        async with shop.store.engine.begin() as connection:
+            assert (await connection.execute(text("SELECT amount FROM balance"))).scalar_one() == 11
+            await connection.execute(text("DROP TABLE balance"))
+
+
+@pytest.mark.parametrize("isolation", [None, "REPEATABLE READ", "SERIALIZABLE"])
+async def test_many_at_once_charge_each_order_once(url: str, isolation: str | None) -> None:
+    if isolation == "REPEATABLE READ" and url.startswith("sqlite"):
+        isolation = None  # it has one level, and that is SERIALIZABLE
+    async with open_ledger_shop(url, router, isolation=isolation) as shop:
+        events = [OrderPlaced(order_id=f"{number}") for number in range(20)]
+
+        async def until_done(event: OrderPlaced) -> None:
+            while not isinstance(await shop.attempt(event), Executed | Completed):  # noqa: ASYNC110  # nobody tells
+                await asyncio.sleep(0.01)
+
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(until_done(event) for event in events * 3))
+
+        assert sorted(await shop.charged(), key=int) == [f"{number}" for number in range(20)]
+        assert len(set(await shop.waiting())) == len(await shop.waiting()) == 20

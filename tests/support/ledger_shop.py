@@ -1,0 +1,149 @@
+"""A service whose handlers write into the database that the store is in.
+
+The broker is away: events are dispatched by hand, and what goes out is looked up in the outbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from dishka import Provider, Scope, provide
+from sqlalchemy import Column, Integer, MetaData, String, Table, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+
+from integr8s_idem import BaseEvent, EventDispatcher, EventRouter, IdempotentEventDispatcher, Settings
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
+from integr8s_idem.stores.sql.schema import outbox
+from integr8s_idem.work import Outcome
+
+tables = MetaData()
+charges = Table(
+    "charges", tables, Column("id", Integer, primary_key=True), Column("order_id", String(100), nullable=False)
+)
+"""One row for each time that a handler has charged: nothing but the guard keeps it from being two."""
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str = "1"
+
+
+class OrderCharged(BaseEvent):
+    event_type: Literal["order_charged"] = "order_charged"
+    order_id: str = "1"
+
+
+class SessionProvider(Provider):
+    """A session or connection for each event, committed behind its `yield`, as users write it."""
+
+    scope = Scope.REQUEST
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        super().__init__()
+        self.engine = engine
+        self.commits: Callable[[BaseException | None], bool] = lambda error: error is None
+
+    @provide
+    async def session(self) -> AsyncGenerator[AsyncSession, BaseException | None]:
+        async with AsyncSession(self.engine) as session:
+            error = yield session
+            if self.commits(error):
+                await session.commit()
+
+    @provide
+    async def connection(self) -> AsyncGenerator[AsyncConnection, BaseException | None]:
+        async with self.engine.connect() as connection:
+            error = yield connection
+            if self.commits(error):
+                await connection.commit()
+
+
+@dataclass
+class LedgerShop:
+    """The service, and what is in its database."""
+
+    container: AsyncContainer
+    dispatcher: IdempotentEventDispatcher
+    store: SqlIdempotencyRepository
+    sessions: SessionProvider
+
+    async def attempt(self, event: OrderPlaced) -> Outcome[Any]:
+        """One try of the one handler."""
+        [handling] = self.dispatcher.handlings(event)
+        return await handling.attempt()
+
+    async def charged(self) -> list[str]:
+        """The orders that were charged, each as often as it was."""
+        async with self.store.engine.connect() as connection:
+            return list(await connection.scalars(select(charges.c.order_id).order_by(charges.c.id)))
+
+    async def waiting(self) -> list[str]:
+        """The ids of the events that wait to be published."""
+        async with self.store.engine.connect() as connection:
+            return list(await connection.scalars(select(outbox.c.event_id).order_by(outbox.c.id)))
+
+    async def statuses(self) -> dict[str, str]:
+        """What the records say, by event id."""
+        return {record.key.rpartition(":")[2]: record.status.value async for record in self.store.scan("")}
+
+
+@asynccontextmanager
+async def open_ledger_shop(
+    url: str,
+    router: EventRouter,
+    *,
+    held: type = AsyncSession,
+    isolation: str | None = None,
+    settings: Settings | None = None,
+) -> AsyncIterator[LedgerShop]:
+    """The service on the database of `url`, whose handlers ask for a `held` at the level of `isolation`."""
+    engine = sql_engine(url, lock_timeout_seconds=0.3)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.drop_all)
+        await connection.run_sync(tables.drop_all)
+        await connection.run_sync(tables.create_all)
+    await migrate(engine)
+    own = sql_engine(url)
+    sessions = SessionProvider(own.execution_options(isolation_level=isolation) if isolation else own)
+    store = SqlIdempotencyRepository(engine, timeout=timedelta(seconds=5))
+    context = {Settings: settings or Settings(), ServiceName: ServiceName("billing")}
+    container = make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router, transaction=held),
+        sessions,
+        _store_provider(store),
+        context=context,
+        validation_settings=STRICT_VALIDATION,
+    )
+    dispatcher = await container.get(EventDispatcher)
+    assert isinstance(dispatcher, IdempotentEventDispatcher)
+    yield LedgerShop(container, dispatcher, store, sessions)
+    await container.close()
+    await own.dispose()
+    await engine.dispose()
+
+
+def _store_provider(store: SqlIdempotencyRepository) -> Provider:
+    provider = Provider(scope=Scope.APP)
+    provider.provide(lambda: store, provides=IdempotencyRepository, override=True)
+    return provider
+
+
+async def charge(session: AsyncSession | AsyncConnection, event: OrderPlaced) -> None:
+    """The effect."""
+    await session.execute(insert(charges).values(order_id=event.order_id))
