@@ -15,6 +15,7 @@ from examples.demo.display import Display
 from examples.demo.errors import DemoError
 from examples.demo.play import Asked, Outcome, play
 from examples.demo.requests import FILE, read_requests
+from examples.demo.settings import STORES
 from integr8s_idem.errors import IdempotencyError
 
 
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; the exit status."""
     options = _options(arguments)
     try:
-        asked = Asked(read_requests(options.requests), options.settings, options.deadline, options.keep)
+        asked = Asked(read_requests(options.requests), options.settings, options.store, options.deadline, options.keep)
         with Display() as display:
             outcome = asyncio.run(_played(asked, display))
             _tell(display, outcome)
@@ -64,6 +65,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description="The platform under faults.")
     parser.add_argument("--requests", type=Path, default=FILE, metavar="FILE", help="what is asked for, as JSON lines")
     parser.add_argument("--settings", type=Path, metavar="FILE", help="TOML file that names a Kafka and a Redis to use")
+    parser.add_argument(
+        "--store",
+        choices=STORES,
+        default="redis",
+        help="where records are; beside the platform's own tables in sqlite and postgresql, and committed with them",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict there, for machines")
     parser.add_argument("--deadline", type=float, default=110.0, metavar="SECONDS", help="when to stop waiting")
     parser.add_argument("--keep", action="store_true", help="keep the folder with logs, database and journal")

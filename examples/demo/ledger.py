@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from sqlalchemy import NullPool, text
+from sqlalchemy.ext.asyncio import create_async_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +24,32 @@ class Progress:
 class Ledger:
     """Reads; never writes."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, database_url: str) -> None:
+        # A connection for each look: whoever counts is no part of what is counted.
+        self._engine = create_async_engine(database_url, poolclass=NullPool)
 
-    def progress(self) -> Progress:
-        return Progress(
-            scheduled=self._rows("SELECT count(*) FROM executions WHERE state IN ('running', 'finished')")[0][0],
-            running=self._rows("SELECT count(*) FROM pods WHERE state = 'running'")[0][0],
-            done=self._rows("SELECT count(*) FROM results")[0][0],
+    async def progress(self) -> Progress:
+        [counts] = await self._rows(
+            "SELECT (SELECT count(*) FROM executions WHERE state IN ('running', 'finished')), "
+            "(SELECT count(*) FROM pods WHERE state = 'running'), (SELECT count(*) FROM results)"
         )
+        return Progress(*counts)
 
-    def in_flight(self) -> frozenset[str]:
+    async def in_flight(self) -> frozenset[str]:
         """The executions that a k8s worker has taken and not ended."""
-        return frozenset(row[0] for row in self._rows("SELECT execution_id FROM pods WHERE state = 'running'"))
+        return frozenset(row[0] for row in await self._rows("SELECT execution_id FROM pods WHERE state = 'running'"))
 
-    def attempts(self) -> dict[str, int]:
+    async def attempts(self) -> dict[str, int]:
         """Of each execution the attempt that ran last, as the k8s worker was told by its guard."""
-        return dict(self._rows("SELECT execution_id, attempt FROM pods"))
+        return {row[0]: row[1] for row in await self._rows("SELECT execution_id, attempt FROM pods")}
 
-    def results(self) -> dict[str, list[str]]:
+    async def results(self) -> dict[str, list[str]]:
         """Of each execution the status of every result that is stored."""
         found: dict[str, list[str]] = {}
-        for execution_id, status in self._rows("SELECT execution_id, status FROM results"):
+        for execution_id, status in await self._rows("SELECT execution_id, status FROM results"):
             found.setdefault(execution_id, []).append(status)
         return found
 
-    def _rows(self, query: str) -> list[Any]:
-        with closing(sqlite3.connect(self._path, timeout=10)) as connection:
-            connection.execute("PRAGMA query_only = ON")
-            return connection.execute(query).fetchall()
+    async def _rows(self, query: str) -> list[Any]:
+        async with self._engine.connect() as connection:
+            return list((await connection.execute(text(query))).all())

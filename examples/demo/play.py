@@ -39,6 +39,8 @@ class Asked:
 
     requests: list[DemoRequest]
     settings: Path | None = None
+    store: str = "redis"
+    """Kind of the embedded store."""
     seconds: float = 110.0
     """When it stops waiting, after the start."""
     keep: bool = False
@@ -62,7 +64,7 @@ async def play(asked: Asked, display: Display) -> Outcome:
     Raises:
         DemoError, SettingsError, ApplicationError: It could not be run; nothing is left of it.
     """
-    async with scenery(asked.settings, keep=asked.keep) as scene:
+    async with scenery(asked.settings, asked.store, keep=asked.keep) as scene:
         services = Services(list(platform.services), scene.settings_file, scene.folder)
         try:
             stage = _Stage(asked, scene, services, display)
@@ -71,7 +73,7 @@ async def play(asked: Asked, display: Display) -> Outcome:
             late = await services.end(_END_SECONDS)
         finally:
             services.kill()
-        verdict = Verdict(stage.count(late))
+        verdict = Verdict(await stage.count(late))
         complaints = [f"{service.name}: {line}" for service in services for line in service.complaints()]
         return Outcome(verdict, scene.broker, scene.store, display.seconds, complaints)
 
@@ -104,15 +106,15 @@ class _Stage:
             self._troubles.append(f"not over after {self._asked.seconds:g} s")
         await self._look()
 
-    def count(self, late: Sequence[str]) -> Seen:
+    async def count(self, late: Sequence[str]) -> Seen:
         """What there is to see once the services have ended.  `late`: those that did not by themselves."""
         scene, metrics = self._scene, self._metrics
         return Seen(
             requested=[event.execution_id for event in self._events],
             runs=scene.journal.runs(),
-            results=scene.ledger.results(),
+            results=await scene.ledger.results(),
             in_flight=self._in_flight or (),
-            attempts=scene.ledger.attempts(),
+            attempts=await scene.ledger.attempts(),
             killed=self._in_flight is not None,
             events=self._duplicator.events,
             copies=self._duplicator.copies,
@@ -163,9 +165,10 @@ class _Stage:
         """Kill the k8s worker while a script of its runs, and start it again at once."""
         worker = self._services.by_name[VICTIM]
         await self._freeze_at_work(worker)
+        self._in_flight = await self._scene.ledger.in_flight()
+        # Without a wait in between: whoever looks after the services must not find it dead.
         worker.kill()
         self._metrics.died(VICTIM)
-        self._in_flight = self._scene.ledger.in_flight()
         worker.start()
         self._display.say(
             f"killed the {VICTIM} with {len(self._in_flight)} executions in flight, and started it again; "
@@ -182,21 +185,24 @@ class _Stage:
             await until(self._is_in_the_middle)
             await self._metrics.scrape(worker.name, worker.port)
             worker.freeze()
-            if self._is_in_the_middle():
+            if await self._is_in_the_middle():
                 return
             worker.thaw()
 
-    def _is_in_the_middle(self) -> bool:
+    async def _is_in_the_middle(self) -> bool:
         """Whether a third is done and several scripts run; later on one is enough."""
-        done, all_of_them = self._scene.ledger.progress().done, len(self._events)
+        done, all_of_them = (await self._scene.ledger.progress()).done, len(self._events)
         if done < all_of_them // 3:
             return False
-        begun = self._scene.ledger.in_flight() & self._scene.journal.runs().keys()
+        begun = await self._scene.ledger.in_flight() & self._scene.journal.runs().keys()
         return len(begun) >= (_SEVERAL if done < all_of_them // 2 else 1)
 
     async def _wait_for_results(self) -> None:
-        await until(lambda: self._scene.ledger.progress().done >= len(self._events))
+        await until(self._all_are_done)
         self._display.say("every request has its result")
+
+    async def _all_are_done(self) -> bool:
+        return (await self._scene.ledger.progress()).done >= len(self._events)
 
     async def _wait_for_quiet(self) -> None:
         """A duplicate may still come after the last result, and do harm: wait for all of them."""
@@ -218,7 +224,7 @@ class _Stage:
         """Ask everybody, and show it."""
         ports = {service.name: service.port for service in self._services if service.port}
         await asyncio.gather(*(self._metrics.scrape(name, port) for name, port in ports.items()))
-        metrics, progress = self._metrics, self._scene.ledger.progress()
+        metrics, progress = self._metrics, await self._scene.ledger.progress()
         self._display.show(
             Figures(
                 requested=self._published,

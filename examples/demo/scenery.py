@@ -17,16 +17,25 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from sqlalchemy.engine import make_url
 
 from examples.demo.errors import DemoError
 from examples.demo.journal import Journal
 from examples.demo.ledger import Ledger
-from examples.demo.settings import DATABASE, of_the_run, servers_named_in, write_settings
-from integr8s_idem.config import KafkaSettings, RedisStoreSettings
+from examples.demo.settings import DATABASE, DemoStore, of_the_run, servers_named_in, write_settings
+from integr8s_idem.config import (
+    KafkaSettings,
+    PostgresqlStoreSettings,
+    RedisStoreSettings,
+    SqliteStoreSettings,
+    StoreSettings,
+)
 from integr8s_idem.config.addresses import without_secret
-from integr8s_idem.embedded import embedded
+from integr8s_idem.embedded import EmbeddedPostgres, embedded
 from integr8s_idem.events import event_type_of
+from integr8s_idem.stores.opening import open_engine
 from integr8s_idem.stores.redis.client import redis_client
+from integr8s_idem.stores.sql import migrate
 from integr8s_idem.worker.clients import connection_options
 from services import events
 from services.database import Database
@@ -38,6 +47,7 @@ EVENT_TYPES: Final = tuple(
 )
 """Of all events of the platform: each has a topic."""
 
+_NAMES: Final = {"redis": "Redis", "sqlite": "SQLite", "postgresql": "PostgreSQL"}
 _PARTITIONS: Final = 4
 _ADMIN_SECONDS: Final = 10.0
 _REMOVAL_SECONDS: Final = 5.0
@@ -59,11 +69,12 @@ class Scenery:
 
 
 @asynccontextmanager
-async def scenery(settings_file: Path | None, *, keep: bool) -> AsyncIterator[Scenery]:
+async def scenery(settings_file: Path | None, kind: str, *, keep: bool) -> AsyncIterator[Scenery]:
     """Make everything that services need; remove it at the end.
 
     Args:
         settings_file: Names a Kafka and a Redis to use; `None` starts embedded ones.
+        kind: Of the embedded store, one of `STORES`.  In SQL, it is the platform's own database.
         keep: Leave the folder with logs, database and journal behind.
 
     Raises:
@@ -72,19 +83,26 @@ async def scenery(settings_file: Path | None, *, keep: bool) -> AsyncIterator[Sc
     run = f"demo-{uuid.uuid4().hex[:8]}"
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(_folder(keep=keep))
+        database_url = f"sqlite+aiosqlite:///{folder / DATABASE}"
         if settings_file is None:
             servers = (await stack.enter_async_context(embedded())).settings()
-            kafka, store = of_the_run(run, KafkaSettings(**servers["kafka"]), RedisStoreSettings(**servers["store"]))
-            names = ("embedded Kafka (emulator)", "embedded Redis")
+            if kind == "postgresql":
+                database_url = (await stack.enter_async_context(EmbeddedPostgres())).url
+            chosen = _store(kind, database_url, RedisStoreSettings(**servers["store"]))
+            kafka, store = of_the_run(run, KafkaSettings(**servers["kafka"]), chosen)
+            names = ("embedded Kafka (emulator)", f"embedded {_NAMES[kind]}")
+        elif kind != "redis":
+            raise DemoError(f"--store {kind} is an embedded one; {settings_file} names servers of its own")
         else:
-            kafka, store = of_the_run(run, *servers_named_in(settings_file))
-            names = (f"Kafka at {kafka.bootstrap_servers}", f"Redis at {without_secret(store.url)}")
+            kafka, redis = servers_named_in(settings_file)
+            kafka, store = of_the_run(run, kafka, redis)
+            names = (f"Kafka at {kafka.bootstrap_servers}", f"Redis at {without_secret(redis.url)}")
             await stack.enter_async_context(_topics(kafka))
-            await stack.enter_async_context(_keys(store, run))
+            await stack.enter_async_context(_keys(redis, run))
         file = folder / "settings.toml"
-        write_settings(file, run, kafka, store)
-        await _make_tables(folder / DATABASE)
-        journal, ledger = Journal(folder / "journal"), Ledger(folder / DATABASE)
+        write_settings(file, run, kafka, store, database_url)
+        await _make_tables(database_url, store)
+        journal, ledger = Journal(folder / "journal"), Ledger(database_url)
         yield Scenery(run, folder, file, kafka, *names, journal, ledger)
 
 
@@ -113,13 +131,27 @@ def _remove(folder: Path) -> None:
         time.sleep(0.05)
 
 
-async def _make_tables(path: Path) -> None:
+def _store(kind: str, database_url: str, redis: RedisStoreSettings) -> DemoStore:
+    url = make_url(database_url)
+    match kind:
+        case "sqlite":
+            return SqliteStoreSettings(kind="sqlite", path=str(url.database))
+        case "postgresql":
+            address = url.set(drivername="postgresql").render_as_string(hide_password=False)
+            return PostgresqlStoreSettings(kind="postgresql", url=address)
+    return redis
+
+
+async def _make_tables(database_url: str, store: StoreSettings) -> None:
     """So that whoever counts finds tables, however slowly the services start."""
-    database = Database(f"sqlite+aiosqlite:///{path}")
+    database = Database(database_url)
     try:
         await database.open()
     finally:
         await database.close()
+    if isinstance(store, SqliteStoreSettings | PostgresqlStoreSettings):
+        async with open_engine(store) as engine:
+            await migrate(engine)
 
 
 @asynccontextmanager

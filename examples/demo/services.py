@@ -144,12 +144,15 @@ class Services:
             service.ask_to_end()
         try:
             async with asyncio.timeout(patience):
-                await until(lambda: not any(service.running for service in self))
+                await until(self._have_ended)
         except TimeoutError:
             pass  # they are named and killed below
         late = [service.name for service in self if service.running]
         self.kill()
         return late
+
+    async def _have_ended(self) -> bool:
+        return not any(service.running for service in self)
 
     def kill(self) -> None:
         for service in self:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from pydantic import BaseModel, SecretStr
 
 from examples.demo.errors import DemoError
-from integr8s_idem.config import KafkaSettings, RedisStoreSettings, load_settings
+from integr8s_idem.config import (
+    KafkaSettings,
+    PostgresqlStoreSettings,
+    RedisStoreSettings,
+    SqliteStoreSettings,
+    StoreSettings,
+    load_settings,
+)
 from providers import platform
 from providers.settings import PlatformSettings
 
 LEASE_SECONDS: Final = 7.0
 """After this long without renewal the killed worker's executions are taken over."""
+
+DemoStore: TypeAlias = RedisStoreSettings | SqliteStoreSettings | PostgresqlStoreSettings
+
+STORES: Final = ("redis", "sqlite", "postgresql")
 
 DATABASE: Final = "platform.db"
 """The platform's SQLite file in the folder of the run."""
@@ -38,18 +49,21 @@ def servers_named_in(file: Path) -> tuple[KafkaSettings, RedisStoreSettings]:
     """
     settings = load_settings(file, PlatformSettings)
     if not isinstance(settings.store, RedisStoreSettings):
-        raise DemoError(f"{file}: store.kind is {settings.store.kind}, which several processes cannot share")
+        raise DemoError(
+            f"{file}: store.kind is {settings.store.kind}; with servers of its own the demo runs on a Redis. "
+            "The other stores are embedded ones: --store"
+        )
     return settings.kafka, settings.store
 
 
-def of_the_run(run: str, kafka: KafkaSettings, store: RedisStoreSettings) -> tuple[KafkaSettings, RedisStoreSettings]:
+def of_the_run(run: str, kafka: KafkaSettings, store: DemoStore) -> tuple[KafkaSettings, DemoStore]:
     """The same servers, with topics that no other run has used."""
     times = {"session_timeout_seconds": 6.0, "heartbeat_interval_seconds": 1.0, "metadata_max_age_seconds": 5.0}
     kafka = kafka.model_copy(update={**times, "topic_prefix": f"{kafka.topic_prefix}{run}."})
     return kafka, store.model_copy(update={"timeout_seconds": min(store.timeout_seconds, LEASE_SECONDS / 4)})
 
 
-def write_settings(file: Path, run: str, kafka: KafkaSettings, store: RedisStoreSettings) -> None:
+def write_settings(file: Path, run: str, kafka: KafkaSettings, store: StoreSettings, database_url: str) -> None:
     """Write what the services of this run read.  Groups and keys belong to the run as well."""
     folder = file.parent
     tables = {
@@ -59,7 +73,7 @@ def write_settings(file: Path, run: str, kafka: KafkaSettings, store: RedisStore
         "telemetry": {"metrics_port": 0},
         "services": {name: {**_SERVICE, "group_id": f"{run}.{name}"} for name in platform.services},
         "platform": {
-            "database_url": f"sqlite+aiosqlite:///{folder / DATABASE}",
+            "database_url": database_url,
             "work_folder": str(folder / "work"),
             "sweep_interval_seconds": 2.0,
         },

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 LOOK_SECONDS: Final = 0.05
 
 
-async def until(fact: Callable[[], bool]) -> None:
+async def until(fact: Callable[[], Awaitable[bool]]) -> None:
     """Return once `fact()` is true."""
-    while not fact():  # noqa: ASYNC110  # no event of this process tells of another's work
+    while not await fact():  # noqa: ASYNC110  # no event of this process tells of another's work
         await asyncio.sleep(LOOK_SECONDS)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # The shell becomes the server, so that the process id is the server's.  What it leaves behind waits for our end
 # of the pipe: the kernel closes it however we die, and then the server goes too.
@@ -18,12 +19,22 @@ class ChildServer:
     """One server process, leader of its own process group, its output in `log`."""
 
     def __init__(
-        self, command: Sequence[str], *, folder: Path, log: Path, env: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        folder: Path,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        end_by: signal.Signals = signal.SIGTERM,
+        as_user: Mapping[str, Any] | None = None,
     ) -> None:
+        """`end_by`: the signal that `terminate` asks by; `as_user`: `user`, `group` and `extra_groups` of `Popen`."""
         self.command = tuple(command)
         self.folder = folder
         self.log = log
         self.env = env
+        self._end_by = end_by
+        self._as_user = dict(as_user or {})
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -46,14 +57,19 @@ class ChildServer:
                 cwd=self.folder,
                 env=self.env,
                 start_new_session=True,
+                **self._as_user,
             )
         atexit.register(self.kill)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self._started().send_signal(number)
+
     def terminate(self, timeout: float) -> None:
-        """Ask it to end (SIGTERM); after `timeout` seconds, kill it."""
+        """Ask it to end; after `timeout` seconds, kill it."""
         if self._process is None:
             return
-        self._process.terminate()
+        self._process.send_signal(self._end_by)
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:

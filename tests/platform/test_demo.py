@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,8 +42,11 @@ class Demo:
     """`python -m examples.demo` as a process, with a temporary folder of its own."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self.folder = folder / "temporary"
-        self.folder.mkdir()
+        # Short, and open to the user that an embedded PostgreSQL runs as: a socket will be in there.
+        self.folder = Path(tempfile.mkdtemp(prefix="demo-"))
+        self.folder.chmod(0o711)
+        self.left_behind: list[str] = []
+        """Once it is over."""
         self._verdict = folder / "verdict.json"
         self._said = folder / "said.txt"
         with self._said.open("wb") as output:
@@ -63,8 +68,7 @@ class Demo:
         found: dict[str, Any] = json.loads(self._verdict.read_text())
         return found
 
-    @property
-    def left_behind(self) -> list[str]:
+    def look_around(self) -> list[str]:
         """Files of its folder, and processes whose command names it."""
         commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
         return [*map(str, self.folder.iterdir()), *(command for command in commands if str(self.folder) in command)]
@@ -86,6 +90,8 @@ def demo(folder: Path, *arguments: str) -> Iterator[Demo]:
         if started.process.poll() is None:
             started.process.terminate()
             started.process.wait(30)
+        started.left_behind = started.look_around()
+        shutil.rmtree(started.folder)
 
 
 @pytest.fixture
@@ -124,6 +130,19 @@ def test_with_duplicates_and_a_killed_worker_every_request_has_one_result(tmp_pa
 
     assert_all_is_well(running.verdict)
     assert running.verdict["broker"] == "embedded Kafka (emulator)"
+    assert running.left_behind == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "named"), [("sqlite", "SQLite"), ("postgresql", "PostgreSQL")])
+def test_the_demo_keeps_its_records_beside_the_results_if_asked(
+    tmp_path: Path, few: Path, kind: str, named: str
+) -> None:
+    with demo(tmp_path, "--requests", str(few), "--store", kind) as running:
+        running.ends_with(0)
+
+    assert_all_is_well(running.verdict)
+    assert running.verdict["store"] == f"embedded {named}"
     assert running.left_behind == []
 
 
