@@ -140,6 +140,8 @@ class RedisClusterClient:
         """Ask, and ask again where a server sends us elsewhere, until everything is answered."""
         answered: list[Answered] = []
         pending = list(calls)
+        if not pending:
+            return []
         try:
             for turn in range(_MOST_ROUNDS):
                 again: list[Call] = []
