@@ -47,7 +47,6 @@ async def store(group: RedisGroup) -> AsyncIterator[RedisIdempotencyRepository]:
     client = group.client()
     yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=0.5))
     await client.aclose()
-    await group.aclose()
 
 
 @pytest.mark.scenario(44)

@@ -149,7 +149,6 @@ async def _two_workers(
             if fault in FAILING_OVER:
                 group = await asyncio.to_thread(servers.several)
                 client = group.client()
-                stack.push_async_callback(group.aclose)
             else:
                 client = make_client((await asyncio.to_thread(servers.one)).address, TIMEOUT)
             stack.push_async_callback(client.aclose)
