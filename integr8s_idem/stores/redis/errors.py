@@ -96,6 +96,8 @@ def translated(operation: str, error: RedisError) -> StoreError:
         return StoreUnavailableError(operation, _PASSING["LOADING"])
     if not isinstance(told, ResponseError):
         return StoreUnavailableError(operation, f"no connection to Redis: {error}")
+    if "cluster support disabled" in str(told):
+        return StoreConfigurationError(operation, 'this server is part of no Redis Cluster: set kind = "redis"')
     # The driver cuts the code off the text where it has a class for it.
     text = f"{_CODES.get(type(told).__name__, '')} {told}"
     if isinstance(told, NoPermissionError) or _REFUSED.search(text):
