@@ -5,7 +5,7 @@ The broker is in memory (see `tests.support.redis_shop`); servers, driver, store
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 
 import pytest
@@ -87,15 +87,15 @@ async def test_a_completion_repeated_on_another_connection_still_waits_for_the_r
 async def test_every_write_waits_and_no_read_does(pair: Pair, store: RedisIdempotencyRepository, verb: str) -> None:
     mine = await take(store, "k")
 
-    write = {
+    writes: dict[str, Callable[[], Awaitable[object]]] = {
         "renew": lambda: store.renew([mine], LEASE),
         "release": lambda: store.release([mine]),
         "delete": lambda: store.delete(["k"]),
-    }[verb]
+    }
 
     with pair.link.fault(Stall()):
         with pytest.raises(StoreUnavailableError, match=SHORT):
-            await write()
+            await writes[verb]()
         (record,) = await store.get(["k"])
 
     assert (record is None) == (verb == "delete")
