@@ -97,6 +97,11 @@ class RedisCluster:
         (port,) = ports
         return self._at(port)
 
+    def slots_of(self, server: RedisServer) -> set[int]:
+        """What it has, as it sees it itself."""
+        mine = ((first, last) for first, last, primary, *_ in _ranges(server) if int(primary[1]) == server.port)
+        return {slot for first, last in mine for slot in range(first, last + 1)}
+
     def replica_of(self, primary: RedisServer) -> RedisServer:
         """The replica that follows `primary` in step."""
         wanted = self.id_of(primary)
@@ -158,7 +163,7 @@ class RedisCluster:
     @contextmanager
     def half_moved(self, slot: int, to: RedisServer) -> Iterator[RedisServer]:
         """A slot is on its way from its owner, who is yielded, to another server during the block; there at its end."""
-        source = self.owner(slot)
+        source = self._at(_owner(to, slot))
         source_id, to_id = self.id_of(source), self.id_of(to)
         to.admin("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
         source.admin("CLUSTER", "SETSLOT", slot, "MIGRATING", to_id)

@@ -49,7 +49,8 @@ def redis_cluster_client(settings: RedisClusterStoreSettings) -> RedisClusterCli
     It learns the servers from the first that answers.  The options of the first URL count for all of them.
     """
     seeds = [parse_url(url) for url in settings.urls]
-    options = {**seeds[0], **_options(settings)}
+    # What fails is sent again by the cluster's client, to whoever has the keys by then.
+    options = {**seeds[0], **_options(settings), "retry": Retry(NoBackoff(), 0)}
     options.pop("db", None)
 
     def make(address: Address) -> Redis:

@@ -28,7 +28,7 @@ from integr8s_idem.stores.redis.topology import Topology, address_of
 
 _MOST_ROUNDS: Final = 32
 """Times that a batch follows its keys; with the pauses in between more than any timeout should be."""
-_MOST_FAILURES: Final = 2
+_MOST_FAILURES: Final = 3
 """Times that a server may be unreachable or say that the cluster is down, before the caller is told."""
 _SHORTEST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.1
