@@ -80,7 +80,7 @@ def cluster_url(url: str) -> str:
     scheme = url.partition("://")[0]
     example = f"{'rediss' if scheme == 'rediss' else 'redis'}://localhost:6379"
     if scheme == "unix":
-        raise ValueError(f"is a socket, where a Redis Cluster has none; write {example}")
+        raise ValueError(f"has a socket in it, where a Redis Cluster has none; write {example}")
     if _split(url, example).path.strip("/") not in {"", "0"}:
         raise ValueError(f'"{without_secret(url)}" names a database, of which a Redis Cluster has one; leave it out')
     return url

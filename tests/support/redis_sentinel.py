@@ -32,13 +32,13 @@ _LONGEST_FAILOVER: Final = 60.0
 class SentinelServer(RedisServer):
     """One Sentinel.  It needs a file that it can write what it learns into."""
 
-    def __init__(self, primary_port: int, quorum: int) -> None:
+    def __init__(self, primary_port: int, quorum: int, *more: str) -> None:
         super().__init__(tcp=True)
         self._lines = (
             f"sentinel monitor {NAME} 127.0.0.1 {primary_port} {quorum}\n"
             f"sentinel down-after-milliseconds {NAME} {DOWN_AFTER_MS}\n"
             f"sentinel failover-timeout {NAME} 3000\n"
-            f"sentinel parallel-syncs {NAME} 2\n"
+            f"sentinel parallel-syncs {NAME} 2\n" + "".join(f"{line}\n" for line in more)
         )
 
     def _launch(self, port: int) -> None:

@@ -8,17 +8,13 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.asyncio.connection import BlockingConnectionPool, parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import (
-    Sentinel,
-    SentinelConnectionPool,
-    SentinelManagedConnection,
-    SentinelManagedSSLConnection,
-)
+from redis.asyncio.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 
 from integr8s_idem.config import RedisClusterStoreSettings, RedisSentinelStoreSettings, RedisStoreSettings
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.sending import Address
+from integr8s_idem.stores.redis.sentinels import PrimaryPool, Sentinels
 from integr8s_idem.stores.redis.topology import Topology
 
 CLIENT_NAME: Final = "integr8s-idem"
@@ -77,20 +73,10 @@ def redis_sentinel_client(settings: RedisSentinelStoreSettings) -> Redis:
         "retry": Retry(NoBackoff(), 0),
     }
     addresses = [_parted(address) for address in settings.sentinels]
-    sentinel = Sentinel(addresses, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
+    sentinel = Sentinels(addresses, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
     options = {**_options(settings), "db": settings.database}
     options["connection_class"] = SentinelManagedSSLConnection if settings.tls else SentinelManagedConnection
-    return Redis.from_pool(_PrimaryPool(settings.master_name, sentinel, **options))  # type: ignore[no-untyped-call]
-
-
-class _PrimaryPool(SentinelConnectionPool, BlockingConnectionPool):
-    """Connections to the primary, for which callers wait; closed together with those to the Sentinels."""
-
-    async def disconnect(self, inuse_connections: bool = True) -> None:
-        await super().disconnect(inuse_connections)
-        if inuse_connections:
-            for sentinel in self.sentinel_manager.sentinels:
-                await sentinel.aclose()
+    return Redis.from_pool(PrimaryPool(settings.master_name, sentinel, **options))  # type: ignore[no-untyped-call]
 
 
 def _client(options: dict[str, Any]) -> Redis:

@@ -227,10 +227,11 @@ class RedisIdempotencyRepository(RecordsInRedis):
     An ACL user needs, with `KEY_PREFIX` as in `[idempotency] key_prefix`:
 
         ~KEY_PREFIX:* +evalsha +script|load +get +set +setrange +time +pttl +pexpire
-        +wait                          for wait_replicas
         +scan +getrange +unlink        for scan, count_active and delete
         +ping +info +config|get        for ping, beside the first line; it says so where info or config is refused
         +client|setname +select        for the connections of `redis_client`
+
+    and `+wait` for `wait_replicas`.
 
     Args:
         client: A client of redis-py; `redis_client` and `redis_sentinel_client` make one from settings.
