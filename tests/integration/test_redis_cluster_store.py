@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from integr8s_idem.stores.opening import open_store
 from integr8s_idem.stores.redis import RedisClusterIdempotencyRepository, redis_cluster_client
 from integr8s_idem.stores.redis import cluster as cluster_module
 from integr8s_idem.stores.redis.buckets import BUCKET_SLOTS, BUCKETS, TAGS, bucket_of, slot_of, stored_name
-from integr8s_idem.stores.redis.sending import send
+from integr8s_idem.stores.redis.sending import all_of, send
 from integr8s_idem.testing.store_under_test import LEASE, TTL, wish
 from tests.support.redis import RedisServer
 from tests.support.redis_cluster import RedisCluster
@@ -249,3 +250,19 @@ async def test_every_primary_that_was_written_to_must_have_its_replicas(
         await asyncio.to_thread(cluster.rejoin, replica)
 
     assert [one.attempt for one in reserved(await strict.reserve(wishes))] == [1] * 100
+
+
+async def test_what_fails_while_a_call_is_cancelled_is_seen_by_someone(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise ConnectionError("gone")
+
+    asking = asyncio.create_task(all_of([fail(), asyncio.sleep(60)]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    del asking
+    gc.collect()
+
+    assert caplog.records == []

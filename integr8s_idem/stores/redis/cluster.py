@@ -15,6 +15,7 @@ from redis.exceptions import (
     ConnectionError,  # noqa: A004  # the driver's
     MovedError,
     NoScriptError,
+    TimeoutError,  # noqa: A004  # the driver's
     TryAgainError,
 )
 
@@ -30,6 +31,7 @@ _MOST_ROUNDS: Final = 32
 """Times that a batch follows its keys; with the pauses in between more than any timeout should be."""
 _MOST_FAILURES: Final = 3
 """Times that a server may be unreachable or say that the cluster is down, before the caller is told."""
+_UNREACHABLE: Final = (ConnectionError, TimeoutError, OSError)
 _SHORTEST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.1
 
@@ -173,7 +175,7 @@ class RedisClusterClient:
             return call.split()
         else:
             call.failures += 1
-            if not isinstance(error, ClusterDownError | ConnectionError | OSError) or call.failures == _MOST_FAILURES:
+            if not isinstance(error, (ClusterDownError, *_UNREACHABLE)) or call.failures == _MOST_FAILURES:
                 raise error
             self._topology.forget()
         return [call]
@@ -206,7 +208,7 @@ class RedisClusterClient:
                     break
                 for text in {script.text for place in asked if (script := calls[place].script) is not None}:
                     await client.script_load(text)
-        except (ConnectionError, OSError) as error:
+        except _UNREACHABLE as error:
             return [error if place in asked else answers[place] for place in range(len(calls))]
         return answers
 

@@ -103,7 +103,8 @@ async def all_of(waiting: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
                 # More than once: the driver waits by asyncio.wait_for, which swallows some before Python 3.12.
                 task.cancel()
             await asyncio.wait(pending, timeout=_CANCEL_SECONDS)
-    failed = [error for task in tasks if (error := task.exception()) is not None]
+        # Looked at even where the cancellation is all that is told: an error that nobody has seen is logged.
+        failed = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
     if failed:
         raise failed[0]
     return [task.result() for task in tasks]
