@@ -38,6 +38,7 @@ _NO_CREDENTIALS: Final[Mapping[str, Mapping[str, Any]]] = {
         "username": None,
         "password": None,
         "tls_ca_file": None,
+        "wait_replicas": 0,
         "tls_cert_file": None,
         "tls_key_file": None,
     },

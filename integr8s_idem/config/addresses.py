@@ -10,6 +10,7 @@ _REDIS_SCHEMES: Final = frozenset({"redis", "rediss", "unix"})
 _SECRET_OPTION: Final = re.compile(r"(?i)((?:password|secret|token)=)[^&\s]+")
 _WORD: Final = re.compile(r"[^\s'\"<>]+")
 _END_OF_HOST: Final = re.compile("[/?#]")
+SENTINEL_PORT: Final = 26379
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 
 
@@ -67,6 +68,41 @@ def redis_url(url: str) -> str:
             f"write {_example(scheme, parts.netloc)}"
         )
     return url
+
+
+def cluster_url(url: str) -> str:
+    """`url` if it names a server of a Redis Cluster.
+
+    Raises:
+        ValueError: With the URL to write instead.
+    """
+    redis_url(url)
+    scheme = url.partition("://")[0]
+    example = f"{'rediss' if scheme == 'rediss' else 'redis'}://localhost:6379"
+    if scheme == "unix":
+        raise ValueError(f"has a socket in it, where a Redis Cluster has none; write {example}")
+    if _split(url, example).path.strip("/") not in {"", "0"}:
+        raise ValueError(f'"{without_secret(url)}" names a database, of which a Redis Cluster has one; leave it out')
+    return url
+
+
+def sentinel_address(address: str) -> str:
+    """`address` if it is `host:port`, with the usual port if it has none.
+
+    Raises:
+        ValueError: With the address to write instead.
+    """
+    found = _BROKER.fullmatch(address.strip())
+    if found is None:
+        host = without_secret(address).rpartition("://")[2].rpartition("@")[2].partition("/")[0].partition(":")[0]
+        meant = host if _BROKER.fullmatch(host) else "localhost"
+        raise ValueError(f'"{without_secret(address)}" is no address of a Sentinel; write {meant}:{SENTINEL_PORT}')
+    return f"{found[1]}{found[2] or f':{SENTINEL_PORT}'}"
+
+
+def one_or_many(value: object) -> object:
+    """A list, from one text or from several separated by commas."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
 def postgresql_url(url: str) -> str:

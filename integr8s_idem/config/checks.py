@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Final
 from integr8s_idem.config.addresses import url_holds_password
 from integr8s_idem.config.environment import same_name
 from integr8s_idem.config.policies import OnInProgress, OnStoreError
-from integr8s_idem.config.sections import MemoryStoreSettings, RedisStoreSettings, ServiceSettings, SqliteStoreSettings
+from integr8s_idem.config.sections import (
+    AnyRedisSettings,
+    MemoryStoreSettings,
+    PostgresqlStoreSettings,
+    RedisClusterStoreSettings,
+    RedisSentinelStoreSettings,
+    RedisStoreSettings,
+    ServiceSettings,
+    SqliteStoreSettings,
+)
 from integr8s_idem.config.shape import Path
 from integr8s_idem.errors import SettingsMistake
 
@@ -107,15 +116,35 @@ def _store(settings: Settings) -> Iterator[Contradiction]:
         yield _compared(timeout, lease, "one renewal without an answer would lose the lease", part="a third of ")
     if isinstance(store, SqliteStoreSettings):
         return
-    if store.password is not None and url_holds_password(store.url):
-        yield Contradiction(
-            "store.password", "store.url", "is given twice: store.url holds a password as well; take it out of the url"
-        )
-    if isinstance(store, RedisStoreSettings) and (store.tls_cert_file is None) != (store.tls_key_file is None):
+    for path, url in _urls(store):
+        if store.password is not None and url_holds_password(url):
+            yield Contradiction(
+                "store.password", path, f"is given twice: {path} holds a password as well; take it out of the url"
+            )
+    if isinstance(store, AnyRedisSettings):
+        yield from _redis(store)
+
+
+def _urls(store: PostgresqlStoreSettings | AnyRedisSettings) -> Iterator[tuple[str, str]]:
+    match store:
+        case RedisSentinelStoreSettings():
+            return
+        case RedisClusterStoreSettings(urls=urls):
+            yield from (("store.urls", url) for url in urls)
+        case _:
+            yield "store.url", store.url
+
+
+def _redis(store: AnyRedisSettings) -> Iterator[Contradiction]:
+    if (store.tls_cert_file is None) != (store.tls_key_file is None):
         given, needed = ("cert", "key") if store.tls_cert_file else ("key", "cert")
         yield Contradiction(
             f"store.tls_{needed}_file", f"store.tls_{given}_file", f"must be given beside store.tls_{given}_file"
         )
+    wait = _Value("store.wait_timeout_seconds", store.wait_timeout_seconds)
+    timeout = _Value("store.timeout_seconds", store.timeout_seconds)
+    if store.wait_replicas and wait.number >= timeout.number:
+        yield _compared(wait, timeout, "a call would end before the replicas have had their time")
 
 
 def _service(settings: Settings, path: str, service: ServiceSettings) -> Iterator[Contradiction]:
@@ -184,8 +213,14 @@ def _warned_globally(settings: Settings) -> Iterator[SettingsMistake]:
             "kafka.sasl_password", f'is not used with security_protocol = "{kafka.security_protocol}"; write SASL_SSL?'
         )
     store = settings.store
-    if isinstance(store, RedisStoreSettings) and store.tls_ca_file and not store.url.startswith("rediss://"):
-        yield SettingsMistake("store.tls_ca_file", "is not used: store.url does not start with rediss://")
+    match store:
+        case RedisSentinelStoreSettings(tls_ca_file=str(), tls=False):
+            yield SettingsMistake("store.tls_ca_file", "is not used without store.tls = true")
+        case RedisStoreSettings(tls_ca_file=str()) | RedisClusterStoreSettings(tls_ca_file=str()):
+            for path, url in _urls(store):
+                if not url.startswith("rediss://"):
+                    yield SettingsMistake("store.tls_ca_file", f"is not used: {path} does not start with rediss://")
+                    break
 
 
 def _warned_of_service(settings: Settings, name: str, service: ServiceSettings) -> Iterator[SettingsMistake]:

@@ -56,7 +56,7 @@ class Translator:
         message = self._message(error, path)
         whole = self._without_index(place)
         if len(place) == len(whole) + 1:  # one of a list of texts or numbers: the setting is the list
-            path, message = whole, f"each {message}"
+            path, message = whole, f"each {message}" if message.startswith("must") else message
         origin = self.origins.get(path)
         # A wrong tag alone is left out, so that its neighbours are looked at as those of the default.
         out = path if error["type"] == "union_tag_invalid" else whole

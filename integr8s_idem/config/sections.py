@@ -6,7 +6,15 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
-from integr8s_idem.config.addresses import brokers, collector_url, postgresql_url, redis_url
+from integr8s_idem.config.addresses import (
+    brokers,
+    cluster_url,
+    collector_url,
+    one_or_many,
+    postgresql_url,
+    redis_url,
+    sentinel_address,
+)
 from integr8s_idem.config.policies import (
     NOT_BOOL,
     Count,
@@ -17,6 +25,8 @@ from integr8s_idem.config.policies import (
     Section,
 )
 
+ClusterUrl: TypeAlias = Annotated[str, AfterValidator(cluster_url)]
+SentinelAddress: TypeAlias = Annotated[str, AfterValidator(sentinel_address)]
 TopicName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,249}$")]
 
 
@@ -63,7 +73,7 @@ class RedisStoreSettings(Section):
     """Records in Redis (6.2 or newer) or Valkey."""
 
     kind: Literal["redis"] = "redis"
-    """Which store: redis, postgresql, sqlite, or memory for trying things out."""
+    """Which store: redis, redis-cluster, redis-sentinel, postgresql, sqlite, or memory for trying things out."""
     url: Annotated[str, AfterValidator(redis_url)] = "redis://localhost:6379/0"
     """redis://host:port/db, rediss:// for TLS, unix:///path for a socket."""
     username: str | None = None
@@ -80,6 +90,78 @@ class RedisStoreSettings(Section):
     """Our certificate, where the server asks for one."""
     tls_key_file: str | None = None
     """Key of our certificate."""
+    wait_replicas: Annotated[int, Field(ge=0, le=100), NOT_BOOL] = 0
+    """Replicas that must confirm each write; with fewer, calls fail. 0 trusts the primary alone."""
+    wait_timeout_seconds: Seconds = 1
+    """How long they may take; less than timeout_seconds."""
+
+
+class RedisClusterStoreSettings(Section):
+    """Records in a Redis Cluster."""
+
+    kind: Literal["redis-cluster"]
+    """Which store."""
+    urls: Annotated[tuple[ClusterUrl, ...], BeforeValidator(one_or_many), Field(min_length=1)] = (
+        "redis://localhost:6379",
+    )
+    """Servers to ask first, all with the same user and password: redis://host:port, rediss:// for TLS."""
+    username: str | None = None
+    """ACL user."""
+    password: SecretStr | None = None
+    """Password; better given by the environment."""
+    timeout_seconds: Seconds = 2
+    """Longest wait for one answer, redirects included, before StoreUnavailableError."""
+    max_connections: Count = 16
+    """Most connections of one service to one server; batching needs few."""
+    tls_ca_file: str | None = None
+    """Certificates to trust with rediss://; the system's if not given."""
+    tls_cert_file: str | None = None
+    """Our certificate, where the server asks for one."""
+    tls_key_file: str | None = None
+    """Key of our certificate."""
+    wait_replicas: Annotated[int, Field(ge=0, le=100), NOT_BOOL] = 0
+    """Replicas that must confirm each write; with fewer, calls fail. 0 trusts the primary alone."""
+    wait_timeout_seconds: Seconds = 1
+    """How long they may take; less than timeout_seconds."""
+
+
+class RedisSentinelStoreSettings(Section):
+    """Records in the Redis that Sentinels name as the primary."""
+
+    kind: Literal["redis-sentinel"]
+    """Which store."""
+    sentinels: Annotated[tuple[SentinelAddress, ...], BeforeValidator(one_or_many), Field(min_length=1)] = (
+        "localhost:26379",
+    )
+    """Sentinels, as host:port; one that answers is enough."""
+    master_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "mymaster"
+    """What the Sentinels call the primary and its replicas."""
+    database: Annotated[int, Field(ge=0), NOT_BOOL] = 0
+    """Number of the database."""
+    username: str | None = None
+    """ACL user of the primary."""
+    password: SecretStr | None = None
+    """Password of the primary; better given by the environment."""
+    sentinel_username: str | None = None
+    """ACL user of the Sentinels."""
+    sentinel_password: SecretStr | None = None
+    """Password of the Sentinels, which do not take that of the primary; better given by the environment."""
+    timeout_seconds: Seconds = 2
+    """Longest wait for one answer, finding the primary included, before StoreUnavailableError."""
+    max_connections: Count = 16
+    """Most connections of one service; batching needs few."""
+    tls: bool = False
+    """Talk TLS, to Sentinels and Redis."""
+    tls_ca_file: str | None = None
+    """Certificates to trust with tls; the system's if not given."""
+    tls_cert_file: str | None = None
+    """Our certificate, where the server asks for one."""
+    tls_key_file: str | None = None
+    """Key of our certificate."""
+    wait_replicas: Annotated[int, Field(ge=0, le=100), NOT_BOOL] = 0
+    """Replicas that must confirm each write; with fewer, calls fail. 0 trusts the primary alone."""
+    wait_timeout_seconds: Seconds = 1
+    """How long they may take; less than timeout_seconds."""
 
 
 class PostgresqlStoreSettings(Section):
@@ -130,11 +212,18 @@ def _redis_by_default(store: object) -> object:
 
 
 _StoreByKind: TypeAlias = Annotated[
-    RedisStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings | MemoryStoreSettings,
+    RedisStoreSettings
+    | RedisClusterStoreSettings
+    | RedisSentinelStoreSettings
+    | PostgresqlStoreSettings
+    | SqliteStoreSettings
+    | MemoryStoreSettings,
     Field(discriminator="kind"),
 ]
 StoreSettings: TypeAlias = Annotated[_StoreByKind, BeforeValidator(_redis_by_default)]
 """By `kind`; a table without one is Redis."""
+
+AnyRedisSettings: TypeAlias = RedisStoreSettings | RedisClusterStoreSettings | RedisSentinelStoreSettings
 
 
 class ServiceSettings(Section):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from integr8s_idem.config import (
     MemoryStoreSettings,
     PostgresqlStoreSettings,
+    RedisClusterStoreSettings,
+    RedisSentinelStoreSettings,
     RedisStoreSettings,
     SqliteStoreSettings,
     StoreSettings,
@@ -33,7 +35,7 @@ async def open_store(settings: StoreSettings, *, key_prefix: str) -> AsyncIterat
             from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 
             yield MemoryIdempotencyRepository()
-        case RedisStoreSettings():
+        case RedisStoreSettings() | RedisClusterStoreSettings() | RedisSentinelStoreSettings():
             async with _redis(settings, key_prefix) as store:
                 yield store
         case PostgresqlStoreSettings() | SqliteStoreSettings():
@@ -42,15 +44,28 @@ async def open_store(settings: StoreSettings, *, key_prefix: str) -> AsyncIterat
 
 
 @asynccontextmanager
-async def _redis(settings: RedisStoreSettings, key_prefix: str) -> AsyncIterator[IdempotencyRepository]:
-    from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+async def _redis(
+    settings: RedisStoreSettings | RedisClusterStoreSettings | RedisSentinelStoreSettings, key_prefix: str
+) -> AsyncIterator[IdempotencyRepository]:
+    from integr8s_idem.stores import redis
 
-    client = redis_client(settings)
-    try:
-        timeout = timedelta(seconds=settings.timeout_seconds)
-        yield RedisIdempotencyRepository(client, timeout=timeout, key_prefix=key_prefix)
-    finally:
-        await client.aclose()
+    options: dict[str, Any] = {
+        "timeout": timedelta(seconds=settings.timeout_seconds),
+        "key_prefix": key_prefix,
+        "wait_replicas": settings.wait_replicas,
+        "wait_timeout": timedelta(seconds=settings.wait_timeout_seconds),
+    }
+    if isinstance(settings, RedisClusterStoreSettings):
+        cluster = redis.redis_cluster_client(settings)
+        async with aclosing(cluster):
+            yield redis.RedisClusterIdempotencyRepository(cluster, **options)
+        return
+    if isinstance(settings, RedisSentinelStoreSettings):
+        client = redis.redis_sentinel_client(settings)
+    else:
+        client = redis.redis_client(settings)
+    async with aclosing(client):
+        yield redis.RedisIdempotencyRepository(client, **options)
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ The broker is in memory (see `tests.support.redis_shop`); server, proxy, driver,
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from integr8s_idem.errors import PermanentError
-from integr8s_idem.stores.redis.scripts import _TEXTS
+from integr8s_idem.stores.redis.scripts import RELEASE, RENEW, RESERVE, SCRIPTS, SETTLE
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.work import Attempt
 from tests.support.conditions import eventually
@@ -41,8 +40,8 @@ def server() -> Iterator[RedisServer]:
 @pytest.fixture
 async def proxy(server: RedisServer) -> AsyncIterator[FaultProxy]:
     server.flush()
-    for text in _TEXTS.values():  # a first call would be answered with NOSCRIPT, and its loss would prove nothing
-        server.admin("SCRIPT", "LOAD", text)
+    for script in SCRIPTS:  # a first call would be answered with NOSCRIPT, and its loss would prove nothing
+        server.admin("SCRIPT", "LOAD", script.text)
     async with FaultProxy(server.address) as proxy:
         yield proxy
 
@@ -58,11 +57,19 @@ async def misbehave(event: OrderPlaced, attempt: Attempt) -> None:
             raise PermanentError("never")
 
 
+CALLS = {
+    "reserve": (RESERVE, b""),
+    "renew": (RENEW, b""),
+    "complete": (SETTLE, b"\2"),
+    "release": (RELEASE, b""),
+    "fail": (SETTLE, b"\3"),
+}
+
+
 def calls_of(verb: str, **how: Any) -> Cut:
     """A cut at the calls of one verb: known by its script, and by the status that it writes."""
-    script, status = {"complete": ("settle", b"\2"), "fail": ("settle", b"\3")}.get(verb, (verb, b""))
-    sha = hashlib.sha1(_TEXTS[script].encode()).hexdigest().encode()
-    return Cut(matching=sha, also=b"$1\r\n%b\r\n" % status if status else b"", **how)
+    script, status = CALLS[verb]
+    return Cut(matching=script.sha.encode(), also=b"$1\r\n%b\r\n" % status if status else b"", **how)
 
 
 STEPS: dict[str, dict[str, Any]] = {

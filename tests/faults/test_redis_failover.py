@@ -8,21 +8,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from datetime import timedelta
 
 import pytest
-from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError
 
 from integr8s_idem.errors import StoreUnavailableError
-from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_sentinel_client
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.work import Attempt
 from tests.redis_faults.campaign import CAMPAIGN
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
-from tests.support.fault_proxy import FaultProxy, Stall
+from tests.support.fault_proxy import Stall
 from tests.support.redis import RedisServer
+from tests.support.redis_pair import lagging_pair
 from tests.support.redis_sentinel import NAME, RedisGroup
 from tests.support.redis_shop import RedisShop, briefly, open_redis_shop
 from tests.support.workers import OrderPlaced
@@ -47,7 +47,6 @@ async def store(group: RedisGroup) -> AsyncIterator[RedisIdempotencyRepository]:
     client = group.client()
     yield RedisIdempotencyRepository(client, timeout=timedelta(seconds=0.5))
     await client.aclose()
-    await group.aclose()
 
 
 @pytest.mark.scenario(44)
@@ -102,48 +101,33 @@ async def _keep_ordering(shop: RedisShop) -> None:
 
 @pytest.mark.parametrize("why", ["no sentinel", "unknown name"])
 async def test_no_primary_to_be_found_is_an_outage(group: RedisGroup, why: str) -> None:
-    port = 1 if why == "no sentinel" else group.sentinels[0].port
-    sentinel = Sentinel([("127.0.0.1", port)], socket_timeout=0.2)  # type: ignore[no-untyped-call]
-    client = sentinel.master_for("elsewhere")
+    wrong = {"sentinels": ("127.0.0.1:1",)} if why == "no sentinel" else {"master_name": "elsewhere"}
+    client = redis_sentinel_client(group.settings().model_copy(update=wrong))
     store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=30))
 
-    with pytest.raises(StoreUnavailableError, match="no connection to Redis: No master found") as caught:
+    with pytest.raises(StoreUnavailableError, match="no Sentinel names a primary for") as caught:
         await store.get(["k"])
 
     assert isinstance(caught.value.__cause__, MasterNotFoundError)
     await client.aclose()
-    for asked in sentinel.sentinels:
-        await asked.aclose()
+
+
+async def test_a_sentinel_that_is_gone_or_hangs_does_not_matter(group: RedisGroup) -> None:
+    hanging = group.sentinels[0]
+    addresses = ("127.0.0.1:1", f"127.0.0.1:{hanging.port}", f"127.0.0.1:{group.sentinels[1].port}")
+    client = redis_sentinel_client(group.settings(timeout_seconds=2).model_copy(update={"sentinels": addresses}))
+    store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=2))
+
+    hanging.pause()
+    try:
+        assert await store.get(["k"]) == [None]
+    finally:
+        hanging.resume()
+
+    await client.aclose()
 
 
 # Writes that were acknowledged and lost.
-
-
-class Pair:
-    """A primary, a replica that lags behind it as far as wanted, and one address for whoever is the primary."""
-
-    def __init__(self, old: RedisServer, new: RedisServer, link: FaultProxy, front: FaultProxy) -> None:
-        self.old, self.new, self.link, self.front = old, new, link, front
-
-    async def in_step(self) -> None:
-        """Return once the replica has everything."""
-        await asyncio.to_thread(self.old.admin, "SET", "step", time.monotonic_ns())
-        await eventually(lambda: self.new.admin("GET", "step") == self.old.admin("GET", "step"))
-
-    async def fail_over(self) -> None:
-        """The primary dies with what it has not passed on, and the replica takes its place."""
-        self.old.kill()
-        await asyncio.to_thread(self.new.admin, "REPLICAOF", "NO", "ONE")
-        self.front.target = self.new.address
-        self.front.reset()
-
-
-@asynccontextmanager
-async def lagging_pair() -> AsyncIterator[Pair]:
-    with RedisServer(tcp=True, config={"repl-diskless-sync-delay": "0"}) as old:
-        async with FaultProxy(old.address) as link, FaultProxy(old.address) as front:
-            with RedisServer(tcp=True, config={"replicaof": ["127.0.0.1", str(link.address)]}) as new:
-                yield Pair(old, new, link, front)
 
 
 @pytest.mark.scenario(44)

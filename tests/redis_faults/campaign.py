@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Final
 from unittest.mock import patch
 
-from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.redis import (
+    RedisClusterIdempotencyRepository,
+    RedisIdempotencyRepository,
+    redis_cluster_client,
+)
+from integr8s_idem.stores.redis.buckets import BUCKET_SLOTS
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.work import Attempt
 from integr8s_idem.worker import gate
@@ -26,6 +32,7 @@ from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
 from tests.support.redis import DURABLE, RedisServer
+from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_sentinel import RedisGroup
 from tests.support.redis_shop import DEAD, RedisShop, make_client, open_redis_shop
 from tests.support.workers import OrderPlaced, orders
@@ -43,6 +50,7 @@ class Servers:
     stack: ExitStack = field(default_factory=ExitStack)
     single: RedisServer | None = None
     group: RedisGroup | None = None
+    six: RedisCluster | None = None
 
     def one(self) -> RedisServer:
         if self.single is None:
@@ -53,6 +61,11 @@ class Servers:
         if self.group is None:
             self.group = self.stack.enter_context(RedisGroup())
         return self.group
+
+    def cluster(self) -> RedisCluster:
+        if self.six is None:
+            self.six = self.stack.enter_context(RedisCluster())
+        return self.six
 
 
 # Faults: each returns once the store works again.
@@ -93,16 +106,52 @@ def _fail_over(group: RedisGroup, lose: Callable[[RedisServer], None]) -> None:
     group.rejoin(old)
 
 
+async def slots_moved(servers: Servers, chance: random.Random) -> None:
+    cluster = servers.cluster()
+    target = chance.choice(cluster.primaries())
+    theirs = sorted(set(BUCKET_SLOTS) - cluster.slots_of(target))
+    await asyncio.to_thread(cluster.move_slots, chance.sample(theirs, min(20, len(theirs))), target)
+
+
+async def cluster_primary_killed(servers: Servers, chance: random.Random) -> None:
+    await asyncio.to_thread(_fail_over_in, servers.cluster(), chance, RedisServer.kill)
+
+
+async def cluster_primary_cut_off(servers: Servers, chance: random.Random) -> None:
+    await asyncio.to_thread(_fail_over_in, servers.cluster(), chance, RedisServer.pause)
+
+
+def _fail_over_in(cluster: RedisCluster, chance: random.Random, lose: Callable[[RedisServer], None]) -> None:
+    slot = chance.choice(BUCKET_SLOTS)
+    old = cluster.owner(slot)
+    lose(old)
+    cluster.await_owner(slot, other_than=old)
+    cluster.rejoin(old)
+
+
 Fault = Callable[[Servers, random.Random], Awaitable[None]]
-FAULTS: Final[tuple[Fault, ...]] = (killed, emptied, primary_killed, stalled, primary_cut_off)
+FAULTS: Final[tuple[Fault, ...]] = (
+    killed,
+    emptied,
+    primary_killed,
+    stalled,
+    primary_cut_off,
+    slots_moved,
+    cluster_primary_killed,
+    cluster_primary_cut_off,
+)
 """By number, one after the other."""
 SAID: Final[dict[Fault, Signal]] = {
     emptied: Signal.STORE_DATA_LOST,
     primary_killed: Signal.STORE_FAILOVER,
     primary_cut_off: Signal.STORE_FAILOVER,
+    cluster_primary_killed: Signal.STORE_FAILOVER,
+    cluster_primary_cut_off: Signal.STORE_FAILOVER,
 }
 """What a worker counts of those that can lose records."""
 FAILING_OVER: Final[frozenset[Fault]] = frozenset({primary_killed, primary_cut_off})
+"""By Sentinels."""
+IN_CLUSTER: Final[frozenset[Fault]] = frozenset({slots_moved, cluster_primary_killed, cluster_primary_cut_off})
 
 
 def run(first: int, count: int) -> Figures:
@@ -146,16 +195,23 @@ async def _two_workers(
     async with AsyncExitStack() as stack:
         shops = []
         for _ in range(2):
-            if fault in FAILING_OVER:
-                group = await asyncio.to_thread(servers.several)
-                client = group.client()
-                stack.push_async_callback(group.aclose)
-            else:
-                client = make_client((await asyncio.to_thread(servers.one)).address, TIMEOUT)
-            stack.push_async_callback(client.aclose)
-            store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=TIMEOUT))
+            store = await _store(servers, fault, stack)
             shops.append(await stack.enter_async_context(open_redis_shop(effects, store, lease=LEASE, behave=behave)))
         yield shops
+
+
+async def _store(servers: Servers, fault: Fault, stack: AsyncExitStack) -> IdempotencyRepository:
+    timeout = timedelta(seconds=TIMEOUT)
+    if fault in IN_CLUSTER:
+        cluster = redis_cluster_client((await asyncio.to_thread(servers.cluster)).settings(timeout_seconds=TIMEOUT))
+        stack.push_async_callback(cluster.aclose)
+        return RedisClusterIdempotencyRepository(cluster, timeout=timeout)
+    if fault in FAILING_OVER:
+        client = (await asyncio.to_thread(servers.several)).client()
+    else:
+        client = make_client((await asyncio.to_thread(servers.one)).address, TIMEOUT)
+    stack.push_async_callback(client.aclose)
+    return RedisIdempotencyRepository(client, timeout=timeout)
 
 
 async def _publish(shops: list[RedisShop], number: int) -> None:
@@ -184,7 +240,7 @@ async def _judge(shops: list[RedisShop], fault: Fault) -> Figures:
         raise ViolationError(f"repeats though no record was lost: {figures}")
     figures.update(
         restarts=1,
-        failovers=int(fault in FAILING_OVER),
+        failovers=int(SAID.get(fault) is Signal.STORE_FAILOVER),
         vanished=counts[Signal.RECORD_VANISHED],
         data_losses=counts[Signal.STORE_DATA_LOST],
     )
@@ -194,8 +250,8 @@ async def _judge(shops: list[RedisShop], fault: Fault) -> Figures:
 CAMPAIGN: Final = Campaign(
     name="redis-faults",
     counts="restarts",
-    says="Redis killed and restarted, restarted empty, stalled, or failed over by Sentinel, under two workers "
-    "of one process on a broker in memory",
+    says="Redis killed and restarted, restarted empty, stalled, or failed over by Sentinel; a cluster "
+    "resharded or failed over; under two workers of one process on a broker in memory",
     scenarios=(41, 44, 46),
     in_test=3,
     target=100,

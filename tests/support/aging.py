@@ -27,10 +27,14 @@ end
 """
 
 
-async def age_records(client: Redis, duration: timedelta, prefix: str = "") -> None:
-    """Move every time in every record, and every expiry, `duration` into the past."""
+async def age_records(client: Redis, duration: timedelta, prefix: str = "", *, one_by_one: bool = False) -> None:
+    """Move every time in every record, and every expiry, `duration` into the past.
+
+    `one_by_one`: a server of a cluster takes only keys of one slot at once.
+    """
     keys = [key async for key in client.scan_iter(match=f"{prefix}*", count=1_000, _type="string")]
     by = duration // timedelta(milliseconds=1)
-    for start in range(0, len(keys), 1_000):
-        part = keys[start : start + 1_000]
+    at_once = 1 if one_by_one else 1_000
+    for start in range(0, len(keys), at_once):
+        part = keys[start : start + at_once]
         await client.eval(_AGE, len(part), *part, by)

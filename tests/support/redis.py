@@ -65,6 +65,7 @@ class RedisServer:
         tcp: Listen on a free loopback port instead of a Unix socket.
         config: More settings, by their names in redis.conf: `{"appendonly": "yes"}`.  A
             sequence of values gives the setting several arguments.
+        below: Its port must be less than this.
     """
 
     def __init__(
@@ -73,10 +74,12 @@ class RedisServer:
         binary: Path | None = None,
         tcp: bool = False,
         config: Mapping[str, str | Sequence[str]] | None = None,
+        below: int = 65_536,
     ) -> None:
         self.binary = binary or preferred_binary()
         self.tcp = tcp
         self.config = dict(config or {})
+        self._below = below
         self.port = 0
         self.folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
@@ -118,7 +121,7 @@ class RedisServer:
             self.folder = Path(tempfile.mkdtemp(prefix="idem-redis-"))
         attempts = 5 if self.tcp and not self.port else 1
         for attempt in range(1, attempts + 1):
-            port = self.port or (_free_port() if self.tcp else 0)
+            port = self.port or (_free_port(self._below) if self.tcp else 0)
             self._launch(port)
             if self._await_answer(port, (*_ANSWERS, b"-LOADING") if loading else _ANSWERS):
                 self.port = port
@@ -242,8 +245,10 @@ def url_of(address: Address) -> str:
     return f"redis://127.0.0.1:{address}/0" if isinstance(address, int) else f"unix://{address}?db=0"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_port(below: int) -> int:
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port < below:
+            return port

@@ -18,11 +18,10 @@ from typing import Any, Final, Self
 
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
-from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import RedisError
 
+from integr8s_idem.config import RedisSentinelStoreSettings
+from integr8s_idem.stores.redis import redis_sentinel_client
 from tests.support.redis import RedisServer
 
 NAME: Final = "idem"
@@ -33,13 +32,13 @@ _LONGEST_FAILOVER: Final = 60.0
 class SentinelServer(RedisServer):
     """One Sentinel.  It needs a file that it can write what it learns into."""
 
-    def __init__(self, primary_port: int, quorum: int) -> None:
+    def __init__(self, primary_port: int, quorum: int, *more: str) -> None:
         super().__init__(tcp=True)
         self._lines = (
             f"sentinel monitor {NAME} 127.0.0.1 {primary_port} {quorum}\n"
             f"sentinel down-after-milliseconds {NAME} {DOWN_AFTER_MS}\n"
             f"sentinel failover-timeout {NAME} 3000\n"
-            f"sentinel parallel-syncs {NAME} 2\n"
+            f"sentinel parallel-syncs {NAME} 2\n" + "".join(f"{line}\n" for line in more)
         )
 
     def _launch(self, port: int) -> None:
@@ -62,7 +61,6 @@ class RedisGroup:
         self.servers: list[RedisServer] = []
         self.sentinels: list[SentinelServer] = []
         self._stack = ExitStack()
-        self._asking: list[Redis] = []
 
     def start(self) -> None:
         try:
@@ -134,23 +132,15 @@ class RedisGroup:
 
         _until(done, "replicas are missing")
 
-    def client(self) -> Redis:
-        """A client that asks the Sentinels for the primary, with the limits of `redis_client`."""
-        addresses = [("127.0.0.1", server.port) for server in self.sentinels]
-        sentinel = Sentinel(addresses, socket_timeout=0.5)  # type: ignore[no-untyped-call]
-        client: Redis = sentinel.master_for(
-            NAME,
-            socket_timeout=None,
-            socket_connect_timeout=0.5,
-            retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.1), 2),
-        )
-        self._asking += sentinel.sentinels
-        return client
+    def settings(self, **more: Any) -> RedisSentinelStoreSettings:
+        """Of a store that asks any of the Sentinels."""
+        addresses = [f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels]
+        kind = {"kind": "redis-sentinel", "sentinels": addresses, "master_name": NAME}
+        return RedisSentinelStoreSettings.model_validate({**kind, **more})
 
-    async def aclose(self) -> None:
-        """Close what the clients asked the Sentinels with."""
-        while self._asking:
-            await self._asking.pop().aclose()
+    def client(self) -> Redis:
+        """A client as a service has it.  Close it with `aclose()`."""
+        return redis_sentinel_client(self.settings(timeout_seconds=0.5))
 
 
 def _knows_all(sentinel: SentinelServer) -> bool:

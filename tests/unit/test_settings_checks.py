@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from integr8s_idem.config import Settings, check_settings, settings_warnings
+from integr8s_idem.config import (
+    RedisClusterStoreSettings,
+    RedisSentinelStoreSettings,
+    Settings,
+    check_settings,
+    settings_warnings,
+)
 
 LONG = {"default_ttl_seconds": 691_200}
 
@@ -86,6 +92,22 @@ def made(**tables: Any) -> Settings:
             "must be given beside store.tls_cert_file",
         ),
         (
+            {"store": {"kind": "redis-cluster", "urls": ["redis://:x@h", "redis://i"], "password": "x"}},
+            "store.password",
+            "is given twice: store.urls holds a password as well; take it out of the url",
+        ),
+        (
+            {"store": {"kind": "redis-sentinel", "tls_key_file": "key.pem"}},
+            "store.tls_cert_file",
+            "must be given beside store.tls_key_file",
+        ),
+        (
+            {"store": {"wait_replicas": 1, "wait_timeout_seconds": 2}},
+            "store.wait_timeout_seconds",
+            "= 2 equals store.timeout_seconds = 2: a call would end before the replicas have had their time; "
+            "lower the first or raise the second",
+        ),
+        (
             {"services": {"k8s-worker": {}, "k8s_worker": {}}},
             "services.k8s_worker",
             "is taken for services.k8s-worker in the environment; rename one",
@@ -112,6 +134,7 @@ def test_a_contradiction_names_both_settings_and_what_to_do(tables: dict[str, An
         {"kafka": {"heartbeat_interval_seconds": 15}},
         {"store": {"timeout_seconds": 9.9}, "idempotency": {"processing_timeout_seconds": 30}},
         {"idempotency": {"default_ttl_seconds": 300}},
+        {"store": {"wait_timeout_seconds": 2}},
         {"store": {"kind": "memory"}, "idempotency": {"processing_timeout_seconds": 0.1}},
     ],
 )
@@ -150,6 +173,11 @@ def test_contradictions_are_said_at_once() -> None:
         ),
         ({"kafka": {"sasl_password": "x"}}, "kafka.sasl_password"),
         ({"store": {"tls_ca_file": "ca.pem"}}, "store.tls_ca_file"),
+        ({"store": {"kind": "redis-sentinel", "tls_ca_file": "ca.pem"}}, "store.tls_ca_file"),
+        (
+            {"store": {"kind": "redis-cluster", "urls": ["rediss://a", "redis://b"], "tls_ca_file": "ca.pem"}},
+            "store.tls_ca_file",
+        ),
     ],
 )
 def test_what_may_surprise_is_a_warning_and_no_refusal(tables: dict[str, Any], path: str) -> None:
@@ -181,3 +209,18 @@ def test_a_section_of_a_service_that_the_application_has_not_is_a_warning() -> N
         "services.biling": "is no service of this application; did you mean services.billing?",
         "services.audit": "is no service of this application; known are billing, k8s-worker",
     }
+
+
+@pytest.mark.parametrize("given", ["redis://a:1, redis://b:2", ["redis://a:1", "redis://b:2"]])
+def test_the_servers_of_a_cluster_are_a_list_or_one_text(given: object) -> None:
+    store = made(store={"kind": "redis-cluster", "urls": given}).store
+
+    assert isinstance(store, RedisClusterStoreSettings)
+    assert store.urls == ("redis://a:1", "redis://b:2")
+
+
+def test_a_sentinel_has_the_usual_port_if_none_is_given() -> None:
+    store = made(store={"kind": "redis-sentinel", "sentinels": ["a", "b:1", "[::1]"]}).store
+
+    assert isinstance(store, RedisSentinelStoreSettings)
+    assert store.sentinels == ("a:26379", "b:1", "[::1]:26379")

@@ -17,6 +17,7 @@ from integr8s_idem.config.loading import LARGEST_FILE
 from integr8s_idem.errors import SettingsError
 
 SECRET = "hunter2-and-more"
+KINDS = '"redis", "redis-cluster", "redis-sentinel", "postgresql", "sqlite" or "memory"'
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +103,11 @@ def test_every_mistake_is_said_at_once() -> None:
             "must be a list of texts with at least one in it, not an empty one",
         ),
         ('kafka = "localhost"', "kafka", "must be a table of settings, not text"),
-        ('store.kind = "mysql"', "store.kind", 'must be "redis", "postgresql", "sqlite" or "memory", not "mysql"'),
+        (
+            'store.kind = "mysql"',
+            "store.kind",
+            f'must be {KINDS}, not "mysql"',
+        ),
         ('services."a b".concurrency = 1', "services.a b", "must have a name that matches ^[A-Za-z0-9._-]{1,100}$"),
         (
             'kafka.bootstrap_servers = "kafka://a:1"',
@@ -133,6 +138,21 @@ def test_every_mistake_is_said_at_once() -> None:
             'store.url = "redis://h:port/0"',
             "store.url",
             "has a host or port that cannot be read; write redis://localhost:6379/0",
+        ),
+        (
+            'store.kind = "redis-cluster"\nstore.urls = ["redis://h:1", "unix:///tmp/r"]',
+            "store.urls",
+            "has a socket in it, where a Redis Cluster has none; write redis://localhost:6379",
+        ),
+        (
+            'store.kind = "redis-cluster"\nstore.urls = "redis://h:1/3"',
+            "store.urls",
+            '"redis://h:1/3" names a database, of which a Redis Cluster has one; leave it out',
+        ),
+        (
+            'store.kind = "redis-sentinel"\nstore.sentinels = ["redis://h:1/0"]',
+            "store.sentinels",
+            '"redis://h:1/0" is no address of a Sentinel; write h:26379',
         ),
         ("store.password = 5551234", "store.password", "must be text"),
         ("concurrency = 3", "concurrency", "unknown setting; did you mean services.<name>.concurrency?"),
@@ -368,7 +388,7 @@ def test_a_folder_in_place_of_a_file_says_so(tmp_path: Path) -> None:
         (
             "store.kind = 0x" + "f" * 5_000,
             "store.kind",
-            'must be "redis", "postgresql", "sqlite" or "memory", not one of 20000 bits',
+            f"must be {KINDS}, not one of 20000 bits",
         ),
         ('store.url = "redis://h\\u0000/0"', "store.url", "has spaces or characters that cannot be seen; write"),
         ('telemetry.otlp_endpoint = "http://h\\u202e"', "telemetry.otlp_endpoint", "has spaces or characters that"),

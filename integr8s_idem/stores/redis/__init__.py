@@ -1,6 +1,14 @@
-"""Records in Redis or Valkey."""
+"""Records in Redis or Valkey: one server, a Redis Cluster, or whatever Sentinels name."""
 
-from integr8s_idem.stores.redis.client import redis_client
-from integr8s_idem.stores.redis.repository import RedisIdempotencyRepository
+from integr8s_idem.stores.redis.client import redis_client, redis_cluster_client, redis_sentinel_client
+from integr8s_idem.stores.redis.cluster import RedisClusterClient
+from integr8s_idem.stores.redis.repository import RedisClusterIdempotencyRepository, RedisIdempotencyRepository
 
-__all__ = ["RedisIdempotencyRepository", "redis_client"]
+__all__ = [
+    "RedisClusterClient",
+    "RedisClusterIdempotencyRepository",
+    "RedisIdempotencyRepository",
+    "redis_client",
+    "redis_cluster_client",
+    "redis_sentinel_client",
+]

@@ -15,6 +15,7 @@ from redis.exceptions import (
     AuthorizationError,
     BusyLoadingError,
     DataError,
+    MovedError,
     NoPermissionError,
     RedisError,
     ResponseError,
@@ -35,6 +36,18 @@ _PASSING: Final = {
     "NOSCRIPT": "Redis loses our scripts as fast as they are loaded (SCRIPT FLUSH)",
 }
 """Refusals that end by themselves or by an operator's hand, without a change on our side."""
+
+
+class TooFewReplicasError(RedisError):
+    """What was written has not reached as many replicas as it must."""
+
+    def __init__(self, wanted: int, confirmed: object, timeout: timedelta) -> None:
+        super().__init__(
+            f"{confirmed} of the {wanted} replicas that must have each write confirmed it within "
+            f"{timeout.total_seconds():g} s; the primary has it, and it may be repeated. "
+            "Bring the replicas back, or lower wait_replicas in [store]"
+        )
+
 
 _CODE: Final = re.compile(rf"\b({'|'.join(_PASSING)})\b")
 _COMMAND: Final = re.compile(r"permissions? to run the '([^']+)' command")
@@ -72,13 +85,19 @@ async def guarded(operation: str, timeout: timedelta) -> AsyncIterator[None]:
 
 def translated(operation: str, error: RedisError) -> StoreError:
     """Our error for one of the driver's."""
+    if isinstance(error, TooFewReplicasError):
+        return StoreUnavailableError(operation, str(error))
     told = _told_by_server(error)
+    if isinstance(told, MovedError):
+        return StoreConfigurationError(operation, 'this server is part of a Redis Cluster: set kind = "redis-cluster"')
     if isinstance(told, AuthenticationError | AuthorizationError | AuthenticationWrongNumberOfArgsError):
         return StoreConfigurationError(operation, "Redis does not accept this user and password")
     if isinstance(told, BusyLoadingError):
         return StoreUnavailableError(operation, _PASSING["LOADING"])
     if not isinstance(told, ResponseError):
         return StoreUnavailableError(operation, f"no connection to Redis: {error}")
+    if "cluster support disabled" in str(told):
+        return StoreConfigurationError(operation, 'this server is part of no Redis Cluster: set kind = "redis"')
     # The driver cuts the code off the text where it has a class for it.
     text = f"{_CODES.get(type(told).__name__, '')} {told}"
     if isinstance(told, NoPermissionError) or _REFUSED.search(text):

@@ -2,44 +2,123 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from integr8s_idem.records import StoreHealth
+from integr8s_idem.stores.redis.sending import Address, ReplicaWait, all_of, send
+
+_NO_INFO: Final = "this Redis user may not run INFO: settings that lose records stay unseen; give it +info"
 
 
-async def health_of(client: Redis, mark: str) -> StoreHealth:
-    """Ask the server; raises what the driver raises.  `mark`: the key that names what the server holds."""
-    start = time.perf_counter()
-    await client.ping()
-    latency = timedelta(seconds=time.perf_counter() - start)
-    identity, info = await _mark_and_info(client, mark)
-    if info is None:
-        # An ACL user without +info: the store works, its settings stay unseen.
+class Health:
+    """What servers tell about themselves.  Its methods raise what the driver raises.
+
+    Of a cluster it remembers what it saw, so that a server that took another one's place, or was started
+    anew, is told from one that joined.
+    """
+
+    def __init__(self, wait: ReplicaWait | None) -> None:
+        self._wait = wait
+        self._histories: set[str] = set()
+        self._lineage = ("", "")
+        self._starts: dict[Address, str] = {}
+        self._start = ""
+
+    async def of_one(self, client: Redis, mark: str) -> StoreHealth:
+        """`mark`: the key that names what the server holds."""
+        latency = await _latency(client)
+        identity, info = await _mark_and_info(client, mark)
+        if info is None:
+            # An ACL user without +info: the store works, its settings stay unseen.
+            return StoreHealth(
+                kind="redis", version="unknown", latency=latency, identity=identity, warnings=(_NO_INFO,)
+            )
         return StoreHealth(
             kind="redis",
-            version="unknown",
+            version=_version(info),
             latency=latency,
+            warnings=tuple(await self._warnings(client, info)),
             identity=identity,
-            warnings=("this Redis user may not run INFO: settings that lose records stay unseen; give it +info",),
+            lineage=_lineage(info),
+            start=str(info.get("run_id", "")),
+            keeps_all=await _keeps_all(client, info),
         )
-    warnings = [*_about_role(info), *_about_eviction(info), *await _about_persistence(client, info)]
-    return StoreHealth(
-        kind="redis",
-        version=_version(info),
-        latency=latency,
-        warnings=tuple(warnings),
-        identity=identity,
-        lineage=_lineage(info),
-        start=str(info.get("run_id", "")),
-        keeps_all=await _keeps_all(client, info),
-    )
+
+    async def of_cluster(self, servers: Mapping[Address, Redis], marks: Sequence[bytes]) -> StoreHealth:
+        """`servers`: all primaries.  `marks`: what the mark of each bucket says."""
+        told = await all_of([self._told(client) for client in servers.values()])
+        warnings: dict[str, list[str]] = {}
+        for (host, port), one in zip(servers, told, strict=True):
+            for warning in one.warnings:
+                warnings.setdefault(warning, []).append(f"{host}:{port}")
+        for address, one in zip(servers, told, strict=True):
+            self._notice(address, one.info)
+        return StoreHealth(
+            kind="redis-cluster",
+            version=", ".join(sorted({one.version for one in told})),
+            latency=max(one.latency for one in told),
+            warnings=tuple(f"{warning} (on {', '.join(where)})" for warning, where in warnings.items()),
+            identity=hashlib.sha256(b"\n".join(marks)).hexdigest()[:32],
+            lineage=self._lineage,
+            start=self._start,
+            keeps_all=all(one.keeps_all for one in told),
+        )
+
+    async def _told(self, client: Redis) -> _Told:
+        latency = await _latency(client)
+        (info,) = await send(client, [("INFO",)])
+        if isinstance(info, Exception):
+            if not _is_refusal(info):
+                raise info
+            return _Told(latency, "unknown", [_NO_INFO], {}, keeps_all=False)
+        warnings = await self._warnings(client, info)
+        return _Told(latency, _version(info), warnings, info, keeps_all=await _keeps_all(client, info))
+
+    def _notice(self, address: Address, info: Mapping[str, Any]) -> None:
+        """A primary follows another one's history, or has been started anew, if it was seen before."""
+        history, before = _lineage(info)
+        if history and history not in self._histories:
+            if before in self._histories or not self._histories:
+                self._lineage = (history, before)
+            self._histories.add(history)
+        start = str(info.get("run_id", ""))
+        if (start and self._starts.get(address, start) != start) or not self._start:
+            self._start = start
+        self._starts[address] = start
+
+    async def _warnings(self, client: Redis, info: Mapping[str, Any]) -> list[str]:
+        return [
+            *_about_role(info),
+            *_about_eviction(info),
+            *_about_replicas(info, self._wait),
+            *await _about_persistence(client, info),
+        ]
+
+
+class _Told(NamedTuple):
+    latency: timedelta
+    version: str
+    warnings: list[str]
+    info: Mapping[str, Any]
+    keeps_all: bool
+
+
+def fresh_mark() -> str:
+    return f"{secrets.token_hex(8)} {datetime.now(UTC).isoformat(timespec='seconds')}"
+
+
+async def _latency(client: Redis) -> timedelta:
+    start = time.perf_counter()
+    await client.ping()
+    return timedelta(seconds=time.perf_counter() - start)
 
 
 async def _keeps_all(client: Redis, info: Mapping[str, Any]) -> bool:
@@ -69,9 +148,8 @@ async def _mark_and_info(client: Redis, mark: str) -> tuple[str, Mapping[str, An
     one of them, shows here rather than at the first event.  None of them changes a mark that is there.
     All go by one connection: in a failover another one may lead to another server.
     """
-    fresh = f"{secrets.token_hex(8)} {datetime.now(UTC).isoformat(timespec='seconds')}"
     async with client.pipeline(transaction=False) as pipeline:
-        pipeline.set(mark, fresh, nx=True)
+        pipeline.set(mark, fresh_mark(), nx=True)
         pipeline.setrange(mark, 0, "")
         pipeline.pttl(mark)
         pipeline.pexpire(f"{mark}:none", 1)
@@ -116,6 +194,16 @@ def _about_eviction(info: Mapping[str, Any]) -> list[str]:
     limit = info.get("maxmemory", 0)
     when = f"beyond {limit} bytes" if limit else "as soon as maxmemory is set"
     return [f"maxmemory-policy {policy} drops records {when}: set it to noeviction"]
+
+
+def _about_replicas(info: Mapping[str, Any], wait: ReplicaWait | None) -> list[str]:
+    connected = int(info.get("connected_slaves", 0))
+    if wait is None or connected >= wait.replicas:
+        return []
+    return [
+        f"{connected} replicas are connected, but wait_replicas = {wait.replicas} must have each write: "
+        "all writes are refused; bring the replicas back, or lower wait_replicas in [store]"
+    ]
 
 
 async def _about_persistence(client: Redis, info: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 -- Let many leases end now; the attempts stay counted.
 -- KEYS   record keys
--- ARGV   for each key: fence (7 bytes) and token (16 bytes), life in ms for a record that has no expiry
+-- ARGV   for each key: fence (7 bytes), token (16 bytes), and life in ms for a record that has no expiry (6 bytes)
 -- Answer per key: 1 given back, now or earlier; 0 no longer ours, settled or gone
 local call, pcall = redis.call, redis.pcall
 local byte, sub = string.byte, string.sub
@@ -11,7 +11,7 @@ local RELEASED = '\0\0\0\0\0\0'
 local answers = {}
 
 for i = 1, #KEYS do
-  local key, mark, life = KEYS[i], ARGV[2 * i - 1], ARGV[2 * i]
+  local key, mark = KEYS[i], ARGV[i]
   local record = pcall('GET', key)
   local answer = 0
   if type(record) == 'string' then
@@ -23,7 +23,7 @@ for i = 1, #KEYS do
         local high, low, check = unpack('>I4I2I4', record, 13)
         call('SETRANGE', key, 12, RELEASED .. pack('>I4', bxor(check, high, low)))
         if call('PTTL', key) < 0 then
-          call('PEXPIRE', key, life)
+          call('PEXPIRE', key, string.format('%.0f', unpack('>I6', mark, 24)))
         end
         answer = 1
       end

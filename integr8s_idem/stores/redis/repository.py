@@ -1,4 +1,4 @@
-"""Records in Redis 6.2 or newer, or Valkey: one Lua call for a whole batch."""
+"""Records in Redis 6.2 or newer, or Valkey: one round trip for a whole batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, Final, cast
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import AskError, ResponseError, TryAgainError
 
 from integr8s_idem.errors import CorruptRecordError, StoreConfigurationError
 from integr8s_idem.records import (
@@ -20,11 +20,12 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.stores.redis import codec
+from integr8s_idem.stores.redis import codec, scripts
 from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
+from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
-from integr8s_idem.stores.redis.health import health_of
-from integr8s_idem.stores.redis.scripts import Scripts
+from integr8s_idem.stores.redis.sending import ReplicaWait, send
+from integr8s_idem.stores.redis.servers import Argument, OneServer, Servers
 
 _ABSENT: Final = 0
 _OTHER_TYPE: Final = 1
@@ -36,45 +37,14 @@ _COMPLETED: Final = bytes((codec.COMPLETED,))
 _FAILED: Final = bytes((codec.FAILED,))
 
 
-class RedisIdempotencyRepository:
-    """`IdempotencyRepository` on one Redis server and its replicas.
+class RecordsInRedis:
+    """The verbs of the store, wherever the records are."""
 
-    A batch is one `EVALSHA` (per 1 000 keys and 4 MiB of arguments, in order); time is the
-    server's, read once per call.  Every record has an expiry.  Times have a resolution of a
-    millisecond, lengths of time beyond a century are cut.  The record format is in
-    `integr8s_idem.stores.redis.codec`.
-
-    The client is the caller's: the repository never closes it.  It must answer with bytes
-    (`decode_responses` off).  The server must keep what it is given: `maxmemory-policy
-    noeviction` and some persistence; `ping` says what is missing.
-
-    An ACL user needs, with `KEY_PREFIX` as in `[idempotency] key_prefix`:
-
-        ~KEY_PREFIX:* +evalsha +script|load +get +set +setrange +time +pttl +pexpire
-        +scan +getrange +unlink        for scan, count_active and delete
-        +ping +info +config|get        for ping, beside the first line; it says so where info or config is refused
-        +client|setname +select        for the connections of `redis_client`
-
-    Args:
-        client: A client of redis-py; `redis_client` makes one from settings.
-        timeout: Longest wait for one call, retries of the driver included, before
-            `StoreUnavailableError`.
-        key_prefix: As in `[idempotency]`.  `KEY_PREFIX:store-id` names what the server holds: it is written
-            once, has no expiry, and tells `ping` when it is gone.
-
-    Raises:
-        StoreConfigurationError: The client decodes answers.
-    """
-
-    def __init__(
-        self, client: Redis, *, timeout: timedelta = timedelta(seconds=2), key_prefix: str = "idempotency"
-    ) -> None:
-        if client.connection_pool.connection_kwargs.get("decode_responses"):
-            raise StoreConfigurationError("start", "records are bytes: make the client with decode_responses=False")
-        self.client = client
+    def __init__(self, servers: Servers, timeout: timedelta, key_prefix: str, wait: ReplicaWait | None) -> None:
+        self._servers = servers
         self._timeout = timeout
         self._mark = f"{key_prefix}:store-id"
-        self._scripts = Scripts(client)
+        self._wait = wait
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         verdicts: list[Verdict | None] = [None] * len(requests)
@@ -89,78 +59,72 @@ class RedisIdempotencyRepository:
     async def _reserve(
         self, requests: Sequence[ReserveRequest], indexes: Sequence[int], verdicts: list[Verdict | None]
     ) -> list[int]:
-        """One call: fills `verdicts`, and tells the indexes that must be asked again."""
+        """One round trip: fills `verdicts`, and tells the indexes that must be asked again."""
         keys = [requests[index].key for index in indexes]
-        arguments = _wishes(requests, indexes)
+        wishes = _wishes(requests, indexes)
         async with guarded("reserve", self._timeout):
-            answers = await self._scripts.reserve(keys, arguments)
-        now_us: int = answers[0]
+            told = await self._servers.run(scripts.RESERVE, keys, wishes, wait=self._wait)
         again: list[int] = []
-        for index, answer in zip(indexes, answers[1:], strict=True):
-            request = requests[index]
-            if answer == _ABSENT:
-                verdicts[index] = Reserved(
-                    key=request.key, token=request.token, attempt=1, fence=now_us, lease=request.lease
-                )
-            elif answer == _ASK_AGAIN:
-                again.append(index)
-            elif answer == _OTHER_TYPE:
-                verdicts[index] = Corrupt(key=request.key, reason=_OTHER_TYPE_REASON)
-            else:
-                verdicts[index] = codec.verdict_of(request, answer, now_us)
-        return again
+        for places, (now_us, *answers) in told:
+            for place, answer in zip(places, answers, strict=True):
+                if answer == _ASK_AGAIN:
+                    again.append(indexes[place])
+                else:
+                    verdicts[indexes[place]] = _verdict(requests[indexes[place]], answer, now_us)
+        return sorted(again)
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
-        lease_ms = codec.milliseconds(lease)
-        answers: list[bool] = []
-        for start in range(0, len(reservations), MOST_KEYS):
-            part = reservations[start : start + MOST_KEYS]
-            arguments: list[bytes | int] = [lease_ms]
-            arguments += map(codec.mark_of, part)
-            async with guarded("renew", self._timeout):
-                written = await self._scripts.renew([reservation.key for reservation in part], arguments)
-            answers += map(bool, written)
-        return answers
+        keys = [reservation.key for reservation in reservations]
+        marks = list(map(codec.mark_of, reservations))
+        return await self._write("renew", scripts.RENEW, keys, marks, [codec.milliseconds(lease)])
 
     async def complete(self, completions: Sequence[Completion]) -> list[bool]:
-        outcomes = [codec.outcome_of_completion(completion) for completion in completions]
+        outcomes = list(map(codec.outcome_of_completion, completions))
         return await self._settle("complete", _COMPLETED, completions, outcomes)
 
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
-        outcomes = [codec.outcome_of_failure(failure) for failure in failures]
+        outcomes = list(map(codec.outcome_of_failure, failures))
         return await self._settle("fail", _FAILED, failures, outcomes)
 
     async def _settle(
         self, operation: str, status: bytes, settled: Sequence[Completion | Failure], outcomes: list[bytes]
     ) -> list[bool]:
-        answers: list[bool] = []
-        for part in slices(list(map(len, outcomes))):
-            keys: list[str] = []
-            arguments: list[bytes | int] = [status]
-            ttl = None
-            packed_ttl = b""
-            for outcome, item in zip(outcomes[part], settled[part], strict=True):
-                if item.ttl is not ttl:
-                    ttl = item.ttl
-                    packed_ttl = codec.packed_ms(codec.life_ms(ttl))
-                keys.append(item.reservation.key)
-                arguments.append(packed_ttl + codec.mark_of(item.reservation) + outcome)
-            async with guarded(operation, self._timeout):
-                written = await self._scripts.settle(keys, arguments)
-            answers += map(bool, written)
-        return answers
+        keys: list[str] = []
+        arguments: list[bytes] = []
+        ttl = None
+        packed_ttl = b""
+        for outcome, item in zip(outcomes, settled, strict=True):
+            if item.ttl is not ttl:
+                ttl = item.ttl
+                packed_ttl = codec.packed_ms(codec.life_ms(ttl))
+            keys.append(item.reservation.key)
+            arguments.append(packed_ttl + codec.mark_of(item.reservation) + outcome)
+        return await self._write(operation, scripts.SETTLE, keys, arguments, [status])
 
     async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        answers: list[bool] = []
-        for start in range(0, len(reservations), MOST_KEYS):
-            part = reservations[start : start + MOST_KEYS]
-            arguments: list[bytes | int] = []
-            for reservation in part:
-                arguments += (codec.mark_of(reservation), 2 * codec.life_ms(reservation.lease))
-            async with guarded("release", self._timeout):
-                written = await self._scripts.release([reservation.key for reservation in part], arguments)
-            answers += map(bool, written)
-        return answers
+        keys = [reservation.key for reservation in reservations]
+        arguments = [
+            codec.mark_of(reservation) + codec.packed_ms(2 * codec.life_ms(reservation.lease))
+            for reservation in reservations
+        ]
+        return await self._write("release", scripts.RELEASE, keys, arguments)
+
+    async def _write(
+        self,
+        operation: str,
+        script: scripts.Script,
+        keys: Sequence[str],
+        arguments: Sequence[bytes],
+        head: Sequence[Argument] = (),
+    ) -> list[bool]:
+        written = [False] * len(keys)
+        for part in slices(list(map(len, arguments))):
+            async with guarded(operation, self._timeout):
+                told = await self._servers.run(script, keys[part], arguments[part], head, self._wait)
+            for places, answers in told:
+                for place, answer in zip(places, answers, strict=True):
+                    written[part.start + place] = bool(answer)
+        return written
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         records: list[IdempotencyRecord | None] = []
@@ -176,21 +140,22 @@ class RedisIdempotencyRepository:
         while waiting:
             now, later = waiting[:_READ_AT_ONCE], waiting[_READ_AT_ONCE:]
             async with guarded(operation, self._timeout):
-                found = await self._scripts.read([keys[index] for index in now], [])
+                told = await self._servers.run(scripts.READ, [keys[index] for index in now], [])
             again: list[int] = []
-            for index, raw, life in zip(now, found[1::2], found[2::2], strict=True):
-                if raw == _ASK_AGAIN:
-                    again.append(index)
-                else:
-                    answers[index] = _readable(keys[index], raw, found[0], life)
-            waiting = [*again, *later]
+            for places, (now_us, *found) in told:
+                for place, raw, life in zip(places, found[::2], found[1::2], strict=True):
+                    if raw == _ASK_AGAIN:
+                        again.append(now[place])
+                    else:
+                        answers[now[place]] = _readable(keys[now[place]], raw, now_us, life)
+            waiting = [*sorted(again), *later]
         return answers
 
     async def delete(self, keys: Sequence[str]) -> int:
         deleted = 0
         for start in range(0, len(keys), MOST_KEYS):
             async with guarded("delete", self._timeout):
-                deleted += await self.client.unlink(*keys[start : start + MOST_KEYS])
+                deleted += await self._servers.unlink(keys[start : start + MOST_KEYS], self._wait)
         return deleted
 
     async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
@@ -198,54 +163,161 @@ class RedisIdempotencyRepository:
 
         Records that cannot be read are left out: `reserve` and `get` report them.  As with
         Redis's SCAN, what is written meanwhile may or may not be seen, and a record may be
-        seen twice while the server grows.
+        seen twice while the server grows.  So may one that moves within a cluster meanwhile.
         """
-        async for page in self._pages("scan", prefix):
-            keys = [key for key in map(_key, page) if key is not None]
-            for answer in await self._read("scan", keys):
+        async for _, page in self._pages("scan", prefix):
+            names = [name for name in map(_name, page) if name is not None]
+            for answer in await self._read("scan", list(map(self._servers.key_of, names))):
                 if isinstance(answer, IdempotencyRecord):
                     yield answer
 
     async def count_active(self, prefix: str) -> int:
-        async with guarded("count_active", self._timeout):
-            seconds, microseconds = await self.client.time()
-        now_ms = seconds * 1000 + microseconds // 1000
         active = 0
-        async for page in self._pages("count_active", prefix):
+        now_ms: dict[Redis, int] = {}
+        async for client, page in self._pages("count_active", prefix):
             async with guarded("count_active", self._timeout):
-                headers = await self._headers(page)
-            active += sum(isinstance(header, bytes) and codec.holds_lease(header, now_ms) for header in headers)
+                if client not in now_ms:
+                    seconds, microseconds = await client.time()
+                    now_ms[client] = seconds * 1000 + microseconds // 1000
+                headers = await _headers(client, page)
+            active += sum(isinstance(header, bytes) and codec.holds_lease(header, now_ms[client]) for header in headers)
         return active
 
-    async def _headers(self, keys: list[bytes]) -> list[bytes | Exception]:
-        async with self.client.pipeline(transaction=False) as pipeline:
-            for key in keys:
-                pipeline.getrange(key, 0, codec.HEADER_BYTES - 1)
-            headers: list[bytes | Exception] = await pipeline.execute(raise_on_error=False)
-        for header in headers:
-            if isinstance(header, ResponseError) and not str(header).startswith("WRONGTYPE"):
-                raise header
-        return headers
-
-    async def _pages(self, operation: str, prefix: str) -> AsyncIterator[list[bytes]]:
-        pattern = _glob(prefix)
-        cursor = 0
-        while True:
-            async with guarded(operation, self._timeout):
-                cursor, page = await self.client.scan(cursor, match=pattern, count=_SCAN_COUNT)
-            if page:
-                yield cast(list[bytes], page)
-            if cursor == 0:
-                return
+    async def _pages(self, operation: str, prefix: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:
+        """Names of keys, and the server that has them."""
+        pattern = self._servers.pattern(_glob(prefix))
+        async with guarded(operation, self._timeout):
+            primaries = await self._servers.primaries()
+        for client in primaries:
+            cursor = 0
+            while True:
+                async with guarded(operation, self._timeout):
+                    cursor, page = await client.scan(cursor, match=pattern, count=_SCAN_COUNT)
+                if page:
+                    yield client, cast(list[bytes], page)
+                if cursor == 0:
+                    break
 
     async def ping(self) -> StoreHealth:
         async with guarded("ping", self._timeout):
-            await self._scripts.read([], [])
-            return await health_of(self.client, self._mark)
+            await self._servers.run(scripts.READ, [], [])
+            return await self._servers.health(self._mark, self._wait)
 
 
-def _wishes(requests: Sequence[ReserveRequest], indexes: Sequence[int]) -> list[bytes | int]:
-    arguments: list[bytes | int] = []
+class RedisIdempotencyRepository(RecordsInRedis):
+    """`IdempotencyRepository` on one Redis server and its replicas, found by address or through Sentinels.
+
+    A batch is one `EVALSHA` (per 1 000 keys and 4 MiB of arguments, in order); time is the
+    server's, read once per call.  Every record has an expiry.  Times have a resolution of a
+    millisecond, lengths of time beyond a century are cut.  The record format is in
+    `integr8s_idem.stores.redis.codec`.
+
+    The client is the caller's: the repository never closes it.  It must answer with bytes
+    (`decode_responses` off).  The server must keep what it is given: `maxmemory-policy
+    noeviction` and some persistence; `ping` says what is missing.
+
+    With `wait_replicas`, every write is followed by `WAIT` in the same round trip.  It raises
+    `StoreUnavailableError` unless so many replicas have confirmed it in time.  The write itself stands
+    on the primary then, and reaches the replicas once they are back; it may be repeated, and a
+    repetition finds its own reservation or outcome and waits for the replicas again.  `WAIT` makes a loss in a
+    failover rare, not impossible: replicas have the write in memory, not on disk, and whoever elects the
+    new primary may choose one that has not confirmed.  Replicas that are all asked for leave no such choice,
+    and stop all work when one of them is away.
+
+    An ACL user needs, with `KEY_PREFIX` as in `[idempotency] key_prefix`:
+
+        ~KEY_PREFIX:* +evalsha +script|load +get +set +setrange +time +pttl +pexpire
+        +scan +getrange +unlink        for scan, count_active and delete
+        +ping +info +config|get        for ping, beside the first line; it says so where info or config is refused
+        +client|setname +select        for the connections of `redis_client`
+
+    and `+wait` for `wait_replicas`.
+
+    Args:
+        client: A client of redis-py; `redis_client` and `redis_sentinel_client` make one from settings.
+        timeout: Longest wait for one call, retries of the driver included, before
+            `StoreUnavailableError`.  Longer than `wait_timeout`.
+        key_prefix: As in `[idempotency]`.  `KEY_PREFIX:store-id` names what the server holds: it is written
+            once, has no expiry, and tells `ping` when it is gone.
+        wait_replicas: Replicas that must have each write before it counts; 0 for none.
+        wait_timeout: How long they may take.
+
+    Raises:
+        StoreConfigurationError: The client decodes answers.
+    """
+
+    def __init__(
+        self,
+        client: Redis,
+        *,
+        timeout: timedelta = timedelta(seconds=2),
+        key_prefix: str = "idempotency",
+        wait_replicas: int = 0,
+        wait_timeout: timedelta = timedelta(seconds=1),
+    ) -> None:
+        if client.connection_pool.connection_kwargs.get("decode_responses"):
+            raise StoreConfigurationError("start", "records are bytes: make the client with decode_responses=False")
+        super().__init__(OneServer(client), timeout, key_prefix, _wait(wait_replicas, wait_timeout))
+        self.client = client
+
+
+class RedisClusterIdempotencyRepository(RecordsInRedis):
+    """`IdempotencyRepository` on a Redis Cluster.
+
+    As `RedisIdempotencyRepository`, and: records are kept under `{idem:N}KEY`, where N names one of 128
+    buckets, so that a batch is one round trip to each primary that has keys of it, all at once.  Each bucket
+    is asked by a script of its own, at its own moment.  `StoreHealth.identity` changes when any primary has
+    lost what it held, `lineage` when a replica was seen to take a primary's place.  `WAIT` is asked of each
+    primary that was written to: one that falls short fails the whole call.
+
+    An ACL user needs `~{idem:*}KEY_PREFIX:*` instead of `~KEY_PREFIX:*`, and `+cluster|slots +asking` beside
+    the rest (before Redis 7: `+cluster`).
+
+    Args:
+        client: `redis_cluster_client` makes one from settings; the repository never closes it.
+        timeout: Longest wait for one call, redirects included.
+        key_prefix, wait_replicas, wait_timeout: As for `RedisIdempotencyRepository`.
+    """
+
+    def __init__(
+        self,
+        client: RedisClusterClient,
+        *,
+        timeout: timedelta = timedelta(seconds=2),
+        key_prefix: str = "idempotency",
+        wait_replicas: int = 0,
+        wait_timeout: timedelta = timedelta(seconds=1),
+    ) -> None:
+        super().__init__(client, timeout, key_prefix, _wait(wait_replicas, wait_timeout))
+        self.client = client
+
+
+def _wait(replicas: int, timeout: timedelta) -> ReplicaWait | None:
+    return ReplicaWait(replicas, timeout) if replicas else None
+
+
+async def _headers(client: Redis, names: list[bytes]) -> list[bytes | Exception]:
+    headers: list[bytes | Exception] = await send(
+        client, [("GETRANGE", name, 0, codec.HEADER_BYTES - 1) for name in names]
+    )
+    for header in headers:
+        # One that holds another type is none of ours, and one that is on its way to another server is counted there.
+        passing = isinstance(header, AskError | TryAgainError) or str(header).startswith("WRONGTYPE")
+        if isinstance(header, ResponseError) and not passing:
+            raise header
+    return headers
+
+
+def _verdict(request: ReserveRequest, answer: Any, now_us: int) -> Verdict:
+    if answer == _ABSENT:
+        return Reserved(key=request.key, token=request.token, attempt=1, fence=now_us, lease=request.lease)
+    if answer == _OTHER_TYPE:
+        return Corrupt(key=request.key, reason=_OTHER_TYPE_REASON)
+    return codec.verdict_of(request, answer, now_us)
+
+
+def _wishes(requests: Sequence[ReserveRequest], indexes: Sequence[int]) -> list[bytes]:
+    arguments: list[bytes] = []
     lease = retention = None
     times = b""
     for index in indexes:
@@ -272,7 +344,7 @@ def _readable(key: str, raw: Any, now_us: int, life: int) -> IdempotencyRecord |
         return Corrupt(key=key, reason=str(error))
 
 
-def _key(raw: bytes) -> str | None:
+def _name(raw: bytes) -> str | None:
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -1,52 +1,42 @@
-"""The Lua scripts, one a verb, each sent by its hash and loaded again when the server has lost it."""
+"""The Lua scripts, one a verb: their texts, and their hashes, by which servers know them."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, Final, Protocol, cast
-
-from redis.asyncio import Redis
-from redis.exceptions import NoScriptError
-
-
-class Script(Protocol):
-    """A script on the server; the answer is what its head comment says."""
-
-    async def __call__(self, keys: list[str], args: list[bytes | int]) -> list[Any]: ...
-
+from typing import Final
 
 LOADS: Final = 3
 """Times a script is loaded for one call, before the server is taken for one that keeps none."""
 
 
-def _text(name: str) -> str:
-    return files(__package__).joinpath(f"{name}.lua").read_text("utf-8")
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What it takes and answers is said in its head comment."""
+
+    text: str
+    sha: str
+    writes: bool = True
 
 
-_TEXTS: Final = {name: _text(name) for name in ("reserve", "settle", "renew", "release", "read")}
+def _script(name: str, *, writes: bool = True) -> Script:
+    text = files(__package__).joinpath(f"{name}.lua").read_text("utf-8")
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), writes)
 
 
-class Scripts:
-    """All scripts, bound to a client."""
+RESERVE: Final = _script("reserve")
+SETTLE: Final = _script("settle")
+RENEW: Final = _script("renew")
+RELEASE: Final = _script("release")
+READ: Final = _script("read", writes=False)
+MARK: Final = _script("mark")
+SCRIPTS: Final = (RESERVE, SETTLE, RENEW, RELEASE, READ, MARK)
 
-    def __init__(self, client: Redis) -> None:
-        self.reserve = _bound(client, "reserve")
-        self.settle = _bound(client, "settle")
-        self.renew = _bound(client, "renew")
-        self.release = _bound(client, "release")
-        self.read = _bound(client, "read")
+Command = tuple[str | bytes | int, ...]
+"""What goes over the wire."""
 
 
-def _bound(client: Redis, name: str) -> Script:
-    # The driver's script object sends EVALSHA, and SCRIPT LOAD and EVALSHA after NOSCRIPT.
-    once = cast(Script, client.register_script(_TEXTS[name]))
-
-    async def call(keys: list[str], args: list[bytes | int]) -> list[Any]:
-        for _ in range(LOADS - 1):
-            try:
-                return await once(keys, args)
-            except NoScriptError:
-                pass  # flushed again between loading and calling; nothing was executed
-        return await once(keys, args)
-
-    return call
+def command_of(script: Script, keys: Sequence[str], args: Sequence[bytes | int]) -> Command:
+    return ("EVALSHA", script.sha, len(keys), *keys, *args)

@@ -42,6 +42,8 @@ for i = 1, #KEYS do
       end
     elseif format == 2 and was == code and sub(record, 6, 12) == sub(outcome, 7, 13) then
       -- The fence names the reservation: terminal records keep no token.
+      -- Written once more, as it is: WAIT speaks only of what its own connection wrote.
+      call('SETRANGE', key, 0, '\2')
       answer = 1
     end
   elseif record and not string.find(record.err, 'WRONGTYPE', 1, true) then

@@ -1,0 +1,243 @@
+"""A Redis Cluster of three primaries with a replica each: what shards, moves slots and fails over by itself.
+
+    with RedisCluster() as cluster:
+        cluster.move_slots([5, 6, 7], cluster.primaries()[1])
+        cluster.owner(5).kill()
+
+All methods block, as those of `RedisServer` do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+from redis import Redis as BlockingRedis
+from redis.exceptions import RedisError
+
+from integr8s_idem.config import RedisClusterStoreSettings
+from tests.support.redis import RedisServer
+
+SLOTS: Final = 16_384
+NODE_TIMEOUT_MS: Final = 1_500
+_LONGEST: Final = 60.0
+_BUS: Final = 10_000
+"""How far a node's second port is from its first; both must be free."""
+
+
+class RedisCluster:
+    """Six servers, each a process."""
+
+    def __init__(self, *, config: Mapping[str, str] | None = None) -> None:
+        self.servers: list[RedisServer] = []
+        self._config = dict(config or {})
+        self._stack = ExitStack()
+
+    def start(self) -> None:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _start(self) -> None:
+        settings = {
+            "cluster-enabled": "yes",
+            "cluster-node-timeout": str(NODE_TIMEOUT_MS),
+            "appendonly": "yes",
+            "repl-diskless-sync-delay": "0",
+            "repl-ping-replica-period": "1",
+            # A replica that has nothing yet must not be kept from an election by its age.
+            "cluster-replica-validity-factor": "0",
+            **self._config,
+        }
+        for _ in range(6):
+            self.servers.append(self._stack.enter_context(RedisServer(tcp=True, config=settings, below=65_536 - _BUS)))
+        primaries, replicas = self.servers[:3], self.servers[3:]
+        for epoch, server in enumerate(self.servers, start=1):
+            server.admin("CLUSTER", "SET-CONFIG-EPOCH", epoch)
+            server.admin("CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
+        for number, server in enumerate(primaries):
+            first, last = number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1
+            server.admin("CLUSTER", "ADDSLOTS", *range(first, last + 1))
+        self._until(lambda: all(len(_nodes(server)) == 6 for server in self.servers), "the nodes do not meet")
+        for primary, replica in zip(primaries, replicas, strict=True):
+            replica.admin("CLUSTER", "REPLICATE", self.id_of(primary))
+        self.await_health()
+
+    def stop(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def settings(self, **more: Any) -> RedisClusterStoreSettings:
+        """Of a store that asks any of the servers."""
+        urls = [server.url.removesuffix("/0") for server in self.servers]
+        return RedisClusterStoreSettings.model_validate({"kind": "redis-cluster", "urls": urls, **more})
+
+    def id_of(self, server: RedisServer) -> str:
+        return str(server.admin("CLUSTER", "MYID"))
+
+    def primaries(self) -> list[RedisServer]:
+        return [server for server in self.servers if server.running and _role(server) == "master"]
+
+    def owner(self, slot: int) -> RedisServer:
+        """Who has this slot, as all that run agree."""
+        ports = {_owner(server, slot) for server in self.servers if server.running}
+        (port,) = ports
+        return self._at(port)
+
+    def slots_of(self, server: RedisServer) -> set[int]:
+        """What it has, as it sees it itself."""
+        mine = ((first, last) for first, last, primary, *_ in _ranges(server) if int(primary[1]) == server.port)
+        return {slot for first, last in mine for slot in range(first, last + 1)}
+
+    def replica_of(self, primary: RedisServer) -> RedisServer:
+        """The replica that follows `primary` in step."""
+        wanted = self.id_of(primary)
+        (node,) = [node for node in _nodes(primary) if node.primary == wanted]
+        return self._at(node.port)
+
+    def _at(self, port: int) -> RedisServer:
+        (server,) = [server for server in self.servers if server.port == port]
+        return server
+
+    def await_health(self) -> None:
+        """Return once all six agree, every slot is served and each primary has its replica in step."""
+
+        def done() -> bool:
+            views = {str(_view(server)) for server in self.servers}
+            primaries = self.primaries()
+            agreed = len(views) == 1 and len(primaries) == 3
+            return agreed and self._serve(self.servers) and all(map(_followed, primaries))
+
+        self._until(done, "the cluster is not healthy")
+
+    def await_owner(self, slot: int, *, other_than: RedisServer) -> RedisServer:
+        """Return once the servers that run agree on a new owner of this slot, and serve all slots."""
+
+        def done() -> bool:
+            running = [server for server in self.servers if server.running and server is not other_than]
+            owners = {_owner(server, slot) for server in running}
+            return len(owners) == 1 and other_than.port not in owners and self._serve(running)
+
+        self._until(done, "no failover")
+        server = next(server for server in self.servers if server.running and server is not other_than)
+        return self._at(_owner(server, slot))
+
+    def rejoin(self, old: RedisServer) -> None:
+        """Start a server that was killed, or resume one that was stopped: it follows whoever took its place."""
+        if old.running:
+            old.resume()
+        else:
+            old.kill()
+            old.start()
+        self.await_health()
+
+    def move_slots(self, slots: Iterable[int], to: RedisServer, *, between: Callable[[], object] = int) -> int:
+        """Move slots with their keys, a few keys at a time; the number of keys that moved.
+
+        `between` is called while a slot is half moved, after every few keys.
+        """
+        return sum(self._move(slot, to, between) for slot in slots)
+
+    def _move(self, slot: int, to: RedisServer, between: Callable[[], object]) -> int:
+        moved = 0
+        with self.half_moved(slot, to) as source:
+            while names := source.admin("CLUSTER", "GETKEYSINSLOT", slot, 3):
+                self._migrate(source, to, names)
+                moved += len(names)
+                between()
+        return moved
+
+    @contextmanager
+    def half_moved(self, slot: int, to: RedisServer) -> Iterator[RedisServer]:
+        """A slot is on its way from its owner, who is yielded, to another server during the block; there at its end."""
+        source = self._at(_owner(to, slot))
+        source_id, to_id = self.id_of(source), self.id_of(to)
+        to.admin("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+        source.admin("CLUSTER", "SETSLOT", slot, "MIGRATING", to_id)
+        yield source
+        while names := source.admin("CLUSTER", "GETKEYSINSLOT", slot, 100):
+            self._migrate(source, to, names)
+        to.admin("CLUSTER", "SETSLOT", slot, "NODE", to_id)
+        source.admin("CLUSTER", "SETSLOT", slot, "NODE", to_id)
+
+    def _migrate(self, source: RedisServer, to: RedisServer, names: list[str]) -> None:
+        source.admin("MIGRATE", "127.0.0.1", to.port, "", 0, 5_000, "KEYS", *names)
+
+    def flush(self) -> None:
+        """Forget all records and scripts, everywhere."""
+        for server in self.primaries():
+            server.flush()
+
+    @staticmethod
+    def _serve(servers: Iterable[RedisServer]) -> bool:
+        return {_state(server) for server in servers} == {"cluster_state:ok"}
+
+    def _until(self, fact: Callable[[], bool], otherwise: str) -> None:
+        until = time.monotonic() + _LONGEST
+        while True:
+            try:
+                if fact():
+                    return
+            except RedisError:
+                pass
+            assert time.monotonic() < until, otherwise
+            time.sleep(0.05)
+
+
+def _role(server: RedisServer) -> str:
+    return str(server.admin("ROLE")[0])
+
+
+def _followed(primary: RedisServer) -> bool:
+    return "'state': 'online'" in str(primary.admin("INFO", "replication"))
+
+
+class Node(NamedTuple):
+    """A server as another one sees it."""
+
+    port: int
+    flags: frozenset[str]
+    primary: str
+    slots: tuple[str, ...]
+
+
+def _nodes(server: RedisServer) -> list[Node]:
+    lines = [line.split() for line in str(server.admin("CLUSTER", "NODES")).splitlines()]
+    return [
+        Node(int(address.partition("@")[0].rpartition(":")[2]), frozenset(flags.split(",")), primary, tuple(slots))
+        for _, address, flags, primary, _, _, _, _, *slots in lines
+    ]
+
+
+def _view(server: RedisServer) -> list[tuple[int, list[str], tuple[str, ...]]]:
+    return sorted((node.port, sorted(node.flags - {"myself"}), node.slots) for node in _nodes(server))
+
+
+def _owner(server: RedisServer, slot: int) -> int:
+    for first, last, primary, *_ in _ranges(server):
+        if first <= slot <= last:
+            return int(primary[1])
+    return 0
+
+
+def _ranges(server: RedisServer) -> list[Any]:
+    with BlockingRedis.from_url(server.url) as client:
+        answer: list[Any] = client.execute_command("CLUSTER", "SLOTS")
+        return answer
+
+
+def _state(server: RedisServer) -> str:
+    return next(line for line in str(server.admin("CLUSTER", "INFO")).splitlines() if line.startswith("cluster_state"))

@@ -1,0 +1,54 @@
+"""Buckets of a Redis Cluster: which keys share a slot, and how the slots are spread."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from integr8s_idem.stores.redis.buckets import (
+    BUCKET_SLOTS,
+    BUCKETS,
+    SLOTS,
+    TAGS,
+    bucket_of,
+    key_of,
+    slot_of,
+    stored_name,
+)
+
+
+def test_each_bucket_has_a_slot_in_its_own_share_of_all_slots() -> None:
+    assert [slot * BUCKETS // SLOTS for slot in BUCKET_SLOTS] == list(range(BUCKETS))
+
+
+@pytest.mark.parametrize("nodes", [3, 7, 16])
+def test_nodes_with_equal_shares_of_slots_have_equal_shares_of_buckets(nodes: int) -> None:
+    counts = Counter(slot * nodes // SLOTS for slot in BUCKET_SLOTS)
+
+    assert max(counts.values()) - min(counts.values()) <= 2
+
+
+@pytest.mark.parametrize("key", ["k", "idempotency:a:{x}:{y}", "}{", "", "é"])
+def test_a_key_is_found_in_its_name_and_its_tag_decides_the_slot(key: str) -> None:
+    name = stored_name(key)
+
+    assert key_of(name) == key
+    assert slot_of(name[1 : name.index("}")].encode()) == BUCKET_SLOTS[bucket_of(key)]
+
+
+def test_where_records_are_stays_as_it_is() -> None:
+    """Another bucket for a key would lose every record that is stored."""
+    assert (BUCKETS, bucket_of("idempotency:billing:order-1"), TAGS[0], TAGS[127]) == (
+        128,
+        28,
+        "{idem:64}",
+        "{idem:34}",
+    )
+
+
+def test_keys_are_spread_over_all_buckets() -> None:
+    counts = Counter(bucket_of(f"idempotency:billing:{number}") for number in range(12_800))
+
+    assert len(counts) == BUCKETS
+    assert max(counts.values()) < 200
