@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Final
 from integr8s_idem.config.addresses import url_holds_password
 from integr8s_idem.config.environment import same_name
 from integr8s_idem.config.policies import OnInProgress, OnStoreError
-from integr8s_idem.config.sections import MemoryStoreSettings, RedisStoreSettings, ServiceSettings, SqliteStoreSettings
+from integr8s_idem.config.sections import (
+    DynamodbStoreSettings,
+    MemoryStoreSettings,
+    RedisStoreSettings,
+    ServiceSettings,
+    SqliteStoreSettings,
+)
 from integr8s_idem.config.shape import Path
 from integr8s_idem.errors import SettingsMistake
 
@@ -105,7 +111,7 @@ def _store(settings: Settings) -> Iterator[Contradiction]:
     lease = _Value(_LEASE, settings.idempotency.processing_timeout_seconds)
     if 3 * timeout.number >= lease.number:
         yield _compared(timeout, lease, "one renewal without an answer would lose the lease", part="a third of ")
-    if isinstance(store, SqliteStoreSettings):
+    if isinstance(store, SqliteStoreSettings | DynamodbStoreSettings):
         return
     if store.password is not None and url_holds_password(store.url):
         yield Contradiction(
