@@ -8,35 +8,25 @@ from datetime import timedelta
 import pytest
 
 from integr8s_idem.stores.dynamodb import DynamoIdempotencyRepository
-from integr8s_idem.stores.dynamodb.clock import ServerClock
 from integr8s_idem.testing.contract import HistorySize, RepositoryContract, StoreUnderTest
+from tests.support.dynamodb.clocks import VirtualClock
 from tests.support.dynamodb.fixtures import Table
 
 
-class VirtualClock(ServerClock):
-    """This machine's clock, put forward by the tests; what DynamoDB's answers tell of the time is not heard."""
-
-    ahead = 0
-    known = True
-
-    def earliest(self) -> int:
-        return time.time_ns() // 1_000 + self.ahead
-
-    def latest(self) -> int:
-        return self.earliest()
-
-
 class TestDynamoDB(RepositoryContract):
-    histories = HistorySize(histories=20)
+    # Each key is a request of some milliseconds.
+    histories = HistorySize(histories=10)
+    large_batch = 300
 
     @pytest.fixture
     async def store(self, table: Table) -> StoreUnderTest:
-        clock = VirtualClock()
+        clock = VirtualClock(time.time_ns() // 1_000)
 
         async def advance(duration: timedelta) -> None:
-            clock.ahead += duration // timedelta(microseconds=1)
+            clock.now += duration // timedelta(microseconds=1)
 
         async def spoil(key: str) -> None:
             await table.client.put_item(TableName=table.name, Item={"key": {"S": key}, "status": {"S": "completed"}})
 
-        return StoreUnderTest(DynamoIdempotencyRepository(table.client, table.name, clock=clock), advance, spoil)
+        repository = DynamoIdempotencyRepository(table.client, table.name, clock=clock)
+        return StoreUnderTest(repository, advance, spoil, largest_result=400_000)

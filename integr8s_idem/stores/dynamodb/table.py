@@ -21,8 +21,8 @@ MARK: Final = {"key": {"S": "§store"}}
 PURGE: Final = "purge_at"
 """The attribute after which DynamoDB deletes an item."""
 
-_KEYS: Final = [{"AttributeName": "key", "KeyType": "HASH"}]
-_TYPES: Final = [{"AttributeName": "key", "AttributeType": "S"}]
+KEYS: Final = [{"AttributeName": "key", "KeyType": "HASH"}]
+TYPES: Final = [{"AttributeName": "key", "AttributeType": "S"}]
 _LOOK_EVERY: Final = 0.2
 _MARKED: Final[dict[str, Any]] = {
     "UpdateExpression": "SET #identity = if_not_exists(#identity, :identity), #seen_at = :seen_at",
@@ -58,8 +58,8 @@ async def _made(client: Any, calls: Calls) -> list[str]:
         client.create_table,
         accepts="ResourceInUseException",  # somebody else has just made it
         TableName=calls.table,
-        KeySchema=_KEYS,
-        AttributeDefinitions=_TYPES,
+        KeySchema=KEYS,
+        AttributeDefinitions=TYPES,
         BillingMode="PAY_PER_REQUEST",
     )
     return [f"table {calls.table}"] if made else []
@@ -75,7 +75,7 @@ async def _ready(client: Any, calls: Calls) -> None:
 
 def _check(table: str, found: Mapping[str, Any]) -> None:
     types = {one["AttributeName"]: one["AttributeType"] for one in found["AttributeDefinitions"]}
-    if found["KeySchema"] != _KEYS or types["key"] != "S":
+    if found["KeySchema"] != KEYS or types["key"] != "S":
         keys = ", ".join(f"{one['AttributeName']} ({types[one['AttributeName']]})" for one in found["KeySchema"])
         raise StoreConfigurationError(
             "migrate", f"the table {table} has the keys {keys}; the store needs key (S) alone: name another table"
