@@ -14,10 +14,11 @@ from botocore.parsers import ResponseParserError
 
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.stores.dynamodb.clock import ServerClock
-from integr8s_idem.stores.dynamodb.errors import CONDITION, code_of, of_driver, of_service
+from integr8s_idem.stores.dynamodb.errors import CONDITION, StrangeAnswerError, code_of, of_driver, of_service
 
 _RECONNECTIONS: Final = 2
 """Times a request is sent again after a lost connection; every call of the store can be repeated."""
+_REQUEST_ID: Final = "x-amzn-requestid"
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 1.0
 
@@ -99,7 +100,7 @@ class Calls:
                     if not isinstance(ours, StoreUnavailableError):
                         raise ours from error
                     await patience.after(ours)
-                except (BotoCoreError, ResponseParserError) as error:
+                except (BotoCoreError, ResponseParserError, StrangeAnswerError) as error:
                     ours = of_driver(operation, error)
                     if not isinstance(ours, StoreUnavailableError):
                         raise ours from error
@@ -117,4 +118,6 @@ class Calls:
 
     def _hear(self, answer: Mapping[str, Any], sent: int) -> None:
         headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        if _REQUEST_ID not in headers:
+            raise StrangeAnswerError
         self._clock.heard(headers.get("date"), sent)

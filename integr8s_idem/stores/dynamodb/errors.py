@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from botocore.exceptions import (
     BotoCoreError,
+    ChecksumError,
     ClientError,
     CredentialRetrievalError,
     HTTPClientError,
@@ -54,11 +55,18 @@ _REFUSED: Final = {
 }
 
 _CLOCK: Final = ("signature expired", "signature not yet current", "request expired", "must be within")
+_OTHER_KEYS: Final = ("does not match the schema", "Missing the key", "Type mismatch for key", "required keys")
 _NO_CREDENTIALS: Final = (
     "no AWS credentials: give them by the environment, a profile, or a role of the container or instance"
 )
 
+_STRANGE: Final = "what answers is not DynamoDB, or its answer was damaged"
+
 CONDITION: Final = "ConditionalCheckFailedException"
+
+
+class StrangeAnswerError(Exception):
+    """An answer that is not DynamoDB's: the driver takes any page with status 200 for a success."""
 
 
 def code_of(error: ClientError) -> str:
@@ -78,6 +86,9 @@ def of_service(operation: str, error: ClientError, table: str) -> StoreError:
     code, text = code_of(error), str(error.response.get("Error", {}).get("Message", ""))
     if passes(error):
         return StoreUnavailableError(operation, THROTTLED.get(code) or _TROUBLED.get(code) or "DynamoDB fails for now")
+    if not code or code.isdecimal():
+        # The driver names what it cannot read by its status; the text may be a record.
+        return StoreUnavailableError(operation, _STRANGE)
     if any(words in text.lower() for words in _CLOCK):
         return StoreUnavailableError(
             operation, "this machine's clock differs from AWS's by more than AWS allows: set it by NTP"
@@ -88,14 +99,14 @@ def of_service(operation: str, error: ClientError, table: str) -> StoreError:
         return StoreConfigurationError(operation, f"AWS denies us the table {table}: {_harmless(text)}")
     if code in ("InvalidSignatureException", "SignatureDoesNotMatch"):
         return StoreConfigurationError(operation, "AWS does not accept the signature: look at the secret access key")
-    if "does not match the schema" in text or "Missing the key" in text:
+    if any(words in text for words in _OTHER_KEYS):
         return StoreConfigurationError(
             operation, f"the table {table} has other keys than the store's: name another one, and {MIGRATE}"
         )
     return StoreConfigurationError(operation, _REFUSED.get(code) or f"DynamoDB answers {code}: {_harmless(text)}")
 
 
-def of_driver(operation: str, error: BotoCoreError | ResponseParserError) -> StoreError:
+def of_driver(operation: str, error: BotoCoreError | ResponseParserError | StrangeAnswerError) -> StoreError:
     """Our error for what the driver met on its way."""
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         return StoreConfigurationError(operation, _NO_CREDENTIALS)
@@ -105,8 +116,8 @@ def of_driver(operation: str, error: BotoCoreError | ResponseParserError) -> Sto
         return StoreUnavailableError(operation, f"no connection to DynamoDB: {_harmless(str(error))}")
     if isinstance(error, CredentialRetrievalError | MetadataRetrievalError):
         return StoreUnavailableError(operation, f"AWS credentials cannot be fetched: {_harmless(str(error))}")
-    if isinstance(error, ResponseParserError):
-        return StoreUnavailableError(operation, "what answers is not DynamoDB, or its answer was damaged")
+    if isinstance(error, ResponseParserError | ChecksumError | StrangeAnswerError):
+        return StoreUnavailableError(operation, _STRANGE)
     return StoreConfigurationError(operation, _harmless(str(error)))
 
 

@@ -120,7 +120,7 @@ def _refused(refusal: _Refusal) -> bytes:
     told = {"__type": f"com.amazonaws.dynamodb.v20120810#{refusal.code}", "message": refusal.message}
     body = json.dumps(told).encode()
     date = f"\r\nDate: {formatdate(usegmt=True)}\r\n\r\n"
-    head = f"HTTP/1.1 {refusal.status} Refused\r\nContent-Type: application/x-amz-json-1.0\r\n"
+    head = f"HTTP/1.1 {refusal.status} Refused\r\nx-amzn-RequestId: none\r\n"
     return f"{head}Content-Length: {len(body)}{date}".encode() + body
 
 
