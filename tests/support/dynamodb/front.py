@@ -57,8 +57,12 @@ class DynamoFront:
         self._refusals = []
 
     @property
+    def port(self) -> int:
+        return int(self._server.sockets[0].getsockname()[1])
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
