@@ -15,8 +15,8 @@ from tests.support.dynamodb.fixtures import Table
 
 class TestDynamoDB(RepositoryContract):
     # Each key is a request of some milliseconds.
-    histories = HistorySize(histories=10)
-    large_batch = 300
+    histories = HistorySize(histories=6)
+    large_batch = 100
 
     @pytest.fixture
     async def store(self, table: Table) -> StoreUnderTest:

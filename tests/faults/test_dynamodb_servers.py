@@ -91,9 +91,9 @@ async def test_throttling_makes_all_wait_and_costs_no_attempt(
 async def test_answers_that_are_lost_repeat_no_effect(
     store: DynamoIdempotencyRepository, effects: Effects, proxy: FaultProxy
 ) -> None:
-    lost = [proxy.put(Cut(matching=verb, every=5, times=None)) for verb in (b".PutItem", b".UpdateItem")]
+    lost = [proxy.put(Cut(matching=verb, every=4, times=None)) for verb in (b".PutItem", b".UpdateItem")]
     async with open_redis_shop(effects, store) as shop:
-        events = shop.order(40)
+        events = shop.order(25)
         shop.publish(*events)
         await shop.settled()
 

@@ -223,6 +223,15 @@ async def test_active_keys_are_counted_as_often_as_allowed(table: Table) -> None
     assert await store.count_active("k:") == 1
 
 
+async def test_a_ping_looks_at_the_settings_of_the_table_once_an_hour(
+    store: DynamoIdempotencyRepository, front: DynamoFront
+) -> None:
+    first, again = await store.ping(), await store.ping()
+
+    assert first.warnings == again.warnings
+    assert front.requests == ["UpdateItem", "DescribeTable", "DescribeTimeToLive", "UpdateItem"]
+
+
 async def test_a_ping_names_the_table_and_warns_where_nothing_is_deleted(
     store: DynamoIdempotencyRepository, table: Table
 ) -> None:

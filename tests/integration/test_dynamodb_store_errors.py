@@ -126,9 +126,9 @@ async def test_a_table_that_deletes_by_another_attribute_is_refused(table: Table
 
 async def test_a_server_that_is_away_stands_still_or_comes_back_is_an_outage(aws: None) -> None:
     with own_dynamodb() as server:
-        async with dynamo_client(server.settings(timeout_seconds=1)) as client:
+        async with dynamo_client(server.settings()) as client:
             await migrate(client, "idem")
-            store = DynamoIdempotencyRepository(client, "idem", timeout=timedelta(seconds=1))
+            store = DynamoIdempotencyRepository(client, "idem", timeout=timedelta(seconds=0.5))
             assert await works(store)
 
             server.stop_signal()
@@ -140,7 +140,7 @@ async def test_a_server_that_is_away_stands_still_or_comes_back_is_an_outage(aws
 
     assert isinstance(silent, StoreUnavailableError)
     assert isinstance(away, StoreUnavailableError)
-    assert "within 1 s" in str(silent)
+    assert "within 0.5 s" in str(silent)
     assert "no connection to DynamoDB" in str(away)
 
 
@@ -208,6 +208,19 @@ async def test_a_refusal_says_what_to_do(
 
     assert isinstance(error, expected)
     assert says in str(error)
+
+
+@pytest.mark.parametrize(
+    ("code", "warned"), [("AccessDeniedException", ["cannot be looked at"]), ("ThrottlingException", [])]
+)
+async def test_settings_that_cannot_be_looked_at_keep_no_store_from_work(
+    store: DynamoIdempotencyRepository, front: DynamoFront, code: str, warned: list[str]
+) -> None:
+    front.refuse(code, only="Describe")
+
+    warnings = (await store.ping()).warnings
+
+    assert [said for said, warning in zip(warned, warnings, strict=True) if said in warning] == warned
 
 
 @pytest.mark.scenario(52)

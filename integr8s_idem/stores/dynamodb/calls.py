@@ -14,7 +14,7 @@ from botocore.parsers import ResponseParserError
 
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.stores.dynamodb.clock import ServerClock
-from integr8s_idem.stores.dynamodb.errors import CONDITION, StrangeAnswerError, code_of, of_driver, of_service
+from integr8s_idem.stores.dynamodb.errors import CONDITION, StrangeAnswerError, code_of, of_driver, of_service, passes
 
 _RECONNECTIONS: Final = 2
 """Times a request is sent again after a lost connection; every call of the store can be repeated."""
@@ -99,7 +99,7 @@ class Calls:
                     ours = of_service(operation, error, self.table)
                     if not isinstance(ours, StoreUnavailableError):
                         raise ours from error
-                    await patience.after(ours)
+                    await patience.after(ours, lost=not passes(error))
                 except (BotoCoreError, ResponseParserError, StrangeAnswerError) as error:
                     ours = of_driver(operation, error)
                     if not isinstance(ours, StoreUnavailableError):

@@ -39,7 +39,7 @@ from integr8s_idem.stores.dynamodb.items import (
     record_of,
     times_of,
 )
-from integr8s_idem.stores.dynamodb.table import MARK, health_of
+from integr8s_idem.stores.dynamodb.table import MARK, Health
 
 TRIES: Final = 5
 """Conditional writes of one reservation, before somebody who changes the record all the time is told as an outage."""
@@ -103,6 +103,7 @@ class DynamoIdempotencyRepository:
         self.table = table
         self._clock = clock or ServerClock()
         self._calls = Calls(table, timeout, self._clock)
+        self._health = Health(client, self._calls)
         self._concurrency = concurrency
         self._count_every = microseconds(count_every)
         self._counts: dict[str, tuple[int, int]] = {}
@@ -315,7 +316,7 @@ class DynamoIdempotencyRepository:
             ask["ExclusiveStartKey"] = page["LastEvaluatedKey"]
 
     async def ping(self) -> StoreHealth:
-        return await health_of(self.client, self._calls)
+        return await self._health.ask()
 
     async def _know_the_time(self, operation: str) -> None:
         """The first call of a process asks for something small before, since only an answer tells the time."""

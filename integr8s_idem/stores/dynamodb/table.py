@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ PURGE: Final = "purge_at"
 KEYS: Final = [{"AttributeName": "key", "KeyType": "HASH"}]
 TYPES: Final = [{"AttributeName": "key", "AttributeType": "S"}]
 _LOOK_EVERY: Final = 0.2
+_LOOK_AGAIN: Final = 3_600.0
 _MARKED: Final[dict[str, Any]] = {
     "UpdateExpression": "SET #identity = if_not_exists(#identity, :identity), #seen_at = :seen_at",
     "ExpressionAttributeNames": {"#identity": "identity", "#seen_at": "seen_at"},
@@ -115,36 +116,58 @@ async def _described(client: Any, calls: Calls) -> dict[str, Any]:
     return found
 
 
-async def health_of(client: Any, calls: Calls) -> StoreHealth:
-    """Ask the table, with a write: one that takes none does not pass."""
-    start = time.perf_counter()
-    values = {":identity": {"S": secrets.token_hex(16)}, ":seen_at": {"N": str(time.time_ns() // 1_000)}}
-    answer = await calls.send(
-        "ping", client.update_item, TableName=calls.table, Key=MARK, ExpressionAttributeValues=values, **_MARKED
-    )
-    latency = timedelta(seconds=time.perf_counter() - start)
-    return StoreHealth(
-        kind="dynamodb",
-        version="",
-        latency=latency,
-        warnings=tuple(await _warnings(client, calls)),
-        identity=answer["Attributes"]["identity"]["S"],
-        keeps_all=True,
-    )
+class Health:
+    """What `ping` asks of one table.  Its settings are looked at once an hour: AWS allows few such questions."""
+
+    def __init__(self, client: Any, calls: Calls) -> None:
+        self._client = client
+        self._calls = calls
+        self._warnings: tuple[str, ...] = ()
+        self._looked: float | None = None
+
+    async def ask(self) -> StoreHealth:
+        """Ask with a write: a table that takes none does not pass."""
+        start = time.perf_counter()
+        values = {":identity": {"S": secrets.token_hex(16)}, ":seen_at": {"N": str(time.time_ns() // 1_000)}}
+        answer = await self._calls.send(
+            "ping",
+            self._client.update_item,
+            TableName=self._calls.table,
+            Key=MARK,
+            ExpressionAttributeValues=values,
+            **_MARKED,
+        )
+        latency = timedelta(seconds=time.perf_counter() - start)
+        if self._looked is None or time.monotonic() - self._looked > _LOOK_AGAIN:
+            await self._look()
+        return StoreHealth(
+            kind="dynamodb",
+            version="",
+            latency=latency,
+            warnings=self._warnings,
+            identity=answer["Attributes"]["identity"]["S"],
+            keeps_all=True,
+        )
+
+    async def _look(self) -> None:
+        try:
+            answer = await self._calls.send("ping", self._client.describe_table, TableName=self._calls.table)
+            deletion = await _ttl(self._client, self._calls, "ping")
+        except StoreConfigurationError as error:
+            allow = "allow dynamodb:DescribeTable and dynamodb:DescribeTimeToLive"
+            self._warnings = (f"the table's settings cannot be looked at ({error.reason}): {allow}",)
+        except StoreUnavailableError:
+            return  # it takes writes, and that is what counts: its settings are looked at by a later ping
+        else:
+            self._warnings = tuple(_warnings(answer["Table"], deletion))
+        self._looked = time.monotonic()
 
 
-async def _warnings(client: Any, calls: Calls) -> list[str]:
-    try:
-        answer = await calls.send("ping", client.describe_table, TableName=calls.table)
-        status, attribute = await _ttl(client, calls, "ping")
-    except StoreConfigurationError as error:
-        return [f"the table's settings cannot be looked at ({error.reason}): allow DescribeTable, DescribeTimeToLive"]
-    found, warnings = answer["Table"], []
+def _warnings(found: Mapping[str, Any], deletion: tuple[str, str]) -> Iterator[str]:
     if found.get("Replicas") and found.get("MultiRegionConsistency", "EVENTUAL") != "STRONG":
-        warnings.append(
+        yield (
             "the table is replicated between regions, and the last writer wins: two regions can get one key; use "
             "multi-Region strong consistency, or a table of one region"
         )
-    if status not in ("ENABLED", "ENABLING") or attribute != PURGE:
-        warnings.append(f"expired records are never deleted: no TTL on {PURGE}; {MIGRATE}")
-    return warnings
+    if deletion not in (("ENABLED", PURGE), ("ENABLING", PURGE)):
+        yield f"expired records are never deleted: no TTL on {PURGE}; {MIGRATE}"

@@ -33,6 +33,7 @@ class _Refusal:
     status: int
     message: str
     times: int | None
+    only: str
 
 
 class DynamoFront:
@@ -49,9 +50,11 @@ class DynamoFront:
         self._refusals: list[_Refusal] = []
         self._links: set[asyncio.Task[None]] = set()
 
-    def refuse(self, code: str, *, status: int = 400, message: str = "", times: int | None = None) -> None:
-        """Answer so from now on, so many times."""
-        self._refusals = [_Refusal(code, status, message, times)]
+    def refuse(
+        self, code: str, *, status: int = 400, message: str = "", times: int | None = None, only: str = ""
+    ) -> None:
+        """Answer so from now on, so many times; `only` requests whose names hold that."""
+        self._refusals = [_Refusal(code, status, message, times, only)]
 
     def allow(self) -> None:
         self._refusals = []
@@ -97,7 +100,7 @@ class DynamoFront:
         target = _TARGET.search(request)
         assert target is not None, request
         self.requests.append(target[1].decode())
-        refusal = self._refusal()
+        refusal = self._refusal(self.requests[-1])
         if refusal is not None:
             answer = _refused(refusal)
         else:
@@ -105,10 +108,10 @@ class DynamoFront:
             answer = await _message(behind[0])
         return self.rewrite(_DATE.sub(self._later, answer, count=1))
 
-    def _refusal(self) -> _Refusal | None:
-        if not self._refusals:
+    def _refusal(self, request: str) -> _Refusal | None:
+        refusal = next((one for one in self._refusals if one.only in request), None)
+        if refusal is None:
             return None
-        (refusal,) = self._refusals
         if refusal.times is not None:
             refusal.times -= 1
             if refusal.times == 0:
