@@ -78,7 +78,8 @@ class DynamoIdempotencyRepository:
     get a key.  `ping` warns of that, of a missing TTL, and of nothing else: what was acknowledged is kept.
 
     The client is the caller's: the repository never closes it.  Its identity needs dynamodb:GetItem, PutItem,
-    UpdateItem, BatchGetItem, and Scan for `scan` and `count_active`, DescribeTable and DescribeTimeToLive for `ping`.
+    UpdateItem, BatchGetItem, and Scan for `scan` and `count_active`, DescribeTable and DescribeTimeToLive for `ping`;
+    `migrate` beside these CreateTable and UpdateTimeToLive.
 
     Args:
         client: A client of aiobotocore for DynamoDB; `dynamo_client` makes one from settings.
