@@ -1,14 +1,15 @@
 # Every command is whole: it sets up what it needs, on a machine with Python >= 3.11, make, and, for the
-# real broker of the tests, Java 17 with Maven.
+# real broker and the DynamoDB Local of the tests, Java 17 with Maven.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.set-up
 KAFKA := .cache/kafka/.set-up
+DYNAMODB := .cache/dynamodb/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults matrix check fix setup kafka wheel clean
+.PHONY: help demo test faults matrix check fix setup kafka dynamodb wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -33,13 +34,23 @@ $(KAFKA): tests/support/kafka/pom.xml
 	    echo "no Java 17 with Maven here: tests on a real Kafka need INTEGR8S_IDEM_TEST_KAFKA=host:port, or skip"; \
 	fi
 
+dynamodb: $(DYNAMODB)  ## the jars of DynamoDB Local, for the tests
+
+$(DYNAMODB): tests/support/dynamodb/pom.xml
+	@if command -v mvn >/dev/null && command -v java >/dev/null; then \
+	    echo "fetching DynamoDB Local (a minute)"; \
+	    rm -rf $(dir $@) && mvn --quiet --batch-mode --file $< dependency:copy-dependencies -DoutputDirectory=$(CURDIR)/$(dir $@)libs && touch $@; \
+	else \
+	    echo "no Java 17 with Maven here: tests on DynamoDB Local skip"; \
+	fi
+
 demo: $(SETUP)  ## the platform on embedded servers, with duplicates and a killed worker, and a verdict
 	@$(BIN)/python -m examples.demo
 
-test: $(SETUP) $(KAFKA)  ## all tests, on a real Redis and a real Apache Kafka
+test: $(SETUP) $(KAFKA) $(DYNAMODB)  ## all tests, on a real Redis, a real Apache Kafka and DynamoDB Local
 	@$(BIN)/python -m pytest
 
-faults: $(SETUP) $(KAFKA)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
+faults: $(SETUP) $(KAFKA) $(DYNAMODB)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
 	@status=0; \
 	$(BIN)/python -m tests.campaigns --all || status=1; \
 	$(BIN)/python -m pytest -p tests.campaigns.recorder -m scenario || status=1; \

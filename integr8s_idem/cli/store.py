@@ -1,19 +1,21 @@
-"""`integr8s-idem store`: the tables of a store in SQL, and its records that have expired."""
+"""`integr8s-idem store`: the tables of a store, and its records that have expired."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
 from integr8s_idem.cli.answering import Json, SettingsFile, answered
-from integr8s_idem.config import PostgresqlStoreSettings, SqliteStoreSettings, load_settings
+from integr8s_idem.config import DynamodbStoreSettings, PostgresqlStoreSettings, SqliteStoreSettings, load_settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.stores.opening import open_engine
+from integr8s_idem.stores.opening import open_dynamo, open_engine
 
-store_app = typer.Typer(help="Look after a store in SQL.", no_args_is_help=True, rich_markup_mode=None)
+_WithTables: TypeAlias = PostgresqlStoreSettings | SqliteStoreSettings | DynamodbStoreSettings
+
+store_app = typer.Typer(help="Look after a store with tables.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @store_app.command("migrate")
@@ -21,15 +23,8 @@ def migrate_command(settings: SettingsFile = None, as_json: Json = False) -> Non
     """Make the tables, or bring them to the version of this program."""
 
     def migrate() -> int:
-        store = _in_sql(settings)
-
-        async def done() -> list[dict[str, object]]:
-            async with open_engine(store) as engine:
-                from integr8s_idem.stores.sql import migrate
-
-                return [{"version": one.version, "says": one.says} for one in await migrate(engine)]
-
-        steps = asyncio.run(done())
+        store = _with_tables(settings)
+        steps = asyncio.run(_migrated(store))
         if as_json:
             typer.echo(json.dumps({"kind": store.kind, "migrated": steps}))
             return 0
@@ -46,7 +41,9 @@ def sql_command(settings: SettingsFile = None) -> None:
     """Print what `migrate` does, as SQL for somebody who applies it by hand."""
 
     def show() -> int:
-        store = _in_sql(settings)
+        store = _with_tables(settings)
+        if isinstance(store, DynamodbStoreSettings):
+            raise ApplicationError('a store of kind "dynamodb" speaks no SQL; `store migrate` makes its table')
 
         async def statements() -> str:
             async with open_engine(store) as engine:
@@ -69,7 +66,11 @@ def purge_command(
     """Take away records that have expired, in small transactions.  Workers do so by themselves."""
 
     def purge() -> int:
-        store = _in_sql(settings)
+        store = _with_tables(settings)
+        if isinstance(store, DynamodbStoreSettings):
+            told = "nothing to do: DynamoDB deletes records by itself, within days after they expired"
+            typer.echo(json.dumps({"kind": store.kind, "purged": 0}) if as_json else told)
+            return 0
 
         async def done() -> int:
             async with open_engine(store) as engine:
@@ -87,8 +88,20 @@ def purge_command(
     raise typer.Exit(answered(purge))
 
 
-def _in_sql(file: SettingsFile) -> PostgresqlStoreSettings | SqliteStoreSettings:
+async def _migrated(store: _WithTables) -> list[dict[str, object]]:
+    if isinstance(store, DynamodbStoreSettings):
+        async with open_dynamo(store) as client:
+            from integr8s_idem.stores.dynamodb import migrate as migrate_table
+
+            return [{"version": 1, "says": says} for says in await migrate_table(client, store.table)]
+    async with open_engine(store) as engine:
+        from integr8s_idem.stores.sql import migrate
+
+        return [{"version": one.version, "says": one.says} for one in await migrate(engine)]
+
+
+def _with_tables(file: SettingsFile) -> _WithTables:
     store = load_settings(file).store
-    if not isinstance(store, PostgresqlStoreSettings | SqliteStoreSettings):
+    if not isinstance(store, PostgresqlStoreSettings | SqliteStoreSettings | DynamodbStoreSettings):
         raise ApplicationError(f'the store of the settings is of kind "{store.kind}", which has no tables')
     return store

@@ -11,6 +11,7 @@ from integr8s_idem.config.policies import (
     Section,
 )
 from integr8s_idem.config.sections import (
+    DynamodbStoreSettings,
     KafkaSettings,
     MemoryStoreSettings,
     PostgresqlStoreSettings,
@@ -25,6 +26,7 @@ from integr8s_idem.config.sections import (
 from integr8s_idem.config.settings import Settings
 
 __all__ = [
+    "DynamodbStoreSettings",
     "IdempotencyConfig",
     "KafkaSettings",
     "MemoryStoreSettings",

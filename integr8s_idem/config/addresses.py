@@ -151,12 +151,25 @@ def collector_url(url: str) -> str:
     Raises:
         ValueError: With the URL to write instead.
     """
+    return _http_url(url, "a collector", "localhost:4317")
+
+
+def dynamodb_url(url: str) -> str:
+    """`url` if it is one of HTTP.
+
+    Raises:
+        ValueError: With the URL to write instead.
+    """
+    return _http_url(url, "a DynamoDB", "localhost:8000")
+
+
+def _http_url(url: str, what: str, example: str) -> str:
     scheme, separator, rest = url.partition("://")
-    _must_be_plain(url, "http://localhost:4317")
+    _must_be_plain(url, f"http://{example}")
     if separator and scheme in {"http", "https"} and rest:
         return url
     host = _host_of(rest if separator else url)
-    raise ValueError(f'"{without_secret(url)}" is no URL of a collector; write http://{host or "localhost:4317"}')
+    raise ValueError(f'"{without_secret(url)}" is no URL of {what}; write http://{host or example}')
 
 
 def _host_of(rest: str) -> str:

@@ -12,6 +12,7 @@ from integr8s_idem.config.environment import same_name
 from integr8s_idem.config.policies import OnInProgress, OnStoreError
 from integr8s_idem.config.sections import (
     AnyRedisSettings,
+    DynamodbStoreSettings,
     MemoryStoreSettings,
     PostgresqlStoreSettings,
     RedisClusterStoreSettings,
@@ -114,7 +115,7 @@ def _store(settings: Settings) -> Iterator[Contradiction]:
     lease = _Value(_LEASE, settings.idempotency.processing_timeout_seconds)
     if 3 * timeout.number >= lease.number:
         yield _compared(timeout, lease, "one renewal without an answer would lose the lease", part="a third of ")
-    if isinstance(store, SqliteStoreSettings):
+    if isinstance(store, SqliteStoreSettings | DynamodbStoreSettings):
         return
     for path, url in _urls(store):
         if store.password is not None and url_holds_password(url):

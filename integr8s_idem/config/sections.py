@@ -10,6 +10,7 @@ from integr8s_idem.config.addresses import (
     brokers,
     cluster_url,
     collector_url,
+    dynamodb_url,
     one_or_many,
     postgresql_url,
     redis_url,
@@ -73,7 +74,7 @@ class RedisStoreSettings(Section):
     """Records in Redis (6.2 or newer) or Valkey."""
 
     kind: Literal["redis"] = "redis"
-    """Which store: redis, redis-cluster, redis-sentinel, postgresql, sqlite, or memory for trying things out."""
+    """Which store: redis, redis-cluster, redis-sentinel, postgresql, sqlite, mysql, dynamodb, or memory for trials."""
     url: Annotated[str, AfterValidator(redis_url)] = "redis://localhost:6379/0"
     """redis://host:port/db, rediss:// for TLS, unix:///path for a socket."""
     username: str | None = None
@@ -196,6 +197,25 @@ class SqliteStoreSettings(Section):
     """Longest wait for another process that writes."""
 
 
+class DynamodbStoreSettings(Section):
+    """Records in Amazon DynamoDB.  Credentials are found as every AWS program finds them; there are none here."""
+
+    kind: Literal["dynamodb"]
+    """Which store."""
+    table: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{3,255}$")] = "idempotency"
+    """The table; it is made by `integr8s-idem store migrate`."""
+    region: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,63}$")] | None = None
+    """AWS region; that of the environment or the profile if not given."""
+    endpoint_url: Annotated[str, AfterValidator(dynamodb_url)] | None = None
+    """http://host:port of a DynamoDB that is not AWS's own, such as DynamoDB Local."""
+    timeout_seconds: Seconds = 5
+    """Longest wait for one answer, repetitions after throttling included, before StoreUnavailableError."""
+    max_connections: Count = 32
+    """Most requests of one service at once, each on a connection of its own."""
+    count_interval_seconds: Seconds = 3600
+    """Active keys are counted this often at most: each time the whole table is read, and paid for."""
+
+
 class MemoryStoreSettings(Section):
     """Records in this process: for tests and first steps.  Forgets everything at exit."""
 
@@ -217,6 +237,7 @@ _StoreByKind: TypeAlias = Annotated[
     | RedisSentinelStoreSettings
     | PostgresqlStoreSettings
     | SqliteStoreSettings
+    | DynamodbStoreSettings
     | MemoryStoreSettings,
     Field(discriminator="kind"),
 ]

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from integr8s_idem.config import (
+    DynamodbStoreSettings,
     MemoryStoreSettings,
     PostgresqlStoreSettings,
     RedisClusterStoreSettings,
@@ -40,6 +41,9 @@ async def open_store(settings: StoreSettings, *, key_prefix: str) -> AsyncIterat
                 yield store
         case PostgresqlStoreSettings() | SqliteStoreSettings():
             async with _sql(settings) as store:
+                yield store
+        case DynamodbStoreSettings():
+            async with _dynamodb(settings) as store:
                 yield store
 
 
@@ -98,3 +102,34 @@ async def open_engine(settings: PostgresqlStoreSettings | SqliteStoreSettings) -
         yield engine
     finally:
         await engine.dispose()
+
+
+@asynccontextmanager
+async def _dynamodb(settings: DynamodbStoreSettings) -> AsyncIterator[IdempotencyRepository]:
+    async with open_dynamo(settings) as client:
+        from integr8s_idem.stores.dynamodb import DynamoIdempotencyRepository
+
+        yield DynamoIdempotencyRepository(
+            client,
+            settings.table,
+            timeout=timedelta(seconds=settings.timeout_seconds),
+            concurrency=settings.max_connections,
+            count_every=timedelta(seconds=settings.count_interval_seconds),
+        )
+
+
+@asynccontextmanager
+async def open_dynamo(settings: DynamodbStoreSettings) -> AsyncIterator[Any]:
+    """The client of a store in DynamoDB, closed at the end of the block; it connects at its first use.
+
+    Raises:
+        StoreConfigurationError: What this kind needs is not installed, or no region is given.
+    """
+    try:
+        from integr8s_idem.stores.dynamodb import dynamo_client
+    except ModuleNotFoundError as error:
+        raise StoreConfigurationError(
+            "start", f'a store of kind "{settings.kind}" needs {error.name}: pip install "integr8s-idem[dynamodb]"'
+        ) from error
+    async with dynamo_client(settings) as client:
+        yield client

@@ -36,7 +36,7 @@ __all__ = ["HistorySize", "RepositoryContract", "StoreUnderTest"]
 
 
 class RepositoryContract(ReservingContract, SettlingContract, BatchesContract):
-    """Inherit, and give a fixture `store`.  Set `histories` to spend less or more on random histories."""
+    """Inherit, and give a fixture `store`.  `histories` and `large_batch` say how much to spend."""
 
     histories = HistorySize()
 

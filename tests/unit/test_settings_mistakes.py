@@ -17,7 +17,7 @@ from integr8s_idem.config.loading import LARGEST_FILE
 from integr8s_idem.errors import SettingsError
 
 SECRET = "hunter2-and-more"
-KINDS = '"redis", "redis-cluster", "redis-sentinel", "postgresql", "sqlite" or "memory"'
+KINDS = '"redis", "redis-cluster", "redis-sentinel", "postgresql", "sqlite", "dynamodb" or "memory"'
 
 
 @pytest.fixture(autouse=True)

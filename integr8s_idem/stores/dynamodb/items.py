@@ -1,0 +1,242 @@
+"""Records as items of DynamoDB, and back.
+
+Times are microseconds since 1970, by DynamoDB's clock.  `status` is 1 processing, 2 completed, 3 failed; `previous` is
+0 none, 1 released, 2 lapsed; `lease_until` is 0 once released or settled.  `purge_at` is for DynamoDB's own deletion:
+whole seconds, an hour after `expires_at`.  A deleted record stays until then as a stump of key and fence, so that no
+fence is given twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, TypeAlias
+
+from integr8s_idem.records import (
+    Completed,
+    Failed,
+    IdempotencyRecord,
+    IdempotencyStatus,
+    InProgress,
+    KeyReused,
+    Previous,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+)
+from integr8s_idem.stores.dynamodb.clock import SECOND
+
+Item: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""As the driver gives it: `{"attempt": {"N": "1"}}`."""
+
+PROCESSING: Final = 1
+COMPLETED: Final = 2
+FAILED: Final = 3
+
+MOST_RESULT_BYTES: Final = 400 * 1_024 - 2_048
+"""Of a result with its media type: an item may have 400 KiB, names included; the rest of a record has less than 2."""
+
+KEPT_LONGER: Final = 3_600 * SECOND
+"""Between a record's end and its deletion: more than any two clocks differ that AWS accepts, so that fences grow."""
+
+_CENTURY: Final = timedelta(days=36_500)
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_PREVIOUS: Final = (Previous.NONE, Previous.RELEASED, Previous.LAPSED)
+_STATUS: Final = {
+    PROCESSING: IdempotencyStatus.PROCESSING,
+    COMPLETED: IdempotencyStatus.COMPLETED,
+    FAILED: IdempotencyStatus.FAILED,
+}
+
+
+class UnreadableError(Exception):
+    """An item that is no record of ours; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One record, read."""
+
+    key: str
+    status: int
+    attempt: int
+    fence: int
+    token: bytes
+    lease_until: int
+    expires_at: int
+    previous: Previous
+    settled_at: int = 0
+    fingerprint: bytes | None = None
+    owner: str = ""
+    trace: TraceLink | None = None
+    result: StoredResult | None = None
+    result_dropped: bool = False
+    error: str = ""
+
+
+def number(value: int) -> dict[str, str]:
+    return {"N": str(value)}
+
+
+def text(value: str) -> dict[str, str]:
+    """Half a surrogate becomes its escape: JSON carries none."""
+    return {"S": value.encode("utf-8", "backslashreplace").decode("utf-8")}
+
+
+def microseconds(length: timedelta) -> int:
+    """A length of time, cut to nothing at least and a century at most."""
+    return max(0, min(length, _CENTURY) // timedelta(microseconds=1))
+
+
+def purge_at(expires_at: int) -> dict[str, str]:
+    return number((expires_at + KEPT_LONGER) // SECOND + 1)
+
+
+def times_of(request: ReserveRequest, now: int) -> dict[str, dict[str, str]]:
+    """Until when a reservation that is made or found again holds, and lives."""
+    lease = microseconds(request.lease)
+    # A record that is gone before its lease would leave the key with two owners.
+    expires_at = now + max(lease, microseconds(request.retention))
+    return {
+        "lease_until": number(now + lease),
+        "expires_at": number(expires_at),
+        "purge_at": purge_at(expires_at),
+    }
+
+
+def item_of(request: ReserveRequest, reserved: Reserved, now: int) -> dict[str, Any]:
+    """A new reservation."""
+    item: dict[str, Any] = {
+        "key": {"S": request.key},
+        "status": number(PROCESSING),
+        "attempt": number(reserved.attempt),
+        "fence": number(reserved.fence),
+        "token": {"B": request.token},
+        "previous": number(_PREVIOUS.index(reserved.previous)),
+        **times_of(request, now),
+    }
+    if request.fingerprint is not None:
+        item["fingerprint"] = {"B": request.fingerprint}
+    if request.owner:
+        item["owner"] = text(request.owner)
+    if request.trace is not None:
+        item["trace"] = {"B": request.trace.trace_id + request.trace.span_id}
+    return item
+
+
+def ended(item: Item, now: int) -> bool:
+    """Whether the time of a record is over, however damaged the rest of it is; no item is one that ended."""
+    if not item:
+        return True
+    try:
+        return int(item["expires_at"]["N"]) <= now
+    except (KeyError, ValueError):
+        return False
+
+
+def fence_of(item: Item) -> int:
+    """The last fence of a record that has ended."""
+    try:
+        return int(item["fence"]["N"])
+    except (KeyError, ValueError):
+        return 0
+
+
+def entry_of(item: Item) -> Entry:
+    """Read an item.
+
+    Raises:
+        UnreadableError: It is no record, or one of a kind that this version does not know.
+    """
+    try:
+        entry = _entry(item)
+    except (KeyError, ValueError, IndexError) as error:
+        raise UnreadableError(f"its attributes are not those of a record ({type(error).__name__}: {error})") from error
+    if entry.status not in _STATUS:
+        raise UnreadableError(f"its status is {entry.status}, which this version does not know")
+    if entry.status != PROCESSING and not entry.settled_at:
+        raise UnreadableError("it is settled, and does not say when")
+    return entry
+
+
+def _entry(item: Item) -> Entry:
+    def optional(name: str, kind: str) -> Any:
+        return item[name][kind] if name in item else None
+
+    result, trace = optional("result", "B"), optional("trace", "B")
+    return Entry(
+        key=item["key"]["S"],
+        status=int(item["status"]["N"]),
+        attempt=int(item["attempt"]["N"]),
+        fence=int(item["fence"]["N"]),
+        token=bytes(item["token"]["B"]),
+        lease_until=int(item["lease_until"]["N"]),
+        expires_at=int(item["expires_at"]["N"]),
+        previous=_PREVIOUS[int(item["previous"]["N"])],
+        settled_at=int(optional("settled_at", "N") or 0),
+        fingerprint=optional("fingerprint", "B"),
+        owner=optional("owner", "S") or "",
+        trace=None if trace is None else TraceLink(trace[:16], trace[16:]),
+        result=None if result is None else StoredResult(result, item["content_type"]["S"]),
+        result_dropped=bool(optional("result_dropped", "BOOL")),
+        error=optional("error", "S") or "",
+    )
+
+
+def holds(entry: Entry, reserved: Reserved, now: int) -> bool:
+    """Whether a record still belongs to this reservation."""
+    ours = (entry.status, entry.fence, entry.token) == (PROCESSING, reserved.fence, reserved.token)
+    return ours and entry.expires_at > now
+
+
+def answer_of(request: ReserveRequest, entry: Entry, now: int) -> InProgress | Completed | Failed | KeyReused | None:
+    """What a record says to `request`; `None`: it may be had."""
+    stored, offered = entry.fingerprint, request.fingerprint
+    if stored is not None and offered is not None and stored != offered:
+        return KeyReused(key=request.key, stored=stored, offered=offered)
+    if entry.status != PROCESSING:
+        return _outcome(entry)
+    if entry.lease_until <= now or entry.token == request.token:
+        return None
+    left = timedelta(microseconds=entry.lease_until - now)
+    return InProgress(key=request.key, attempt=entry.attempt, retry_after=left, owner=entry.owner)
+
+
+def _outcome(entry: Entry) -> Completed | Failed:
+    settled_at = _moment(entry.settled_at)
+    if entry.status == FAILED:
+        return Failed(key=entry.key, attempt=entry.attempt, failed_at=settled_at, error=entry.error, trace=entry.trace)
+    return Completed(
+        key=entry.key,
+        attempt=entry.attempt,
+        completed_at=settled_at,
+        result=entry.result,
+        result_dropped=entry.result_dropped,
+        trace=entry.trace,
+    )
+
+
+def record_of(entry: Entry) -> IdempotencyRecord:
+    """A record for people and tools."""
+    processing = entry.status == PROCESSING
+    return IdempotencyRecord(
+        key=entry.key,
+        status=_STATUS[entry.status],
+        attempt=entry.attempt,
+        fence=entry.fence,
+        lease_until=_moment(entry.lease_until) if processing and entry.lease_until else None,
+        settled_at=None if processing else _moment(entry.settled_at),
+        expires_at=_moment(entry.expires_at),
+        fingerprint=entry.fingerprint,
+        owner=entry.owner,
+        result=entry.result,
+        result_dropped=entry.result_dropped,
+        error=entry.error,
+        trace=entry.trace,
+    )
+
+
+def _moment(us: int) -> datetime:
+    return _EPOCH + timedelta(microseconds=us)

@@ -1,0 +1,341 @@
+"""A DynamoDB that is away, throttles, refuses, or has another table: each as one of our errors.
+
+DynamoDB Local neither throttles nor looks at credentials: a server of our own before it does (`DynamoFront`), in
+DynamoDB's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
+from integr8s_idem.records import Completed, Completion, Reserved
+from integr8s_idem.stores.dynamodb import DynamoIdempotencyRepository, dynamo_client, migrate
+from integr8s_idem.testing.store_under_test import LEASE, RETENTION, TTL, new_key, wish
+from tests.support.dynamodb.fixtures import Table, own_dynamodb
+from tests.support.dynamodb.front import DynamoFront
+from tests.support.dynamodb.server import DynamoServer
+from tests.support.fault_proxy import Cut, FaultProxy, Refuse
+
+TIMEOUT = timedelta(seconds=3)
+
+
+@pytest.fixture
+async def front(dynamodb: DynamoServer) -> AsyncIterator[DynamoFront]:
+    async with DynamoFront(dynamodb.port) as front:
+        yield front
+
+
+@asynccontextmanager
+async def store_at(
+    table: Table, url: str, timeout: timedelta = TIMEOUT, name: str = ""
+) -> AsyncIterator[DynamoIdempotencyRepository]:
+    changed = table.settings.model_copy(update={"endpoint_url": url, "table": name or table.name})
+    async with dynamo_client(changed) as client:
+        yield DynamoIdempotencyRepository(client, changed.table, timeout=timeout)
+
+
+@pytest.fixture
+async def store(front: DynamoFront, table: Table) -> AsyncIterator[DynamoIdempotencyRepository]:
+    async with store_at(table, front.url) as store:
+        assert await works(store)
+        yield store
+
+
+async def error_of(store: DynamoIdempotencyRepository) -> StoreError:
+    """What a reservation meets, and the look before it."""
+    with pytest.raises(StoreError) as looked:
+        await store.ping()
+    with pytest.raises(StoreError) as caught:
+        await store.reserve([wish(new_key())])
+    assert type(caught.value) is type(looked.value)
+    assert "canary" not in str(caught.value)
+    return caught.value
+
+
+async def works(store: DynamoIdempotencyRepository) -> bool:
+    (verdict,) = await store.reserve([wish(new_key())])
+    return isinstance(verdict, Reserved)
+
+
+@pytest.mark.scenario(59)
+async def test_without_its_table_a_store_says_how_to_make_it(table: Table) -> None:
+    name = f"idem-{uuid4().hex}"
+    async with store_at(table, str(table.settings.endpoint_url), name=name) as store:
+        error = await error_of(store)
+        assert isinstance(error, StoreConfigurationError)
+        assert f"there is no table {name}" in str(error)
+        assert "run: integr8s-idem store migrate" in str(error)
+
+        assert await migrate(store.client, name) == [f"table {name}", "deletion of expired records by purge_at"]
+        assert await migrate(store.client, name) == []
+        assert await works(store)
+        assert (await store.ping()).warnings == ()
+
+
+async def test_a_table_can_be_made_by_several_at_once(table: Table) -> None:
+    name = f"idem-{uuid4().hex}"
+
+    done = await asyncio.gather(*(migrate(table.client, name) for _ in range(4)))
+
+    assert sum(f"table {name}" in one for one in done) == 1
+
+
+async def make(client: Any, keys: list[tuple[str, str]], types: str = "S") -> str:
+    name = f"idem-{uuid4().hex}"
+    await client.create_table(
+        TableName=name,
+        KeySchema=[{"AttributeName": attribute, "KeyType": kind} for attribute, kind in keys],
+        AttributeDefinitions=[{"AttributeName": attribute, "AttributeType": types} for attribute, _ in keys],
+        BillingMode="PAY_PER_REQUEST",
+    )
+    return name
+
+
+@pytest.mark.scenario(59)
+@pytest.mark.parametrize(
+    ("keys", "types"), [([("pk", "HASH")], "S"), ([("key", "HASH"), ("at", "RANGE")], "S"), ([("key", "HASH")], "B")]
+)
+async def test_a_table_with_other_keys_is_refused(table: Table, keys: list[tuple[str, str]], types: str) -> None:
+    name = await make(table.client, keys, types)
+
+    with pytest.raises(StoreConfigurationError, match=r"the store needs key \(S\) alone: name another table"):
+        await migrate(table.client, name)
+    async with store_at(table, str(table.settings.endpoint_url), name=name) as store:
+        error = await error_of(store)
+
+    assert isinstance(error, StoreConfigurationError)
+    assert "has other keys than the store's" in str(error)
+
+
+async def test_a_table_that_deletes_by_another_attribute_is_refused(table: Table) -> None:
+    spec = {"Enabled": True, "AttributeName": "ttl"}
+    await table.client.update_time_to_live(TableName=table.name, TimeToLiveSpecification=spec)
+
+    with pytest.raises(StoreConfigurationError, match="deletes by ttl, the store by purge_at"):
+        await migrate(table.client, table.name)
+
+
+async def test_a_server_that_is_away_stands_still_or_comes_back_is_an_outage(aws: None) -> None:
+    with own_dynamodb() as server:
+        async with dynamo_client(server.settings()) as client:
+            await migrate(client, "idem")
+            store = DynamoIdempotencyRepository(client, "idem", timeout=timedelta(seconds=0.5))
+            assert await works(store)
+
+            server.stop_signal()
+            silent = await error_of(store)
+            server.continue_signal()
+            assert await works(store)
+            await asyncio.to_thread(server.kill)
+            away = await error_of(store)
+
+    assert isinstance(silent, StoreUnavailableError)
+    assert isinstance(away, StoreUnavailableError)
+    assert "within 0.5 s" in str(silent)
+    assert "no connection to DynamoDB" in str(away)
+
+
+THROTTLING = ["ProvisionedThroughputExceededException", "RequestLimitExceeded", "ThrottlingException"]
+
+
+@pytest.mark.scenario(57)
+@pytest.mark.parametrize("code", THROTTLING)
+async def test_what_is_throttled_is_asked_again(
+    store: DynamoIdempotencyRepository, front: DynamoFront, code: str
+) -> None:
+    front.requests.clear()
+    front.refuse(code, times=3)
+
+    assert await works(store)
+
+    assert front.requests == ["PutItem"] * 4
+
+
+@pytest.mark.scenario(57)
+@pytest.mark.parametrize("code", THROTTLING)
+async def test_throttling_without_end_is_an_outage_after_the_timeout(
+    store: DynamoIdempotencyRepository, front: DynamoFront, table: Table, code: str
+) -> None:
+    front.refuse(code)
+    async with store_at(table, front.url, timedelta(seconds=0.3)) as hasty:
+        error = await error_of(hasty)
+
+    assert isinstance(error, StoreUnavailableError)
+    assert "throughput" in str(error) or "throttles" in str(error)
+    front.allow()
+    assert await works(store)
+
+
+async def test_a_fault_of_the_service_is_asked_again(store: DynamoIdempotencyRepository, front: DynamoFront) -> None:
+    front.refuse("InternalServerError", status=500, times=2)
+
+    assert await works(store)
+
+
+@pytest.mark.scenario(52)
+@pytest.mark.parametrize(
+    ("code", "message", "expected", "says"),
+    [
+        ("UnrecognizedClientException", "The security token included in the request is invalid.",
+         StoreConfigurationError, "does not know this access key"),
+        ("InvalidSignatureException", "The request signature we calculated does not match the signature you provided.",
+         StoreConfigurationError, "look at the secret access key"),
+        ("InvalidSignatureException", "Signature expired: 20300101T000000Z is now earlier than 20300101T001000Z",
+         StoreUnavailableError, "this machine's clock"),
+        ("ExpiredTokenException", "The security token included in the request is expired",
+         StoreConfigurationError, "have expired"),
+        ("AccessDeniedException", "User: a is not authorized to perform: dynamodb:PutItem on resource: idem",
+         StoreConfigurationError, "not authorized to perform: dynamodb:PutItem"),
+        ("SomethingNewException", "sorry", StoreConfigurationError, "DynamoDB answers SomethingNewException: sorry"),
+        ("SomethingNewException", "https://user:canary@host/ is away", StoreConfigurationError, "***@host"),
+    ],
+)  # fmt: skip
+async def test_a_refusal_says_what_to_do(
+    table: Table, front: DynamoFront, code: str, message: str, expected: type[StoreError], says: str
+) -> None:
+    front.refuse(code, message=message)
+    async with store_at(table, front.url, timedelta(seconds=0.3)) as store:
+        error = await error_of(store)
+
+    assert isinstance(error, expected)
+    assert says in str(error)
+
+
+@pytest.mark.parametrize(
+    ("code", "warned"), [("AccessDeniedException", ["cannot be looked at"]), ("ThrottlingException", [])]
+)
+async def test_settings_that_cannot_be_looked_at_keep_no_store_from_work(
+    store: DynamoIdempotencyRepository, front: DynamoFront, code: str, warned: list[str]
+) -> None:
+    front.refuse(code, only="Describe")
+
+    warnings = (await store.ping()).warnings
+
+    assert [said for said, warning in zip(warned, warnings, strict=True) if said in warning] == warned
+
+
+@pytest.mark.scenario(52)
+async def test_without_credentials_nothing_is_sent(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    async with store_at(table, str(table.settings.endpoint_url)) as store:
+        error = await error_of(store)
+
+    assert isinstance(error, StoreConfigurationError)
+    assert "no AWS credentials" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("variable", "says"), [({}, "set region in [store], or AWS_REGION"), ({"AWS_PROFILE": "none"}, "(none)")]
+)
+async def test_a_client_that_cannot_be_made_says_why(
+    aws: None, monkeypatch: pytest.MonkeyPatch, dynamodb: DynamoServer, variable: dict[str, str], says: str
+) -> None:
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(StoreConfigurationError) as caught:
+        async with dynamo_client(dynamodb.settings(region=None)):
+            pass
+
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("piece", "other"), [(b"{", b"<"), (b"x-amzn-requestid", b"x-served-by")])
+async def test_what_is_damaged_or_not_dynamodb_is_an_outage(
+    store: DynamoIdempotencyRepository, front: DynamoFront, piece: bytes, other: bytes
+) -> None:
+    front.rewrite = lambda answer: re.sub(piece, other, answer, count=1, flags=re.IGNORECASE)
+
+    error = await error_of(store)
+
+    assert isinstance(error, StoreUnavailableError)
+    assert "is not DynamoDB, or its answer was damaged" in str(error)
+
+
+async def test_answers_without_a_date_are_refused(table: Table, front: DynamoFront) -> None:
+    front.rewrite = lambda answer: answer.replace(b"\r\nDate:", b"\r\nX-Date:", 1)
+    async with store_at(table, front.url) as store:
+        error = await error_of(store)
+
+    assert isinstance(error, StoreConfigurationError)
+    assert "carry no Date" in str(error)
+
+
+# Answers that are lost after the server has executed.
+
+
+@asynccontextmanager
+async def lossy(table: Table, server: DynamoServer) -> AsyncIterator[tuple[DynamoIdempotencyRepository, FaultProxy]]:
+    async with FaultProxy(server.port) as proxy, store_at(table, f"http://127.0.0.1:{proxy.address}") as store:
+        assert await works(store)
+        yield store, proxy
+
+
+@pytest.mark.scenario(57)
+async def test_a_reservation_whose_answer_was_lost_is_found_again(table: Table, dynamodb: DynamoServer) -> None:
+    async with lossy(table, dynamodb) as (store, proxy):
+        lost = proxy.put(Cut(matching=b".PutItem"))
+        (verdict,) = await store.reserve([wish(new_key())])
+        (record,) = await store.get([verdict.key])
+
+    assert lost.struck == 1
+    assert isinstance(verdict, Reserved)
+    assert record is not None
+    assert (verdict.attempt, record.attempt, record.fence) == (1, 1, verdict.fence)
+
+
+@pytest.mark.parametrize("verb", ["renew", "prolong", "complete", "release"])
+async def test_a_write_whose_answer_was_lost_is_done(table: Table, dynamodb: DynamoServer, verb: str) -> None:
+    async with lossy(table, dynamodb) as (store, proxy):
+        (reserved,) = await store.reserve([wish(new_key())])
+        assert isinstance(reserved, Reserved)
+        # The second request of a longer renewal is the one that writes.
+        lost = proxy.put(Cut(matching=b".UpdateItem", also=b"purge_at" if verb == "prolong" else b""))
+        match verb:
+            case "renew":
+                answers = await store.renew([reserved], LEASE)
+            case "prolong":
+                answers = await store.renew([reserved], 2 * RETENTION)
+            case "complete":
+                answers = await store.complete([Completion(reservation=reserved, ttl=TTL)])
+            case _:
+                answers = await store.release([reserved])
+
+    assert lost.struck == 1
+    assert answers == [True]
+
+
+async def test_a_completion_that_was_lost_for_good_is_found_by_the_next_call(
+    table: Table, dynamodb: DynamoServer
+) -> None:
+    async with lossy(table, dynamodb) as (store, proxy):
+        (reserved,) = await store.reserve([wish(new_key())])
+        assert isinstance(reserved, Reserved)
+        with proxy.fault(Cut(matching=b".UpdateItem", times=None)), pytest.raises(StoreUnavailableError):
+            await store.complete([Completion(reservation=reserved, ttl=TTL)])
+
+        assert await store.complete([Completion(reservation=reserved, ttl=TTL)]) == [True]
+        (verdict,) = await store.reserve([wish(reserved.key)])
+
+    assert isinstance(verdict, Completed)
+
+
+async def test_the_first_error_ends_a_batch_and_nothing_goes_on_behind_it(table: Table, dynamodb: DynamoServer) -> None:
+    async with lossy(table, dynamodb) as (store, proxy):
+        with proxy.fault(Refuse()):
+            proxy.reset()
+            with pytest.raises(StoreUnavailableError, match="no connection to DynamoDB"):
+                await store.reserve([wish(new_key()) for _ in range(100)])
+
+        assert not [task for task in asyncio.all_tasks() if "work" in str(task.get_coro())]
+        assert await works(store)

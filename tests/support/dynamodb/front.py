@@ -1,0 +1,138 @@
+"""A server of our own before DynamoDB Local, for what that cannot do: throttle, refuse credentials, have another time.
+
+    async with DynamoFront(server.port) as front:
+        async with dynamo_client(server.settings(endpoint_url=front.url)) as client:
+            front.refuse("ThrottlingException", times=3)
+            ...
+            assert front.requests == ["PutItem"] * 4
+
+It speaks as much HTTP as the driver does.  What it refuses with are DynamoDB's words, not DynamoDB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from email.utils import format_datetime, formatdate, parsedate_to_datetime
+from types import TracebackType
+from typing import Final, Self
+
+_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_TARGET: Final = re.compile(rb"\r\nx-amz-target: *\w+\.(\w+)", re.IGNORECASE)
+_DATE: Final = re.compile(rb"\r\ndate: *([^\r]+)", re.IGNORECASE)
+
+
+@dataclass
+class _Refusal:
+    code: str
+    status: int
+    message: str
+    times: int | None
+    only: str
+
+
+class DynamoFront:
+    """Passes requests on to the server at `port` of this machine, unless it was told to refuse."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.requests: list[str] = []
+        """The names of the requests so far, refused ones included."""
+        self.ahead = timedelta(0)
+        """How much later the answers say it is."""
+        self.rewrite: Callable[[bytes], bytes] = lambda answer: answer
+        """What becomes of an answer, head and body, before it is passed on."""
+        self._refusals: list[_Refusal] = []
+        self._links: set[asyncio.Task[None]] = set()
+
+    def refuse(
+        self, code: str, *, status: int = 400, message: str = "", times: int | None = None, only: str = ""
+    ) -> None:
+        """Answer so from now on, so many times; `only` requests whose names hold that."""
+        self._refusals = [_Refusal(code, status, message, times, only)]
+
+    def allow(self) -> None:
+        self._refusals = []
+
+    @property
+    def port(self) -> int:
+        return int(self._server.sockets[0].getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for link in self._links:
+            link.cancel()
+        await asyncio.gather(*self._links, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._links.add(task)
+        behind = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            with suppress(asyncio.IncompleteReadError, OSError):
+                while True:
+                    writer.write(await self._answer(await _message(reader), behind))
+                    await writer.drain()
+        except asyncio.CancelledError:
+            return  # only the end of the block cancels: nobody waits for more
+        finally:
+            self._links.discard(task)
+            for end in (writer, behind[1]):
+                end.close()
+
+    async def _answer(self, request: bytes, behind: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
+        target = _TARGET.search(request)
+        assert target is not None, request
+        self.requests.append(target[1].decode())
+        refusal = self._refusal(self.requests[-1])
+        if refusal is not None:
+            answer = _refused(refusal)
+        else:
+            behind[1].write(request)
+            answer = await _message(behind[0])
+        return self.rewrite(_DATE.sub(self._later, answer, count=1))
+
+    def _refusal(self, request: str) -> _Refusal | None:
+        refusal = next((one for one in self._refusals if one.only in request), None)
+        if refusal is None:
+            return None
+        if refusal.times is not None:
+            refusal.times -= 1
+            if refusal.times == 0:
+                self._refusals = []
+        return refusal
+
+    def _later(self, date: re.Match[bytes]) -> bytes:
+        later = parsedate_to_datetime(date[1].decode()) + self.ahead
+        return f"\r\nDate: {format_datetime(later, usegmt=True)}".encode()
+
+
+def _refused(refusal: _Refusal) -> bytes:
+    told = {"__type": f"com.amazonaws.dynamodb.v20120810#{refusal.code}", "message": refusal.message}
+    body = json.dumps(told).encode()
+    date = f"\r\nDate: {formatdate(usegmt=True)}\r\n\r\n"
+    head = f"HTTP/1.1 {refusal.status} Refused\r\nx-amzn-RequestId: none\r\n"
+    return f"{head}Content-Length: {len(body)}{date}".encode() + body
+
+
+async def _message(reader: asyncio.StreamReader) -> bytes:
+    """One request or answer, whole."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = _LENGTH.search(head)
+    return head + await reader.readexactly(int(length[1]) if length else 0)

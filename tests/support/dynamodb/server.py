@@ -1,0 +1,108 @@
+"""DynamoDB Local, AWS's own emulator, started from its jars on a free loopback port, ended by process id.
+
+    with DynamoServer() as server:
+        async with dynamo_client(server.settings()) as client:
+            ...
+
+It keeps its tables in memory.  It knows conditions, answers with items as DynamoDB does, and limits their size; it
+does not throttle, does not look at credentials, and deletes by TTL when it pleases.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from integr8s_idem.config import DynamodbStoreSettings
+from integr8s_idem.embedded.child import ChildServer
+from tests.support.kafka.broker import ToolsMissingError, find_java, free_ports
+
+JARS: Final = Path(__file__).parents[3] / ".cache" / "dynamodb" / "libs"
+_START_SECONDS: Final = 60.0
+_JVM: Final = ("-Xshare:auto", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+_MAIN: Final = "com.amazonaws.services.dynamodbv2.local.main.ServerRunner"
+
+
+class DynamoServer:
+    """One server process.  All methods block."""
+
+    def __init__(self) -> None:
+        """Raises `ToolsMissingError` where Java or the jars are missing."""
+        if not any(JARS.glob("DynamoDBLocal-*.jar")):
+            raise ToolsMissingError("no jars of DynamoDB Local: run `make dynamodb`")
+        (self.port,) = free_ports(1)
+        self._folder = tempfile.TemporaryDirectory(prefix="idem-dynamodb-")
+        folder = Path(self._folder.name)
+        command = [find_java(), *_JVM, f"-Djava.library.path={JARS}", "-cp", f"{JARS}/*", _MAIN]
+        self._server = ChildServer(
+            [*command, "-inMemory", "-disableTelemetry", "-port", str(self.port)],
+            folder=folder,
+            log=folder / "server.log",
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def settings(self, **others: Any) -> DynamodbStoreSettings:
+        """For a client of this server."""
+        return DynamodbStoreSettings.model_validate(
+            {"kind": "dynamodb", "region": "eu-central-1", "endpoint_url": self.url, **others}
+        )
+
+    def start(self) -> None:
+        """Start it; it answers when this returns."""
+        self._server.start()
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._answers():
+            if not self._server.running or time.monotonic() > deadline:
+                words = self._server.last_words()
+                self._server.kill()
+                raise RuntimeError(f"DynamoDB Local does not answer at {self.url}:\n{words}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End it, with all its tables."""
+        self._server.kill()
+        self._folder.cleanup()
+
+    def kill(self) -> None:
+        """SIGKILL; `start` brings it back on the same port, without its tables."""
+        self._server.kill()
+
+    def stop_signal(self) -> None:
+        """SIGSTOP: it takes connections, and answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def continue_signal(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url, timeout=2):
+                return True
+        except urllib.error.HTTPError as refusal:
+            refusal.close()  # what is not signed is refused, by a server that is there
+            return True
+        except OSError:
+            return False
