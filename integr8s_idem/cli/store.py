@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from integr8s_idem.cli.answering import Json, SettingsFile, answered
-from integr8s_idem.config import PostgresqlStoreSettings, SqliteStoreSettings, load_settings
+from integr8s_idem.config import load_settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.stores.opening import open_engine
+from integr8s_idem.stores.opening import SqlSettings, open_engine
 
 store_app = typer.Typer(help="Look after a store in SQL.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -87,8 +87,8 @@ def purge_command(
     raise typer.Exit(answered(purge))
 
 
-def _in_sql(file: SettingsFile) -> PostgresqlStoreSettings | SqliteStoreSettings:
+def _in_sql(file: SettingsFile) -> SqlSettings:
     store = load_settings(file).store
-    if not isinstance(store, PostgresqlStoreSettings | SqliteStoreSettings):
+    if not isinstance(store, SqlSettings):
         raise ApplicationError(f'the store of the settings is of kind "{store.kind}", which has no tables')
     return store

@@ -13,6 +13,7 @@ from integr8s_idem.config.policies import (
 from integr8s_idem.config.sections import (
     KafkaSettings,
     MemoryStoreSettings,
+    MysqlStoreSettings,
     PostgresqlStoreSettings,
     RedisStoreSettings,
     ServiceSettings,
@@ -26,6 +27,7 @@ __all__ = [
     "IdempotencyConfig",
     "KafkaSettings",
     "MemoryStoreSettings",
+    "MysqlStoreSettings",
     "OnFailure",
     "OnInProgress",
     "OnKeyReused",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
-from integr8s_idem.config.addresses import brokers, collector_url, postgresql_url, redis_url
+from integr8s_idem.config.addresses import brokers, collector_url, mysql_url, postgresql_url, redis_url
 from integr8s_idem.config.policies import (
     NOT_BOOL,
     Count,
@@ -63,7 +63,7 @@ class RedisStoreSettings(Section):
     """Records in Redis (6.2 or newer) or Valkey."""
 
     kind: Literal["redis"] = "redis"
-    """Which store: redis, postgresql, sqlite, or memory for trying things out."""
+    """Which store: redis, postgresql, sqlite, mysql, or memory for trying things out."""
     url: Annotated[str, AfterValidator(redis_url)] = "redis://localhost:6379/0"
     """redis://host:port/db, rediss:// for TLS, unix:///path for a socket."""
     username: str | None = None
@@ -114,6 +114,25 @@ class SqliteStoreSettings(Section):
     """Longest wait for another process that writes."""
 
 
+class MysqlStoreSettings(Section):
+    """Records in MySQL (8.0.19 or newer) or MariaDB (10.6 or newer)."""
+
+    kind: Literal["mysql"]
+    """Which store."""
+    url: Annotated[str, AfterValidator(mysql_url)] = "mysql://localhost:3306/idempotency"
+    """mysql://host:port/database; its tables are made by `integr8s-idem store migrate`."""
+    username: str | None = None
+    """User of the database."""
+    password: SecretStr | None = None
+    """Password; better given by the environment."""
+    timeout_seconds: Seconds = 5
+    """Longest wait for one answer, a connection included, before StoreUnavailableError."""
+    lock_timeout_seconds: Seconds = 2
+    """Longest wait for a record that another transaction holds, in whole seconds."""
+    max_connections: Count = 8
+    """Most connections of one service."""
+
+
 class MemoryStoreSettings(Section):
     """Records in this process: for tests and first steps.  Forgets everything at exit."""
 
@@ -130,7 +149,7 @@ def _redis_by_default(store: object) -> object:
 
 
 _StoreByKind: TypeAlias = Annotated[
-    RedisStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings | MemoryStoreSettings,
+    RedisStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings | MysqlStoreSettings | MemoryStoreSettings,
     Field(discriminator="kind"),
 ]
 StoreSettings: TypeAlias = Annotated[_StoreByKind, BeforeValidator(_redis_by_default)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from integr8s_idem.config import (
     MemoryStoreSettings,
+    MysqlStoreSettings,
     PostgresqlStoreSettings,
     RedisStoreSettings,
     SqliteStoreSettings,
@@ -19,6 +20,9 @@ from integr8s_idem.stores import IdempotencyRepository
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
+
+SqlSettings: TypeAlias = MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings
+"""Of the stores that have tables."""
 
 
 @asynccontextmanager
@@ -36,7 +40,7 @@ async def open_store(settings: StoreSettings, *, key_prefix: str) -> AsyncIterat
         case RedisStoreSettings():
             async with _redis(settings, key_prefix) as store:
                 yield store
-        case PostgresqlStoreSettings() | SqliteStoreSettings():
+        case MysqlStoreSettings() | PostgresqlStoreSettings() | SqliteStoreSettings():
             async with _sql(settings) as store:
                 yield store
 
@@ -54,7 +58,7 @@ async def _redis(settings: RedisStoreSettings, key_prefix: str) -> AsyncIterator
 
 
 @asynccontextmanager
-async def _sql(settings: PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncIterator[IdempotencyRepository]:
+async def _sql(settings: SqlSettings) -> AsyncIterator[IdempotencyRepository]:
     async with open_engine(settings) as engine:
         from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate
 
@@ -65,7 +69,7 @@ async def _sql(settings: PostgresqlStoreSettings | SqliteStoreSettings) -> Async
 
 
 @asynccontextmanager
-async def open_engine(settings: PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncIterator[AsyncEngine]:
+async def open_engine(settings: SqlSettings) -> AsyncIterator[AsyncEngine]:
     """The engine of a store in SQL, disposed of at the end of the block; it connects at its first use.
 
     Raises:
