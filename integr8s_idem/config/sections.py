@@ -10,6 +10,7 @@ from integr8s_idem.config.addresses import brokers, collector_url, mysql_url, po
 from integr8s_idem.config.policies import (
     NOT_BOOL,
     Count,
+    Interval,
     OnFailure,
     OnInProgress,
     OnStoreError,
@@ -99,6 +100,8 @@ class PostgresqlStoreSettings(Section):
     """Longest wait for a record that another transaction holds."""
     max_connections: Count = 8
     """Most connections of one service."""
+    purge_interval_seconds: Interval = 60
+    """How often a worker takes expired records away; 0 for never."""
 
 
 class SqliteStoreSettings(Section):
@@ -112,6 +115,8 @@ class SqliteStoreSettings(Section):
     """Longest wait for one answer before StoreUnavailableError."""
     lock_timeout_seconds: Seconds = 2
     """Longest wait for another process that writes."""
+    purge_interval_seconds: Interval = 60
+    """How often a worker takes expired records away; 0 for never."""
 
 
 class MysqlStoreSettings(Section):
@@ -131,6 +136,8 @@ class MysqlStoreSettings(Section):
     """Longest wait for a record that another transaction holds, in whole seconds."""
     max_connections: Count = 8
     """Most connections of one service."""
+    purge_interval_seconds: Interval = 60
+    """How often a worker takes expired records away; 0 for never."""
 
 
 class MemoryStoreSettings(Section):

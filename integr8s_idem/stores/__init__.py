@@ -16,7 +16,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 
-__all__ = ["IdempotencyRepository"]
+__all__ = ["IdempotencyRepository", "Purging"]
 
 
 @runtime_checkable
@@ -85,5 +85,25 @@ class IdempotencyRepository(Protocol):
         Fails as the other methods would: a store that takes no writes, or refuses us a command that they
         need, does not pass.  Where `StoreHealth.identity` is given, it changes when the store has lost
         what it held.
+        """
+        ...
+
+
+@runtime_checkable
+class Purging(Protocol):
+    """What a store can do besides, where its backend does not take expired records away by itself.
+
+    A worker calls `purge` about every `purge_every`, in the background, until fewer records go than it asked for.
+    """
+
+    @property
+    def purge_every(self) -> timedelta:
+        """How often; zero for never."""
+        ...
+
+    async def purge(self, most: int = 500) -> int:
+        """Take away up to `most` records that have expired by the store's clock; how many went.
+
+        Raises as `IdempotencyRepository` does.
         """
         ...

@@ -65,7 +65,11 @@ async def _sql(settings: SqlSettings) -> AsyncIterator[IdempotencyRepository]:
         if isinstance(settings, SqliteStoreSettings):
             # A file of one machine: nobody else would make its tables.
             await migrate(engine)
-        yield SqlIdempotencyRepository(engine, timeout=timedelta(seconds=settings.timeout_seconds))
+        yield SqlIdempotencyRepository(
+            engine,
+            timeout=timedelta(seconds=settings.timeout_seconds),
+            purge_every=timedelta(seconds=settings.purge_interval_seconds),
+        )
 
 
 @asynccontextmanager

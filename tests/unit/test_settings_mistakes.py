@@ -102,7 +102,11 @@ def test_every_mistake_is_said_at_once() -> None:
             "must be a list of texts with at least one in it, not an empty one",
         ),
         ('kafka = "localhost"', "kafka", "must be a table of settings, not text"),
-        ('store.kind = "mysql"', "store.kind", 'must be "redis", "postgresql", "sqlite" or "memory", not "mysql"'),
+        (
+            'store.kind = "oracle"',
+            "store.kind",
+            'must be "redis", "postgresql", "sqlite", "mysql" or "memory", not "oracle"',
+        ),
         ('services."a b".concurrency = 1', "services.a b", "must have a name that matches ^[A-Za-z0-9._-]{1,100}$"),
         (
             'kafka.bootstrap_servers = "kafka://a:1"',
@@ -368,7 +372,7 @@ def test_a_folder_in_place_of_a_file_says_so(tmp_path: Path) -> None:
         (
             "store.kind = 0x" + "f" * 5_000,
             "store.kind",
-            'must be "redis", "postgresql", "sqlite" or "memory", not one of 20000 bits',
+            'must be "redis", "postgresql", "sqlite", "mysql" or "memory", not one of 20000 bits',
         ),
         ('store.url = "redis://h\\u0000/0"', "store.url", "has spaces or characters that cannot be seen; write"),
         ('telemetry.otlp_endpoint = "http://h\\u202e"', "telemetry.otlp_endpoint", "has spaces or characters that"),

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
-from sqlalchemy import Result
+from sqlalchemy import Executable, Result
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.sql.compiler import SQLCompiler
 
@@ -20,7 +20,7 @@ Bulk: TypeAlias = Callable[[AsyncConnection, Rows], Awaitable[Result[Any]]]
 
 def reserving(dialect: Dialect) -> Bulk:
     """`statements.reserving` for all rows at once; answers with what it left behind."""
-    statement = statements.reserving(dialect)
+    statement: Executable = statements.reserving(dialect)
     upsert = _Repeated(statement)
 
     async def returned(connection: AsyncConnection, rows: Rows) -> Result[Any]:
@@ -28,14 +28,15 @@ def reserving(dialect: Dialect) -> Bulk:
 
     async def read_again(connection: AsyncConnection, rows: Rows) -> Result[Any]:
         await upsert(connection, rows)
-        return await connection.execute(statements.reserved(dialect, [row["key"] for row in rows]))
+        answer: Result[Any] = await connection.execute(statements.reserved(dialect, [row["key"] for row in rows]))
+        return answer
 
     return returned if dialect.returns else read_again
 
 
 def settling(dialect: Dialect, status: int) -> Bulk:
     """`statements.settling` for all rows at once."""
-    statement = statements.settling(dialect, status)
+    statement: Executable = statements.settling(dialect, status)
 
     async def many(connection: AsyncConnection, rows: Rows) -> Result[Any]:
         return await connection.execute(statement, list(rows))

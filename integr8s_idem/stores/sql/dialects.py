@@ -35,6 +35,10 @@ class Dialect:
     """Whether a statement that writes can answer with the rows that it wrote; else they are read behind it."""
     finds_tuples: bool = True
     """Whether rows named by several columns together are found by the index on the first."""
+    by_key: str = ""
+    """Says that a statement finds its rows by their keys, to a database that else locks whatever it looks at."""
+    by_expiry: str = ""
+    """The same of their expiry."""
     ddl_commits: bool = False
     """Whether a statement that makes a table ends the transaction: a migration can then stop half way."""
 
@@ -76,6 +80,10 @@ _MYSQL: Final = Dialect(
     identity="md5(uuid())",
     returns=False,
     finds_tuples=False,
+    # Left to itself it reads a small table whole, and locks all of it, in an order of its own: batches then
+    # wait for each other in a circle.
+    by_key="FORCE INDEX (PRIMARY)",
+    by_expiry="FORCE INDEX (idempotency_records_expires_at)",
     ddl_commits=True,
 )
 

@@ -35,7 +35,7 @@ PAGE: Final = 500
 
 
 class SqlIdempotencyRepository:
-    """`IdempotencyRepository` in a PostgreSQL or SQLite database.
+    """`IdempotencyRepository` in a database of PostgreSQL, MySQL, MariaDB or SQLite.
 
     A batch is one statement in a transaction of its own (per 500 rows and 4 MiB of results); time is the
     database's, read once per statement.  Expired rows are as good as absent at once; `purge` takes them away.
@@ -46,13 +46,21 @@ class SqlIdempotencyRepository:
     Args:
         engine: An engine of SQLAlchemy; `sql_engine` makes one from settings.
         timeout: Longest wait for one call before `StoreUnavailableError`, a connection and locks included.
+        purge_every: How often a worker is to take expired rows away; zero for never.
 
     Raises:
         StoreConfigurationError: No store for this kind of database.
     """
 
-    def __init__(self, engine: AsyncEngine, *, timeout: timedelta = timedelta(seconds=5)) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        *,
+        timeout: timedelta = timedelta(seconds=5),
+        purge_every: timedelta = timedelta(minutes=1),
+    ) -> None:
         self.engine = engine
+        self.purge_every = purge_every
         self._timeout = timeout
         self._dialect = dialect_of(engine.dialect.name)
         self._reserving = bulk.reserving(self._dialect)
@@ -147,11 +155,11 @@ class SqlIdempotencyRepository:
             StoreError: As for every verb.
         """
         async with self._writing("purge") as connection:
-            statement = statements.purging(self._dialect, most)
-            if not self._dialect.returns:
-                # Read without locks, and locked in the order of the keys, as every other verb does.
-                found = await connection.execute(statements.expired(self._dialect, most))
-                statement = statements.purging_of(self._dialect, sorted(found.scalars()))
+            found: Any = statements.expired(self._dialect, most)
+            if self._dialect.by_key:
+                # MySQL takes no LIMIT in a subquery.
+                found = sorted((await connection.execute(found)).scalars())
+            statement = statements.purging(self._dialect, found)
             return int((await connection.execute(statement, self._dialect.times())).rowcount)
 
     async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:

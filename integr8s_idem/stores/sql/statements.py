@@ -23,6 +23,7 @@ from sqlalchemy import (
     null,
     or_,
     select,
+    text,
     true,
     tuple_,
     update,
@@ -135,6 +136,7 @@ def _held(
     change = update(records).where(owned).values(changes)
     if dialect.returns:
         return [change.returning(_row.key, _row.fence)]
+    change = change.with_hint(dialect.by_key)
     # What was ours is ours behind the change, too, and its rows are locked.
     return [change, select(_row.key, _row.fence).where(owned)]
 
@@ -181,9 +183,18 @@ def reading(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
     return select(records).where(_row.key.in_(keys), _row.expires_at > dialect.now)
 
 
-def deleting(dialect: Dialect, keys: Sequence[str]) -> Any:
+def deleting(dialect: Dialect, keys: Sequence[str]) -> Executable:
     """Take away rows that are there; those that have expired are as good as absent, and left to be purged."""
-    return delete(records).where(_row.key.in_(keys), _row.expires_at > dialect.now)
+    return _deleting(dialect, keys, _row.expires_at > dialect.now)
+
+
+def _deleting(dialect: Dialect, keys: Select[Any] | Sequence[str], also: ColumnElement[bool]) -> Executable:
+    if not dialect.by_key:
+        return delete(records).where(_row.key.in_(keys), also)
+    # SQLAlchemy has no hints here, nor has MySQL in the DELETE of one table.
+    named = bindparam("keys", keys, expanding=True, type_=_row.key.type)
+    name = records.name
+    return text(f"DELETE {name} FROM {name} {dialect.by_key} WHERE `key` IN :keys AND {also}").bindparams(named)
 
 
 def page(dialect: Dialect, prefix: str, after: str, most: int) -> Select[Any]:
@@ -206,16 +217,16 @@ def active(dialect: Dialect, prefix: str) -> Select[Any]:
     )
 
 
-def purging(dialect: Dialect, most: int) -> Any:
-    """Take away some rows that have expired."""
-    return purging_of(dialect, expired(dialect, most))
+def purging(dialect: Dialect, keys: Select[Any] | Sequence[str]) -> Executable:
+    """Take away those of the rows that have expired."""
+    return _deleting(dialect, keys, _row.expires_at <= dialect.now)
 
 
 def expired(dialect: Dialect, most: int) -> Select[Any]:
-    """Keys of some rows that have expired, the oldest first."""
-    return select(_row.key).where(_row.expires_at <= dialect.now).order_by(_row.expires_at).limit(most)
+    """Keys of some rows that have expired, the oldest first.
 
-
-def purging_of(dialect: Dialect, keys: Select[Any] | Sequence[str]) -> Any:
-    """Take away those of the rows that have expired."""
-    return delete(records).where(_row.key.in_(keys), _row.expires_at <= dialect.now)
+    Rows that somebody holds are passed over, so that purging waits for nobody, and nobody for ever for it.
+    """
+    found = select(_row.key).where(_row.expires_at <= dialect.now).order_by(_row.expires_at).limit(most)
+    hinted = found.with_hint(records, dialect.by_expiry) if dialect.by_expiry else found
+    return hinted.with_for_update(skip_locked=True)
