@@ -140,7 +140,7 @@ class MariadbServer:
         (self.folder / "first.sql").write_text(
             "CREATE DATABASE IF NOT EXISTS test;\n"
             f"CREATE USER IF NOT EXISTS {_USER}@localhost;\n"
-            f"GRANT ALL ON *.* TO {_USER}@localhost;\n"
+            f"GRANT ALL ON *.* TO {_USER}@localhost WITH GRANT OPTION;\n"
         )
         options = ["--no-defaults", "--skip-test-db", "--auth-root-authentication-method=normal", *self._as_user()]
         made = self._run(installer, *options, f"--datadir={self._data}", "--innodb-log-file-size=16M")

@@ -18,6 +18,9 @@ from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings, Sq
 READS_ONLY: Final = "integr8s_idem_reads_only"
 """Execution option of a transaction that will not write: in SQLite it waits for no writer."""
 
+LONGEST_CONNECT: Final = 10.0
+"""Seconds until a server that lets us in without a word is given up."""
+
 _writers: WeakKeyDictionary[AsyncEngine, asyncio.Lock] = WeakKeyDictionary()
 
 
@@ -81,8 +84,29 @@ def _mysql_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -
         pool_pre_ping=True,
         # At REPEATABLE READ, which is theirs by default, a key that is not there locks its neighbours.
         isolation_level="READ COMMITTED",
-        connect_args={"charset": "utf8mb4", "init_command": _said_first(lock_timeout_seconds)},
+        connect_args={
+            "charset": "utf8mb4",
+            "init_command": _said_first(lock_timeout_seconds),
+            "async_creator_fn": _connected,
+        },
     )
+
+
+async def _connected(**options: Any) -> Any:
+    """A connection of aiomysql's, which forgets its socket if we are cancelled half way: so it goes on, and is closed."""
+    import aiomysql
+
+    connecting = asyncio.ensure_future(asyncio.wait_for(aiomysql.connect(**options), LONGEST_CONNECT))
+    try:
+        return await asyncio.shield(connecting)
+    except asyncio.CancelledError:
+        connecting.add_done_callback(_close)
+        raise
+
+
+def _close(connecting: asyncio.Future[Any]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()
 
 
 def _said_first(lock_timeout_seconds: float) -> str:
