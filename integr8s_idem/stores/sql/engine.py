@@ -93,7 +93,7 @@ def _mysql_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -
 
 
 async def _connected(**options: Any) -> Any:
-    """A connection of aiomysql's, which forgets its socket if we are cancelled half way: so it goes on, and is closed."""
+    """aiomysql forgets its socket if we are cancelled half way: so it connects to the end, and is closed then."""
     import aiomysql
 
     connecting = asyncio.ensure_future(asyncio.wait_for(aiomysql.connect(**options), LONGEST_CONNECT))
