@@ -13,7 +13,7 @@ from sqlalchemy import delete, update
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import writing
 from integr8s_idem.stores.sql.schema import records
-from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest
+from integr8s_idem.testing.contract import HistorySize, RepositoryContract, StoreUnderTest
 from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
 
@@ -60,6 +60,8 @@ class TestPostgreSQL(RepositoryContract):
 
 @pytest.mark.skipif(bool(missing_programs()), reason=missing_programs())
 class TestMariaDB(RepositoryContract):
+    histories = HistorySize(histories=30)
+
     @pytest.fixture
     async def store(self, mariadb: MariadbServer) -> AsyncIterator[StoreUnderTest]:
         async with store_on(mariadb.url) as store:

@@ -16,10 +16,11 @@ from tests.packaging.repository import ROOT, files, name_of
 LIBRARY = ROOT / "integr8s_idem"
 
 LOOK_AROUND = """
-import importlib.util, integr8s_idem, integr8s_idem.stores.redis, integr8s_idem.worker
+import importlib.machinery, os, integr8s_idem, integr8s_idem.stores.redis, integr8s_idem.worker
 print(integr8s_idem.__file__)
 print([name for name in integr8s_idem.__all__ if getattr(integr8s_idem, name) is None])
-print([name for name in ("providers", "services", "examples", "tests") if importlib.util.find_spec(name)])
+strangers = ("providers", "services", "examples", "tests")
+print([name for name in strangers if importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])])
 """
 
 
