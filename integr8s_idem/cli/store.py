@@ -9,11 +9,11 @@ from typing import Annotated, TypeAlias
 import typer
 
 from integr8s_idem.cli.answering import Json, SettingsFile, answered
-from integr8s_idem.config import DynamodbStoreSettings, PostgresqlStoreSettings, SqliteStoreSettings, load_settings
+from integr8s_idem.config import DynamodbStoreSettings, load_settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.stores.opening import open_dynamo, open_engine
+from integr8s_idem.stores.opening import SqlSettings, open_dynamo, open_engine
 
-_WithTables: TypeAlias = PostgresqlStoreSettings | SqliteStoreSettings | DynamodbStoreSettings
+_WithTables: TypeAlias = SqlSettings | DynamodbStoreSettings
 
 store_app = typer.Typer(help="Look after a store with tables.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -102,6 +102,6 @@ async def _migrated(store: _WithTables) -> list[dict[str, object]]:
 
 def _with_tables(file: SettingsFile) -> _WithTables:
     store = load_settings(file).store
-    if not isinstance(store, PostgresqlStoreSettings | SqliteStoreSettings | DynamodbStoreSettings):
+    if not isinstance(store, _WithTables):
         raise ApplicationError(f'the store of the settings is of kind "{store.kind}", which has no tables')
     return store

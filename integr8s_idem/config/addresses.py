@@ -111,14 +111,26 @@ def postgresql_url(url: str) -> str:
     Raises:
         ValueError: With the URL to write instead.
     """
-    example = "postgresql://localhost:5432/postgres"
+    return _database_url(url, "PostgreSQL", ("postgresql", "postgres"), "localhost:5432/postgres")
+
+
+def mysql_url(url: str) -> str:
+    """`url` if it names a database of MySQL or MariaDB.
+
+    Raises:
+        ValueError: With the URL to write instead.
+    """
+    return _database_url(url, "MySQL", ("mysql", "mariadb"), "localhost:3306/idempotency")
+
+
+def _database_url(url: str, server: str, schemes: tuple[str, ...], place: str) -> str:
+    example = f"{schemes[0]}://{place}"
     _must_be_plain(url, example)
     scheme, separator, rest = url.partition("://")
-    if not separator or scheme.partition("+")[0] not in {"postgresql", "postgres"} or not rest:
-        host = _host_of(rest if separator else url)
-        raise ValueError(
-            f'"{without_secret(url)}" is no PostgreSQL URL; write postgresql://{host or "localhost"}/postgres'
-        )
+    if not separator or scheme.partition("+")[0] not in schemes or not rest:
+        host = _host_of(rest if separator else url) or "localhost"
+        meant = f"{schemes[0]}://{host}/{place.partition('/')[2]}"
+        raise ValueError(f'"{without_secret(url)}" is no {server} URL; write {meant}')
     if "@" in _split(url, example).path:
         raise ValueError(f"has a slash within its user or password; write / as %2F, @ as %40 there, as in {example}")
     return url

@@ -14,6 +14,7 @@ from integr8s_idem.config.sections import (
     AnyRedisSettings,
     DynamodbStoreSettings,
     MemoryStoreSettings,
+    MysqlStoreSettings,
     PostgresqlStoreSettings,
     RedisClusterStoreSettings,
     RedisSentinelStoreSettings,
@@ -126,7 +127,7 @@ def _store(settings: Settings) -> Iterator[Contradiction]:
         yield from _redis(store)
 
 
-def _urls(store: PostgresqlStoreSettings | AnyRedisSettings) -> Iterator[tuple[str, str]]:
+def _urls(store: PostgresqlStoreSettings | MysqlStoreSettings | AnyRedisSettings) -> Iterator[tuple[str, str]]:
     match store:
         case RedisSentinelStoreSettings():
             return

@@ -28,6 +28,9 @@ NOT_BOOL: Final = BeforeValidator(_not_bool)
 LARGEST: Final = 2**31 - 1
 """What 32 bits hold, as brokers and clients count."""
 Count: TypeAlias = Annotated[int, Field(ge=1, le=LARGEST), NOT_BOOL]
+Interval: TypeAlias = Annotated[float, Field(ge=0, le=2_147_483), NOT_BOOL]
+"""Seconds from one time to the next; 0 for never."""
+
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=2_147_483), NOT_BOOL]
 """A duration; the bound is what 32 bits of milliseconds hold, as brokers and clients count."""
 

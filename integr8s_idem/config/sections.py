@@ -11,6 +11,7 @@ from integr8s_idem.config.addresses import (
     cluster_url,
     collector_url,
     dynamodb_url,
+    mysql_url,
     one_or_many,
     postgresql_url,
     redis_url,
@@ -19,6 +20,7 @@ from integr8s_idem.config.addresses import (
 from integr8s_idem.config.policies import (
     NOT_BOOL,
     Count,
+    Interval,
     OnFailure,
     OnInProgress,
     OnStoreError,
@@ -182,6 +184,8 @@ class PostgresqlStoreSettings(Section):
     """Longest wait for a record that another transaction holds."""
     max_connections: Count = 8
     """Most connections of one service."""
+    purge_interval_seconds: Interval = 60
+    """How often a worker takes expired records away; 0 for never."""
 
 
 class SqliteStoreSettings(Section):
@@ -195,6 +199,29 @@ class SqliteStoreSettings(Section):
     """Longest wait for one answer before StoreUnavailableError."""
     lock_timeout_seconds: Seconds = 2
     """Longest wait for another process that writes."""
+    purge_interval_seconds: Interval = 60
+    """How often a worker takes expired records away; 0 for never."""
+
+
+class MysqlStoreSettings(Section):
+    """Records in MySQL (8.0.19 or newer) or MariaDB (10.6 or newer)."""
+
+    kind: Literal["mysql"]
+    """Which store."""
+    url: Annotated[str, AfterValidator(mysql_url)] = "mysql://localhost:3306/idempotency"
+    """mysql://host:port/database; its tables are made by `integr8s-idem store migrate`."""
+    username: str | None = None
+    """User of the database."""
+    password: SecretStr | None = None
+    """Password; better given by the environment."""
+    timeout_seconds: Seconds = 5
+    """Longest wait for one answer, a connection included, before StoreUnavailableError."""
+    lock_timeout_seconds: Seconds = 2
+    """Longest wait for a record that another transaction holds, in whole seconds."""
+    max_connections: Count = 8
+    """Most connections of one service."""
+    purge_interval_seconds: Interval = 60
+    """How often a worker takes expired records away; 0 for never."""
 
 
 class DynamodbStoreSettings(Section):
@@ -237,6 +264,7 @@ _StoreByKind: TypeAlias = Annotated[
     | RedisSentinelStoreSettings
     | PostgresqlStoreSettings
     | SqliteStoreSettings
+    | MysqlStoreSettings
     | DynamodbStoreSettings
     | MemoryStoreSettings,
     Field(discriminator="kind"),

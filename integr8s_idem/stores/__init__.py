@@ -17,7 +17,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 
-__all__ = ["IdempotencyRepository", "JoinedRepository", "JoiningRepository"]
+__all__ = ["IdempotencyRepository", "JoinedRepository", "JoiningRepository", "Purging"]
 
 
 @runtime_checkable
@@ -107,4 +107,24 @@ class JoiningRepository(IdempotencyRepository, Protocol):
 
     def joined(self, held: Any) -> JoinedRepository:
         """The records as seen and written by the transaction that `held` (a session, a connection) is in."""
+        ...
+
+
+@runtime_checkable
+class Purging(Protocol):
+    """What a store can do besides, where its backend does not take expired records away by itself.
+
+    A worker calls `purge` about every `purge_every`, in the background, until fewer records go than it asked for.
+    """
+
+    @property
+    def purge_every(self) -> timedelta:
+        """How often; zero for never."""
+        ...
+
+    async def purge(self, most: int = 500) -> int:
+        """Take away up to `most` records that have expired by the store's clock; how many went.
+
+        Raises as `IdempotencyRepository` does.
+        """
         ...

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from integr8s_idem.config import (
     DynamodbStoreSettings,
     MemoryStoreSettings,
+    MysqlStoreSettings,
     PostgresqlStoreSettings,
     RedisClusterStoreSettings,
     RedisSentinelStoreSettings,
@@ -22,6 +23,9 @@ from integr8s_idem.stores import IdempotencyRepository
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
+
+SqlSettings: TypeAlias = MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings
+"""Of the stores that have tables."""
 
 
 @asynccontextmanager
@@ -39,7 +43,7 @@ async def open_store(settings: StoreSettings, *, key_prefix: str) -> AsyncIterat
         case RedisStoreSettings() | RedisClusterStoreSettings() | RedisSentinelStoreSettings():
             async with _redis(settings, key_prefix) as store:
                 yield store
-        case PostgresqlStoreSettings() | SqliteStoreSettings():
+        case MysqlStoreSettings() | PostgresqlStoreSettings() | SqliteStoreSettings():
             async with _sql(settings) as store:
                 yield store
         case DynamodbStoreSettings():
@@ -73,18 +77,22 @@ async def _redis(
 
 
 @asynccontextmanager
-async def _sql(settings: PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncIterator[IdempotencyRepository]:
+async def _sql(settings: SqlSettings) -> AsyncIterator[IdempotencyRepository]:
     async with open_engine(settings) as engine:
         from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate
 
         if isinstance(settings, SqliteStoreSettings):
             # A file of one machine: nobody else would make its tables.
             await migrate(engine)
-        yield SqlIdempotencyRepository(engine, timeout=timedelta(seconds=settings.timeout_seconds))
+        yield SqlIdempotencyRepository(
+            engine,
+            timeout=timedelta(seconds=settings.timeout_seconds),
+            purge_every=timedelta(seconds=settings.purge_interval_seconds),
+        )
 
 
 @asynccontextmanager
-async def open_engine(settings: PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncIterator[AsyncEngine]:
+async def open_engine(settings: SqlSettings) -> AsyncIterator[AsyncEngine]:
     """The engine of a store in SQL, disposed of at the end of the block; it connects at its first use.
 
     Raises:
@@ -95,8 +103,9 @@ async def open_engine(settings: PostgresqlStoreSettings | SqliteStoreSettings) -
 
         engine = settings_engine(settings)
     except ModuleNotFoundError as error:
+        extra = "mysql" if isinstance(settings, MysqlStoreSettings) else "sql"
         raise StoreConfigurationError(
-            "start", f'a store of kind "{settings.kind}" needs {error.name}: pip install "integr8s-idem[sql]"'
+            "start", f'a store of kind "{settings.kind}" needs {error.name}: pip install "integr8s-idem[{extra}]"'
         ) from error
     try:
         yield engine

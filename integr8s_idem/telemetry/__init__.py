@@ -50,6 +50,7 @@ class Signal(str, Enum):
     RESULT_DROPPED = "idempotency_results_dropped"
     RESULT_BYTES = "idempotency_result_bytes"
     STORE_ERROR = "idempotency_store_errors"
+    PURGED = "idempotency_records_purged"
     UNGUARDED = "idempotency_unguarded_runs"
     DELIVERED = "idempotency_deliveries"
     HANDLED = "idempotency_events_handled"

@@ -1,13 +1,16 @@
 """What every store must do: a test suite that a store runs over itself.
 
-    from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest
+    from integr8s_idem.testing import RepositoryContract, SteppedClock, StoreUnderTest
 
 
     class TestMyStore(RepositoryContract):
         @pytest.fixture
-        async def store(self) -> AsyncIterator[StoreUnderTest]:
-            ...
-            yield StoreUnderTest(repository, advance)
+        def store(self) -> StoreUnderTest:
+            clock = SteppedClock()
+            return StoreUnderTest(MyStore(clock), clock.advance)
+
+A store with a server has an async fixture, and an `advance` that makes the records older.  docs/how-to/write-a-store.md
+tells more.
 
 Needs pytest with an asyncio plugin that runs `async def` tests (pytest-asyncio in auto mode),
 and hypothesis.  The store need not be empty: every test has keys of its own.
@@ -30,9 +33,9 @@ from integr8s_idem.testing.contract_batches import BatchesContract  # noqa: E402
 from integr8s_idem.testing.contract_reserving import ReservingContract  # noqa: E402
 from integr8s_idem.testing.contract_settling import SettlingContract  # noqa: E402
 from integr8s_idem.testing.histories import HistorySize, check_histories  # noqa: E402
-from integr8s_idem.testing.store_under_test import StoreUnderTest  # noqa: E402
+from integr8s_idem.testing.store_under_test import SteppedClock, StoreUnderTest  # noqa: E402
 
-__all__ = ["HistorySize", "RepositoryContract", "StoreUnderTest"]
+__all__ = ["HistorySize", "RepositoryContract", "SteppedClock", "StoreUnderTest"]
 
 
 class RepositoryContract(ReservingContract, SettlingContract, BatchesContract):

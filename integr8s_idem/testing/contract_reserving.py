@@ -39,6 +39,13 @@ class ReservingContract:
         assert (verdict.key, verdict.token, verdict.attempt) == (request.key, request.token, 1)
         assert (verdict.previous, verdict.lease) == (Previous.NONE, LEASE)
 
+    async def test_keys_that_look_alike_are_different_keys(self, store: StoreUnderTest) -> None:
+        """Databases like to compare without case, without spaces at the end, or without accents."""
+        key = new_key()
+
+        for other in (key, key.upper(), f"{key} ", f"{key}%", f"{key}_", f"{key}%C3%A9", f"{key}e"):
+            assert isinstance(await ask(store, wish(other)), Reserved), other
+
     async def test_of_a_hundred_reservers_one_gets_the_key(self, store: StoreUnderTest) -> None:
         key = new_key()
 

@@ -6,7 +6,7 @@ import os
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 from integr8s_idem.records import (
     Completion,
@@ -38,6 +38,20 @@ class StoreUnderTest:
     """Put something unreadable under a key; `None` if this store cannot hold such a thing."""
     largest_result: int = 1_048_576
     """Bytes of a result that this store keeps; of a larger one it keeps that it was dropped."""
+
+
+class SteppedClock:
+    """A clock for a store that takes one: it stands still until it is advanced."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2030, 1, 1, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    async def advance(self, duration: timedelta) -> None:
+        """For `StoreUnderTest.advance`."""
+        self.now += duration
 
 
 def new_key() -> str:

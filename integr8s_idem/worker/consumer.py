@@ -31,6 +31,7 @@ from integr8s_idem.worker.lanes import Lanes
 from integr8s_idem.worker.polling import POLL_BACKOFF, POLL_RECORDS, WATCH_SECONDS, Poller
 from integr8s_idem.worker.pressure import Pressure
 from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.purging import Purger
 from integr8s_idem.worker.records import Consumer, Partition
 from integr8s_idem.worker.retries import Backoff
 from integr8s_idem.worker.settling import Settler, Tally
@@ -105,6 +106,7 @@ class ServiceWorker:
         self._make_consumer = consumer
         manager = dispatcher.manager
         self._gate = StoreGate(manager.repository.ping if manager is not None else None, self.observer)
+        self._purger = Purger(name, manager.repository if manager is not None else None, self._gate, self.observer)
         self._settler = Settler(
             name,
             self.group,
@@ -193,12 +195,14 @@ class ServiceWorker:
         """
         try:
             await self._wait_for_store()
+            self._purger.begin()
             await self._consume()
             self._phase = "stopped"
         except BaseException as error:
             self._phase, self._reason = "failed", f"{type(error).__name__}: {error}"
             raise
         finally:
+            await self._purger.stop()
             await self._gate.stop()
 
     async def _wait_for_store(self) -> None:

@@ -1,4 +1,4 @@
-"""The contract of all stores, held by those in SQL: PostgreSQL and SQLite."""
+"""The contract of all stores, held by those in SQL: PostgreSQL, MariaDB and SQLite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sqlalchemy import delete, update
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import writing
 from integr8s_idem.stores.sql.schema import records
-from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest
+from integr8s_idem.testing.contract import HistorySize, RepositoryContract, StoreUnderTest
+from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
 
 
@@ -44,10 +45,26 @@ def postgres() -> Iterator[PostgresServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def mariadb() -> Iterator[MariadbServer]:
+    with MariadbServer() as server:
+        yield server
+
+
 class TestPostgreSQL(RepositoryContract):
     @pytest.fixture
     async def store(self, postgres: PostgresServer) -> AsyncIterator[StoreUnderTest]:
         async with store_on(postgres.url) as store:
+            yield store
+
+
+@pytest.mark.skipif(bool(missing_programs()), reason=missing_programs())
+class TestMariaDB(RepositoryContract):
+    histories = HistorySize(histories=30)
+
+    @pytest.fixture
+    async def store(self, mariadb: MariadbServer) -> AsyncIterator[StoreUnderTest]:
+        async with store_on(mariadb.url) as store:
             yield store
 
 

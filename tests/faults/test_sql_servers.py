@@ -1,6 +1,7 @@
 """Databases that are away, held or restarted, under a worker.
 
-The broker is in memory (see `tests.support.redis_shop`); PostgreSQL, SQLite, drivers, store and worker are real.
+The broker is in memory (see `tests.support.redis_shop`); PostgreSQL, MariaDB, SQLite, drivers, store and worker
+are real.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from integr8s_idem.stores.sql.engine import writing
 from integr8s_idem.telemetry import Signal
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
+from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
 from tests.support.redis_shop import briefly, open_redis_shop
 
@@ -28,11 +30,19 @@ def postgres() -> Iterator[PostgresServer]:
         yield server
 
 
-@pytest.fixture(params=["postgresql", "sqlite"])
-async def store(
-    request: pytest.FixtureRequest, postgres: PostgresServer, tmp_path: Path
-) -> AsyncIterator[SqlIdempotencyRepository]:
-    url = postgres.url if request.param == "postgresql" else f"sqlite+aiosqlite:///{tmp_path / 'idem.db'}"
+@pytest.fixture(scope="module")
+def mariadb() -> Iterator[MariadbServer]:
+    if why := missing_programs():
+        pytest.skip(why)
+    with MariadbServer(keeps_commits=True) as server:
+        yield server
+
+
+@pytest.fixture(params=["postgresql", "mysql", "sqlite"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SqlIdempotencyRepository]:
+    servers = {"postgresql": "postgres", "mysql": "mariadb"}
+    server = request.getfixturevalue(servers[request.param]) if request.param in servers else None
+    url = server.url if server is not None else f"sqlite+aiosqlite:///{tmp_path / 'idem.db'}"
     engine = sql_engine(url, lock_timeout_seconds=0.3)
     await migrate(engine)
     yield SqlIdempotencyRepository(engine, timeout=timedelta(seconds=2))
@@ -51,19 +61,20 @@ async def test_a_worker_handles_each_event_once_and_answers_duplicates_from_the_
         shop.untouched()
 
 
-@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+@pytest.mark.parametrize(("store", "name"), [("postgresql", "postgres"), ("mysql", "mariadb")], indirect=["store"])
 @pytest.mark.scenario(55)
 async def test_a_database_that_crashes_costs_no_attempt_and_work_resumes(
-    store: SqlIdempotencyRepository, effects: Effects, postgres: PostgresServer
+    store: SqlIdempotencyRepository, effects: Effects, name: str, request: pytest.FixtureRequest
 ) -> None:
+    server = request.getfixturevalue(name)
     async with open_redis_shop(effects, store, behave=briefly) as shop:
         shop.order(100)
         await eventually(lambda: shop.acknowledged >= 20)
 
-        await asyncio.to_thread(postgres.crash)
+        await asyncio.to_thread(server.crash)
         shop.order(50)
         await shop.paused()
-        await asyncio.to_thread(postgres.start_again)
+        await asyncio.to_thread(server.start_again)
         await shop.settled()
 
         assert shop.observer.counts[Signal.STORE_DATA_LOST] == 0

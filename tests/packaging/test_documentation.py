@@ -58,6 +58,14 @@ def test_the_settings_of_the_readme_hold_no_mistake(number: int, tmp_path: Path)
     assert settings_warnings(load_settings(file)) == []
 
 
+def test_the_store_that_is_written_is_tested_as_its_page_says() -> None:
+    page = (ROOT / "docs" / "how-to" / "write-a-store.md").read_text(encoding="utf-8")
+    suite, provider = code_blocks(page, "python")
+
+    assert (ROOT / "tests" / "contract" / "test_examples.py").read_text(encoding="utf-8").endswith(suite)
+    exec(compile(provider, "write-a-store.md", "exec"), {"__name__": "page"})
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.finditer(without_code(page.read_text(encoding="utf-8"))):

@@ -59,7 +59,7 @@ def test_the_example_holds_every_setting_and_no_other() -> None:
     assert shown == {".".join(path) for path in shape_of(Settings).leaves()}
 
 
-@pytest.mark.parametrize("kind", ["redis", "postgresql", "sqlite", "dynamodb", "memory"])
+@pytest.mark.parametrize("kind", ["redis", "postgresql", "sqlite", "mysql", "dynamodb", "memory"])
 def test_the_example_shows_each_kind_of_store_whole_and_with_its_defaults(kind: str) -> None:
     (block,) = [block for block in stores_in(EXAMPLE.read_text(encoding="utf-8")) if f'kind = "{kind}"' in block]
     defaults = Settings.model_validate({"store": {"kind": kind}}).store

@@ -16,13 +16,11 @@ from tests.packaging.repository import ROOT, files, name_of
 LIBRARY = ROOT / "integr8s_idem"
 
 LOOK_AROUND = """
-import importlib.util, sys, integr8s_idem, integr8s_idem.stores.redis, integr8s_idem.worker
+import importlib.machinery, os, integr8s_idem, integr8s_idem.stores.redis, integr8s_idem.worker
 print(integr8s_idem.__file__)
 print([name for name in integr8s_idem.__all__ if getattr(integr8s_idem, name) is None])
-found = [importlib.util.find_spec(name) for name in ("providers", "services", "examples", "tests")]
-# Some dependencies bring a package of such a name.
-places = [place for spec in found if spec for place in spec.submodule_search_locations]
-print([place for place in places if not place.startswith(sys.argv[1])])
+strangers = ("providers", "services", "examples", "tests")
+print([name for name in strangers if importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])])
 """
 
 

@@ -17,7 +17,7 @@ from integr8s_idem.config.loading import LARGEST_FILE
 from integr8s_idem.errors import SettingsError
 
 SECRET = "hunter2-and-more"
-KINDS = '"redis", "redis-cluster", "redis-sentinel", "postgresql", "sqlite", "dynamodb" or "memory"'
+KINDS = '"redis", "redis-cluster", "redis-sentinel", "postgresql", "sqlite", "mysql", "dynamodb" or "memory"'
 
 
 @pytest.fixture(autouse=True)
@@ -104,9 +104,9 @@ def test_every_mistake_is_said_at_once() -> None:
         ),
         ('kafka = "localhost"', "kafka", "must be a table of settings, not text"),
         (
-            'store.kind = "mysql"',
+            'store.kind = "oracle"',
             "store.kind",
-            f'must be {KINDS}, not "mysql"',
+            f'must be {KINDS}, not "oracle"',
         ),
         ('services."a b".concurrency = 1', "services.a b", "must have a name that matches ^[A-Za-z0-9._-]{1,100}$"),
         (

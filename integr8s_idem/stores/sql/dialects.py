@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
 
 from sqlalchemy import BigInteger, ColumnElement, bindparam, literal_column
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from integr8s_idem.errors import StoreConfigurationError
+
+Changes: TypeAlias = dict[str, ColumnElement[Any]]
+"""New values by column, in the order in which they may be written one after the other."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,24 @@ class Dialect:
     name: str
     insert: Callable[[Any], Any]
     """An INSERT that can say what to do about a row that is there already."""
+    upsert: Callable[[Any, ColumnElement[Any], Callable[[Any], Changes]], Any]
+    """An INSERT, the key's column, and what becomes of a row that is there, as a function of the row that is not."""
     now: ColumnElement[int]
     """The database's clock, read once per statement: microseconds since 1970."""
-    times: Callable[[], dict[str, int]]
+    identity: str
+    """What makes a name for a store, where its tables are made by hand."""
+    times: Callable[[], dict[str, int]] = field(default=dict)
     """Parameters that `now` needs."""
+    returns: bool = True
+    """Whether a statement that writes can answer with the rows that it wrote; else they are read behind it."""
+    finds_tuples: bool = True
+    """Whether rows named by several columns together are found by the index on the first."""
+    by_key: str = ""
+    """Says that a statement finds its rows by their keys, to a database that else locks whatever it looks at."""
+    by_expiry: str = ""
+    """The same of their expiry."""
+    ddl_commits: bool = False
+    """Whether a statement that makes a table ends the transaction: a migration can then stop half way."""
 
 
 def dialect_of(name: str) -> Dialect:
@@ -40,23 +57,52 @@ def dialect_of(name: str) -> Dialect:
     return found
 
 
-def _nothing() -> dict[str, int]:
-    return {}
-
-
 def _this_machines_time() -> dict[str, int]:
     # SQLite runs in our process: its clock is ours, and what it tells of it has a resolution of a millisecond only.
     return {"now": time.time_ns() // 1_000}
 
 
+def _on_conflict(insert: Any, key: ColumnElement[Any], changes: Callable[[Any], Changes]) -> Any:
+    return insert.on_conflict_do_update(index_elements=[key], set_=changes(insert.excluded))
+
+
+def _on_duplicate_key(insert: Any, _key: ColumnElement[Any], changes: Callable[[Any], Changes]) -> Any:
+    # In pairs, since the order matters here: each change sees what those before it have written.
+    return insert.on_duplicate_key_update(list(changes(insert.inserted).items()))
+
+
+_MYSQL: Final = Dialect(
+    name="mysql",
+    insert=mysql.insert,
+    upsert=_on_duplicate_key,
+    # Of the statement's start, and of no time zone: NOW() is of the session's.
+    now=literal_column("timestampdiff(microsecond, '1970-01-01 00:00:00', utc_timestamp(6))", BigInteger),
+    identity="md5(uuid())",
+    returns=False,
+    finds_tuples=False,
+    # Left to itself it reads a small table whole, and locks all of it, in an order of its own: batches then
+    # wait for each other in a circle.
+    by_key="FORCE INDEX (PRIMARY)",
+    by_expiry="FORCE INDEX (idempotency_records_expires_at)",
+    ddl_commits=True,
+)
+
 _DIALECTS: Final = {
+    "mariadb": _MYSQL,
+    "mysql": _MYSQL,
     "postgresql": Dialect(
         name="postgresql",
         insert=postgresql.insert,
+        upsert=_on_conflict,
         now=literal_column("(extract(epoch from statement_timestamp()) * 1000000)::bigint", BigInteger),
-        times=_nothing,
+        identity="md5(random()::text)",
     ),
     "sqlite": Dialect(
-        name="sqlite", insert=sqlite.insert, now=bindparam("now", type_=BigInteger), times=_this_machines_time
+        name="sqlite",
+        insert=sqlite.insert,
+        upsert=_on_conflict,
+        now=bindparam("now", type_=BigInteger),
+        identity="lower(hex(randomblob(16)))",
+        times=_this_machines_time,
     ),
 }

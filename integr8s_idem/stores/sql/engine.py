@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sqlite3
 from collections import defaultdict
@@ -15,7 +16,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from integr8s_idem.config import PostgresqlStoreSettings, SqliteStoreSettings
+from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings, SqliteStoreSettings
 
 _READS_ONLY: Final = "integr8s_idem_reads_only"
 """Execution option of a transaction that will not write: in SQLite it waits for no writer."""
@@ -29,20 +30,27 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[str, asyncio.Lo
 """One for each SQLite file.  SQLite's own waiting is unfair: a writer of this process would starve among its
 siblings, and time out although each of them takes a moment only."""
 
+LONGEST_CONNECT: Final = 10.0
+"""Seconds until a server that lets us in without a word is given up."""
+
 
 def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: float = 2.0) -> AsyncEngine:
     """An engine whose transactions are as records need them.
 
     PostgreSQL: READ COMMITTED, connections looked at before use, a bounded wait for locked rows.
+    MySQL and MariaDB: the same, and strict about values that do not fit.
     SQLite: write-ahead log, synchronous = FULL (a power loss takes nothing), a writing transaction waits for
-    its turn at its start instead of failing in its middle, and
-    those of one process have theirs in the order in which they asked.
+    its turn at its start instead of failing in its middle, and those of one process have theirs in the order in
+    which they asked.
 
     Raises:
         sqlalchemy.exc.ArgumentError: `url` is none.
     """
-    if make_url(url).get_backend_name() == "sqlite":
+    backend = make_url(url).get_backend_name()
+    if backend == "sqlite":
         return _sqlite_engine(url, pool_size, lock_timeout_seconds)
+    if backend in {"mysql", "mariadb"}:
+        return _mysql_engine(url, pool_size, lock_timeout_seconds)
     return create_async_engine(
         url,
         pool_size=pool_size,
@@ -52,14 +60,15 @@ def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: floa
     )
 
 
-def settings_engine(settings: PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncEngine:
+def settings_engine(settings: MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncEngine:
     """The engine of a store, by its section of the settings."""
     if isinstance(settings, SqliteStoreSettings):
         url = URL.create("sqlite+aiosqlite", database=settings.path)
         return sql_engine(url, lock_timeout_seconds=settings.lock_timeout_seconds)
     password = settings.password
     # Their scheme names no driver, or the one of another program.
-    url = make_url(settings.url).set(drivername="postgresql+asyncpg")
+    driver = "mysql+aiomysql" if isinstance(settings, MysqlStoreSettings) else "postgresql+asyncpg"
+    url = make_url(settings.url).set(drivername=driver)
     if settings.username is not None:
         url = url.set(username=settings.username)
     if password is not None:
@@ -80,6 +89,45 @@ async def reading(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     async with engine.connect() as connection:
         await connection.execution_options(**{_READS_ONLY: True})
         yield connection
+
+
+def _mysql_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
+    return create_async_engine(
+        url,
+        pool_size=pool_size,
+        pool_pre_ping=True,
+        # At REPEATABLE READ, which is theirs by default, a key that is not there locks its neighbours.
+        isolation_level="READ COMMITTED",
+        connect_args={
+            "charset": "utf8mb4",
+            "init_command": _said_first(lock_timeout_seconds),
+            "async_creator_fn": _connected,
+        },
+    )
+
+
+async def _connected(**options: Any) -> Any:
+    """aiomysql forgets its socket if we are cancelled half way: so it connects to the end, and is closed then."""
+    import aiomysql
+
+    connecting = asyncio.ensure_future(asyncio.wait_for(aiomysql.connect(**options), LONGEST_CONNECT))
+    try:
+        return await asyncio.shield(connecting)
+    except asyncio.CancelledError:
+        connecting.add_done_callback(_close)
+        raise
+
+
+def _close(connecting: asyncio.Future[Any]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()
+
+
+def _said_first(lock_timeout_seconds: float) -> str:
+    # Whole seconds; 0 would not wait at all in MariaDB, and is none in MySQL.
+    wait = max(1, math.ceil(lock_timeout_seconds))
+    # Elsewhere a text that is too long is cut with a warning that nobody sees.
+    return f"SET SESSION innodb_lock_wait_timeout = {wait}, SESSION sql_mode = 'TRADITIONAL'"
 
 
 def _sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:

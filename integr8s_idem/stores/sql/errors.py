@@ -54,6 +54,50 @@ _SQLITE_PASSING: Final = {
     "disk I/O error": "the disk of the SQLite file fails",
 }
 
+_MYSQL_REFUSED: Final = {
+    1044: "this database user may not use that database",
+    1045: "the database does not accept this user and password",
+    1049: "there is no such database",
+    1054: f"the tables of the store are of another version; {MIGRATE}",
+    1130: "the database lets nobody in from this machine",
+    1142: "this database user may not do that",
+    1143: "this database user may not do that",
+    1146: f"the tables of the store are not there; {MIGRATE}",
+    1153: "max_allowed_packet of the server is too small for a batch of results; set it to 16M at least",
+    1227: "this database user may not do that",
+    1665: "binlog_format is STATEMENT, which takes no writes at READ COMMITTED; set it to ROW or MIXED",
+    1698: "the database does not accept this user and password",
+    1820: "the password of this database user has expired",
+    1862: "the password of this database user has expired",
+    3118: "this database user is locked",
+    4151: "this database user is locked",
+}
+"""Numbers of MySQL and MariaDB for what waiting does not mend."""
+
+_MYSQL_PASSING: Final = {
+    1021: "the disk of the database is full",
+    1040: "the database has no connection left",
+    1053: "the database shuts down",
+    1114: "the disk of the database is full",
+    1129: "the database shuts us out after too many broken connections; run FLUSH HOSTS there",
+    1203: "this database user has no connection left",
+    1205: "another transaction holds a record longer than we wait",
+    1213: "the database found a deadlock with another transaction",
+    1226: "this database user has used up what it may",
+    1290: "the database is read-only: a replica, or one that was told to be",
+    1317: "the database was told to stop this",
+    1792: "the database is read-only: a replica, or one that was told to be",
+    1836: "the database is read-only: a replica, or one that was told to be",
+    1927: "the database ended the connection",
+    1969: "the database was told to stop what takes this long",
+    3024: "the database was told to stop what takes this long",
+    3169: "the database ended the connection",
+    4031: "the database ended a connection that nobody used",
+}
+_MYSQL_HELD: Final = 1205
+_BROKEN: Final = frozenset({*range(1158, 1162), *range(2000, 3000)})
+"""Connections that broke, or cannot be had: those above 2000 are the driver's."""
+
 
 class RecordHeldError(StoreUnavailableError):
     """Another transaction holds a record of the batch longer than we wait."""
@@ -113,6 +157,8 @@ def translated(operation: str, error: DBAPIError, kind: str) -> StoreError:
     text = _told(cause)
     if kind == "sqlite":
         return _of_sqlite(operation, text)
+    if kind in {"mysql", "mariadb"}:
+        return _of_mysql(operation, error, cause)
     state = str(getattr(cause, "sqlstate", None) or "")
     if state == _HELD:
         return RecordHeldError(operation, _PASSING[_HELD])
@@ -133,6 +179,19 @@ def _of_sqlite(operation: str, text: str) -> StoreError:
         if part in text:
             return StoreUnavailableError(operation, said)
     return StoreConfigurationError(operation, f"SQLite answers: {text}")
+
+
+def _of_mysql(operation: str, error: DBAPIError, cause: BaseException) -> StoreError:
+    number = cause.args[0] if cause.args and isinstance(cause.args[0], int) else 0
+    if number == _MYSQL_HELD:
+        return RecordHeldError(operation, _MYSQL_PASSING[number])
+    if number in _MYSQL_PASSING:
+        return StoreUnavailableError(operation, _MYSQL_PASSING[number])
+    if number in _MYSQL_REFUSED:
+        return StoreConfigurationError(operation, _MYSQL_REFUSED[number])
+    if error.connection_invalidated or number in _BROKEN or not number:
+        return StoreUnavailableError(operation, f"no connection to mysql: {_told(cause)}")
+    return StoreConfigurationError(operation, f"mysql answers: {_told(cause)}")
 
 
 def _told(error: BaseException) -> str:

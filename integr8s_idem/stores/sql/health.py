@@ -25,7 +25,11 @@ async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealt
     """
     start = time.perf_counter()
     looked = update(store).where(store.c.id == 1).values(seen_at=dialect.now)
-    row = (await connection.execute(looked.returning(store.c.version, store.c.identity), dialect.times())).first()
+    told = (store.c.version, store.c.identity)
+    answer = await connection.execute(looked.returning(*told) if dialect.returns else looked, dialect.times())
+    if not dialect.returns:
+        answer = await connection.execute(select(*told).where(store.c.id == 1))
+    row = answer.first()
     latency = timedelta(seconds=time.perf_counter() - start)
     if row is None:
         raise StoreConfigurationError("ping", f"the tables of the store are empty of their version; {MIGRATE}")
@@ -92,4 +96,28 @@ async def _look_at_sqlite(connection: AsyncConnection) -> tuple[str, list[str]]:
     return str(version), warnings
 
 
-_LOOKS = {"postgresql": _look_at_postgresql, "sqlite": _look_at_sqlite}
+async def _look_at_mysql(connection: AsyncConnection) -> tuple[str, list[str]]:
+    asked = (
+        "SELECT version() AS version, @@global.innodb_flush_log_at_trx_commit AS flushes, @@log_bin AS log, "
+        "@@global.sync_binlog AS syncs, @@global.read_only AS reads_only, "
+        "(SELECT engine FROM information_schema.tables "
+        "WHERE table_schema = database() AND table_name = 'idempotency_records') AS engine"
+    )
+    found: Any = (await connection.execute(text(asked))).one()
+    warnings = []
+    if found.engine != "InnoDB":
+        warnings.append(
+            f"idempotency_records is a table of {found.engine}: nothing is atomic; ALTER TABLE … ENGINE = InnoDB"
+        )
+    if int(found.flushes) != 1:
+        warnings.append(
+            f"innodb_flush_log_at_trx_commit is {found.flushes}: a crash loses what was committed last; set it to 1"
+        )
+    if int(found.log) and int(found.syncs) != 1:
+        warnings.append(f"sync_binlog is {found.syncs}: a crash loses what replicas were to get; set it to 1")
+    if str(found.reads_only) not in {"0", "OFF"}:
+        warnings.append("this server is read-only, and lets us write by a privilege: give the address of its primary")
+    return str(found.version), warnings
+
+
+_LOOKS = {"mysql": _look_at_mysql, "postgresql": _look_at_postgresql, "sqlite": _look_at_sqlite}

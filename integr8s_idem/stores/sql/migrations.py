@@ -12,9 +12,10 @@ from typing import Final
 
 from sqlalchemy import MetaData, inspect, select, text, update
 from sqlalchemy.engine import Connection, Dialect
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
 
+from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import writing
 from integr8s_idem.stores.sql.errors import guarded
@@ -60,20 +61,35 @@ async def migrate(engine: AsyncEngine) -> list[Migration]:
         StoreConfigurationError: It is of a newer version than this code.
     """
     async with guarded("migrate", _PATIENCE, engine.dialect.name), writing(engine) as connection:
+        if dialect_of(engine.dialect.name).ddl_commits:
+            return await _migrate_by_turns(connection)
         if engine.dialect.name == "postgresql":
             await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
         return await connection.run_sync(_migrate)
+
+
+async def _migrate_by_turns(connection: AsyncConnection) -> list[Migration]:
+    """Under a lock of the connection's: one of the transaction's would end with the first table."""
+    name = {"name": f"integr8s-idem.{_LOCK}", "wait": int(_PATIENCE.total_seconds())}
+    taken = await connection.scalar(text("SELECT GET_LOCK(CONCAT(:name, '.', SHA1(DATABASE())), :wait)"), name)
+    if taken != 1:
+        raise StoreUnavailableError("migrate", "another process migrates the database, and takes long")
+    try:
+        return await connection.run_sync(_migrate)
+    finally:
+        await connection.execute(text("SELECT RELEASE_LOCK(CONCAT(:name, '.', SHA1(DATABASE())))"), name)
 
 
 def _migrate(connection: Connection) -> list[Migration]:
     found = version_of(connection)
     if found > VERSION:
         check_version(found)
+    dialect = dialect_of(connection.dialect.name)
     todo = [migration for migration in MIGRATIONS if migration.version > found]
     for migration in todo:
         for step in migration.steps():
-            connection.execute(step)
-    dialect = dialect_of(connection.dialect.name)
+            if not (dialect.ddl_commits and _is_done(connection, step)):
+                connection.execute(step)
     if found == 0:
         row = {"id": 1, "version": VERSION, "identity": new_identity(), "seen_at": 0}
         connection.execute(store.insert(), row)
@@ -81,6 +97,17 @@ def _migrate(connection: Connection) -> list[Migration]:
     elif todo:
         connection.execute(update(store).values(version=VERSION), dialect.times())
     return todo
+
+
+def _is_done(connection: Connection, step: ExecutableDDLElement) -> bool:
+    """Whether a migration that stopped half way has left this step behind."""
+    found = inspect(connection)
+    match step:
+        case CreateTable():
+            return found.has_table(step.element.name)
+        case CreateIndex(element=index) if index.table is not None:
+            return any(one["name"] == index.name for one in found.get_indexes(index.table.name))
+    return False
 
 
 def version_of(connection: Connection) -> int:
@@ -96,7 +123,7 @@ def ddl(dialect: Dialect) -> str:
     for migration in MIGRATIONS:
         parts.append(f"-- version {migration.version}: {migration.says}")
         parts += [str(step.compile(dialect=dialect)).strip() + ";" for step in migration.steps()]
-    identity = "md5(random()::text)" if dialect.name == "postgresql" else "lower(hex(randomblob(16)))"
+    identity = dialect_of(dialect.name).identity
     parts.append(f"INSERT INTO {store.name} (id, version, identity, seen_at) VALUES (1, {VERSION}, {identity}, 0);")  # noqa: S608  # our own words
     rows = ", ".join(f"({bucket}, {_EMPTY[dialect.name]}, 0)" for bucket in range(BUCKETS))
     parts.append(f"INSERT INTO {buckets.name} (bucket, token, claimed_until) VALUES {rows};")  # noqa: S608  # as above

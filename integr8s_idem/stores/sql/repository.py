@@ -23,7 +23,7 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.stores.sql import statements
+from integr8s_idem.stores.sql import bulk, statements
 from integr8s_idem.stores.sql.batches import rounds, slices
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import reading, writing
@@ -40,7 +40,7 @@ PAGE: Final = 500
 
 
 class SqlIdempotencyRepository:
-    """`IdempotencyRepository` in a PostgreSQL or SQLite database.
+    """`IdempotencyRepository` in a database of PostgreSQL, MySQL, MariaDB or SQLite.
 
     A batch is one statement in a transaction of its own (per 500 rows and 4 MiB of results); time is the
     database's, read once per statement.  Expired rows are as good as absent at once; `purge` takes them away.
@@ -51,17 +51,25 @@ class SqlIdempotencyRepository:
     Args:
         engine: An engine of SQLAlchemy; `sql_engine` makes one from settings.
         timeout: Longest wait for one call before `StoreUnavailableError`, a connection and locks included.
+        purge_every: How often a worker is to take expired rows away; zero for never.
 
     Raises:
         StoreConfigurationError: No store for this kind of database.
     """
 
-    def __init__(self, engine: AsyncEngine, *, timeout: timedelta = timedelta(seconds=5)) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        *,
+        timeout: timedelta = timedelta(seconds=5),
+        purge_every: timedelta = timedelta(minutes=1),
+    ) -> None:
         self.engine = engine
+        self.purge_every = purge_every
         self._timeout = timeout
         self._dialect = dialect_of(engine.dialect.name)
-        self._reserving = statements.reserving(self._dialect)
-        self._settling = {status: statements.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
+        self._reserving = bulk.reserving(self._dialect)
+        self._settling = {status: bulk.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
@@ -76,7 +84,7 @@ class SqlIdempotencyRepository:
         wishes = [wish_of(request) | times for request in requests]
         try:
             async with self._writing("reserve") as connection:
-                rows = {row.key: row for row in await connection.execute(self._reserving, wishes)}
+                rows = {row.key: row for row in await self._reserving(connection, wishes)}
         except RecordHeldError:
             if len(requests) == 1:
                 return [held_elsewhere(requests[0])]
@@ -92,12 +100,12 @@ class SqlIdempotencyRepository:
         return await self._change("release", reservations, lambda part: statements.releasing(self._dialect, part))
 
     async def _change(
-        self, operation: str, reservations: Sequence[Reserved], change: Callable[[Sequence[Reserved]], Executable]
+        self, operation: str, reservations: Sequence[Reserved], change: Callable[[Sequence[Reserved]], list[Executable]]
     ) -> list[bool]:
         changed: set[tuple[str, int]] = set()
         for indexes in rounds([one.key for one in reservations]):
             async with self._writing(operation) as connection:
-                changed |= await self._marks(connection, change([reservations[index] for index in indexes]))
+                changed |= await self._marks(connection, *change([reservations[index] for index in indexes]))
         return [(one.key, one.fence) in changed for one in reservations]
 
     async def complete(self, completions: Sequence[Completion]) -> list[bool]:
@@ -114,12 +122,15 @@ class SqlIdempotencyRepository:
                 outcomes = [outcome_of(one) | times for one in part]
                 asked = statements.settled_so(self._dialect, status, [one.reservation for one in part])
                 async with self._writing(operation) as connection:
-                    await connection.execute(self._settling[status], outcomes)
+                    await self._settling[status](connection, outcomes)
                     done |= await self._marks(connection, asked)
         return [(one.reservation.key, one.reservation.fence) in done for one in settled]
 
-    async def _marks(self, connection: AsyncConnection, statement: Executable) -> set[tuple[str, int]]:
-        return {(key, fence) for key, fence in await connection.execute(statement, self._dialect.times())}
+    async def _marks(self, connection: AsyncConnection, *asked: Executable) -> set[tuple[str, int]]:
+        """What the last of these statements answers."""
+        for statement in asked:
+            answer = await connection.execute(statement, self._dialect.times())
+        return {(key, fence) for key, fence in answer}
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         found: dict[str, IdempotencyRecord | Corrupt] = {}
@@ -139,7 +150,7 @@ class SqlIdempotencyRepository:
         for start in range(0, len(keys), PAGE):
             statement = statements.deleting(self._dialect, sorted(keys[start : start + PAGE]))
             async with self._writing("delete") as connection:
-                deleted += sum(bool(alive) for (alive,) in await connection.execute(statement, self._dialect.times()))
+                deleted += (await connection.execute(statement, self._dialect.times())).rowcount
         return deleted
 
     async def purge(self, most: int = PAGE) -> int:
@@ -149,8 +160,12 @@ class SqlIdempotencyRepository:
             StoreError: As for every verb.
         """
         async with self._writing("purge") as connection:
-            done = await connection.execute(statements.purging(self._dialect, most), self._dialect.times())
-            return int(done.rowcount)
+            found: Any = statements.expired(self._dialect, most)
+            if self._dialect.by_key:
+                # MySQL takes no LIMIT in a subquery.
+                found = sorted((await connection.execute(found)).scalars())
+            statement = statements.purging(self._dialect, found)
+            return int((await connection.execute(statement, self._dialect.times())).rowcount)
 
     async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
         """Every readable record whose key starts with `prefix`, by key, page by page.

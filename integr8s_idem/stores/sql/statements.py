@@ -9,6 +9,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     ColumnElement,
+    Executable,
     LargeBinary,
     Select,
     String,
@@ -22,12 +23,14 @@ from sqlalchemy import (
     null,
     or_,
     select,
+    text,
+    true,
     tuple_,
     update,
 )
 
 from integr8s_idem.records import Reserved
-from integr8s_idem.stores.sql.dialects import Dialect
+from integr8s_idem.stores.sql.dialects import Changes, Dialect
 from integr8s_idem.stores.sql.schema import PROCESSING, records
 
 _row = records.c
@@ -55,14 +58,23 @@ def reserving(dialect: Dialect) -> Any:
         result_dropped=False,
         error="",
     )
-    changes = _taken_over(statement.excluded, now)
-    return statement.on_conflict_do_update(index_elements=[_row.key], set_=changes).returning(
-        *_row, now.label("asked_at")
-    )
+    statement = dialect.upsert(statement, _row.key, lambda new: _taken_over(new, now))
+    return statement.returning(*_row, now.label("asked_at")) if dialect.returns else statement
 
 
-def _taken_over(new: Any, now: ColumnElement[int]) -> dict[str, ColumnElement[Any]]:
-    """What becomes of a row that is there: taken anew, taken over, found again by its owner, or left alone."""
+def reserved(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
+    """What `reserving` has left behind, where it cannot say so: asked in its transaction, which holds the rows."""
+    return select(*_row, dialect.now.label("asked_at")).where(_row.key.in_(keys))
+
+
+def _taken_over(new: Any, now: ColumnElement[int]) -> Changes:
+    """What becomes of a row that is there: taken anew, taken over, found again by its owner, or left alone.
+
+    MySQL writes these one after the other, and each sees what those before it wrote.  So the five columns that decide
+    come last, and in an order in which nothing written so far changes whether the row is taken: a row that is
+    taken has the status, the payload and then the token that make it `ours` whatever its lease, and its expiry, which
+    makes it `gone`, is written when nobody asks any more.
+    """
     gone = _row.expires_at <= now
     same_payload = or_(_row.fingerprint.is_(None), new.fingerprint.is_(None), _row.fingerprint == new.fingerprint)
     open_ = and_(_row.status == PROCESSING, same_payload)
@@ -75,54 +87,63 @@ def _taken_over(new: Any, now: ColumnElement[int]) -> dict[str, ColumnElement[An
         """The first that holds; in no case the row keeps what it has."""
         return case(*cases, else_=column)
 
+    def mine(name: str) -> ColumnElement[Any]:
+        """Of the new owner, who may be the old one."""
+        return where((gone, new[name]), (ours, _row[name]), (free, new[name]), column=_row[name])
+
     next_fence = case((_row.fence >= new.fence, _row.fence + 1), else_=new.fence)
+    taken = or_(gone, ours, free)
     return {
-        "status": where((gone, PROCESSING), column=_row.status),
         "attempt": where((gone, 1), (ours, _row.attempt), (free, _row.attempt + 1), column=_row.attempt),
         "fence": where((gone, next_fence), (ours, _row.fence), (free, next_fence), column=_row.fence),
-        "lease_until": where(
-            (gone, new.lease_until), (ours, new.lease_until), (free, new.lease_until), column=_row.lease_until
-        ),
-        "expires_at": where(
-            (gone, new.expires_at), (ours, new.expires_at), (free, new.expires_at), column=_row.expires_at
-        ),
         "previous": where((gone, 0), (ours, _row.previous), (and_(free, released), 1), (free, 2), column=_row.previous),
-        **{
-            name: where((gone, new[name]), (ours, _row[name]), (free, new[name]), column=_row[name])
-            for name in ("token", "fingerprint", "owner", "trace")
-        },
+        "owner": mine("owner"),
+        "trace": mine("trace"),
         **{name: where((gone, null()), column=_row[name]) for name in ("settled_at", "result", "content_type")},
         "result_dropped": where((gone, False), column=_row.result_dropped),
         "error": where((gone, ""), column=_row.error),
+        "status": where((gone, PROCESSING), column=_row.status),
+        "fingerprint": mine("fingerprint"),
+        **{name: where((taken, new[name]), column=_row[name]) for name in ("token", "lease_until", "expires_at")},
     }
 
 
-def renewing(dialect: Dialect, reservations: Sequence[Reserved], lease: int) -> Update:
+def renewing(dialect: Dialect, reservations: Sequence[Reserved], lease: int) -> list[Executable]:
     """Let leases end `lease` microseconds from now."""
     until = dialect.now + literal(lease, BigInteger)
     # The record outlives its lease, so that the attempt still counts.
     keeps = case((_row.expires_at < until, dialect.now + literal(2 * lease, BigInteger)), else_=_row.expires_at)
     changes = {"lease_until": until, "expires_at": keeps}
-    return _held(dialect, reservations).where(_row.lease_until.is_not(None)).values(changes)
+    return _held(dialect, reservations, _row.lease_until.is_not(None), changes)
 
 
-def releasing(dialect: Dialect, reservations: Sequence[Reserved]) -> Update:
+def releasing(dialect: Dialect, reservations: Sequence[Reserved]) -> list[Executable]:
     """Let leases end now."""
-    return _held(dialect, reservations).values(lease_until=null())
+    return _held(dialect, reservations, true(), {"lease_until": null()})
 
 
-def _held(dialect: Dialect, reservations: Sequence[Reserved]) -> Update:
-    """A change of the rows that `reservations` still own."""
+def _held(
+    dialect: Dialect, reservations: Sequence[Reserved], also: ColumnElement[bool], changes: dict[str, Any]
+) -> list[Executable]:
+    """A change of the rows that `reservations` still own; the last statement answers with their marks."""
     marks = [(one.key, one.fence, one.token) for one in reservations]
-    return (
-        update(records)
-        .where(
-            tuple_(_row.key, _row.fence, _row.token).in_(marks),
-            _row.status == PROCESSING,
-            _row.expires_at > dialect.now,
-        )
-        .returning(_row.key, _row.fence)
+    owned = and_(
+        _marked(dialect, marks, _row.key, _row.fence, _row.token),
+        _row.status == PROCESSING,
+        _row.expires_at > dialect.now,
+        also,
     )
+    change = update(records).where(owned).values(changes)
+    if dialect.returns:
+        return [change.returning(_row.key, _row.fence)]
+    change = change.with_hint(dialect.by_key)
+    # What was ours is ours behind the change, too, and its rows are locked.
+    return [change, select(_row.key, _row.fence).where(owned)]
+
+
+def _marked(dialect: Dialect, marks: Sequence[tuple[Any, ...]], *columns: ColumnElement[Any]) -> ColumnElement[bool]:
+    found = tuple_(*columns).in_(marks)
+    return found if dialect.finds_tuples else and_(_row.key.in_([key for key, *_ in marks]), found)
 
 
 def settling(dialect: Dialect, status: int) -> Update:
@@ -154,7 +175,7 @@ def settled_so(dialect: Dialect, status: int, reservations: Sequence[Reserved]) 
     """Those of `reservations` that have this outcome, now or since an earlier call: the fence names them."""
     marks = [(one.key, one.fence) for one in reservations]
     return select(_row.key, _row.fence).where(
-        tuple_(_row.key, _row.fence).in_(marks), _row.status == status, _row.expires_at > dialect.now
+        _marked(dialect, marks, _row.key, _row.fence), _row.status == status, _row.expires_at > dialect.now
     )
 
 
@@ -162,9 +183,18 @@ def reading(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
     return select(records).where(_row.key.in_(keys), _row.expires_at > dialect.now)
 
 
-def deleting(dialect: Dialect, keys: Sequence[str]) -> Any:
-    """Answers with what was there and had not expired."""
-    return delete(records).where(_row.key.in_(keys)).returning(_row.expires_at > dialect.now)
+def deleting(dialect: Dialect, keys: Sequence[str]) -> Executable:
+    """Take away rows that are there; those that have expired are as good as absent, and left to be purged."""
+    return _deleting(dialect, keys, _row.expires_at > dialect.now)
+
+
+def _deleting(dialect: Dialect, keys: Select[Any] | Sequence[str], also: ColumnElement[bool]) -> Executable:
+    if not dialect.by_key:
+        return delete(records).where(_row.key.in_(keys), also)
+    # SQLAlchemy has no hints here, nor has MySQL in the DELETE of one table.
+    named = bindparam("keys", keys, expanding=True, type_=_row.key.type)
+    name = records.name
+    return text(f"DELETE {name} FROM {name} {dialect.by_key} WHERE `key` IN :keys AND {also}").bindparams(named)
 
 
 def page(dialect: Dialect, prefix: str, after: str, most: int) -> Select[Any]:
@@ -187,7 +217,16 @@ def active(dialect: Dialect, prefix: str) -> Select[Any]:
     )
 
 
-def purging(dialect: Dialect, most: int) -> Any:
-    """Take away some rows that have expired."""
-    expired = select(_row.key).where(_row.expires_at <= dialect.now).order_by(_row.expires_at).limit(most)
-    return delete(records).where(_row.key.in_(expired), _row.expires_at <= dialect.now)
+def purging(dialect: Dialect, keys: Select[Any] | Sequence[str]) -> Executable:
+    """Take away those of the rows that have expired."""
+    return _deleting(dialect, keys, _row.expires_at <= dialect.now)
+
+
+def expired(dialect: Dialect, most: int) -> Select[Any]:
+    """Keys of some rows that have expired, the oldest first.
+
+    Rows that somebody holds are passed over, so that purging waits for nobody, and nobody for ever for it.
+    """
+    found = select(_row.key).where(_row.expires_at <= dialect.now).order_by(_row.expires_at).limit(most)
+    hinted = found.with_hint(records, dialect.by_expiry) if dialect.by_expiry else found
+    return hinted.with_for_update(skip_locked=True)

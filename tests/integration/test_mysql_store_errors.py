@@ -1,0 +1,290 @@
+"""MariaDB that is away, refuses, holds, or is not what we need: each as one of our errors, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
+from integr8s_idem.records import Completion, InProgress, Reserved, StoredResult
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, ddl, migrate, sql_engine
+from integr8s_idem.stores.sql.errors import RecordHeldError
+from integr8s_idem.testing.store_under_test import TTL, new_key, wish
+from tests.support.mariadb import MariadbServer, missing_programs
+
+pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=missing_programs())
+
+TIMEOUT = timedelta(seconds=3)
+
+
+@pytest.fixture(scope="module")
+def mariadb() -> Iterator[MariadbServer]:
+    with MariadbServer(keeps_commits=True) as server:
+        yield server
+
+
+@asynccontextmanager
+async def engine_on(url: str) -> AsyncIterator[AsyncEngine]:
+    engine = sql_engine(url, lock_timeout_seconds=0.3)
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+async def engine(mariadb: MariadbServer) -> AsyncIterator[AsyncEngine]:
+    async with engine_on(mariadb.url) as engine:
+        await migrate(engine)
+        yield engine
+
+
+async def run(engine: AsyncEngine, *statements: str) -> None:
+    async with engine.begin() as connection:
+        for statement in statements:
+            await connection.execute(text(statement))
+
+
+async def error_of(engine: AsyncEngine) -> StoreError:
+    """What a reservation meets, and the look before it."""
+    store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
+    with pytest.raises(StoreError) as looked:
+        await store.ping()
+    with pytest.raises(StoreError) as caught:
+        await store.reserve([wish(new_key())])
+    assert type(caught.value) is type(looked.value)
+    return caught.value
+
+
+async def works(engine: AsyncEngine) -> bool:
+    (verdict,) = await SqlIdempotencyRepository(engine, timeout=TIMEOUT).reserve([wish(new_key())])
+    return isinstance(verdict, Reserved)
+
+
+async def test_without_its_tables_a_store_says_how_to_make_them(engine: AsyncEngine) -> None:
+    await run(engine, "DROP TABLE idempotency_records", "DROP TABLE idempotency_store")
+
+    error = await error_of(engine)
+    await migrate(engine)
+
+    assert isinstance(error, StoreConfigurationError)
+    assert "run: integr8s-idem store migrate" in str(error)
+    assert await works(engine)
+
+
+async def test_a_migration_that_stopped_half_way_is_ended_by_the_next(engine: AsyncEngine) -> None:
+    """Each table is there for good as soon as it is made: nothing rolls it back."""
+    await run(
+        engine, "DROP TABLE idempotency_store", "DROP INDEX idempotency_records_expires_at ON idempotency_records"
+    )
+
+    done = await asyncio.gather(migrate(engine), migrate(engine))
+
+    assert sorted(len(steps) for steps in done) == [0, 1]
+    assert await works(engine)
+
+
+async def test_the_sql_that_is_shown_makes_what_migrate_makes(engine: AsyncEngine) -> None:
+    await run(engine, "DROP TABLE idempotency_records", "DROP TABLE idempotency_store")
+
+    await run(engine, *filter(str.strip, ddl(engine.dialect).split(";")))
+
+    assert await migrate(engine) == []
+    assert await works(engine)
+
+
+@pytest.mark.parametrize(
+    ("known", "given", "says"),
+    [
+        ("idem@", "stranger@", "does not accept this user and password"),
+        ("/test", "/nowhere", "there is no such database"),
+    ],
+)
+async def test_what_waiting_does_not_mend_is_told(mariadb: MariadbServer, known: str, given: str, says: str) -> None:
+    async with engine_on(mariadb.url.replace(known, given)) as other:
+        error = await error_of(other)
+
+    assert isinstance(error, StoreConfigurationError)
+    assert says in str(error)
+
+
+async def test_a_server_that_crashes_and_comes_back_is_an_outage(engine: AsyncEngine, mariadb: MariadbServer) -> None:
+    assert await works(engine)
+
+    await asyncio.to_thread(mariadb.crash)
+    error = await error_of(engine)
+    await asyncio.to_thread(mariadb.start_again)
+
+    assert isinstance(error, StoreUnavailableError)
+    assert await works(engine)
+
+
+async def test_a_record_that_another_transaction_holds_is_in_progress_and_holds_up_no_other_key(
+    engine: AsyncEngine,
+) -> None:
+    store, held, free = SqlIdempotencyRepository(engine, timeout=timedelta(seconds=9)), new_key(), new_key()
+    (reserved,) = await store.reserve([wish(held)])
+    assert isinstance(reserved, Reserved)
+
+    async with engine.begin() as holder:
+        await holder.execute(text("SELECT 1 FROM idempotency_records WHERE `key` = :key FOR UPDATE"), {"key": held})
+        first, second = await store.reserve([wish(held), wish(free)])
+        with pytest.raises(RecordHeldError):
+            await store.release([reserved])
+
+    assert isinstance(first, InProgress)
+    assert isinstance(second, Reserved)
+
+
+@pytest.fixture
+async def patient(mariadb: MariadbServer) -> AsyncIterator[AsyncEngine]:
+    engine = sql_engine(mariadb.url, lock_timeout_seconds=30)
+    yield engine
+    await engine.dispose()
+
+
+async def test_a_deadlock_is_an_outage_and_nothing_was_done(engine: AsyncEngine, patient: AsyncEngine) -> None:
+    """Only a stranger's transaction can bring one about: ours lock in the order of their keys."""
+    store, low, high = (
+        SqlIdempotencyRepository(patient, timeout=timedelta(seconds=30)),
+        f"a{new_key()}",
+        f"b{new_key()}",
+    )
+    more = [f"c{new_key()}" for _ in range(20)]  # who has written less is the one to give way
+    await store.reserve([wish(key) for key in (low, high, *more)])
+    write = text("UPDATE idempotency_records SET error = 'held' WHERE `key` = :key")
+
+    async with patient.begin() as stranger:
+        await stranger.execute(write, [{"key": key} for key in (high, *more)])
+        asking = asyncio.create_task(store.delete([low, high]))
+        await waiting(engine)
+        await stranger.execute(write, {"key": low})
+
+        with pytest.raises(StoreUnavailableError, match="found a deadlock"):
+            await asking
+    assert None not in await store.get([low, high])
+
+
+async def waiting(engine: AsyncEngine) -> None:
+    """Return once a transaction waits for a lock."""
+    asked = text("SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'")
+    async with asyncio.timeout(60), engine.connect() as connection:
+        while (await connection.execute(asked)).scalar_one() == 0:  # noqa: ASYNC110  # the server tells no event
+            await asyncio.sleep(0.3)  # it shows the same again to whoever looks within a tenth of a second
+
+
+async def test_a_connection_that_the_server_ends_costs_one_call(engine: AsyncEngine) -> None:
+    store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
+    assert await works(engine)
+    async with engine.connect() as other:
+        asked = "SELECT id FROM information_schema.processlist WHERE user = 'idem' AND id <> connection_id()"
+        for (number,) in (await other.execute(text(asked))).all():
+            await other.execute(text(f"KILL {number}"))
+
+    failures = 0
+    for _ in range(3):
+        try:
+            await store.reserve([wish(new_key())])
+        except StoreUnavailableError:
+            failures += 1
+
+    assert failures <= 1
+
+
+async def test_a_database_that_takes_no_writes_is_an_outage(engine: AsyncEngine, mariadb: MariadbServer) -> None:
+    await run(engine, "CREATE USER IF NOT EXISTS plain@localhost", "GRANT ALL ON test.* TO plain@localhost")
+    await run(engine, "SET GLOBAL read_only = ON")
+    try:
+        async with engine_on(mariadb.url.replace("idem@", "plain@")) as plain:
+            error = await error_of(plain)
+        health = await SqlIdempotencyRepository(engine).ping()
+    finally:
+        await run(engine, "SET GLOBAL read_only = OFF")
+
+    assert isinstance(error, StoreUnavailableError)
+    assert "read-only" in str(error)
+    assert any("this server is read-only" in warning for warning in health.warnings)
+
+
+async def test_settings_that_lose_what_was_committed_are_warned_of(engine: AsyncEngine) -> None:
+    store = SqlIdempotencyRepository(engine)
+    assert (await store.ping()).warnings == ()
+
+    await run(engine, "SET GLOBAL innodb_flush_log_at_trx_commit = 2", "ALTER TABLE idempotency_records ENGINE = Aria")
+    try:
+        warnings = " ".join((await store.ping()).warnings)
+    finally:
+        await run(
+            engine, "SET GLOBAL innodb_flush_log_at_trx_commit = 1", "ALTER TABLE idempotency_records ENGINE = InnoDB"
+        )
+
+    assert "innodb_flush_log_at_trx_commit is 2" in warnings
+    assert "a table of Aria" in warnings
+
+
+async def test_batches_over_the_same_keys_in_any_order_do_not_fail_each_other(engine: AsyncEngine) -> None:
+    store, keys = SqlIdempotencyRepository(engine, timeout=timedelta(seconds=30)), [new_key() for _ in range(60)]
+
+    async def work(shift: int) -> int:
+        verdicts = await store.reserve([wish(key) for key in keys[shift:] + keys[:shift]])
+        mine = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+        await store.renew(mine, timedelta(seconds=60))
+        await store.release(mine)
+        verdicts = await store.reserve([wish(key) for key in keys])
+        again = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+        return sum(await store.complete([Completion(reservation=one, ttl=TTL) for one in again]))
+
+    completed = await asyncio.gather(*map(work, range(0, 60, 5)))
+
+    assert sum(completed) == 60
+
+
+async def test_a_call_that_is_cancelled_half_way_leaves_no_answer_for_the_next(engine: AsyncEngine) -> None:
+    store = SqlIdempotencyRepository(engine, timeout=timedelta(seconds=30))
+
+    async def check(number: int) -> None:
+        key, result = f"{new_key()}:{number}", StoredResult(str(number).encode() * 1_000)
+        (verdict,) = await store.reserve([wish(key)])
+        assert isinstance(verdict, Reserved)
+        assert verdict.key == key
+        assert await store.complete([Completion(reservation=verdict, ttl=TTL, result=result)]) == [True]
+        (record,) = await store.get([key])
+        assert record is not None
+        assert record.result == result
+
+    for number in range(60):
+        doomed = [asyncio.create_task(check(number)) for _ in range(4)]
+        await asyncio.sleep(number / 6_000)
+        for task in doomed:
+            task.cancel()
+        ends = await asyncio.gather(*doomed, return_exceptions=True)
+        assert {type(end) for end in ends} <= {asyncio.CancelledError, type(None)}
+        await check(number)
+
+
+async def test_times_are_those_of_no_time_zone_and_fences_grow_by_them(engine: AsyncEngine) -> None:
+    """The server's zone is half a day off (`tests.support.mariadb`)."""
+    store = SqlIdempotencyRepository(engine)
+
+    (first,) = await store.reserve([wish(new_key())])
+    async with engine.connect() as connection:
+        now = int((await connection.execute(text("SELECT unix_timestamp(sysdate(6)) * 1000000"))).scalar_one())
+
+    assert isinstance(first, Reserved)
+    assert abs(now - first.fence) < 60_000_000
+
+
+async def test_no_error_holds_what_a_record_holds(engine: AsyncEngine) -> None:
+    store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
+    await run(engine, "ALTER TABLE idempotency_records RENAME COLUMN owner TO holder")
+    try:
+        with pytest.raises(StoreConfigurationError) as caught:
+            await store.reserve([wish("canary-key", owner="canary-owner")])
+    finally:
+        await run(engine, "ALTER TABLE idempotency_records RENAME COLUMN holder TO owner")
+
+    assert "canary" not in str(caught.value)

@@ -1,0 +1,169 @@
+"""A real MariaDB for a test: Debian's program on a Unix socket, in a folder of its own, stopped by its process id.
+
+    with MariadbServer() as server:
+        engine = sql_engine(server.url)
+
+Starting takes about two seconds.  Nothing survives a stop.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+_START_SECONDS: Final = 60.0
+_STOP_SECONDS: Final = 20.0
+_USER: Final = "idem"
+_SETTINGS: Final = {
+    "skip-networking": "ON",
+    "skip-name-resolve": "ON",
+    "character-set-server": "latin1",  # not what texts of ours look like: what we keep must not depend on it
+    "default-time-zone": "+05:30",  # nor our times on that of the server
+    "innodb-buffer-pool-size": "48M",
+    "innodb-log-file-size": "16M",
+    "innodb-flush-method": "fsync",
+    "performance-schema": "OFF",
+    "max-connections": "60",
+}
+
+
+def missing_programs() -> str:
+    """Why no MariaDB can be started here; empty if one can."""
+    missing = [name for name in ("mariadbd", "mariadb-install-db") if _program(name) is None]
+    return f"no {' and no '.join(missing)}: apt-get install mariadb-server" if missing else ""
+
+
+def _program(name: str) -> str | None:
+    # Debian puts the server where only root's PATH leads.
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+class MariadbServer:
+    """One server process with one database, `test`.  All methods block."""
+
+    def __init__(self, *, keeps_commits: bool = False) -> None:
+        """`keeps_commits`: what was committed survives the machine's end, too; slower."""
+        self._settings = {**_SETTINGS, "innodb-flush-log-at-trx-commit": "1" if keeps_commits else "0"}
+        self.folder = Path()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._told = 0
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server does not run"
+        return self._process.pid
+
+    @property
+    def url(self) -> str:
+        """For `sql_engine`."""
+        return f"mysql+aiomysql://{_USER}@localhost/test?unix_socket={self._socket}"
+
+    def start(self) -> None:
+        """Make a database, start the server, and wait until it answers."""
+        assert self._process is None, "the server runs already"
+        self.folder = Path(tempfile.mkdtemp(prefix="idem-mariadb-"))
+        try:
+            self._make()
+            self.start_again()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End it, with the connections it has, and forget its data.  Does nothing if it never ran."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self.folder != Path():
+            shutil.rmtree(self.folder)
+            self.folder = Path()
+
+    def crash(self) -> None:
+        """End it at once and keep its data; `start_again` brings it back."""
+        process, self._process = self._process, None
+        assert process is not None, "the server does not run"
+        process.kill()
+        process.wait(_STOP_SECONDS)
+
+    def start_again(self) -> None:
+        """Start it on the data that it had."""
+        program = _program("mariadbd")
+        assert program is not None, missing_programs()
+        settings = [f"--{name}={value}" for name, value in self._settings.items()]
+        first = (self.folder / "first.sql").absolute()
+        self._told = len(self.log())
+        places = [f"--datadir={self._data}", f"--socket={self._socket}", f"--pid-file={self.folder / 'pid'}"]
+        self._process = self._run(
+            program, "--no-defaults", *self._as_user(), *places, f"--init-file={first}", *settings
+        )
+        self._await_ready()
+
+    def log(self) -> str:
+        """What the server wrote."""
+        return (self.folder / "server.log").read_text(errors="replace")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def _data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def _socket(self) -> Path:
+        return self.folder / "socket"
+
+    def _as_user(self) -> list[str]:
+        return ["--user=root"] if os.geteuid() == 0 else []
+
+    def _make(self) -> None:
+        installer = _program("mariadb-install-db")
+        assert installer is not None, missing_programs()
+        (self.folder / "first.sql").write_text(
+            "CREATE DATABASE IF NOT EXISTS test;\n"
+            f"CREATE USER IF NOT EXISTS {_USER}@localhost;\n"
+            f"GRANT ALL ON *.* TO {_USER}@localhost WITH GRANT OPTION;\n"
+        )
+        options = ["--no-defaults", "--skip-test-db", "--auth-root-authentication-method=normal", *self._as_user()]
+        made = self._run(installer, *options, f"--datadir={self._data}", "--innodb-log-file-size=16M")
+        if made.wait(_START_SECONDS) != 0:
+            raise RuntimeError(f"mariadb-install-db failed:\n{self.log()}")
+
+    def _run(self, *command: str) -> subprocess.Popen[bytes]:
+        with (self.folder / "server.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                # Of its own: Ctrl-C at the tests must not end the server before its clients.
+                start_new_session=True,
+            )
+
+    def _await_ready(self) -> None:
+        assert self._process is not None
+        until = time.monotonic() + _START_SECONDS
+        while time.monotonic() < until and self._process.poll() is None:
+            if "ready for connections" in self.log()[self._told :]:
+                return
+            time.sleep(0.02)
+        raise RuntimeError(f"mariadbd did not start:\n{self.log()}")

@@ -1,0 +1,154 @@
+"""The worker's clean-up, on a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+
+from integr8s_idem.errors import StoreUnavailableError
+from integr8s_idem.stores import Purging
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.gate import StoreGate
+from integr8s_idem.worker.purging import BATCH, REST, Purger
+from tests.support.conditions import eventually
+from tests.support.counting import CountingObserver
+
+DOWN = StoreUnavailableError("purge", "connection refused")
+
+
+class Store(MemoryIdempotencyRepository):
+    """Has `expired` records to take away, and takes `seconds` for each batch."""
+
+    def __init__(self, expired: int = 0, *, every: float = 60.0, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.purge_every = timedelta(seconds=every)
+        self.expired = expired
+        self.calls: list[float] = []
+        self.error: Exception | None = None
+        self._seconds = seconds
+
+    async def purge(self, most: int = 500) -> int:
+        self.calls.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self._seconds)
+        if self.error is not None:
+            raise self.error
+        purged = min(most, self.expired)
+        self.expired -= purged
+        return purged
+
+
+@asynccontextmanager
+async def purging(store: MemoryIdempotencyRepository) -> AsyncIterator[tuple[CountingObserver, StoreGate]]:
+    observer = CountingObserver()
+    gate = StoreGate(store.ping, observer)
+    purger = Purger("billing", store, gate, observer)
+    purger.begin()
+    yield observer, gate
+    await purger.stop()
+    await gate.stop()
+
+
+@virtual_time
+async def test_what_has_expired_goes_in_batches_until_nothing_is_left() -> None:
+    store = Store(expired=3 * BATCH + 7)
+
+    async with purging(store) as (observer, _):
+        await asyncio.sleep(91)
+
+    assert store.expired == 0
+    assert observer.counts[Signal.PURGED] == 3 * BATCH + 7
+    assert len(store.calls) in {4, 5}
+
+
+@virtual_time
+async def test_most_of_the_time_belongs_to_the_work() -> None:
+    store = Store(expired=10 * BATCH, seconds=0.2)
+
+    async with purging(store):
+        await asyncio.sleep(91)
+
+    pauses = [later - earlier for earlier, later in zip(store.calls[:10], store.calls[1:10], strict=False)]
+    assert pauses == pytest.approx([0.2 * (1 + REST)] * 9)
+
+
+@virtual_time
+async def test_a_hundred_workers_do_not_purge_at_one_moment() -> None:
+    stores = [Store() for _ in range(100)]
+    observer = CountingObserver()
+    purgers = [Purger("billing", store, StoreGate(store.ping, observer), observer) for store in stores]
+    for purger in purgers:
+        purger.begin()
+
+    await asyncio.sleep(91)
+    for purger in purgers:
+        await purger.stop()
+
+    seconds = [int(store.calls[0]) for store in stores]
+    assert min(seconds) >= 30
+    assert max(seconds.count(one) for one in seconds) < 20
+
+
+@virtual_time
+async def test_nothing_is_asked_of_a_store_that_is_down() -> None:
+    store = Store(expired=10 * BATCH, seconds=0.2)
+
+    async with purging(store) as (_, gate):
+        await eventually(lambda: len(store.calls) == 3)
+        store.ping = never  # type: ignore[method-assign]
+        gate._ping = never
+        gate.close(DOWN)
+        await asyncio.sleep(3_600)
+
+    assert len(store.calls) == 3
+
+
+async def never() -> Any:
+    raise DOWN
+
+
+@virtual_time
+@pytest.mark.parametrize("error", [DOWN, KeyError("a bug of the store")])
+async def test_an_error_is_counted_and_told_and_purging_goes_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(expired=3)
+    store.error = error
+
+    with caplog.at_level(logging.WARNING):
+        async with purging(store) as (observer, _):
+            await asyncio.sleep(91)
+            failures = len(store.calls)
+            store.error = None
+            await asyncio.sleep(91)
+
+    assert observer.counts[Signal.STORE_ERROR] == failures >= 1
+    assert "billing: expired records not purged" in caplog.text
+    assert store.expired == 0
+
+
+@virtual_time
+@pytest.mark.parametrize("store", [Store(expired=9, every=0), MemoryIdempotencyRepository()], ids=["off", "by itself"])
+async def test_a_store_that_is_not_to_be_purged_is_left_alone(store: MemoryIdempotencyRepository) -> None:
+    async with purging(store):
+        await asyncio.sleep(3_600)
+
+    assert not isinstance(store, Purging) or cast(Store, store).calls == []
+
+
+@virtual_time
+async def test_a_call_that_is_under_way_ends_with_the_worker() -> None:
+    store = Store(expired=9, seconds=1_000)
+
+    async with purging(store) as (observer, _):
+        await asyncio.sleep(91)
+
+    assert len(store.calls) == 1
+    assert observer.counts[Signal.PURGED] == 0
