@@ -6,12 +6,16 @@ import secrets
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
+from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import StoreHealth
+
+_ROOM: Final = 0.9
+"""How much of maxmemory may be used before it is said."""
 
 
 async def health_of(client: Redis, mark: str) -> StoreHealth:
@@ -27,23 +31,27 @@ async def health_of(client: Redis, mark: str) -> StoreHealth:
             version="unknown",
             latency=latency,
             identity=identity,
-            warnings=("this Redis user may not run INFO: settings that lose records stay unseen; give it +info",),
+            warnings=(
+                StoreWarning(
+                    Code.STORE_UNSEEN,
+                    "this Redis user may not run INFO",
+                    "settings that lose records stay unseen",
+                    "give it +info",
+                ),
+            ),
         )
-    warnings = [*_about_role(info), *_about_eviction(info), *await _about_persistence(client, info)]
+    fsync = await _setting(client, "appendfsync") if info.get("aof_enabled") else ""
+    kept = _about_sync(fsync) if info.get("aof_enabled") else await _about_persistence(client)
     return StoreHealth(
         kind="redis",
         version=_version(info),
         latency=latency,
-        warnings=tuple(warnings),
+        warnings=(*_about_role(info), *_about_memory(info), *kept),
         identity=identity,
         lineage=_lineage(info),
         start=str(info.get("run_id", "")),
-        keeps_all=await _keeps_all(client, info),
+        keeps_all=fsync == "always",
     )
-
-
-async def _keeps_all(client: Redis, info: Mapping[str, Any]) -> bool:
-    return bool(info.get("aof_enabled")) and await _setting(client, "appendfsync") == "always"
 
 
 async def _setting(client: Redis, name: str) -> str | None:
@@ -102,31 +110,51 @@ def _version(info: Mapping[str, Any]) -> str:
     return str(info.get("redis_version", "unknown"))
 
 
-def _about_role(info: Mapping[str, Any]) -> list[str]:
+def _about_role(info: Mapping[str, Any]) -> list[StoreWarning]:
     if info.get("role") != "slave":
         return []
-    state = "read-only" if info.get("slave_read_only") else "writable, and loses what is written to it"
-    return [f"this server is a replica ({state}): give the address of its primary"]
+    state, cost = ("read-only", "it takes no records")
+    if not info.get("slave_read_only"):
+        state, cost = ("writable", "it loses what is written to it")
+    return [
+        StoreWarning(Code.STORE_REPLICA, f"this server is a replica ({state})", cost, "give the address of its primary")
+    ]
 
 
-def _about_eviction(info: Mapping[str, Any]) -> list[str]:
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy == "noeviction":
+def _about_memory(info: Mapping[str, Any]) -> list[StoreWarning]:
+    policy, limit = info.get("maxmemory_policy", "noeviction"), int(info.get("maxmemory", 0))
+    if policy != "noeviction":
+        when = f"beyond {limit} bytes" if limit else "as soon as maxmemory is set"
+        told = f"maxmemory-policy {policy} drops records {when}"
+        return [StoreWarning(Code.STORE_EVICTION, told, "events that come again run again", "set it to noeviction")]
+    if limit and int(info.get("used_memory", 0)) > _ROOM * limit:
+        # Without the number that changes: who logs warnings logs each one once.
+        told = f"more than {_ROOM:.0%} of maxmemory ({limit} bytes) is used"
+        cost = "once it is full, writes are refused and the workers pause"
+        return [StoreWarning(Code.STORE_MEMORY, told, cost, "raise maxmemory, or lower the ttl")]
+    return []
+
+
+def _about_sync(fsync: str | None) -> list[StoreWarning]:
+    if fsync != "no":
         return []
-    limit = info.get("maxmemory", 0)
-    when = f"beyond {limit} bytes" if limit else "as soon as maxmemory is set"
-    return [f"maxmemory-policy {policy} drops records {when}: set it to noeviction"]
+    cost = "a loss of power takes what came in the last half minute, and its events run again if they come again"
+    return [StoreWarning(Code.STORE_LATE_SYNC, "appendfsync is no", cost, "set it to everysec or always")]
 
 
-async def _about_persistence(client: Redis, info: Mapping[str, Any]) -> list[str]:
-    if info.get("aof_enabled"):
-        return []
+async def _about_persistence(client: Redis) -> list[StoreWarning]:
+    """Of a server without append-only file."""
     save = await _setting(client, "save")
     if save is None:
         return [
-            "this Redis user may not run CONFIG GET, and appendonly is off: "
-            "whether records survive a restart stays unseen; give it +config|get, or set appendonly yes"
+            StoreWarning(
+                Code.STORE_UNSEEN,
+                "this Redis user may not run CONFIG GET, and appendonly is off",
+                "whether records survive a restart stays unseen",
+                "give it +config|get, or set appendonly yes",
+            )
         ]
+    what, cost = "nothing is written to disk", "a restart loses all records"
     if save:
-        return ["without appendonly, a crash loses all records since the last snapshot: set appendonly yes"]
-    return ["nothing is written to disk: a restart loses all records; set appendonly yes"]
+        what, cost = "appendonly is off", "a crash loses all records since the last snapshot"
+    return [StoreWarning(Code.STORE_NOT_PERSISTENT, what, cost, "set appendonly yes")]
