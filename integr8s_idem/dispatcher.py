@@ -42,6 +42,8 @@ class EventDispatcher:
     """Runs the handlers of a router.  Handlers of one event are independent of each other."""
 
     manager: IdempotencyManager | None = None
+    ttl: timedelta | None = None
+    """How long outcomes are remembered; `None`: not at all."""
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class IdempotentEventDispatcher(EventDispatcher):
     """Runs each handler of a router once per key."""
 
     manager: IdempotencyManager
+    ttl: timedelta
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class IdempotentEventDispatcher(EventDispatcher):
         """
         self.manager = manager
         self._resolver = resolver or KeyResolver()
-        self._ttl = ttl
+        self.ttl = manager.config.ttl if ttl is None else ttl
         for event in router.events:
             self._resolver.check(event)
         super().__init__(
@@ -158,7 +161,7 @@ class IdempotentEventDispatcher(EventDispatcher):
             registered.function,
             self.manager,
             resolver=self._resolver,
-            ttl=self._ttl,
+            ttl=self.ttl,
             name=registered.name,
             event=registered.event,
             invoke=self._invoke,

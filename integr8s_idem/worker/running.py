@@ -26,6 +26,8 @@ from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
 from integr8s_idem.worker.platform import Service, check_groups
 from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.retention import TTL, Reading
+from integr8s_idem.worker.retention_check import check_retention
 from integr8s_idem.worker.settling import Tally
 
 logger = logging.getLogger(__name__)
@@ -100,9 +102,12 @@ class RunningService:
             self._worker = ServiceWorker(
                 name, dispatcher, publisher, self._settings.kafka, section, group=self.service.group_id
             )
+            reading = reading_of(dispatcher, self._worker.topics)
+            if self._settings.kafka.retention_check == "refuse":
+                await check_retention(name, self._settings.kafka, reading)
             if self._stopping:
                 return
-            await self._work(container, self._worker, dispatcher)
+            await self._work(container, self._worker, dispatcher, reading)
         finally:
             await _close(container, self.service.name)
 
@@ -114,11 +119,15 @@ class RunningService:
                 f'share keys and swallow each other\'s events. Give it ServiceName("{name}")'
             )
 
-    async def _work(self, container: AsyncContainer, worker: ServiceWorker, dispatcher: EventDispatcher) -> None:
+    async def _work(
+        self, container: AsyncContainer, worker: ServiceWorker, dispatcher: EventDispatcher, reading: Reading
+    ) -> None:
         loop = asyncio.get_running_loop()
         consuming = loop.create_task(worker.run())
         beside = {loop.create_task(_background(work, container)) for work in self.service.background}
         beside.add(loop.create_task(self._count_keys(dispatcher)))
+        if self._settings.kafka.retention_check == "warn":
+            beside.add(loop.create_task(self._compare(reading)))
         try:
             done, _ = await asyncio.wait({consuming, *beside}, return_when=asyncio.FIRST_COMPLETED)
             if consuming not in done:
@@ -133,6 +142,14 @@ class RunningService:
             if not task.cancelled():
                 task.result()
 
+    async def _compare(self, reading: Reading) -> None:
+        """Beside the work: brokers that are slow to answer hold nothing up."""
+        try:
+            await check_retention(self.service.name, self._settings.kafka, reading)
+        except Exception:  # a look at settings is no reason to stop what works
+            logger.exception("%s: the settings of its topics were not compared", self.service.name)
+        await asyncio.get_running_loop().create_future()
+
     async def _count_keys(self, dispatcher: EventDispatcher) -> None:
         """Measured in the store, since a counter of ours would miss what other processes and crashes do."""
         manager = dispatcher.manager
@@ -144,6 +161,14 @@ class RunningService:
                 dispatcher.observer.measure(Gauge.KEYS_ACTIVE, await manager.count_active())
             except StoreError as error:
                 logger.debug("active keys not counted: %s", error)
+
+
+def reading_of(dispatcher: EventDispatcher, topics: Sequence[str]) -> Reading:
+    """What a service with this dispatcher reads, and for how long it remembers."""
+    if dispatcher.ttl is None or dispatcher.manager is None:
+        return Reading(tuple(topics), None)
+    own = dispatcher.ttl != dispatcher.manager.config.ttl
+    return Reading(tuple(topics), dispatcher.ttl.total_seconds(), "the ttl of its dispatcher" if own else TTL)
 
 
 async def _background(work: object, container: AsyncContainer) -> None:
