@@ -104,4 +104,4 @@ class StoreWarning(str):
 
 def in_one_line(what: str, cost: str, mend: str) -> str:
     """As a sentence: what it is, what it can cost, what to do."""
-    return what + (f": {cost}" if cost else "") + (f"; {mend}" if mend else "")
+    return what.rstrip(".") + (f": {cost}" if cost else "") + (f"; {mend}" if mend else "")

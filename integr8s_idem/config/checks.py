@@ -106,6 +106,13 @@ def _store(settings: Settings) -> Iterator[Contradiction]:
     if 3 * timeout.number >= lease.number:
         yield _compared(timeout, lease, "one renewal without an answer would lose the lease", part="a third of ")
     if isinstance(store, SqliteStoreSettings):
+        if store.path in ("", ":memory:"):
+            yield Contradiction(
+                "store.path",
+                "store.kind",
+                f'= "{store.path}" is no file: records would be lost at exit, and no other process would know them; '
+                'give a file, or write kind = "memory"',
+            )
         return
     if store.password is not None and url_holds_password(store.url):
         yield Contradiction(

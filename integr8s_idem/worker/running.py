@@ -15,7 +15,7 @@ from typing import Final
 from dishka import AsyncContainer
 from dishka.exception_base import DishkaError
 
-from integr8s_idem.config import Settings
+from integr8s_idem.config import ServiceSettings, Settings
 from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.errors import ApplicationError, IdempotencyError, StoreError
 from integr8s_idem.telemetry import Gauge
@@ -96,9 +96,7 @@ class RunningService:
             self._check(dispatcher)
             publisher = await container.get(EventPublisher)
             name = self.service.name
-            section = self._settings.service(name)
-            if section.topics is None and self.service.topics is not None:
-                section = section.model_copy(update={"topics": tuple(self.service.topics)})
+            section = section_of(self.service, self._settings)
             self._worker = ServiceWorker(
                 name, dispatcher, publisher, self._settings.kafka, section, group=self.service.group_id
             )
@@ -161,6 +159,14 @@ class RunningService:
                 dispatcher.observer.measure(Gauge.KEYS_ACTIVE, await manager.count_active())
             except StoreError as error:
                 logger.debug("active keys not counted: %s", error)
+
+
+def section_of(service: Service, settings: Settings) -> ServiceSettings:
+    """The settings of `service`, with the topics that it names itself where they name none."""
+    section = settings.service(service.name)
+    if section.topics is None and service.topics is not None:
+        section = section.model_copy(update={"topics": tuple(service.topics)})
+    return section
 
 
 def reading_of(dispatcher: EventDispatcher, topics: Sequence[str]) -> Reading:
