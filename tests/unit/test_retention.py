@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from integr8s_idem.config import KafkaSettings
+from integr8s_idem.config import IdempotencyConfig, KafkaSettings
+from integr8s_idem.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
 from integr8s_idem.doctor.broker import broker_findings
 from integr8s_idem.findings import Finding
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker.brokers import topic_settings
-from integr8s_idem.worker.retention import BrokerFacts, Reading, retention_findings
+from integr8s_idem.worker.retention import TTL, BrokerFacts, Reading, retention_findings
+from integr8s_idem.worker.running import reading_of
 
 WEEK = 7 * 86_400
 DEFAULTS = {"retention.ms": str(WEEK * 1000), "cleanup.policy": "delete", "max.message.bytes": "1048588"}
@@ -83,6 +88,18 @@ def test_what_does_not_fit_is_found(topic: dict[str, str], letters: dict[str, st
 
 def test_a_topic_that_compacts_and_deletes_keeps_nothing_for_ever() -> None:
     assert findings({"cleanup.policy": "compact, delete"}) == []
+
+
+def test_a_service_remembers_for_the_ttl_of_its_dispatcher() -> None:
+    manager = IdempotencyManager(IdempotencyConfig(), MemoryIdempotencyRepository(), scope="billing")
+    plain = EventDispatcher(EventRouter())
+    guarded = IdempotentEventDispatcher(EventRouter(), manager)
+    longer = IdempotentEventDispatcher(EventRouter(), manager, ttl=timedelta(days=8))
+
+    readings = [reading_of(dispatcher, ["orders"]) for dispatcher in (plain, guarded, longer)]
+
+    assert [reading.ttl_seconds for reading in readings] == [None, 3600, 691_200]
+    assert [reading.ttl_setting for reading in readings[1:]] == [TTL, "the ttl of its dispatcher"]
 
 
 def test_two_services_of_one_topic_are_told_of_its_limits_once() -> None:
