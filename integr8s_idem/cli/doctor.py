@@ -42,9 +42,10 @@ def doctor_command(
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="What is well, too.")] = False,
 ) -> None:
-    """Look for what would lose events or do them twice: store, brokers, topics, settings.
+    """Look for what would lose events or do them twice.
 
-    The exit status is that of the worst finding: 0 nothing to mend, 1 a warning, 2 an error; 64 for wrong usage.
+    It looks at the settings, the store, the brokers and the topics, and prints one line for each finding.  The exit
+    status is that of the worst finding: 0 nothing to mend, 1 a warning, 2 an error; 64 for wrong usage.
     """
 
     def look() -> int:

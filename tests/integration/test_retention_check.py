@@ -64,6 +64,7 @@ async def test_a_broker_tells_what_its_topics_are_set_to(kafka: Kafka, topic_pre
     assert (facts.creates_topics, facts.session_bounds) == (True, (1.0, 1800.0))
 
 
+@pytest.mark.scenario(98)
 async def test_one_line_warns_of_each_finding(
     kafka: Kafka, topic_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -75,6 +76,7 @@ async def test_one_line_warns_of_each_finding(
     assert line.startswith(f"billing: topic {reading.topics[0]}: it keeps events for 2 hours (retention.ms = 7200000)")
 
 
+@pytest.mark.scenario(98)
 async def test_a_service_may_refuse_to_start(kafka: Kafka, topic_prefix: str) -> None:
     reading = await topics_that_outlive(kafka, topic_prefix)
     settings = KafkaSettings(bootstrap_servers=kafka.bootstrap, retention_check="refuse")
