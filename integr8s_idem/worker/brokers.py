@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from aiokafka.admin import AIOKafkaAdminClient
@@ -58,7 +58,7 @@ async def _read(admin: Any, topics: Collection[str]) -> BrokerFacts:
     wanted = [_resource(ConfigResourceType.TOPIC, name, _OF_TOPICS) for name in topics]
     if brokers:
         wanted.append(_resource(ConfigResourceType.BROKER, str(brokers[0]["node_id"]), (_LEAST, _MOST, _CREATES)))
-    return _facts([answer async for answer in _answers(admin, wanted)] if wanted else [])
+    return facts_of([answer async for answer in _answers(admin, wanted)] if wanted else [])
 
 
 def _resource(kind: ConfigResourceType, name: str, settings: Collection[str]) -> Any:
@@ -72,7 +72,8 @@ async def _answers(admin: Any, wanted: list[Any]) -> Any:
             yield resource
 
 
-def _facts(answers: list[Any]) -> BrokerFacts:
+def facts_of(answers: Iterable[Any]) -> BrokerFacts:
+    """From the answers to DescribeConfigs: code, message, kind, name and settings of each."""
     found: dict[str, TopicSettings] = {}
     missing: set[str] = set()
     unseen: dict[str, str] = {}

@@ -13,7 +13,7 @@ from integr8s_idem.doctor.broker import broker_findings
 from integr8s_idem.findings import Finding
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.worker.brokers import topic_settings
+from integr8s_idem.worker.brokers import facts_of, topic_settings
 from integr8s_idem.worker.retention import TTL, BrokerFacts, Reading, retention_findings
 from integr8s_idem.worker.running import reading_of
 
@@ -100,6 +100,26 @@ def test_a_service_remembers_for_the_ttl_of_its_dispatcher() -> None:
 
     assert [reading.ttl_seconds for reading in readings] == [None, 3600, 691_200]
     assert [reading.ttl_setting for reading in readings[1:]] == [TTL, "the ttl of its dispatcher"]
+
+
+def test_a_broker_that_forbids_to_look_is_heard() -> None:
+    """As brokers answer DescribeConfigs: code, message, kind (2 a topic, 4 a broker), name, settings."""
+    facts = facts_of(
+        [
+            (29, None, 2, "orders", []),
+            (31, "not yours", 4, "1", []),
+            (3, None, 2, "orders.dlq", []),
+            (0, None, 2, "bills", [("retention.ms", None)]),
+        ]
+    )
+
+    assert facts.unseen == {
+        "orders": "TopicAuthorizationFailedError",
+        "": "not yours",
+        "bills": "the broker does not tell them",
+    }
+    assert facts.missing == {"orders.dlq"}
+    assert (facts.creates_topics, facts.session_bounds) == (None, None)
 
 
 def test_two_services_of_one_topic_are_told_of_its_limits_once() -> None:
