@@ -45,6 +45,8 @@ class EventDispatcher:
     manager: IdempotencyManager | None = None
     outbox: Outbox | None = None
     """Where transactions leave the events that a relay is to publish."""
+    ttl: timedelta | None = None
+    """How long outcomes are remembered; `None`: not at all."""
 
     def __init__(
         self,
@@ -124,6 +126,7 @@ class IdempotentEventDispatcher(EventDispatcher):
     """Runs each handler of a router once per key."""
 
     manager: IdempotencyManager
+    ttl: timedelta
 
     def __init__(
         self,
@@ -151,6 +154,7 @@ class IdempotentEventDispatcher(EventDispatcher):
         self._resolver = resolver or KeyResolver()
         self._ttl = ttl
         self.outbox = outbox
+        self.ttl = manager.config.ttl if ttl is None else ttl
         for event in router.events:
             self._resolver.check(event)
         super().__init__(
@@ -168,7 +172,7 @@ class IdempotentEventDispatcher(EventDispatcher):
             registered.function,
             self.manager,
             resolver=self._resolver,
-            ttl=self._ttl,
+            ttl=self.ttl,
             name=registered.name,
             event=registered.event,
             invoke=self._invoke,

@@ -322,10 +322,12 @@ class StoreUnavailableError(StoreError):
 
     retryable = True
 
-    def __init__(self, operation: str, reason: str) -> None:
-        super().__init__(operation, reason)
+    def __init__(self, operation: str, reason: str, code: str = "store-unavailable") -> None:
+        """`code`: what is wrong, for machines, as in docs/reference/doctor.md."""
+        super().__init__(operation, reason, code)
         self.operation = operation
         self.reason = reason
+        self.code = code
 
     def __str__(self) -> str:
         return f"the store did not answer {self.operation}: {_sentence(self.reason)} {self.read_more}"
@@ -349,10 +351,12 @@ class ResultNotStoredError(StoreUnavailableError):
 class StoreConfigurationError(StoreError):
     """The store refuses us for a reason that waiting does not mend: credentials, permissions, settings."""
 
-    def __init__(self, operation: str, reason: str) -> None:
-        super().__init__(operation, reason)
+    def __init__(self, operation: str, reason: str, code: str = "store-refused") -> None:
+        """`code`: what is wrong, for machines, as in docs/reference/doctor.md."""
+        super().__init__(operation, reason, code)
         self.operation = operation
         self.reason = reason
+        self.code = code
 
     def __str__(self) -> str:
         return f"the store refuses {self.operation}: {_sentence(self.reason)} {self.read_more}"

@@ -195,7 +195,10 @@ class StoreHealth:
     latency: timedelta
     """Round trip of the ping, by the caller's monotonic clock."""
     warnings: tuple[str, ...] = ()
-    """What would lose records: an eviction policy, a missing replica.  Each says what to do."""
+    """What would lose records: an eviction policy, a missing replica.  Each says what to do.
+
+    A `StoreWarning` has a code and its parts besides, for `integr8s-idem doctor`.
+    """
     identity: str = ""
     """Names what the store holds: another one later means that it was emptied or replaced.  Empty if it cannot tell."""
     lineage: tuple[str, str] = ("", "")

@@ -22,13 +22,13 @@ SettingsFile = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
-def answered(command: Callable[[], int]) -> int:
+def answered(command: Callable[[], int], *, mistake: int = MISTAKE) -> int:
     """The exit status of `command`; errors that explain themselves are printed without a traceback."""
     try:
         return command()
     except (SettingsError, ApplicationError) as error:
         typer.echo(f"{_name(error)}{error}", err=True)
-        return MISTAKE
+        return mistake
     except IdempotencyError as error:
         typer.echo(f"{_name(error)}{error}", err=True)
         return FAILURE

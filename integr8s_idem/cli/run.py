@@ -49,7 +49,8 @@ _THREADS_SECONDS: Final = 1.0
 """How long threads may go on once all else has ended: what is left to the very last, after the grace of handlers."""
 
 _NOTHING_TO_KEEP: Final = frozenset({"idempotency.default_ttl_seconds"})
-"""Warnings about topics that outlive the records: embedded topics end with the process."""
+"""Warnings about topics that outlive the records, by the brokers' defaults: embedded topics end with the process, and
+real ones are asked what they are set to."""
 
 
 class Group(Protocol):
@@ -167,7 +168,9 @@ def _embedded_settings(own: Settings) -> Mapping[str, Any]:
     """What embedded servers need beside their addresses.  `own`: what people set."""
     # Somebody who tries things out may do so beside a worker that has the usual port.
     is_set = "metrics_port" in own.telemetry.model_fields_set
-    return {**_NO_CREDENTIALS, **({} if is_set else {"telemetry": {"metrics_port": 0}})}
+    # The embedded brokers tell nothing of their topics, and keep them no longer than they live.
+    kafka = {**_NO_CREDENTIALS["kafka"], "retention_check": "off"}
+    return {**_NO_CREDENTIALS, "kafka": kafka, **({} if is_set else {"telemetry": {"metrics_port": 0}})}
 
 
 def _tell_where(settings: Settings) -> None:
@@ -220,7 +223,8 @@ def _terminated_by_cancelling() -> Iterator[None]:
 def _warn(asked: Run, settings: Settings) -> None:
     source = settings_source(asked.settings_file)
     for warning in settings_warnings(settings, asked.platform.services):
-        if asked.embedded and warning.path in _NOTHING_TO_KEEP:
+        is_asked = asked.embedded or settings.kafka.retention_check != "off"
+        if is_asked and warning.path in _NOTHING_TO_KEEP:
             continue
         _log.warning("%s: %s %s", source, warning.path, warning.message)
 

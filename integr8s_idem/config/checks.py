@@ -116,7 +116,16 @@ def _store(settings: Settings) -> Iterator[Contradiction]:
     lease = _Value(_LEASE, settings.idempotency.processing_timeout_seconds)
     if 3 * timeout.number >= lease.number:
         yield _compared(timeout, lease, "one renewal without an answer would lose the lease", part="a third of ")
-    if isinstance(store, SqliteStoreSettings | DynamodbStoreSettings):
+    if isinstance(store, SqliteStoreSettings):
+        if store.path in ("", ":memory:"):
+            yield Contradiction(
+                "store.path",
+                "store.kind",
+                f'= "{store.path}" is no file: records would be lost at exit, and no other process would know them; '
+                'give a file, or write kind = "memory"',
+            )
+        return
+    if isinstance(store, DynamodbStoreSettings):
         return
     for path, url in _urls(store):
         if store.password is not None and url_holds_password(url):

@@ -70,6 +70,8 @@ class KafkaSettings(Section):
     """Largest message that is published."""
     dead_letter_suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = ".dlq"
     """Put behind a topic's name to make its dead-letter topic."""
+    retention_check: Literal["warn", "refuse", "off"] = "warn"
+    """At start, compare ttl and limits with what the topics are set to: warn, refuse to start, or ask nothing (off)."""
 
 
 class RedisStoreSettings(Section):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import (
     Completed,
     Completion,
@@ -214,7 +215,14 @@ class MemoryIdempotencyRepository:
             kind="memory",
             version="",
             latency=timedelta(seconds=time.perf_counter() - start),
-            warnings=("records live in this process only and are lost at its exit: use Redis",),
+            warnings=(
+                StoreWarning(
+                    Code.STORE_NOT_PERSISTENT,
+                    "records live in this process only",
+                    "they are lost at its exit",
+                    "use Redis",
+                ),
+            ),
         )
 
     def _living(self, key: str, now: datetime) -> _Entry | None:

@@ -96,9 +96,7 @@ class ServiceWorker:
         self.name = name
         self.group = service.group_id or group or name
         self.observer = dispatcher.observer
-        self.topics = service.topics or tuple(
-            publisher.topic_of(event_type_of(event)) for event in dispatcher.router.events
-        )
+        self.topics = topics_read(service, dispatcher, publisher)
         if not self.topics:
             raise ApplicationError(f"service {name} reads no topic: its router has no handler, and none is set")
         self._kafka = kafka
@@ -395,6 +393,11 @@ class ServiceWorker:
             self.observer.measure(Gauge.IN_FLIGHT, self._pressure.in_flight)
             for topic in self.topics:
                 self.observer.measure(Gauge.CONSUMER_LAG, self._holdings.lag(consumer, topic), topic)
+
+
+def topics_read(section: ServiceSettings, dispatcher: EventDispatcher, publisher: EventPublisher) -> tuple[str, ...]:
+    """What a service reads: the topics that are set, or else those of its router's events."""
+    return section.topics or tuple(publisher.topic_of(event_type_of(event)) for event in dispatcher.router.events)
 
 
 class _Listener(ConsumerRebalanceListener):

@@ -15,7 +15,7 @@ from typing import Final
 from dishka import AsyncContainer
 from dishka.exception_base import DishkaError
 
-from integr8s_idem.config import Settings
+from integr8s_idem.config import ServiceSettings, Settings
 from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.errors import ApplicationError, IdempotencyError, StoreError
 from integr8s_idem.telemetry import Gauge
@@ -27,6 +27,8 @@ from integr8s_idem.worker.health import Health, ServiceHealth
 from integr8s_idem.worker.platform import Service, check_groups
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.relay import Relay
+from integr8s_idem.worker.retention import TTL, Reading
+from integr8s_idem.worker.retention_check import check_retention
 from integr8s_idem.worker.settling import Tally
 
 logger = logging.getLogger(__name__)
@@ -96,15 +98,16 @@ class RunningService:
             self._check(dispatcher)
             publisher = await container.get(EventPublisher)
             name = self.service.name
-            section = self._settings.service(name)
-            if section.topics is None and self.service.topics is not None:
-                section = section.model_copy(update={"topics": tuple(self.service.topics)})
+            section = section_of(self.service, self._settings)
             self._worker = ServiceWorker(
                 name, dispatcher, publisher, self._settings.kafka, section, group=self.service.group_id
             )
+            reading = reading_of(dispatcher, self._worker.topics)
+            if self._settings.kafka.retention_check == "refuse":
+                await check_retention(name, self._settings.kafka, reading)
             if self._stopping:
                 return
-            await self._work(container, self._worker, dispatcher, publisher)
+            await self._work(container, self._worker, dispatcher, publisher, reading)
         finally:
             await _close(container, self.service.name)
 
@@ -122,6 +125,7 @@ class RunningService:
         worker: ServiceWorker,
         dispatcher: EventDispatcher,
         publisher: EventPublisher,
+        reading: Reading,
     ) -> None:
         loop = asyncio.get_running_loop()
         consuming = loop.create_task(worker.run())
@@ -129,6 +133,8 @@ class RunningService:
         beside.add(loop.create_task(self._count(dispatcher)))
         relaying = loop.create_task(self._relay(dispatcher, publisher))
         beside.add(relaying)
+        if self._settings.kafka.retention_check == "warn":
+            beside.add(loop.create_task(self._compare(reading)))
         try:
             done, _ = await asyncio.wait({consuming, *beside}, return_when=asyncio.FIRST_COMPLETED)
             if consuming not in done:
@@ -159,6 +165,14 @@ class RunningService:
             self._relaying.stop()
             await asyncio.wait({relaying}, timeout=self._settings.kafka.request_timeout_seconds)
 
+    async def _compare(self, reading: Reading) -> None:
+        """Beside the work: brokers that are slow to answer hold nothing up."""
+        try:
+            await check_retention(self.service.name, self._settings.kafka, reading)
+        except Exception:  # a look at settings is no reason to stop what works
+            logger.exception("%s: the settings of its topics were not compared", self.service.name)
+        await _for_ever()
+
     async def _count(self, dispatcher: EventDispatcher) -> None:
         """Measured in the store, since a counter of ours would miss what other processes and crashes do."""
         manager, outbox = dispatcher.manager, dispatcher.outbox
@@ -172,6 +186,22 @@ class RunningService:
                     dispatcher.observer.measure(Gauge.OUTBOX_WAITING, await outbox.count())
             except StoreError as error:
                 logger.debug("active keys not counted: %s", error)
+
+
+def section_of(service: Service, settings: Settings) -> ServiceSettings:
+    """The settings of `service`, with the topics that it names itself where they name none."""
+    section = settings.service(service.name)
+    if section.topics is None and service.topics is not None:
+        section = section.model_copy(update={"topics": tuple(service.topics)})
+    return section
+
+
+def reading_of(dispatcher: EventDispatcher, topics: Sequence[str]) -> Reading:
+    """What a service with this dispatcher reads, and for how long it remembers."""
+    if dispatcher.ttl is None or dispatcher.manager is None:
+        return Reading(tuple(topics), None)
+    own = dispatcher.ttl != dispatcher.manager.config.ttl
+    return Reading(tuple(topics), dispatcher.ttl.total_seconds(), "the ttl of its dispatcher" if own else TTL)
 
 
 async def _background(work: object, container: AsyncContainer) -> None:

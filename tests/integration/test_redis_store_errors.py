@@ -21,6 +21,7 @@ from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.records import Completion, Failure, Reserved, ReserveRequest, StoredResult
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from integr8s_idem.stores.redis.access import acl_setuser
 from tests.packaging.repository import ROOT
 from tests.support.redis import RedisServer, bundled_binary, installed_binary
 
@@ -108,6 +109,10 @@ def guarded_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
 
 def test_page_and_docstring_publish_the_same_commands() -> None:
     assert COMMAND.findall(RedisIdempotencyRepository.__doc__ or "") == PUBLISHED
+
+
+def test_the_page_shows_the_line_that_doctor_prints() -> None:
+    assert acl_setuser("worker", "idem").replace("PASSWORD", SECRET).split() == published()
 
 
 async def do_everything(server: RedisServer, user: str) -> str:

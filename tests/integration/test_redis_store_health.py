@@ -43,6 +43,7 @@ async def test_a_sound_server_gets_no_warning() -> None:
         ({**SOUND, "maxmemory-policy": "allkeys-lru"}, "allkeys-lru drops records as soon as"),
         ({"save": ""}, "a restart loses all records"),
         ({"save": ["3600", "1"]}, "since the last snapshot"),
+        ({**SOUND, "appendfsync": "no"}, "appendfsync is no: a loss of power takes"),
         ({**SOUND, "replicaof": ["127.0.0.1", "1"], "replica-read-only": "no"}, "is a replica (writable"),
     ],
 )
@@ -51,6 +52,17 @@ async def test_what_would_lose_records_is_said(config: dict[str, Any], warning: 
 
     (only,) = health.warnings
     assert warning in only
+
+
+async def test_a_memory_that_is_nearly_full_is_said() -> None:
+    with RedisServer(config=SOUND) as server:
+        await asyncio.to_thread(server.admin, "SET", "somebody:else", "x" * 10_000_000)
+        await asyncio.to_thread(server.admin, "CONFIG", "SET", "maxmemory", 12_000_000)
+        client = redis_client(RedisStoreSettings(url=server.url))
+        (warning,) = (await RedisIdempotencyRepository(client).ping()).warnings
+        await client.aclose()
+
+    assert warning.startswith("more than 90% of maxmemory (12000000 bytes) is used: once it is full")
 
 
 async def test_the_identity_of_a_store_stays_until_its_data_are_gone() -> None:

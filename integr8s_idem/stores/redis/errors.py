@@ -22,6 +22,7 @@ from redis.exceptions import (
 )
 
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
+from integr8s_idem.findings import Code
 
 _PASSING: Final = {
     "OOM": "Redis is out of memory (maxmemory) and refuses writes",
@@ -48,6 +49,9 @@ class TooFewReplicasError(RedisError):
             "Bring the replicas back, or lower wait_replicas in [store]"
         )
 
+
+_FOUND: Final = {"OOM": Code.STORE_MEMORY, "READONLY": Code.STORE_REPLICA}
+"""Refusals that have a code of their own for `doctor`."""
 
 _CODE: Final = re.compile(rf"\b({'|'.join(_PASSING)})\b")
 _COMMAND: Final = re.compile(r"permissions? to run the '([^']+)' command")
@@ -91,7 +95,8 @@ def translated(operation: str, error: RedisError) -> StoreError:
     if isinstance(told, MovedError):
         return StoreConfigurationError(operation, 'this server is part of a Redis Cluster: set kind = "redis-cluster"')
     if isinstance(told, AuthenticationError | AuthorizationError | AuthenticationWrongNumberOfArgsError):
-        return StoreConfigurationError(operation, "Redis does not accept this user and password")
+        said = "Redis does not accept this user and password"
+        return StoreConfigurationError(operation, said, Code.STORE_CREDENTIALS)
     if isinstance(told, BusyLoadingError):
         return StoreUnavailableError(operation, _PASSING["LOADING"])
     if not isinstance(told, ResponseError):
@@ -101,10 +106,11 @@ def translated(operation: str, error: RedisError) -> StoreError:
     # The driver cuts the code off the text where it has a class for it.
     text = f"{_CODES.get(type(told).__name__, '')} {told}"
     if isinstance(told, NoPermissionError) or _REFUSED.search(text):
-        return StoreConfigurationError(operation, _permission(text))
+        return StoreConfigurationError(operation, _permission(text), Code.STORE_PERMISSION)
     passing = _CODE.search(text)
     if passing is not None:
-        return StoreUnavailableError(operation, _PASSING[passing.group(1)])
+        name = passing.group(1)
+        return StoreUnavailableError(operation, _PASSING[name], _FOUND.get(name, Code.STORE_UNAVAILABLE))
     return StoreConfigurationError(operation, f"Redis answers: {_harmless(str(told))}")
 
 

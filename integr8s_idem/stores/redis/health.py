@@ -12,10 +12,16 @@ from typing import Any, Final, NamedTuple
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
+from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.redis.sending import Address, ReplicaWait, all_of, send
 
-_NO_INFO: Final = "this Redis user may not run INFO: settings that lose records stay unseen; give it +info"
+_NO_INFO: Final = StoreWarning(
+    Code.STORE_UNSEEN, "this Redis user may not run INFO", "settings that lose records stay unseen", "give it +info"
+)
+
+_ROOM: Final = 0.9
+"""How much of maxmemory may be used before it is said."""
 
 
 class Health:
@@ -41,21 +47,22 @@ class Health:
             return StoreHealth(
                 kind="redis", version="unknown", latency=latency, identity=identity, warnings=(_NO_INFO,)
             )
+        fsync = await _fsync(client, info)
         return StoreHealth(
             kind="redis",
             version=_version(info),
             latency=latency,
-            warnings=tuple(await self._warnings(client, info)),
+            warnings=tuple(await self._warnings(client, info, fsync)),
             identity=identity,
             lineage=_lineage(info),
             start=str(info.get("run_id", "")),
-            keeps_all=await _keeps_all(client, info),
+            keeps_all=fsync == "always",
         )
 
     async def of_cluster(self, servers: Mapping[Address, Redis], marks: Sequence[bytes]) -> StoreHealth:
         """`servers`: all primaries.  `marks`: what the mark of each bucket says."""
         told = await all_of([self._told(client) for client in servers.values()])
-        warnings: dict[str, list[str]] = {}
+        warnings: dict[StoreWarning, list[str]] = {}
         for (host, port), one in zip(servers, told, strict=True):
             for warning in one.warnings:
                 warnings.setdefault(warning, []).append(f"{host}:{port}")
@@ -65,7 +72,7 @@ class Health:
             kind="redis-cluster",
             version=", ".join(sorted({one.version for one in told})),
             latency=max(one.latency for one in told),
-            warnings=tuple(f"{warning} (on {', '.join(where)})" for warning, where in warnings.items()),
+            warnings=tuple(_on(where, warning) for warning, where in warnings.items()),
             identity=hashlib.sha256(b"\n".join(marks)).hexdigest()[:32],
             lineage=self._lineage,
             start=self._start,
@@ -79,8 +86,9 @@ class Health:
             if not _is_refusal(info):
                 raise info
             return _Told(latency, "unknown", [_NO_INFO], {}, keeps_all=False)
-        warnings = await self._warnings(client, info)
-        return _Told(latency, _version(info), warnings, info, keeps_all=await _keeps_all(client, info))
+        fsync = await _fsync(client, info)
+        warnings = await self._warnings(client, info, fsync)
+        return _Told(latency, _version(info), warnings, info, keeps_all=fsync == "always")
 
     def _notice(self, address: Address, info: Mapping[str, Any]) -> None:
         """A primary follows another one's history, or has been started anew, if it was seen before."""
@@ -94,21 +102,21 @@ class Health:
             self._start = start
         self._starts[address] = start
 
-    async def _warnings(self, client: Redis, info: Mapping[str, Any]) -> list[str]:
-        return [
-            *_about_role(info),
-            *_about_eviction(info),
-            *_about_replicas(info, self._wait),
-            *await _about_persistence(client, info),
-        ]
+    async def _warnings(self, client: Redis, info: Mapping[str, Any], fsync: str | None) -> list[StoreWarning]:
+        kept = _about_sync(fsync) if info.get("aof_enabled") else await _about_persistence(client)
+        return [*_about_role(info), *_about_memory(info), *_about_replicas(info, self._wait), *kept]
 
 
 class _Told(NamedTuple):
     latency: timedelta
     version: str
-    warnings: list[str]
+    warnings: list[StoreWarning]
     info: Mapping[str, Any]
     keeps_all: bool
+
+
+def _on(servers: Sequence[str], warning: StoreWarning) -> StoreWarning:
+    return StoreWarning(warning.code, f"on {', '.join(servers)}: {warning.what}", warning.cost, warning.mend)
 
 
 def fresh_mark() -> str:
@@ -121,8 +129,9 @@ async def _latency(client: Redis) -> timedelta:
     return timedelta(seconds=time.perf_counter() - start)
 
 
-async def _keeps_all(client: Redis, info: Mapping[str, Any]) -> bool:
-    return bool(info.get("aof_enabled")) and await _setting(client, "appendfsync") == "always"
+async def _fsync(client: Redis, info: Mapping[str, Any]) -> str | None:
+    """How the append-only file is written; empty without one, `None` if this user is not told."""
+    return await _setting(client, "appendfsync") if info.get("aof_enabled") else ""
 
 
 async def _setting(client: Redis, name: str) -> str | None:
@@ -180,41 +189,60 @@ def _version(info: Mapping[str, Any]) -> str:
     return str(info.get("redis_version", "unknown"))
 
 
-def _about_role(info: Mapping[str, Any]) -> list[str]:
+def _about_role(info: Mapping[str, Any]) -> list[StoreWarning]:
     if info.get("role") != "slave":
         return []
-    state = "read-only" if info.get("slave_read_only") else "writable, and loses what is written to it"
-    return [f"this server is a replica ({state}): give the address of its primary"]
-
-
-def _about_eviction(info: Mapping[str, Any]) -> list[str]:
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy == "noeviction":
-        return []
-    limit = info.get("maxmemory", 0)
-    when = f"beyond {limit} bytes" if limit else "as soon as maxmemory is set"
-    return [f"maxmemory-policy {policy} drops records {when}: set it to noeviction"]
-
-
-def _about_replicas(info: Mapping[str, Any], wait: ReplicaWait | None) -> list[str]:
-    connected = int(info.get("connected_slaves", 0))
-    if wait is None or connected >= wait.replicas:
-        return []
+    state, cost = ("read-only", "it takes no records")
+    if not info.get("slave_read_only"):
+        state, cost = ("writable", "it loses what is written to it")
     return [
-        f"{connected} replicas are connected, but wait_replicas = {wait.replicas} must have each write: "
-        "all writes are refused; bring the replicas back, or lower wait_replicas in [store]"
+        StoreWarning(Code.STORE_REPLICA, f"this server is a replica ({state})", cost, "give the address of its primary")
     ]
 
 
-async def _about_persistence(client: Redis, info: Mapping[str, Any]) -> list[str]:
-    if info.get("aof_enabled"):
+def _about_memory(info: Mapping[str, Any]) -> list[StoreWarning]:
+    policy, limit = info.get("maxmemory_policy", "noeviction"), int(info.get("maxmemory", 0))
+    if policy != "noeviction":
+        when = f"beyond {limit} bytes" if limit else "as soon as maxmemory is set"
+        told = f"maxmemory-policy {policy} drops records {when}"
+        return [StoreWarning(Code.STORE_EVICTION, told, "events that come again run again", "set it to noeviction")]
+    if limit and int(info.get("used_memory", 0)) > _ROOM * limit:
+        # Without the number that changes: who logs warnings logs each one once.
+        told = f"more than {_ROOM:.0%} of maxmemory ({limit} bytes) is used"
+        cost = "once it is full, writes are refused and the workers pause"
+        return [StoreWarning(Code.STORE_MEMORY, told, cost, "raise maxmemory, or lower the ttl")]
+    return []
+
+
+def _about_sync(fsync: str | None) -> list[StoreWarning]:
+    if fsync != "no":
         return []
+    cost = "a loss of power takes what came in the last half minute, and its events run again if they come again"
+    return [StoreWarning(Code.STORE_LATE_SYNC, "appendfsync is no", cost, "set it to everysec or always")]
+
+
+def _about_replicas(info: Mapping[str, Any], wait: ReplicaWait | None) -> list[StoreWarning]:
+    connected = int(info.get("connected_slaves", 0))
+    if wait is None or connected >= wait.replicas:
+        return []
+    what = f"{connected} replicas are connected, but wait_replicas = {wait.replicas} must have each write"
+    mend = "bring the replicas back, or lower wait_replicas in [store]"
+    return [StoreWarning(Code.STORE_TOO_FEW_REPLICAS, what, "all writes are refused", mend)]
+
+
+async def _about_persistence(client: Redis) -> list[StoreWarning]:
+    """Of a server without append-only file."""
     save = await _setting(client, "save")
     if save is None:
         return [
-            "this Redis user may not run CONFIG GET, and appendonly is off: "
-            "whether records survive a restart stays unseen; give it +config|get, or set appendonly yes"
+            StoreWarning(
+                Code.STORE_UNSEEN,
+                "this Redis user may not run CONFIG GET, and appendonly is off",
+                "whether records survive a restart stays unseen",
+                "give it +config|get, or set appendonly yes",
+            )
         ]
+    what, cost = "nothing is written to disk", "a restart loses all records"
     if save:
-        return ["without appendonly, a crash loses all records since the last snapshot: set appendonly yes"]
-    return ["nothing is written to disk: a restart loses all records; set appendonly yes"]
+        what, cost = "appendonly is off", "a crash loses all records since the last snapshot"
+    return [StoreWarning(Code.STORE_NOT_PERSISTENT, what, cost, "set appendonly yes")]

@@ -13,6 +13,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from integr8s_idem.config.addresses import redacted
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError, TransactionAbortedError
+from integr8s_idem.findings import Code
 
 MIGRATE: Final = "run: integr8s-idem store migrate"
 
@@ -36,6 +37,16 @@ _PASSING: Final = {
     "58": "the database cannot read or write its files",
 }
 
+_FOUND: Final = {
+    "28": Code.STORE_CREDENTIALS,
+    "42501": Code.STORE_PERMISSION,
+    "42P01": Code.SCHEMA_MISSING,
+    "42703": Code.SCHEMA_OLDER,
+    "3F": Code.SCHEMA_MISSING,
+    "25006": Code.STORE_REPLICA,
+}
+"""Those of both that have a code of their own for `doctor`."""
+
 _HELD: Final = "55P03"
 _GIVEN_UP: Final = {"40001", "40P01"}
 
@@ -46,6 +57,11 @@ _SQLITE_REFUSED: Final = {
     "file is not a database": "the file is no SQLite database",
     "malformed": "the SQLite file is damaged: restore it, or put it aside",
     "unable to open database file": "the SQLite file cannot be opened or made: look at its folder",
+}
+_SQLITE_FOUND: Final = {
+    "no such table": Code.SCHEMA_MISSING,
+    "no such column": Code.SCHEMA_OLDER,
+    "has no column": Code.SCHEMA_OLDER,
 }
 _SQLITE_PASSING: Final = {
     "locked": "another process writes into the SQLite file longer than we wait",
@@ -165,7 +181,8 @@ def translated(operation: str, error: DBAPIError, kind: str) -> StoreError:
     for known, kind_of_error in ((_REFUSED, StoreConfigurationError), (_PASSING, StoreUnavailableError)):
         said = known.get(state) or known.get(state[:2])
         if state and said:
-            return kind_of_error(operation, said)
+            code = _FOUND.get(state) or _FOUND.get(state[:2])
+            return kind_of_error(operation, said, code) if code else kind_of_error(operation, said)
     if error.connection_invalidated or not state or state.startswith("08"):
         return StoreUnavailableError(operation, f"no connection to {kind}: {text}")
     return StoreConfigurationError(operation, f"{kind} answers: {text}")
@@ -174,7 +191,8 @@ def translated(operation: str, error: DBAPIError, kind: str) -> StoreError:
 def _of_sqlite(operation: str, text: str) -> StoreError:
     for part, said in _SQLITE_REFUSED.items():
         if part in text:
-            return StoreConfigurationError(operation, said)
+            code = _SQLITE_FOUND.get(part)
+            return StoreConfigurationError(operation, said, code) if code else StoreConfigurationError(operation, said)
     for part, said in _SQLITE_PASSING.items():
         if part in text:
             return StoreUnavailableError(operation, said)

@@ -11,6 +11,7 @@ from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.sql.dialects import Dialect
 from integr8s_idem.stores.sql.errors import MIGRATE
@@ -32,7 +33,8 @@ async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealt
     row = answer.first()
     latency = timedelta(seconds=time.perf_counter() - start)
     if row is None:
-        raise StoreConfigurationError("ping", f"the tables of the store are empty of their version; {MIGRATE}")
+        said = f"the tables of the store are empty of their version; {MIGRATE}"
+        raise StoreConfigurationError("ping", said, Code.SCHEMA_MISSING)
     check_version(row.version)
     version, warnings = await _LOOKS[dialect.name](connection)
     return StoreHealth(
@@ -48,13 +50,14 @@ def check_version(found: int) -> None:
     """
     if found < VERSION:
         raise StoreConfigurationError(
-            "start", f"the schema is of version {found}, this code needs {VERSION}; {MIGRATE}"
+            "start", f"the schema is of version {found}, this code needs {VERSION}; {MIGRATE}", Code.SCHEMA_OLDER
         )
     if found > VERSION:
         raise StoreConfigurationError(
             "start",
             f"the schema is of version {found}, this code knows {VERSION}: it was migrated by a newer integr8s-idem; "
             "deploy that here, too",
+            Code.SCHEMA_NEWER,
         )
 
 
@@ -63,7 +66,7 @@ def new_identity() -> str:
     return secrets.token_hex(16)
 
 
-async def _look_at_postgresql(connection: AsyncConnection) -> tuple[str, list[str]]:
+async def _look_at_postgresql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
     asked = (
         "SELECT current_setting('server_version') AS version, current_setting('fsync') AS fsync, "
         "current_setting('synchronous_commit') AS commits, pg_is_in_recovery() AS standby, "
@@ -72,31 +75,40 @@ async def _look_at_postgresql(connection: AsyncConnection) -> tuple[str, list[st
     found: Any = (await connection.execute(text(asked))).one()
     warnings = []
     if found.fsync == "off":
-        warnings.append("fsync is off: a crash of the machine damages all data; set fsync = on")
+        cost = "a crash of the machine damages all data"
+        warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "fsync is off", cost, "set fsync = on"))
     if found.commits == "off":
-        warnings.append("synchronous_commit is off: a crash loses what was committed last; set it to on for this user")
+        cost = "a crash loses what was committed last"
+        mend = "set it to on for this user"
+        warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "synchronous_commit is off", cost, mend))
     if found.standby:
-        warnings.append("this server is a standby: give the address of its primary")
+        mend = "give the address of its primary"
+        warnings.append(StoreWarning(Code.STORE_REPLICA, "this server is a standby", "it takes no records", mend))
     if found.kept != "p":
-        warnings.append("idempotency_records is no permanent table: a crash empties it; ALTER TABLE … SET LOGGED")
+        told = "idempotency_records is no permanent table"
+        mend = "ALTER TABLE … SET LOGGED"
+        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, told, "a crash empties it", mend))
     return str(found.version), warnings
 
 
-async def _look_at_sqlite(connection: AsyncConnection) -> tuple[str, list[str]]:
+async def _look_at_sqlite(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
     version = (await connection.execute(select(text("sqlite_version()")))).scalar_one()
     journal = (await connection.execute(text("PRAGMA journal_mode"))).scalar_one()
     synchronous = (await connection.execute(text("PRAGMA synchronous"))).scalar_one()
     warnings = []
     if journal == "memory":
-        warnings.append("the database is in memory: records are lost at the end of the process; give a file")
+        cost = "records are lost at the end of the process"
+        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, "the database is in memory", cost, "give a file"))
     elif journal != "wal":
-        warnings.append(f"journal_mode is {journal}: readers and writers wait for each other; set WAL")
+        cost = "readers and writers wait for each other"
+        warnings.append(StoreWarning(Code.STORE_JOURNAL, f"journal_mode is {journal}", cost, "set WAL"))
     if int(synchronous) < 2 and journal != "memory":
-        warnings.append("synchronous is below FULL: a power loss takes what was committed last; set synchronous = FULL")
+        cost, mend = "a power loss takes what was committed last", "set synchronous = FULL"
+        warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "synchronous is below FULL", cost, mend))
     return str(version), warnings
 
 
-async def _look_at_mysql(connection: AsyncConnection) -> tuple[str, list[str]]:
+async def _look_at_mysql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
     asked = (
         "SELECT version() AS version, @@global.innodb_flush_log_at_trx_commit AS flushes, @@log_bin AS log, "
         "@@global.sync_binlog AS syncs, @@global.read_only AS reads_only, "
@@ -106,17 +118,19 @@ async def _look_at_mysql(connection: AsyncConnection) -> tuple[str, list[str]]:
     found: Any = (await connection.execute(text(asked))).one()
     warnings = []
     if found.engine != "InnoDB":
-        warnings.append(
-            f"idempotency_records is a table of {found.engine}: nothing is atomic; ALTER TABLE … ENGINE = InnoDB"
-        )
+        what, mend = f"idempotency_records is a table of {found.engine}", "ALTER TABLE … ENGINE = InnoDB"
+        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, what, "nothing is atomic", mend))
     if int(found.flushes) != 1:
+        what = f"innodb_flush_log_at_trx_commit is {found.flushes}"
         warnings.append(
-            f"innodb_flush_log_at_trx_commit is {found.flushes}: a crash loses what was committed last; set it to 1"
+            StoreWarning(Code.STORE_LATE_SYNC, what, "a crash loses what was committed last", "set it to 1")
         )
     if int(found.log) and int(found.syncs) != 1:
-        warnings.append(f"sync_binlog is {found.syncs}: a crash loses what replicas were to get; set it to 1")
+        what, cost = f"sync_binlog is {found.syncs}", "a crash loses what replicas were to get"
+        warnings.append(StoreWarning(Code.STORE_LATE_SYNC, what, cost, "set it to 1"))
     if str(found.reads_only) not in {"0", "OFF"}:
-        warnings.append("this server is read-only, and lets us write by a privilege: give the address of its primary")
+        what, cost = "this server is read-only, and lets us write by a privilege", "what is written here may be lost"
+        warnings.append(StoreWarning(Code.STORE_REPLICA, what, cost, "give the address of its primary"))
     return str(found.version), warnings
 
 

@@ -77,13 +77,13 @@ class Kafka:
         """host:port."""
         return self._bootstrap
 
-    async def create_topics(self, partitions: Mapping[str, int]) -> None:
-        """Create topics, by name, with so many partitions each."""
+    async def create_topics(self, partitions: Mapping[str, int], settings: Mapping[str, str] | None = None) -> None:
+        """Create topics, by name, with so many partitions each; `settings`: theirs, as in `retention.ms`."""
         admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
         new_topic: Any = NewTopic  # aiokafka gives it no types
         await admin.start()
         try:
-            topics = [new_topic(name, count, 1) for name, count in partitions.items()]
+            topics = [new_topic(name, count, 1, topic_configs=settings) for name, count in partitions.items()]
             answer = await admin.create_topics(topics)
             refused = [error for error in answer.topic_errors if error[1]]
             assert not refused, f"not created: {refused}"

@@ -53,13 +53,14 @@ class KafkaCluster(Kafka):
         for broker in self.brokers.values():
             broker.kill()
 
-    async def create_topics(self, partitions: Mapping[str, int]) -> None:
-        """Create topics with three replicas of each partition."""
+    async def create_topics(self, partitions: Mapping[str, int], settings: Mapping[str, str] | None = None) -> None:
+        """Create topics with three replicas of each partition; `settings`: theirs."""
         admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
         new_topic: Any = NewTopic  # aiokafka gives it no types
         await admin.start()
         try:
-            answer = await admin.create_topics([new_topic(name, count, 3) for name, count in partitions.items()])
+            topics = [new_topic(name, count, 3, topic_configs=settings) for name, count in partitions.items()]
+            answer = await admin.create_topics(topics)
             refused = [error for error in answer.topic_errors if error[1]]
             assert not refused, f"not created: {refused}"
         finally:

@@ -1,0 +1,62 @@
+"""`integr8s-idem doctor`: what may be wrong with a set-up, one line a finding."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand
+
+from integr8s_idem.cli.answering import MISTAKE, Json, SettingsFile, answered
+from integr8s_idem.cli.application import load_application
+from integr8s_idem.doctor import Asked, as_json, as_text, examined, status_of
+from integr8s_idem.doctor.access import access_of
+
+USAGE: Final = 64
+"""Exit status of what was typed wrongly: 1 and 2 are those of findings."""
+
+
+class DoctorCommand(TyperCommand):
+    """A command whose usage errors have a status of their own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # typer has no public name for the base of these errors; this is how it tells their status.
+            if hasattr(error, "exit_code") and error.exit_code == MISTAKE:
+                error.exit_code = USAGE
+            raise
+
+
+def doctor_command(
+    application: Annotated[
+        str | None, typer.Argument(metavar="MODULE:APP", help="The platform whose topics are looked at, too.")
+    ] = None,
+    settings: SettingsFile = None,
+    as_objects: Json = False,
+    acl: Annotated[
+        bool, typer.Option("--acl", help="Print the least rights that the store's user needs, and leave.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="What is well, too.")] = False,
+) -> None:
+    """Look for what would lose events or do them twice.
+
+    It looks at the settings, the store, the brokers and the topics, and prints one line for each finding.  The exit
+    status is that of the worst finding: 0 nothing to mend, 1 a warning, 2 an error; 64 for wrong usage.
+    """
+
+    def look() -> int:
+        # What clients log of their own is among the findings.
+        logging.getLogger().addHandler(logging.NullHandler())
+        asked = Asked(settings, load_application(application) if application else None)
+        if acl:
+            typer.echo(access_of(asked.settings()))
+            return 0
+        findings = asyncio.run(examined(asked))
+        typer.echo(as_json(findings) if as_objects else as_text(findings, verbose=verbose))
+        return status_of(findings)
+
+    raise typer.Exit(answered(look, mistake=USAGE))

@@ -1,0 +1,90 @@
+"""A whole examination: settings, store, brokers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from integr8s_idem.config import Settings, load_settings, settings_warnings
+from integr8s_idem.config.addresses import redacted
+from integr8s_idem.doctor.application import readings_of
+from integr8s_idem.doctor.broker import look_at_brokers
+from integr8s_idem.doctor.checking import findings_of
+from integr8s_idem.doctor.store import look_at_store
+from integr8s_idem.errors import SettingsError, SettingsMistake
+from integr8s_idem.findings import Code, Finding, Severity
+from integr8s_idem.worker import Platform
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be examined."""
+
+    settings_file: Path | None = None
+    platform: Platform | None = None
+
+    def settings(self) -> Settings:
+        """Raises `SettingsError`, as `load_settings`."""
+        settings_type = self.platform.settings_type if self.platform else Settings
+        return load_settings(self.settings_file, settings_type, services=self.services)
+
+    @property
+    def services(self) -> list[str]:
+        return list(self.platform.services) if self.platform else []
+
+
+async def examined(asked: Asked, *, now: Callable[[], float] = time.time) -> list[Finding]:
+    """All findings, the worst first; no secret is in any of them.
+
+    `now`: this machine's clock, in seconds since 1970.
+    """
+    try:
+        settings = asked.settings()
+    except SettingsError as error:
+        return [_of_settings(Code.SETTINGS_MISTAKE, Severity.ERROR, mistake) for mistake in error.mistakes]
+    told_by_brokers: set[str] = set()
+
+    async def store() -> list[Finding]:
+        return await look_at_store(settings, now)
+
+    async def brokers() -> list[Finding]:
+        readings, broken = await readings_of(asked.platform, settings)
+        look = await look_at_brokers(settings, readings)
+        told_by_brokers.update(look.answered)
+        return broken + look.findings
+
+    found = await findings_of({"store": store, "brokers": brokers})
+    warnings = [
+        _of_settings(Code.SETTINGS_WARNING, Severity.WARNING, warning)
+        for warning in settings_warnings(settings, asked.services)
+        if warning.path not in told_by_brokers
+    ]
+    hidden = [_without_secrets(finding, list(_secrets(settings))) for finding in (*warnings, *found)]
+    return sorted(dict.fromkeys(hidden), key=lambda finding: list(Severity).index(finding.severity))
+
+
+def _of_settings(code: Code, severity: Severity, mistake: SettingsMistake) -> Finding:
+    return Finding(code, severity, mistake.path, mistake.message, "", "")
+
+
+def _secrets(settings: Settings) -> Iterator[str]:
+    for secret in (getattr(settings.store, "password", None), settings.kafka.sasl_password):
+        if secret is not None and secret.get_secret_value():
+            yield secret.get_secret_value()
+
+
+def _without_secrets(finding: Finding, secrets: list[str]) -> Finding:
+    def hidden(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, "***")
+        return redacted(text)
+
+    return replace(
+        finding,
+        where=hidden(finding.where),
+        what=hidden(finding.what),
+        cost=hidden(finding.cost),
+        mend=hidden(finding.mend),
+    )

@@ -1,0 +1,183 @@
+"""The store: whether it answers, what it says of itself, and whether this user may do all that is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, TypeVar
+
+from integr8s_idem.config import MemoryStoreSettings, Settings, SqliteStoreSettings
+from integr8s_idem.doctor.clocks import skew_findings
+from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
+from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
+from integr8s_idem.records import Completion, Failure, Reserved, ReserveRequest, StoreHealth
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.opening import open_engine, open_store
+
+T = TypeVar("T")
+
+STORE: Final = "store"
+_LEASE: Final = timedelta(seconds=30)
+_TTL: Final = timedelta(minutes=1)
+_LOOK_SECONDS: Final = 2.0
+"""How long the whole store is searched for our own records: a refusal comes with the first page."""
+_OLDEST: Final[Mapping[str, tuple[int, ...]]] = {"redis": (6, 2), "postgresql": (15,), "sqlite": (3, 35)}
+_MADE_AT_START: Final = (Code.SCHEMA_MISSING, Code.SCHEMA_OLDER)
+
+_COST: Final[Mapping[Code, str]] = {
+    Code.SCHEMA_MISSING: "no worker starts",
+    Code.SCHEMA_OLDER: "no worker starts",
+    Code.SCHEMA_NEWER: "no worker of this version starts",
+    Code.STORE_PERMISSION: "workers stop at the first event that needs it",
+    Code.STORE_CREDENTIALS: "no worker starts",
+    Code.STORE_REFUSED: "no worker starts",
+}
+_PAUSED: Final = "workers wait, and handle nothing meanwhile"
+
+
+async def look_at_store(settings: Settings, now: Callable[[], float]) -> list[Finding]:
+    """All about the store.  It writes three records that live for a minute, and deletes them.
+
+    `now`: this machine's clock, in seconds since 1970.
+    """
+    store = settings.store
+    if isinstance(store, MemoryStoreSettings):
+        return []  # the settings say all there is to say
+    if isinstance(store, SqliteStoreSettings) and not await asyncio.to_thread(Path(store.path).exists):
+        told = f"{store.path} is not there yet"
+        return [Finding(Code.STORE_SEEN, Severity.INFO, STORE, told, "", "it is made at the first start")]
+    try:
+        async with _opened(settings) as repository:
+            health = await repository.ping()
+            return [*_told(health), *await tried(repository, settings, now)]
+    except StoreError as error:
+        return [_refusal(error, settings)]
+
+
+@asynccontextmanager
+async def _opened(settings: Settings) -> AsyncIterator[IdempotencyRepository]:
+    """As the worker opens it, but that nothing is made or migrated."""
+    store = settings.store
+    if not isinstance(store, SqliteStoreSettings):
+        async with open_store(store, key_prefix=settings.idempotency.key_prefix) as repository:
+            yield repository
+        return
+    async with open_engine(store) as engine:
+        from integr8s_idem.stores.sql import SqlIdempotencyRepository
+
+        yield SqlIdempotencyRepository(engine, timeout=timedelta(seconds=store.timeout_seconds))
+
+
+def _refusal(error: StoreError, settings: Settings) -> Finding:
+    """An error of the store as a finding: it names itself what is wrong and what to do."""
+    if not isinstance(error, StoreUnavailableError | StoreConfigurationError):
+        return Finding(Code.STORE_REFUSED, Severity.ERROR, STORE, str(error), _PAUSED, "")
+    code = Code(error.code)
+    if isinstance(settings.store, SqliteStoreSettings) and code in _MADE_AT_START:
+        return Finding(code, Severity.INFO, STORE, error.reason, "", "a worker does it at its start")
+    waits = isinstance(error, StoreUnavailableError)
+    return Finding(code, Severity.ERROR, STORE, error.reason, _PAUSED if waits else _COST.get(code, ""), "")
+
+
+def _told(health: StoreHealth) -> list[Finding]:
+    milliseconds = health.latency / timedelta(milliseconds=1)
+    seen = f"{health.kind} {health.version} answers in {milliseconds:.1f} ms"
+    found = [Finding(Code.STORE_SEEN, Severity.INFO, STORE, seen, "", "")]
+    if is_too_old(health.kind, health.version):
+        oldest = ".".join(map(str, _OLDEST[health.kind]))
+        what, cost = f"{health.kind} {health.version} is older than {oldest}", "nothing here was tested with it"
+        found.append(Finding(Code.STORE_VERSION, Severity.WARNING, STORE, what, cost, f"use {oldest} or newer"))
+    return found + [_warned(warning) for warning in health.warnings]
+
+
+def _warned(warning: str) -> Finding:
+    if isinstance(warning, StoreWarning):
+        return Finding(warning.code, Severity.WARNING, STORE, warning.what, warning.cost, warning.mend)
+    return Finding(Code.STORE_WARNING, Severity.WARNING, STORE, warning, "", "")
+
+
+def is_too_old(kind: str, version: str) -> bool:
+    """Whether `version` is below the oldest that we support; what cannot be read is not."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return bool(numbers and kind in _OLDEST and tuple(map(int, numbers[0].split("."))) < _OLDEST[kind])
+
+
+async def tried(repository: IdempotencyRepository, settings: Settings, now: Callable[[], float]) -> list[Finding]:
+    """Use each verb once, on records of our own: a permission that lacks shows, and a store that forgets."""
+    prefix = f"{settings.idempotency.key_prefix}:doctor:{os.urandom(8).hex()}"
+    trial = _Trial(repository, settings, prefix)
+    before = now()
+    reserved = await trial.told(trial.reserve())
+    after = now()
+    if reserved is None:
+        return trial.found
+    first, second, third = reserved
+    answers = {
+        "renew": await trial.told(repository.renew([first], _LEASE)),
+        "complete": await trial.told(repository.complete([Completion(reservation=first, ttl=_TTL)])),
+        "fail": await trial.told(repository.fail([Failure(reservation=second, ttl=_TTL, error="doctor")])),
+        "release": await trial.told(repository.release([third])),
+    }
+    read = await trial.told(repository.get([one.key for one in reserved]))
+    await trial.told(trial.searched())
+    await trial.told(repository.delete([one.key for one in reserved]))
+    forgotten = [verb for verb, answer in answers.items() if answer == [False]]
+    if forgotten or (read is not None and None in read):
+        trial.forgets(", ".join(forgotten) or "get")
+    if not isinstance(settings.store, SqliteStoreSettings):  # its clock is ours
+        # The fence of a key that is new is the store's clock.
+        trial.found += skew_findings(first.fence / 1e6, before, after)
+    return trial.found
+
+
+@dataclass
+class _Trial:
+    repository: IdempotencyRepository
+    settings: Settings
+    prefix: str
+    found: list[Finding] = field(default_factory=list)
+
+    async def reserve(self) -> list[Reserved]:
+        wishes = [
+            ReserveRequest(key=f"{self.prefix}:{name}", token=os.urandom(16), lease=_LEASE, retention=_TTL)
+            for name in ("a", "b", "c")
+        ]
+        verdicts = await self.repository.reserve(wishes)
+        reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+        assert len(reserved) == len(wishes), "keys that nobody else can know were taken"
+        return reserved
+
+    async def searched(self) -> None:
+        """Look for our records among all others, for a while."""
+        for looking in (lambda: self.repository.count_active(self.prefix), self._first_scanned):
+            try:
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await looking()
+            except TimeoutError:
+                continue  # so many records are there; that it may look is known
+
+    async def _first_scanned(self) -> None:
+        async for _ in self.repository.scan(self.prefix):
+            return
+
+    async def told(self, call: Awaitable[T]) -> T | None:
+        """The answer; `None` for an error, which is a finding then."""
+        try:
+            return await call
+        except StoreError as error:
+            finding = _refusal(error, self.settings)
+            if finding not in self.found:
+                self.found.append(finding)
+            return None
+
+    def forgets(self, verbs: str) -> None:
+        what = f"it has forgotten within a second what it was told ({verbs})"
+        cost = "events that come again run again"
+        mend = "look for evictions, a flush, or another server behind the same address"
+        self.found.append(Finding(Code.STORE_FORGETS, Severity.ERROR, STORE, what, cost, mend))

@@ -1,0 +1,108 @@
+"""What may be wrong with a set-up: findings, each with a code that stays when its words change.  Pure.
+
+Stores tell theirs by `ping` and by their errors, the worker finds its own at start, and `integr8s-idem doctor`
+shows all of them.  Every code is explained in docs/reference/doctor.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Severity(str, Enum):
+    """How much a finding matters."""
+
+    ERROR = "error"
+    """Events are not handled, or are certain to be handled wrongly."""
+    WARNING = "warning"
+    """It works today and loses something some day."""
+    INFO = "info"
+    """Good to know."""
+
+
+class Code(str, Enum):
+    """What is wrong, for machines."""
+
+    CHECK_FAILED = "check-failed"
+    CHECK_TIMEOUT = "check-timeout"
+
+    SETTINGS_MISTAKE = "settings-mistake"
+    SETTINGS_WARNING = "settings-warning"
+    APPLICATION_BROKEN = "application-broken"
+
+    STORE_SEEN = "store-seen"
+    STORE_UNAVAILABLE = "store-unavailable"
+    STORE_REFUSED = "store-refused"
+    STORE_CREDENTIALS = "store-credentials"
+    STORE_PERMISSION = "store-permission"
+    STORE_VERSION = "store-version"
+    STORE_REPLICA = "store-replica"
+    STORE_TOO_FEW_REPLICAS = "store-too-few-replicas"
+    STORE_EVICTION = "store-eviction"
+    STORE_MEMORY = "store-memory"
+    STORE_NOT_PERSISTENT = "store-not-persistent"
+    STORE_LATE_SYNC = "store-late-sync"
+    STORE_JOURNAL = "store-journal"
+    STORE_UNSEEN = "store-unseen"
+    STORE_FORGETS = "store-forgets"
+    STORE_WARNING = "store-warning"
+    SCHEMA_MISSING = "schema-missing"
+    SCHEMA_OLDER = "schema-older"
+    SCHEMA_NEWER = "schema-newer"
+    CLOCK_SKEW = "clock-skew"
+
+    BROKER_SEEN = "broker-seen"
+    BROKER_UNAVAILABLE = "broker-unavailable"
+    BROKER_UNSEEN = "broker-unseen"
+    TOPICS_UNKNOWN = "topics-unknown"
+    TOPIC_MISSING = "topic-missing"
+    RETENTION_LONGER = "retention-longer-than-ttl"
+    RETENTION_ENDLESS = "retention-endless"
+    EVENT_LIMIT_HIGH = "event-limit-above-topic"
+    EVENT_LIMIT_LOW = "event-limit-below-topic"
+    DEAD_LETTER_MISSING = "dead-letter-topic-missing"
+    DEAD_LETTER_SMALLER = "dead-letter-topic-smaller"
+    DEAD_LETTER_SHORTER = "dead-letter-topic-shorter"
+    DEAD_LETTER_COMPACTED = "dead-letter-topic-compacted"
+    SESSION_TIMEOUT = "session-timeout-out-of-bounds"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing found, in parts that make one line."""
+
+    code: Code
+    severity: Severity
+    where: str
+    """A setting, a topic, a server: `idempotency.default_ttl_seconds`, `topic orders`, `store`."""
+    what: str
+    cost: str
+    """What it can cost; empty for what costs nothing."""
+    mend: str
+    """What to set, or to do; empty if nothing is."""
+
+    def __str__(self) -> str:
+        return in_one_line(self.what, self.cost, self.mend)
+
+
+class StoreWarning(str):
+    """A warning of a store: one sentence, as all of them are, and its parts."""
+
+    code: Code
+    what: str
+    cost: str
+    mend: str
+
+    def __new__(cls, code: Code, what: str, cost: str, mend: str) -> StoreWarning:
+        self = super().__new__(cls, in_one_line(what, cost, mend))
+        self.code, self.what, self.cost, self.mend = code, what, cost, mend
+        return self
+
+    def __getnewargs__(self) -> tuple[Code, str, str, str]:  # type: ignore[override]  # for pickle and copy
+        return self.code, self.what, self.cost, self.mend
+
+
+def in_one_line(what: str, cost: str, mend: str) -> str:
+    """As a sentence: what it is, what it can cost, what to do."""
+    return what.rstrip(".") + (f": {cost}" if cost else "") + (f"; {mend}" if mend else "")

@@ -1,0 +1,43 @@
+"""At start: topics that outlive the records, and limits that do not fit, are said or refused."""
+
+from __future__ import annotations
+
+import logging
+
+from integr8s_idem.config import KafkaSettings
+from integr8s_idem.errors import SettingsError, SettingsMistake
+from integr8s_idem.findings import Code, Finding
+from integr8s_idem.worker.brokers import BrokersSilentError, read_facts
+from integr8s_idem.worker.retention import Reading, retention_findings
+
+logger = logging.getLogger(__name__)
+
+
+async def check_retention(service: str, kafka: KafkaSettings, reading: Reading) -> None:
+    """Compare the settings with the topics that `service` reads, and log a line for each finding.
+
+    Brokers that do not answer, or do not show the topics' settings, are warned of and stop nothing.
+
+    Raises:
+        SettingsError: Something does not fit, and `kafka.retention_check` is "refuse".
+    """
+    if kafka.retention_check == "off":
+        return
+    try:
+        topics = [name for topic in reading.topics for name in (topic, topic + kafka.dead_letter_suffix)]
+        facts = await read_facts(kafka, topics)
+    except BrokersSilentError as error:
+        logger.warning("%s: the settings of its topics were not compared with ttl and limits: %s", service, error)
+        return
+    found = retention_findings(kafka, [reading], facts)
+    refused = [finding for finding in found if finding.code is not Code.BROKER_UNSEEN]
+    if refused and kafka.retention_check == "refuse":
+        raise SettingsError(
+            f'service {service} is not started (kafka.retention_check = "refuse")', list(map(_mistake, refused))
+        )
+    for finding in found:
+        logger.warning("%s: %s: %s", service, finding.where, finding)
+
+
+def _mistake(finding: Finding) -> SettingsMistake:
+    return SettingsMistake(finding.where, str(finding))

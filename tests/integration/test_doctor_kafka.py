@@ -1,0 +1,142 @@
+"""Planted in the topics of a real Kafka, one at a time, and found by their codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from integr8s_idem.cli.app import app
+from integr8s_idem.findings import Code, Finding, Severity
+from tests.support.doctor import KEPT_FOR_EIGHT_DAYS, codes, found_in
+from tests.support.kafka import Kafka
+from tests.support.redis import RedisServer
+from tests.support.shop import platform
+
+IN_MEMORY = '[store]\nkind = "memory"\n'
+SESSION = "session_timeout_seconds = 0.9\nheartbeat_interval_seconds = 0.2\n"
+
+
+class Shop:
+    """A topic and its dead letters on the broker of the session, and settings for a service that reads it."""
+
+    def __init__(self, kafka: Kafka, prefix: str, folder: Path) -> None:
+        self.kafka = kafka
+        self.topic = f"{prefix}order_placed"
+        self.prefix = prefix
+        self._folder = folder
+
+    async def make(self, topic: Mapping[str, str] | None = None, letters: Mapping[str, str] | None = None) -> None:
+        """With settings that differ from the broker's."""
+        await self.kafka.create_topics({self.topic: 1}, topic)
+        await self.kafka.create_topics({f"{self.topic}.dlq": 1}, letters)
+
+    def text(self, more: str = "", rest: str = KEPT_FOR_EIGHT_DAYS) -> str:
+        return (
+            f'[kafka]\nbootstrap_servers = "{self.kafka.bootstrap}"\ntopic_prefix = "{self.prefix}"\n{more}'
+            f'[services.billing]\ntopics = ["{self.topic}"]\n{rest}'
+        )
+
+    async def found(self, more: str = "", rest: str = KEPT_FOR_EIGHT_DAYS) -> list[Finding]:
+        """About settings and brokers: the store is this process, which the settings warn of."""
+        found = await found_in(self.text(more, rest + IN_MEMORY), self._folder)
+        return [finding for finding in found if finding.where != "store.kind"]
+
+
+@pytest.fixture
+def shop(kafka: Kafka, topic_prefix: str, tmp_path: Path) -> Shop:
+    return Shop(kafka, topic_prefix, tmp_path)
+
+
+async def test_nothing_is_found_in_topics_that_fit(shop: Shop) -> None:
+    await shop.make()
+
+    assert codes(await shop.found()) == []
+
+
+async def test_a_missing_topic_and_its_missing_dead_letters_are_found(shop: Shop) -> None:
+    found = await shop.found()
+
+    assert codes(found) == ["topic-missing", "dead-letter-topic-missing"]
+    assert codes(await shop.found()) == codes(found), "to look has made them"
+
+
+async def test_missing_dead_letters_are_found(shop: Shop) -> None:
+    await shop.kafka.create_topics({shop.topic: 1})
+
+    assert codes(await shop.found()) == ["dead-letter-topic-missing"]
+
+
+async def test_a_topic_that_outlives_the_records_is_found_instead_of_a_guess(shop: Shop) -> None:
+    await shop.make({"retention.ms": "7200000"}, {"retention.ms": "7200000"})
+
+    (only,) = [one for one in await shop.found(rest="") if one.severity is Severity.WARNING]
+
+    assert only.code is Code.RETENTION_LONGER
+    assert "2 hours (retention.ms = 7200000), idempotency.default_ttl_seconds = 3600" in only.what
+
+
+async def test_the_default_ttl_is_enough_for_a_topic_that_keeps_less(shop: Shop) -> None:
+    await shop.make({"retention.ms": "1800000"}, {"retention.ms": "1800000"})
+
+    assert codes(await shop.found(rest="")) == []
+
+
+@pytest.mark.parametrize(
+    ("topic", "letters", "code"),
+    [
+        ({"retention.ms": "-1"}, {"retention.ms": "-1"}, "retention-endless"),
+        ({}, {"max.message.bytes": "1000"}, "dead-letter-topic-smaller"),
+        ({}, {"cleanup.policy": "compact"}, "dead-letter-topic-compacted"),
+        ({}, {"retention.ms": "1000"}, "dead-letter-topic-shorter"),
+        ({"max.message.bytes": "1000"}, {}, "event-limit-above-topic"),
+    ],
+)
+async def test_a_topic_that_does_not_fit_is_found(
+    shop: Shop, topic: dict[str, str], letters: dict[str, str], code: str
+) -> None:
+    await shop.make(topic, letters)
+
+    assert codes(await shop.found()) == [code]
+
+
+async def test_a_session_timeout_that_the_brokers_refuse_is_found(shop: Shop) -> None:
+    await shop.make()
+
+    (only,) = [one for one in await shop.found(SESSION) if one.severity is not Severity.INFO]
+
+    assert (only.code, only.severity) == (Code.SESSION_TIMEOUT, Severity.ERROR)
+    assert "= 0.9, the brokers allow 1 to 1800 seconds" in only.what
+
+
+async def test_brokers_that_are_away_are_found(tmp_path: Path) -> None:
+    text = '[kafka]\nbootstrap_servers = "127.0.0.1:1"\n' + KEPT_FOR_EIGHT_DAYS + IN_MEMORY
+
+    found = await found_in(text, tmp_path)
+
+    assert codes(found) == ["broker-unavailable", "settings-warning"]
+
+
+async def test_an_application_tells_its_topics(shop: Shop, tmp_path: Path) -> None:
+    text = shop.text(rest=KEPT_FOR_EIGHT_DAYS + IN_MEMORY).replace(f'topics = ["{shop.topic}"]', "")
+
+    found = await found_in(text, tmp_path, platform)
+
+    assert [one.where for one in found if one.code is Code.TOPIC_MISSING] == [f"topic {shop.topic}"]
+
+
+async def test_a_good_set_up_is_one_line(shop: Shop, tmp_path: Path) -> None:
+    await shop.make()
+    with RedisServer(config={"appendonly": "yes"}) as server:
+        file = tmp_path / "settings.toml"
+        file.write_text(shop.text() + f'[store]\nurl = "{server.url}"\n')
+        calls = [["doctor", "--settings", str(file), *more] for more in ([], ["--json"], ["--verbose"])]
+        plain, as_json, verbose = [await asyncio.to_thread(CliRunner().invoke, app, call) for call in calls]
+
+    assert (plain.output, plain.exit_code) == ("nothing to mend\n", 0)
+    assert {one["severity"] for one in json.loads(as_json.output)} == {"info"}
+    assert len(verbose.output.splitlines()) == 3

@@ -1,0 +1,174 @@
+"""Planted in a real PostgreSQL and in SQLite files, one at a time, and found by their codes."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from integr8s_idem.config import PostgresqlStoreSettings, Settings, SqliteStoreSettings
+from integr8s_idem.doctor.access import access_of
+from integr8s_idem.findings import Code, Finding, Severity
+from integr8s_idem.stores.sql import migrate, settings_engine, sql_engine
+from tests.support.doctor import codes, found_in, found_in_store
+from tests.support.postgres import PostgresServer
+
+UNFIT_FOR_PRODUCTION = "fsync is off"
+"""What the server of the tests is told for its speed, and doctor finds in each of them."""
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with PostgresServer(keeps_commits=True) as server:
+        yield server
+
+
+@asynccontextmanager
+async def engine_on(server: PostgresServer) -> AsyncIterator[AsyncEngine]:
+    engine = sql_engine(server.url)
+    yield engine
+    await engine.dispose()
+
+
+async def run(server: PostgresServer, *statements: str) -> None:
+    async with engine_on(server) as engine, engine.begin() as connection:
+        for statement in statements:
+            await connection.execute(text(statement))
+
+
+@pytest.fixture
+async def database(postgres: PostgresServer) -> PostgresServer:
+    """With tables as a migration makes them, and a user who may do nothing yet."""
+    await run(
+        postgres,
+        "DROP TABLE IF EXISTS idempotency_records, idempotency_store",
+        "DROP ROLE IF EXISTS worker",
+        "CREATE ROLE worker LOGIN",
+    )
+    async with engine_on(postgres) as engine:
+        await migrate(engine)
+    return postgres
+
+
+async def found_by(server: PostgresServer, user: str | None = None) -> list[Finding]:
+    url = server.url.replace("postgresql+asyncpg", "postgresql").replace("postgres@", "")
+    found = await found_in_store(PostgresqlStoreSettings(kind="postgresql", url=url, username=user or "postgres"))
+    return [finding for finding in found if finding.what != UNFIT_FOR_PRODUCTION]
+
+
+def granted() -> list[str]:
+    return access_of(Settings(store=PostgresqlStoreSettings(kind="postgresql", username="worker"))).splitlines()
+
+
+async def test_nothing_is_found_in_a_sound_database(database: PostgresServer) -> None:
+    (seen,) = await found_by(database)
+
+    assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
+
+
+async def test_a_server_that_gives_up_safety_is_found(database: PostgresServer) -> None:
+    await run(database, "ALTER ROLE worker SET synchronous_commit = off", *granted())
+
+    found = await found_by(database, "worker")
+
+    assert codes(found) == ["store-late-sync"]
+    assert found[1].what == "synchronous_commit is off"
+
+
+@pytest.mark.parametrize(
+    ("statement", "code"),
+    [
+        ("DROP TABLE idempotency_records, idempotency_store", "schema-missing"),
+        ("UPDATE idempotency_store SET version = version - 1", "schema-older"),
+        ("UPDATE idempotency_store SET version = version + 1", "schema-newer"),
+        ("ALTER TABLE idempotency_records SET UNLOGGED", "store-not-persistent"),
+    ],
+)
+async def test_a_schema_that_is_not_ours_is_found(database: PostgresServer, statement: str, code: str) -> None:
+    await run(database, statement)
+
+    assert codes(await found_by(database)) == [code]
+
+
+async def test_a_database_that_is_away_is_found(tmp_path: Path) -> None:
+    url = f"postgresql:///postgres?host={tmp_path}"
+
+    found = await found_in_store(PostgresqlStoreSettings(kind="postgresql", url=url))
+
+    assert codes(found) == ["store-unavailable"]
+
+
+async def test_a_user_that_is_not_known_is_found(database: PostgresServer) -> None:
+    assert codes(await found_by(database, "nobody-of-ours")) == ["store-credentials"]
+
+
+async def test_the_printed_grants_are_enough(database: PostgresServer) -> None:
+    await run(database, *granted())
+
+    assert codes(await found_by(database, "worker")) == []
+
+
+@pytest.mark.parametrize("right", ["SELECT", "INSERT", "UPDATE", "DELETE"])
+async def test_each_printed_grant_is_missed_when_it_lacks(database: PostgresServer, right: str) -> None:
+    await run(database, *granted(), f"REVOKE {right} ON idempotency_records FROM worker")
+
+    assert "store-permission" in codes(await found_by(database, "worker"))
+
+
+@pytest.mark.parametrize("right", ["SELECT", "UPDATE"])
+async def test_the_look_at_the_store_needs_its_grants(database: PostgresServer, right: str) -> None:
+    await run(database, *granted(), f"REVOKE {right} ON idempotency_store FROM worker")
+
+    assert codes(await found_by(database, "worker")) == ["store-permission"]
+
+
+async def test_an_absent_sqlite_file_is_no_mistake_and_is_not_made(tmp_path: Path) -> None:
+    file = tmp_path / "idem.db"
+
+    found = await found_in_store(SqliteStoreSettings(kind="sqlite", path=str(file)))
+
+    assert codes(found) == []
+    assert not file.exists()
+
+
+async def test_nothing_is_found_in_a_sqlite_file_of_ours(tmp_path: Path) -> None:
+    settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"))
+    engine = settings_engine(settings)
+    await migrate(engine)
+    await engine.dispose()
+
+    assert codes(await found_in_store(settings)) == []
+
+
+@pytest.mark.parametrize("version", [0, 9])
+async def test_a_sqlite_file_of_another_version_is_found_if_no_worker_mends_it(tmp_path: Path, version: int) -> None:
+    settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"))
+    engine = settings_engine(settings)
+    await migrate(engine)
+    await engine.dispose()
+    with sqlite3.connect(settings.path) as file:
+        file.execute("UPDATE idempotency_store SET version = ?", [version])
+    file.close()
+
+    assert codes(await found_in_store(settings)) == (["schema-newer"] if version else [])
+
+
+async def test_a_file_that_is_no_database_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "idem.db"
+    await asyncio.to_thread(file.write_bytes, b"no database" * 1000)
+
+    found = await found_in_store(SqliteStoreSettings(kind="sqlite", path=str(file)))
+
+    assert codes(found) == ["store-refused"]
+
+
+async def test_sqlite_in_memory_is_found(tmp_path: Path) -> None:
+    (only,) = await found_in('[store]\nkind = "sqlite"\npath = ":memory:"\n', tmp_path)
+
+    assert (only.code, only.severity, only.where) == (Code.SETTINGS_MISTAKE, Severity.ERROR, "store.path")

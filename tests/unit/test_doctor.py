@@ -1,0 +1,268 @@
+"""How doctor examines and reports: statuses, forms, secrets, and checks that break."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import integr8s_idem.doctor.examination as examination
+from integr8s_idem.cli.app import app
+from integr8s_idem.config import MemoryStoreSettings, RedisStoreSettings, Settings
+from integr8s_idem.doctor import as_json, as_text, status_of
+from integr8s_idem.doctor.checking import findings_of
+from integr8s_idem.doctor.clocks import skew_findings
+from integr8s_idem.doctor.store import is_too_old, look_at_store, tried
+from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.worker import Platform, Service
+from tests.support.doctor import codes, found_in
+
+AWAY = '[kafka]\nbootstrap_servers = "127.0.0.1:1"\n[store]\nurl = "redis://127.0.0.1:1/0"\n'
+SECRET = "hunter2-hunter2"
+
+
+def finding(severity: Severity, code: Code = Code.STORE_WARNING) -> Finding:
+    return Finding(code, severity, "store", "it is so", "it loses that", "set this")
+
+
+def typed(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("INTEGR8S_IDEM_")]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("severities", "status"),
+    [
+        ([], 0),
+        ([Severity.INFO], 0),
+        ([Severity.INFO, Severity.WARNING], 1),
+        ([Severity.ERROR, Severity.WARNING, Severity.INFO], 2),
+    ],
+)
+def test_the_status_is_that_of_the_worst_finding(severities: list[Severity], status: int) -> None:
+    assert status_of([finding(severity) for severity in severities]) == status
+
+
+def test_a_finding_is_one_line() -> None:
+    told = Finding(Code.STORE_EVICTION, Severity.WARNING, "store", "it\ndrops", "runs again", "set it")
+
+    assert as_text([told]) == "warning  store-eviction  store: it drops: runs again; set it"
+
+
+def test_a_setting_is_followed_by_its_value() -> None:
+    told = Finding(Code.SETTINGS_MISTAKE, Severity.ERROR, "kafka.client_id", "= 3 is no text", "", "")
+
+    assert as_text([told]) == "error    settings-mistake  kafka.client_id = 3 is no text"
+
+
+def test_what_is_well_is_shown_on_request_only() -> None:
+    well = [finding(Severity.INFO, Code.STORE_SEEN)]
+
+    assert as_text(well) == "nothing to mend"
+    assert as_text(well, verbose=True).splitlines()[0].startswith("info     store-seen")
+
+
+def test_machines_get_a_list_of_objects() -> None:
+    (told,) = json.loads(as_json([finding(Severity.WARNING)]))
+
+    assert told == {
+        "code": "store-warning",
+        "severity": "warning",
+        "where": "store",
+        "what": "it is so",
+        "cost": "it loses that",
+        "mend": "set this",
+    }
+
+
+async def test_a_check_that_breaks_says_so_and_hides_no_other() -> None:
+    async def broken() -> list[Finding]:
+        raise KeyError("size")
+
+    async def well() -> list[Finding]:
+        return [finding(Severity.WARNING)]
+
+    found = await findings_of({"clocks": broken, "store": well})
+
+    assert codes(found) == ["check-failed", "store-warning"]
+    assert (found[0].where, found[0].severity) == ("clocks", Severity.ERROR)
+    assert "KeyError: 'size'" in found[0].what
+
+
+async def test_a_check_that_does_not_end_is_given_up() -> None:
+    async def endless() -> list[Finding]:
+        await asyncio.Event().wait()
+        return []
+
+    found = await findings_of({"brokers": endless}, patience=0.05)
+
+    assert codes(found) == ["check-timeout"]
+
+
+async def test_settings_that_contradict_each_other_are_found(tmp_path: Path) -> None:
+    text = "[kafka]\nheartbeat_interval_seconds = 40\n[services.billing]\nhandler_timeout_seconds = 300\n"
+
+    found = await found_in(text, tmp_path)
+
+    assert codes(found) == ["settings-mistake", "settings-mistake"]
+    assert [one.where for one in found] == [
+        "kafka.heartbeat_interval_seconds",
+        "services.billing.handler_timeout_seconds",
+    ]
+
+
+async def test_settings_that_lose_events_are_found(tmp_path: Path) -> None:
+    text = AWAY + '[idempotency]\non_in_progress = "skip"\ndefault_ttl_seconds = 691_200\n'
+
+    found = await found_in(text, tmp_path)
+
+    assert codes(found) == ["store-unavailable", "broker-unavailable", "settings-warning"]
+    assert found[-1].where == "idempotency.on_in_progress"
+
+
+async def test_a_secret_is_in_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def loud(settings: Settings, now: object) -> list[Finding]:
+        raise ValueError(f"bad {SECRET} in redis://:other@cache")
+
+    monkeypatch.setattr(examination, "look_at_store", loud)
+    text = AWAY + f'password = "{SECRET}"\n'
+
+    told = as_json(await found_in(text, tmp_path))
+
+    assert "check-failed" in told
+    assert SECRET not in told
+    assert "other" not in told
+
+
+async def test_a_container_that_cannot_be_made_is_a_finding(tmp_path: Path) -> None:
+    def container(settings: Settings) -> Any:
+        raise RuntimeError("no billing without a bank")
+
+    found = await found_in(AWAY, tmp_path, Platform(Service("billing", container=container)))
+
+    (broken,) = [one for one in found if one.code is Code.APPLICATION_BROKEN]
+    assert "RuntimeError: no billing without a bank" in broken.what
+    assert "broker-unavailable" in codes(found)
+
+
+class Forgetful(MemoryIdempotencyRepository):
+    """Takes records and drops them."""
+
+    async def reserve(self, requests: Any) -> Any:
+        verdicts = await super().reserve(requests)
+        await self.delete([request.key for request in requests])
+        return verdicts
+
+
+async def test_a_store_that_forgets_at_once_is_found() -> None:
+    settings = Settings(store=RedisStoreSettings())
+
+    assert codes(await tried(MemoryIdempotencyRepository(), settings, time.time)) == []
+    (only,) = await tried(Forgetful(), settings, time.time)
+
+    assert only.code is Code.STORE_FORGETS
+    assert "renew, complete, fail, release" in only.what
+
+
+async def test_of_a_store_in_memory_the_settings_say_enough() -> None:
+    assert await look_at_store(Settings(store=MemoryStoreSettings(kind="memory")), time.time) == []
+
+
+@pytest.mark.parametrize(
+    ("stores", "found"), [(100.0, False), (98.1, False), (102.9, False), (97.9, True), (103.1, True)]
+)
+def test_clocks_may_differ_by_two_seconds_and_the_round_trip(stores: float, found: bool) -> None:
+    assert bool(skew_findings(stores, 100.0, 101.0)) is found
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "old"),
+    [
+        ("redis", "6.0.20", True),
+        ("redis", "6.2.0", False),
+        ("redis", "Valkey 8.0.1", False),
+        ("postgresql", "14.11", True),
+        ("postgresql", "18.1 (Debian)", False),
+        ("sqlite", "3.9.2", True),
+        ("other", "0.1", False),
+        ("redis", "unknown", False),
+    ],
+)
+def test_a_server_that_is_too_old_is_told_from_one_that_is_not(kind: str, version: str, old: bool) -> None:
+    assert is_too_old(kind, version) is old
+
+
+def test_a_warning_of_a_store_is_its_sentence_wherever_it_goes() -> None:
+    warning = StoreWarning(Code.STORE_EVICTION, "it drops", "runs again", "set it")
+
+    for same in (warning, copy.copy(warning), pickle.loads(pickle.dumps(warning))):
+        assert same == "it drops: runs again; set it"
+        assert (same.code, same.what, same.cost, same.mend) == (Code.STORE_EVICTION, "it drops", "runs again", "set it")
+
+
+def test_errors_end_with_status_2() -> None:
+    Path("settings.toml").write_text(AWAY)
+
+    answer = typed()
+
+    assert answer.exit_code == 2
+    assert [line.split()[:2] for line in answer.stdout.splitlines()][:2] == [
+        ["error", "store-unavailable"],
+        ["error", "broker-unavailable"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nonsense"], ["a:b", "c:d"], ["--settings"], ["nothing.there:platform"], ["billing"]]
+)
+def test_wrong_usage_has_a_status_of_its_own(arguments: list[str]) -> None:
+    answer = typed(*arguments)
+
+    assert answer.exit_code == 64
+    assert answer.stdout == ""
+
+
+def test_the_rights_are_printed_for_the_user_and_prefix_of_the_settings() -> None:
+    Path("settings.toml").write_text(
+        f'[store]\nusername = "billing"\npassword = "{SECRET}"\n[idempotency]\nkey_prefix = "shop"\n'
+    )
+
+    answer = typed("--acl")
+
+    assert answer.exit_code == 0
+    assert answer.stdout.startswith("ACL SETUSER billing on >PASSWORD resetchannels resetkeys ~shop:* -@all +evalsha ")
+    assert SECRET not in answer.output
+
+
+def test_the_grants_of_postgresql_name_the_user_as_sql_wants_it() -> None:
+    Path("settings.toml").write_text('[store]\nkind = "postgresql"\nusername = "Bill-ing"\n')
+
+    assert typed("--acl").stdout.splitlines() == [
+        'GRANT SELECT, INSERT, UPDATE, DELETE ON idempotency_records TO "Bill-ing";',
+        'GRANT SELECT, UPDATE ON idempotency_store TO "Bill-ing";',
+    ]
+
+
+def test_a_store_without_users_has_no_rights_to_print() -> None:
+    Path("settings.toml").write_text('[store]\nkind = "sqlite"\n')
+
+    answer = typed("--acl")
+
+    assert answer.exit_code == 64
+    assert 'a store of kind "sqlite" has no users' in answer.stderr

@@ -1,0 +1,162 @@
+"""Settings compared with those of topics, without a broker."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from integr8s_idem.config import IdempotencyConfig, KafkaSettings
+from integr8s_idem.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
+from integr8s_idem.doctor.broker import broker_findings
+from integr8s_idem.findings import Finding
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.worker.brokers import facts_of, topic_settings
+from integr8s_idem.worker.retention import TTL, BrokerFacts, Reading, retention_findings
+from integr8s_idem.worker.running import reading_of
+
+WEEK = 7 * 86_400
+DEFAULTS = {"retention.ms": str(WEEK * 1000), "cleanup.policy": "delete", "max.message.bytes": "1048588"}
+KAFKA = KafkaSettings()
+
+
+def findings(
+    topic: dict[str, str] | None = None,
+    letters: dict[str, str] | None = None,
+    *,
+    ttl: float | None = WEEK + 1,
+    kafka: KafkaSettings = KAFKA,
+) -> list[Finding]:
+    """About `orders` and its dead letters, which differ from a broker's defaults by these."""
+    facts = BrokerFacts(
+        {
+            "orders": topic_settings("orders", DEFAULTS | (topic or {})),
+            "orders.dlq": topic_settings("orders.dlq", DEFAULTS | (letters or {})),
+        }
+    )
+    return retention_findings(kafka, [Reading(("orders",), ttl)], facts)
+
+
+def codes(found: list[Finding]) -> list[str]:
+    return [finding.code.value for finding in found]
+
+
+def test_a_ttl_beyond_the_retention_fits_the_defaults_of_brokers() -> None:
+    assert findings() == []
+
+
+@pytest.mark.parametrize("ttl", [3600, WEEK])
+def test_a_ttl_that_does_not_outlast_the_retention_is_found_with_both_numbers(ttl: float) -> None:
+    (only,) = findings(ttl=ttl)
+
+    assert only.code.value == "retention-longer-than-ttl"
+    assert "7 days (retention.ms = 604800000)" in only.what
+    assert f"idempotency.default_ttl_seconds = {ttl}" in only.what
+    assert "above 604800" in only.mend
+
+
+def test_the_ttl_of_a_dispatcher_is_named_as_what_it_is() -> None:
+    facts = BrokerFacts({"orders": topic_settings("orders", DEFAULTS)})
+
+    (only,) = retention_findings(KAFKA, [Reading(("orders",), 60, "the ttl of its dispatcher")], facts)
+
+    assert "the ttl of its dispatcher = 60 remembers them for 1 minute" in only.what
+
+
+def test_unguarded_handlers_have_no_ttl_to_compare() -> None:
+    assert findings(ttl=None) == []
+
+
+@pytest.mark.parametrize(
+    ("topic", "letters", "code"),
+    [
+        ({"retention.ms": "-1"}, {"retention.ms": "-1"}, "retention-endless"),
+        ({"cleanup.policy": "compact"}, {}, "retention-endless"),
+        ({"max.message.bytes": "1000"}, {}, "event-limit-above-topic"),
+        ({"max.message.bytes": "2000000"}, {"max.message.bytes": "2000000"}, "event-limit-below-topic"),
+        ({}, {"max.message.bytes": "1048576"}, "dead-letter-topic-smaller"),
+        ({}, {"retention.ms": "3600000"}, "dead-letter-topic-shorter"),
+        ({}, {"cleanup.policy": "compact"}, "dead-letter-topic-compacted"),
+        ({}, {"cleanup.policy": "compact,delete"}, "dead-letter-topic-compacted"),
+    ],
+)
+def test_what_does_not_fit_is_found(topic: dict[str, str], letters: dict[str, str], code: str) -> None:
+    assert codes(findings(topic, letters)) == [code]
+
+
+def test_a_topic_that_compacts_and_deletes_keeps_nothing_for_ever() -> None:
+    assert findings({"cleanup.policy": "compact, delete"}) == []
+
+
+def test_a_service_remembers_for_the_ttl_of_its_dispatcher() -> None:
+    manager = IdempotencyManager(IdempotencyConfig(), MemoryIdempotencyRepository(), scope="billing")
+    plain = EventDispatcher(EventRouter())
+    guarded = IdempotentEventDispatcher(EventRouter(), manager)
+    longer = IdempotentEventDispatcher(EventRouter(), manager, ttl=timedelta(days=8))
+
+    readings = [reading_of(dispatcher, ["orders"]) for dispatcher in (plain, guarded, longer)]
+
+    assert [reading.ttl_seconds for reading in readings] == [None, 3600, 691_200]
+    assert [reading.ttl_setting for reading in readings[1:]] == [TTL, "the ttl of its dispatcher"]
+
+
+def test_a_broker_that_forbids_to_look_is_heard() -> None:
+    """As brokers answer DescribeConfigs: code, message, kind (2 a topic, 4 a broker), name, settings."""
+    facts = facts_of(
+        [
+            (29, None, 2, "orders", []),
+            (31, "not yours", 4, "1", []),
+            (3, None, 2, "orders.dlq", []),
+            (0, None, 2, "bills", [("retention.ms", None)]),
+        ]
+    )
+
+    assert facts.unseen == {
+        "orders": "TopicAuthorizationFailedError",
+        "": "not yours",
+        "bills": "the broker does not tell them",
+    }
+    assert facts.missing == {"orders.dlq"}
+    assert (facts.creates_topics, facts.session_bounds) == (None, None)
+
+
+def test_two_services_of_one_topic_are_told_of_its_limits_once() -> None:
+    facts = BrokerFacts({"orders": topic_settings("orders", DEFAULTS | {"max.message.bytes": "1000"})})
+
+    found = retention_findings(KAFKA, [Reading(("orders",), None), Reading(("orders",), None)], facts)
+
+    assert codes(found) == ["event-limit-above-topic"]
+
+
+def test_a_topic_that_may_not_be_looked_at_is_said() -> None:
+    facts = BrokerFacts(unseen={"orders": "TopicAuthorizationFailedError"})
+
+    (only,) = retention_findings(KAFKA, [Reading(("orders",), 60)], facts)
+
+    assert only.code.value == "broker-unseen"
+    assert "TopicAuthorizationFailedError" in only.what
+
+
+@pytest.mark.parametrize(("creates", "severity"), [(True, "warning"), (False, "error"), (None, "error")])
+def test_a_missing_topic_is_worse_where_nobody_makes_it(creates: bool | None, severity: str) -> None:
+    facts = BrokerFacts(missing=frozenset({"orders", "orders.dlq"}), creates_topics=creates)
+
+    found = broker_findings(KAFKA, [Reading(("orders",), 60)], facts)
+
+    told = {finding.code.value: finding.severity.value for finding in found}
+    assert told["topic-missing"] == told["dead-letter-topic-missing"] == severity
+
+
+@pytest.mark.parametrize(("bounds", "found"), [((6.0, 30.0), True), ((46.0, 60.0), True), ((45.0, 45.0), False)])
+def test_a_session_timeout_must_be_one_that_brokers_allow(bounds: tuple[float, float], found: bool) -> None:
+    told = broker_findings(KAFKA, [], BrokerFacts(session_bounds=bounds))
+
+    assert ("session-timeout-out-of-bounds" in codes(told)) is found
+
+
+def test_brokers_that_do_not_tell_their_own_settings_are_no_warning() -> None:
+    told: list[Any] = broker_findings(KAFKA, [], BrokerFacts(unseen={"": "ClusterAuthorizationFailedError"}))
+
+    assert {finding.severity.value for finding in told} == {"info"}
