@@ -168,9 +168,7 @@ def _embedded_settings(own: Settings) -> Mapping[str, Any]:
     """What embedded servers need beside their addresses.  `own`: what people set."""
     # Somebody who tries things out may do so beside a worker that has the usual port.
     is_set = "metrics_port" in own.telemetry.model_fields_set
-    # The embedded brokers tell nothing of their topics, and keep them no longer than they live.
-    kafka = {**_NO_CREDENTIALS["kafka"], "retention_check": "off"}
-    return {**_NO_CREDENTIALS, "kafka": kafka, **({} if is_set else {"telemetry": {"metrics_port": 0}})}
+    return {**_NO_CREDENTIALS, **({} if is_set else {"telemetry": {"metrics_port": 0}})}
 
 
 def _tell_where(settings: Settings) -> None:

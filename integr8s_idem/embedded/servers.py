@@ -29,6 +29,8 @@ class EmbeddedServers:
                 "security_protocol": "PLAINTEXT",
                 "session_timeout_seconds": SESSION_TIMEOUT_SECONDS,
                 "heartbeat_interval_seconds": HEARTBEAT_INTERVAL_SECONDS,
+                # The emulator tells nothing of its topics, and keeps them no longer than it lives.
+                "retention_check": "off",
             },
             "store": {"kind": "redis", "url": self.redis_url},
         }

@@ -119,3 +119,16 @@ def test_the_first_hour_on_embedded_servers_charges_once() -> None:
         "billing: 1 handled, 1 duplicates blocked",
         "audit: 1 handled, 0 duplicates blocked",
     ]
+
+
+def test_a_payment_that_comes_twice_is_booked_once_in_the_handlers_own_transaction() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "examples.bookings"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "mail: account 1 has 30",
+        "bookings: 1 handled, 1 duplicates blocked",
+        "mails: 1 handled, 0 duplicates blocked",
+    ]

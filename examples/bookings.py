@@ -1,0 +1,161 @@
+"""A handler in a transaction: what it writes, what it sends and its outcome commit together.
+
+`python -m examples.bookings` delivers one payment twice, on a SQLite file and an embedded Kafka; a worker that books a
+payment a second time would be seen in the balance.  Needs the extras `embedded` and `sql`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from dishka import FromDishka, Provider, Scope, provide
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from integr8s_idem import BaseEvent, EventPublisher, EventRouter, Outgoing, Platform, Service, Settings
+from integr8s_idem.config import SqliteStoreSettings
+from integr8s_idem.embedded import embedded
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.stores.sql import sql_engine
+from integr8s_idem.worker import ServiceGroup, ServiceReport
+
+
+class PaymentReceived(BaseEvent):
+    event_type: Literal["payment_received"] = "payment_received"
+    account: str
+    amount: int
+
+
+class BalanceChanged(BaseEvent):
+    event_type: Literal["balance_changed"] = "balance_changed"
+    account: str
+    balance: int
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Account(Base):
+    __tablename__ = "accounts"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    balance: Mapped[int]
+
+
+bookings, mails = EventRouter(), EventRouter()
+
+
+@bookings.on(PaymentReceived)
+async def book(event: PaymentReceived, session: FromDishka[AsyncSession], outgoing: FromDishka[Outgoing]) -> int:
+    account = await session.get(Account, event.account) or Account(name=event.account, balance=0)
+    account.balance += event.amount
+    session.add(account)
+    outgoing.publish(BalanceChanged(account=account.name, balance=account.balance))
+    return account.balance
+
+
+@mails.on(BalanceChanged)
+async def mail(event: BalanceChanged) -> None:
+    print(f"mail: account {event.account} has {event.balance}")
+
+
+class DatabaseProvider(Provider):
+    """The application's own engine, and a session for each event that commits behind its `yield`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+
+    @provide(scope=Scope.APP)
+    async def engine(self) -> AsyncGenerator[AsyncEngine, None]:
+        engine = sql_engine(self._url)
+        async with engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        yield engine
+        await engine.dispose()
+
+    @provide(scope=Scope.REQUEST)
+    async def session(self, engine: AsyncEngine) -> AsyncGenerator[AsyncSession, BaseException | None]:
+        async with AsyncSession(engine) as session:
+            error = yield session
+            if error is None:
+                await session.commit()
+
+
+def bookings_container(settings: Settings) -> AsyncContainer:
+    assert isinstance(settings.store, SqliteStoreSettings)
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(bookings, transaction=AsyncSession),
+        DatabaseProvider(f"sqlite+aiosqlite:///{settings.store.path}"),
+        context={Settings: settings, ServiceName: ServiceName("bookings")},
+        validation_settings=STRICT_VALIDATION,
+    )
+
+
+def mails_container(settings: Settings) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(mails),
+        context={Settings: settings, ServiceName: ServiceName("mails")},
+        validation_settings=STRICT_VALIDATION,
+    )
+
+
+platform = Platform(
+    Service("bookings", container=bookings_container),
+    Service("mails", container=mails_container),
+)
+
+
+async def main() -> None:
+    async with embedded() as servers:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = Settings.model_validate(
+                {
+                    **servers.settings(),
+                    "store": {"kind": "sqlite", "path": str(Path(folder) / "bookings.db")},
+                    "telemetry": {"spans": "off", "metrics_enabled": False},
+                }
+            )
+            await run(settings)
+
+
+async def run(settings: Settings) -> None:
+    """One payment, delivered twice."""
+    publisher = EventPublisher(settings.kafka)
+    payment = PaymentReceived(account="1", amount=30, aggregate_id="1")
+    await publisher.publish(payment, payment)
+    await publisher.close()
+    group = ServiceGroup(platform.choose(), settings)
+    running = asyncio.create_task(group.run())
+    while not (settled(group.reports()) or running.done()):
+        await asyncio.wait({running}, timeout=0.05)
+    for report in group.reports():
+        print(f"{report.name}: {report.tally.handled} handled, {report.tally.duplicates} duplicates blocked")
+    group.stop()
+    await running
+
+
+def settled(reports: Sequence[ServiceReport]) -> bool:
+    """Whether both deliveries were settled, and the mail was sent."""
+    seen = {report.name: report.tally for report in reports}
+    return seen["bookings"].handled + seen["bookings"].duplicates == 2 and seen["mails"].handled == 1
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
