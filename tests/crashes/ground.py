@@ -16,10 +16,10 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
-from integr8s_idem import IdempotencyStatus
 from integr8s_idem.events import BaseEvent, encode_event, event_headers
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from tests.support.kafka.broker import KafkaBroker
+from tests.support.postgres import PostgresServer
 from tests.support.redis import RedisServer
 
 PARTITIONS: Final = 2
@@ -38,6 +38,7 @@ class Ground:
     producer: Any
     admin: Any
     store: RedisIdempotencyRepository
+    postgres: PostgresServer | None = None
 
     @asynccontextmanager
     async def topic_set(self, prefix: str, partitions: int = PARTITIONS) -> AsyncIterator[Topics]:
@@ -48,11 +49,6 @@ class Ground:
             yield Topics(self, prefix)
         finally:
             await self.admin.delete_topics(list(names))
-
-    async def unsettled(self, prefix: str) -> list[str]:
-        """Keys of records that are in no final state."""
-        records = self.store.scan(prefix)
-        return [record.key async for record in records if record.status is IdempotencyStatus.PROCESSING]
 
 
 @dataclass
@@ -118,11 +114,12 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def open_ground(redis: Mapping[str, str] | None = None) -> AsyncIterator[Ground]:
+async def open_ground(redis: Mapping[str, str] | None = None, *, postgres: bool = False) -> AsyncIterator[Ground]:
     """Servers of our own, started now and gone afterwards.
 
     Args:
         redis: Settings of Redis over those for tests.
+        postgres: Whether a PostgreSQL is needed.
     """
     with ExitStack() as servers:
         servers.enter_context(_quiet("aiokafka"))
@@ -142,4 +139,5 @@ async def open_ground(redis: Mapping[str, str] | None = None) -> AsyncIterator[G
             client = server.client()
             clients.push_async_callback(client.aclose)
             store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=30))
-            yield Ground(broker, server, folder, producer, admin, store)
+            database = servers.enter_context(PostgresServer(keeps_commits=True, connections=200)) if postgres else None
+            yield Ground(broker, server, folder, producer, admin, store, database)

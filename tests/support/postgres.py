@@ -28,7 +28,6 @@ _START_SECONDS: Final = 30.0
 _STOP_SECONDS: Final = 10.0
 _SETTINGS: Final = {
     "listen_addresses": "",
-    "max_connections": "60",
     "fsync": "off",
     "synchronous_commit": "off",
     "full_page_writes": "off",
@@ -47,9 +46,11 @@ def bundled_programs() -> Path:
 class PostgresServer:
     """One server process with one database, `postgres`.  All methods block."""
 
-    def __init__(self, *, keeps_commits: bool = False) -> None:
-        """`keeps_commits`: what was committed survives `crash`; a little slower."""
-        self._settings = {**_SETTINGS, **({"synchronous_commit": "on"} if keeps_commits else {})}
+    def __init__(self, *, keeps_commits: bool = False, connections: int = 60) -> None:
+        """`keeps_commits`: what was committed survives `crash`; a little slower.  `connections`: at most."""
+        self._settings = {**_SETTINGS, "max_connections": str(connections)}
+        if keeps_commits:
+            self._settings["synchronous_commit"] = "on"
         self.folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._programs = Path()
