@@ -141,7 +141,8 @@ def judge_end(books: Books, published: Sequence[Event], asked: Sequence[str], *,
     if rows != Counter(good):
         twice = [work for work, times in rows.items() if times > 1]
         raise ViolationError(
-            f"rows lost: {sorted(good - rows.keys())}; too many: {twice}; of work that cannot be done: {sorted(rows.keys() - good)}"
+            f"rows lost: {sorted(good - rows.keys())}; too many: {twice}; "
+            f"of work that cannot be done: {sorted(rows.keys() - good)}"
         )
     if books.processing or books.waiting:
         raise ViolationError(f"records that nobody settles: {books.processing}; events that wait: {books.waiting}")

@@ -12,7 +12,7 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,9 @@ LIVES: Final = 3
 
 AGAIN: Final = 3
 """Jobs of earlier lives that come again with each life."""
+
+TRIES: Final = 3
+"""Lives for one point: another worker may take all that would have led a life past it."""
 
 SIDE_BY_SIDE: Final = 16
 """Trials at once; they mostly wait for sessions and leases to end."""
@@ -103,12 +106,9 @@ async def run_trials(
     return figures
 
 
-def points_of(number: int, of: Sequence[CrashPoint] = POINTS) -> list[CrashPoint]:
-    """Where the lives of a trial end; eleven trials in a row, beginning at a multiple of eleven, have each once.
-
-    That is for the points of this campaign; with those `of` another one it is a third of their number.
-    """
-    row = list(of)
+def points_of(number: int) -> list[CrashPoint]:
+    """Where the lives of a trial end; eleven trials in a row, beginning at a multiple of eleven, have each once."""
+    row = list(POINTS)
     trials = len(row) // LIVES
     random.Random(number // trials).shuffle(row)
     place = number % trials * LIVES
@@ -148,9 +148,7 @@ class Trial:
         self._effects.prepare()
         async with self._opened(), self._ground.topic_set(self._order.prefix) as topics:
             for life, point in enumerate(self._points):
-                await self._publish(topics, f"{self._number}.{life}")
-                await self._live(topics, point)
-                await self._look(topics)
+                await self._die(topics, f"{self._number}.{life}", point)
             seen = self._completed_so_far()
             await self._publish(topics, f"{self._number}.last")
             await self._settle_all(topics)
@@ -158,6 +156,15 @@ class Trial:
             self._figures["completed_before_the_end"] += seen
             self._figures.update(await self._verdict(topics))
         return self._figures
+
+    async def _die(self, topics: Topics, name: str, point: CrashPoint) -> None:
+        """A life that ends at `point`."""
+        for place in range(TRIES):
+            await self._publish(topics, f"{name}.{place}")
+            died = await self._live(topics, point)
+            await self._look(topics)
+            if died:
+                return
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
@@ -185,8 +192,8 @@ class Trial:
         await topics.publish([*new, *self._dice.sample(self._jobs, min(AGAIN, len(self._jobs)))])
         self._jobs += new
 
-    async def _live(self, topics: Topics, point: CrashPoint) -> None:
-        """One worker until it dies at `point`, or has settled all without coming by there."""
+    async def _live(self, topics: Topics, point: CrashPoint) -> bool:
+        """One worker until it dies at `point`, or has settled all without coming by there; whether it died."""
         async with AsyncExitStack() as stack:
             worker = await self._start(point, self._occurrence(point))
             if self._is_accompanied(point):
@@ -203,10 +210,11 @@ class Trial:
             status = await worker.ended
         if status == -signal.SIGKILL:
             self._figures.update({"kills": 1, f"kills:{point.value}": 1})
-        elif status == 0:
+            return True
+        if status == 0:
             self._figures.update({"not_reached": 1, f"not_reached:{point.value}": 1})
-        else:
-            raise ViolationError(f"a worker ended with {status}:\n{last_words(self._folder)}")
+            return False
+        raise ViolationError(f"a worker ended with {status}:\n{last_words(self._folder)}")
 
     def _is_accompanied(self, point: CrashPoint) -> bool:
         """Whether another worker, which does not die, is there from the begin."""

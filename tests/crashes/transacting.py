@@ -31,6 +31,7 @@ from integr8s_idem.worker.relay import Relay
 from tests.crashes.jobs import Job, JobDone
 from tests.crashes.orders import SERVICE, Order
 from tests.crashes.stores import CONNECTIONS, LOCK_TIMEOUT, open_sql_store
+from tests.crashes.transactional_bugs import BUGS
 from tests.support.effects import Effects
 
 CLAIM: Final = 4.0
@@ -127,6 +128,8 @@ async def open_transactional(
     order: Order, plan: CrashPlan
 ) -> AsyncIterator[tuple[EventDispatcher, EventPublisher, Relaying]]:
     """What the worker of `order` needs."""
+    if order.bug:
+        BUGS[order.bug]()
     engine = sql_engine(order.store_url, pool_size=CONNECTIONS, lock_timeout_seconds=LOCK_TIMEOUT)
     theirs = engine.execution_options(isolation_level=order.isolation) if order.isolation else engine
     async with open_sql_store(order.store_url, order.store_timeout) as store:
