@@ -116,18 +116,18 @@ class GuardedHandling(Handling):
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
         if self.handler.transactional:
-            return await self._manager.execute_sealed(self._work, self._sealed, wait_for_store=wait_for_store)
+            return await self._manager.passes.execute_sealed(self._work, self._sealed, wait_for_store=wait_for_store)
 
         async def work(attempt: Attempt) -> Any:
             return await self.handler.work(self.event, attempt, patient=wait_for_store is not None)
 
-        return await self._manager.execute(self._work, work, wait_for_store=wait_for_store)
+        return await self._manager.passes.execute(self._work, work, wait_for_store=wait_for_store)
 
     async def _sealed(self, attempt: Attempt, seal: Seal) -> Any:
         return await self.handler.work_sealed(self.event, attempt, seal)
 
     async def wait(self, found: InProgress, looks: int) -> None:
-        await self._manager.wait_for_change(found, looks=looks)
+        await self._manager.passes.wait_for_change(found, looks=looks)
 
     async def run(self) -> Any:
         """The value, new or remembered; waits for a twin and raises as `IdempotencyManager.run` does."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from dishka import Provider
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from integr8s_idem import KeyStrategy, Settings
 from integr8s_idem.integrations.dishka import (
@@ -64,13 +65,19 @@ def k8s_worker_container(settings: PlatformSettings) -> AsyncContainer:
 
 
 def result_processor_container(settings: PlatformSettings) -> AsyncContainer:
-    """Keeps results.  Equal outcomes are one outcome, whatever their ids."""
+    """Keeps results.  Equal outcomes are one outcome, whatever their ids.
+
+    Transactional where its records are in the database that it writes results into.
+    """
     return _container(
         "result-processor",
         settings,
         IdempotencyProvider(),
         IdempotentDispatcherProvider(
-            result_processor_router, key_strategy=KeyStrategy.CONTENT_HASH, ttl=timedelta(seconds=7_200)
+            result_processor_router,
+            key_strategy=KeyStrategy.CONTENT_HASH,
+            ttl=timedelta(seconds=7_200),
+            transaction=AsyncConnection if settings.records_are_in_the_platforms_database else None,
         ),
         TransactionProvider(),
         ResultProcessorProvider(),

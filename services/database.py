@@ -1,18 +1,15 @@
 """The platform's database: its tables, and transactions that four processes can share.
 
-SQLite: a file in WAL mode.  Every writing transaction begins with BEGIN IMMEDIATE, so that it waits
-for its turn at the start instead of failing in its middle; writers of one process queue up here.
-PostgreSQL: READ COMMITTED, and rows that are decided about are locked.
+Engines are those of the library's stores in SQL: in SQLite, a writing transaction waits for its turn at its start
+instead of failing in its middle; in PostgreSQL, rows that are decided about are locked.
 
 Times are seconds since 1970 by the database's clock: the clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
 
-import asyncio
-import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -27,23 +24,20 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
-    event,
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import Connection, make_url
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
+
+from integr8s_idem.stores.sql import reading, sql_engine
 
 BUSY_TIMEOUT_SECONDS: Final = 30
 """Longest wait for another writer of the same SQLite file, or for a locked row in PostgreSQL."""
 
 _SCHEMA_LOCK: Final = 0x1DE3_F1A7
 """Number of the advisory lock under which PostgreSQL tables are made."""
-
-_WAL_TRIES: Final = 100
 
 tables = MetaData()
 
@@ -153,17 +147,12 @@ class Database:
     """One engine for one process and event loop.  Open it before use, close it at the end."""
 
     def __init__(self, url: str, *, pool_size: int = 8) -> None:
-        self._is_sqlite = make_url(url).get_backend_name() == "sqlite"
-        self._engine = _sqlite_engine(url, pool_size) if self._is_sqlite else _postgresql_engine(url, pool_size)
-        # SQLite's own waiting is unfair: a writer of this process would starve among its siblings.
-        self._writers = asyncio.Lock()
+        self._engine = sql_engine(url, pool_size=pool_size, lock_timeout_seconds=BUSY_TIMEOUT_SECONDS)
 
     async def open(self) -> None:
         """Make the tables that are missing.  Any number of processes may do this at once."""
-        if self._is_sqlite:
-            await self._switch_to_wal()
         async with self.transaction() as connection:
-            if not self._is_sqlite:
+            if connection.dialect.name == "postgresql":
                 await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _SCHEMA_LOCK})
             await connection.run_sync(tables.create_all)
 
@@ -173,59 +162,11 @@ class Database:
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncConnection]:
         """A writing transaction: committed at the end of the block, rolled back by any exception."""
-        gate: AbstractAsyncContextManager[Any] = self._writers if self._is_sqlite else nullcontext()
-        async with gate, self._engine.connect() as connection:
+        async with self._engine.connect() as connection:
             await connection.begin()
             yield connection
             await connection.commit()
 
-    @asynccontextmanager
-    async def reading(self) -> AsyncIterator[AsyncConnection]:
+    def reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
         """A snapshot to read from; waits for no writer."""
-        async with self._engine.connect() as connection:
-            await connection.execution_options(reads_only=True)
-            yield connection
-
-    async def _switch_to_wal(self) -> None:
-        # The mode stays in the file.  Two processes that switch at once: one of them is refused without waiting.
-        for attempt in range(1, _WAL_TRIES + 1):
-            try:
-                async with self._engine.connect() as connection:
-                    driver = (await connection.get_raw_connection()).driver_connection
-                    assert driver is not None
-                    await driver.execute("PRAGMA journal_mode = WAL")
-                return
-            except (OperationalError, sqlite3.OperationalError):
-                if attempt == _WAL_TRIES:
-                    raise
-                await asyncio.sleep(0.05)
-
-
-def _sqlite_engine(url: str, pool_size: int) -> AsyncEngine:
-    engine = create_async_engine(url, pool_size=pool_size, connect_args={"timeout": BUSY_TIMEOUT_SECONDS})
-
-    @event.listens_for(engine.sync_engine, "connect")
-    def _prepare(connection: Any, _record: Any) -> None:
-        # The driver begins transactions late and behind our back; with None it leaves them to us.
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        cursor.execute("PRAGMA foreign_keys = ON")
-        cursor.execute("PRAGMA synchronous = FULL")
-        cursor.close()
-
-    @event.listens_for(engine.sync_engine, "begin")
-    def _begin(connection: Connection) -> None:
-        reads_only = connection.get_execution_options().get("reads_only", False)
-        connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
-
-    return engine
-
-
-def _postgresql_engine(url: str, pool_size: int) -> AsyncEngine:
-    return create_async_engine(
-        url,
-        pool_size=pool_size,
-        pool_pre_ping=True,
-        isolation_level="READ COMMITTED",
-        connect_args={"server_settings": {"lock_timeout": str(BUSY_TIMEOUT_SECONDS * 1000)}},
-    )
+        return reading(self._engine)

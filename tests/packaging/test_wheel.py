@@ -21,7 +21,8 @@ print(integr8s_idem.__file__)
 print([name for name in integr8s_idem.__all__ if getattr(integr8s_idem, name) is None])
 found = [importlib.util.find_spec(name) for name in ("providers", "services", "examples", "tests")]
 # Some dependencies bring a package of such a name.
-print([spec.origin for spec in found if spec and not str(spec.origin).startswith(sys.argv[1])])
+places = [place for spec in found if spec for place in spec.submodule_search_locations]
+print([place for place in places if not place.startswith(sys.argv[1])])
 """
 
 

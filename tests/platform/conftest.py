@@ -14,7 +14,7 @@ from services.settings import PlatformSection
 from tests.support.postgres import PostgresServer
 
 POSTGRES_VARIABLE = "INTEGR8S_IDEM_TEST_POSTGRES"
-ON_BOTH = ("test_admission", "test_database", "test_pods", "test_results", "test_saga")
+ON_BOTH = ("test_admission", "test_database", "test_pods", "test_results", "test_saga", "test_transactional")
 
 
 class RecordingPublisher:

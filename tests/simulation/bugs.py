@@ -20,7 +20,7 @@ from integr8s_idem.errors import StoreError
 from integr8s_idem.handling import GuardedHandling
 from integr8s_idem.leases import HeldLease, LeaseKeeper
 from integr8s_idem.ledger import Ledger
-from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.passes import Passes
 from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved, ReserveRequest, Verdict
 from integr8s_idem.stores import memory
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
@@ -189,14 +189,14 @@ def key_made_again() -> AbstractContextManager[Any]:
 
 def completed_before_the_handler() -> AbstractContextManager[Any]:
     """The outcome is written first, as with an offset committed before the work."""
-    performed = IdempotencyManager._perform
+    performed = Passes._perform
 
-    async def perform(self: IdempotencyManager, work: Any, function: Any, reserved: Reserved, *told: Any) -> Any:
+    async def perform(self: Passes, work: Any, function: Any, reserved: Reserved, *told: Any, **more: Any) -> Any:
         completion = self._ledger.completion(reserved, "done", work.ttl)
         await self._ledger.complete(completion)
-        return await performed(self, work, function, reserved, *told)
+        return await performed(self, work, function, reserved, *told, **more)
 
-    return _instead(IdempotencyManager, "_perform", perform)
+    return _instead(Passes, "_perform", perform)
 
 
 def token_of_the_process() -> AbstractContextManager[Any]:

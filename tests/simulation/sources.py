@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Final
 from unittest import mock
 
-from integr8s_idem import manager, work
+from integr8s_idem import passes, work
 from integr8s_idem.worker import consumer, deadletters, polling, retries
 
 POLL_SECONDS: Final = 1.0
@@ -34,8 +34,8 @@ def driven_by(random: Random) -> Iterator[None]:
     level = logger.level
     with ExitStack() as patches:
         for place, name, source in (
-            (manager, "random", chance),
-            (manager, "secrets", secrets),
+            (passes, "random", chance),
+            (passes, "secrets", secrets),
             (work, "secrets", secrets),
             (retries, "random", chance),
             (consumer, "time", time),

@@ -71,6 +71,7 @@ def test_what_can_succeed_later_is_marked_so() -> None:
         "HandlerTimeoutError",
         "HandlerCancelledError",
         "HandlerExitError",
+        "TransactionAbortedError",
         "PublishError",
         "StoreUnavailableError",
         "ResultNotStoredError",

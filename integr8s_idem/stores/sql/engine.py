@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,8 @@ from integr8s_idem.config import PostgresqlStoreSettings, SqliteStoreSettings
 
 _READS_ONLY: Final = "integr8s_idem_reads_only"
 """Execution option of a transaction that will not write: in SQLite it waits for no writer."""
+
+_WAL_TRIES: Final = 100
 
 _TURN: Final = "integr8s_idem_turn"
 """Where a connection keeps the lock that it holds."""
@@ -88,7 +91,8 @@ def _sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) 
         # The driver begins transactions late and behind our back; with None it leaves them to us.
         connection.isolation_level = None
         cursor = connection.cursor()
-        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+        _switch_to_wal(connection, cursor)
+        for pragma in ("synchronous = FULL", "foreign_keys = ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
@@ -113,6 +117,19 @@ def _sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) 
     event.listen(engine.sync_engine, "checkin", lambda _, record: _end_turn(record))
     event.listen(engine.sync_engine, "invalidate", lambda _, record, error: _end_turn(record))
     return engine
+
+
+def _switch_to_wal(connection: Any, cursor: Any) -> None:
+    # The mode stays in the file.  Of two processes that switch at once, one is refused without waiting.
+    for attempt in range(1, _WAL_TRIES + 1):
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError:
+            if attempt == _WAL_TRIES:
+                raise
+            connection.run_async(lambda _: asyncio.sleep(0.05))
+        else:
+            return
 
 
 def _end_turn(of: Any) -> None:
