@@ -13,6 +13,7 @@ MODULES: Final = (
     "tests.campaigns.races",
     "tests.campaigns.storm",
     "tests.crashes.points",
+    "tests.crashes.store_points",
     "tests.crashes.transactional",
     "tests.crashes.random_kills",
     "tests.fuzz.campaign",

@@ -48,7 +48,7 @@ class Crew:
         folder.mkdir()
         order = Order(
             bootstrap=ground.broker.bootstrap,
-            store_url=ground.redis.url,
+            store=ground.redis_settings,
             prefix=f"{name}.",
             folder=str(folder),
             ordering="key",

@@ -18,8 +18,8 @@ from aiokafka.errors import KafkaError
 
 from integr8s_idem.events import BaseEvent, encode_event, event_headers
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from tests.support.homes import Home, StoreTable, open_home
 from tests.support.kafka.broker import KafkaBroker
-from tests.support.postgres import PostgresServer
 from tests.support.redis import RedisServer
 
 PARTITIONS: Final = 2
@@ -38,7 +38,13 @@ class Ground:
     producer: Any
     admin: Any
     store: RedisIdempotencyRepository
-    postgres: PostgresServer | None = None
+    homes: Mapping[str, Home]
+    """By kind: the servers for records that were asked for beside that Redis."""
+
+    @property
+    def redis_settings(self) -> StoreTable:
+        """Of a store in that Redis, for a worker."""
+        return {"kind": "redis", "url": self.redis.url, "timeout_seconds": 0.5}
 
     @asynccontextmanager
     async def topic_set(self, prefix: str, partitions: int = PARTITIONS) -> AsyncIterator[Topics]:
@@ -114,12 +120,12 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def open_ground(redis: Mapping[str, str] | None = None, *, postgres: bool = False) -> AsyncIterator[Ground]:
+async def open_ground(redis: Mapping[str, str] | None = None, *, kinds: Iterable[str] = ()) -> AsyncIterator[Ground]:
     """Servers of our own, started now and gone afterwards.
 
     Args:
         redis: Settings of Redis over those for tests.
-        postgres: Whether a PostgreSQL is needed.
+        kinds: Of the stores for which there must be servers beside that Redis.
     """
     with ExitStack() as servers:
         servers.enter_context(_quiet("aiokafka"))
@@ -139,5 +145,5 @@ async def open_ground(redis: Mapping[str, str] | None = None, *, postgres: bool 
             client = server.client()
             clients.push_async_callback(client.aclose)
             store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=30))
-            database = servers.enter_context(PostgresServer(keeps_commits=True, connections=200)) if postgres else None
-            yield Ground(broker, server, folder, producer, admin, store, database)
+            homes = {kind: servers.enter_context(open_home(kind)) for kind in kinds}
+            yield Ground(broker, server, folder, producer, admin, store, homes)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from integr8s_idem import IdempotencyConfig
 from integr8s_idem.config import KafkaSettings, ServiceSettings
-from tests.crashes.stores import StoreKind
 
 SERVICE: Final = "boss"
 MOST_ATTEMPTS: Final = 50
@@ -19,13 +18,12 @@ class Order:
     """What a worker is to do; travels as JSON."""
 
     bootstrap: str
-    store_url: str
-    """Of the kind of `store`; for PostgreSQL and SQLite as SQLAlchemy writes them."""
+    store: dict[str, Any]
+    """Of the store, as under `[store]`; of transactional workers `url` as SQLAlchemy writes it, and no more."""
     prefix: str
     """Of its topics and its group, and its keys in the store."""
     folder: str
     """For effects and logs."""
-    store: StoreKind = "redis"
     transactional: bool = False
     """Its handlers write into the database that the store is in; their outcome commits with that."""
     isolation: str = ""
@@ -38,7 +36,6 @@ class Order:
     ordering: Literal["partition", "key", "none"] = "partition"
     lease: float = 1.5
     session: float = 1.5
-    store_timeout: float = 0.5
     request_timeout: float = 5.0
     """Of the broker."""
     max_attempts: int = MOST_ATTEMPTS

@@ -79,30 +79,41 @@ async def run_trials(
     trial: Callable[[Ground, Nursery, int], Trial],
     side_by_side: int,
     *,
-    postgres: bool = False,
+    kinds: Iterable[str] = (),
 ) -> Figures:
-    """What came of all of them, on servers that they share.
+    """What came of all of them, on servers of their own, those for records of `kinds` among them.
 
     Raises:
         ViolationError: A promise was broken; it names the trial.
     """
+    async with open_ground(kinds=kinds) as ground, Nursery() as nursery:
+        return await run_on(ground, nursery, numbers, trial, side_by_side)
+
+
+async def run_on(
+    ground: Ground,
+    nursery: Nursery,
+    numbers: Iterable[int],
+    trial: Callable[[Ground, Nursery, int], Trial],
+    side_by_side: int,
+) -> Figures:
+    """As `run_trials`, on servers that are there."""
     figures = Figures(kills=0, lost=0, repeats=0, fenced_repeats=0)
-    async with open_ground(postgres=postgres) as ground, Nursery() as nursery:
-        slots = asyncio.Semaphore(side_by_side)
+    slots = asyncio.Semaphore(side_by_side)
 
-        async def one(number: int) -> None:
-            async with slots:
-                try:
-                    figures.update(await trial(ground, nursery, number).run())
-                except AssertionError as error:
-                    raise ViolationError(f"trial {number}: {error}") from error
+    async def one(number: int) -> None:
+        async with slots:
+            try:
+                figures.update(await trial(ground, nursery, number).run())
+            except AssertionError as error:
+                raise ViolationError(f"trial {number}: {error}") from error
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in numbers:
-                    group.create_task(one(number))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in numbers:
+                group.create_task(one(number))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
     return figures
 
 
@@ -127,7 +138,7 @@ class Trial:
         self._effects = Effects(self._folder)
         self._order = Order(
             bootstrap=ground.broker.bootstrap,
-            store_url=ground.redis.url,
+            store=ground.redis_settings,
             prefix=f"crash{number}.",
             folder=str(self._folder),
             ordering=self._dice.choice(ORDERINGS),

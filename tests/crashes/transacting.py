@@ -30,12 +30,15 @@ from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.relay import Relay
 from tests.crashes.jobs import Job, JobDone
 from tests.crashes.orders import SERVICE, Order
-from tests.crashes.stores import CONNECTIONS, LOCK_TIMEOUT, open_sql_store
+from tests.crashes.stores import LOCK_TIMEOUT, open_sql_store
 from tests.crashes.transactional_bugs import BUGS
 from tests.support.effects import Effects
+from tests.support.homes import CONNECTIONS
 
 CLAIM: Final = 4.0
 """Seconds for which a relay claims buckets: the next one waits so long for what a dead one holds."""
+
+STORE_TIMEOUT: Final = 2.0
 
 STEPS: Final = 2
 """Events that each job leaves behind."""
@@ -130,9 +133,10 @@ async def open_transactional(
     """What the worker of `order` needs."""
     if order.bug:
         BUGS[order.bug]()
-    engine = sql_engine(order.store_url, pool_size=CONNECTIONS, lock_timeout_seconds=LOCK_TIMEOUT)
+    url = order.store["url"]
+    engine = sql_engine(url, pool_size=CONNECTIONS, lock_timeout_seconds=LOCK_TIMEOUT)
     theirs = engine.execution_options(isolation_level=order.isolation) if order.isolation else engine
-    async with open_sql_store(order.store_url, order.store_timeout) as store:
+    async with open_sql_store(url, STORE_TIMEOUT) as store:
         publisher = CrashingPublisher(order.kafka, plan)
         clerk = Clerk(Effects(Path(order.folder)), plan)
         settings = Settings(kafka=order.kafka, idempotency=order.idempotency, services={SERVICE: order.service})

@@ -21,10 +21,10 @@ from tests.crashes.forks import Nursery
 from tests.crashes.ground import Ground, Topics
 from tests.crashes.judging import judge_letters
 from tests.crashes.points import LIVES, OF_TRANSACTIONS, OFTEN, Trial, run_trials
-from tests.crashes.stores import StoreKind, open_database
+from tests.crashes.stores import open_database
 from tests.crashes.transacting import STEPS, tables
 
-KINDS: Final[tuple[StoreKind, ...]] = ("postgresql", "sqlite")
+KINDS: Final = ("postgresql", "sqlite")
 """Of the trials with even and with odd numbers."""
 
 LEVELS: Final = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -58,7 +58,7 @@ CLAIMS: Final = frozenset({CrashPoint.BEFORE_CLAIM, CrashPoint.IN_CLAIM, CrashPo
 
 def run(first: int, count: int) -> Figures:
     """The trials numbered `first` to `first + count - 1`."""
-    trials = run_trials(range(first, first + count), TransactionalTrial, SIDE_BY_SIDE, postgres=True)
+    trials = run_trials(range(first, first + count), TransactionalTrial, SIDE_BY_SIDE, kinds=KINDS)
     return asyncio.run(trials)
 
 
@@ -96,11 +96,9 @@ class TransactionalTrial(Trial):
         level = self._dice.choice(LEVELS) if self._kind == "postgresql" else ""
         self._order = replace(
             self._order,
-            store=self._kind,
             transactional=True,
             isolation=level,
             bug=bug,
-            store_timeout=2.0,
             request_timeout=1.9,
         )
         self._books: Books | None = None
@@ -108,12 +106,10 @@ class TransactionalTrial(Trial):
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
-        server = self._ground.postgres if self._kind == "postgresql" else None
-        async with open_database(server, f"trial{self._number}", self._folder) as database:
-            self._store = database.store
+        async with open_database(self._ground.homes[self._kind], f"trial{self._number}", self._folder) as database:
             async with database.store.engine.begin() as connection:
                 await connection.run_sync(tables.create_all)
-            self._order = replace(self._order, store_url=database.url)
+            self._order = replace(self._order, store={"url": database.url})
             yield
 
     def _is_accompanied(self, point: CrashPoint) -> bool:
@@ -128,13 +124,13 @@ class TransactionalTrial(Trial):
     async def _finished(self, topics: Topics) -> bool:
         if not await super()._finished(topics):
             return False
-        return not (await read_books(self._order.store_url)).waiting
+        return not (await read_books(self._order.store["url"])).waiting
 
     def _completed_so_far(self) -> int:
         return len(self._books.entries) if self._books is not None else 0
 
     async def _look(self, topics: Topics) -> None:
-        before, self._books = self._books, await read_books(self._order.store_url)
+        before, self._books = self._books, await read_books(self._order.store["url"])
         judge_books(self._books, await self._published(topics), STEPS)
         if before is not None and (gone := set(before.entries) - set(self._books.entries)):
             raise ViolationError(f"rows that were there and are gone: {sorted(gone)}")

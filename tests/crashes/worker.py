@@ -26,9 +26,9 @@ from integr8s_idem.worker import EventPublisher, ServiceWorker
 from tests.crashes.jobs import Boss, with_the_call
 from tests.crashes.orders import SERVICE, Order
 from tests.crashes.samples import sampling
-from tests.crashes.stores import open_store
 from tests.crashes.transacting import Relaying, open_transactional
 from tests.support.effects import Effects
+from tests.support.homes import open_records
 
 
 def run_worker(order: Order, parent: int) -> int:
@@ -73,7 +73,7 @@ async def _work(order: Order, parent: int) -> int:
 async def _open_stand_alone(
     order: Order, plan: CrashPlan
 ) -> AsyncIterator[tuple[EventDispatcher, EventPublisher, Relaying]]:
-    async with open_store(order.store, order.store_url, order.store_timeout) as store:
+    async with open_records(order.store, order.key_prefix) as store:
         manager = IdempotencyManager(order.idempotency, CrashingStore(store, plan), scope=SERVICE)
         publisher = CrashingPublisher(order.kafka, plan)
         boss = Boss(Effects(Path(order.folder)), plan)

@@ -45,7 +45,7 @@ FOUND = {
 async def test_each_mistake_of_a_transactional_mode_is_found_by_one_death() -> None:
     need_kafka(own=True)
 
-    async with open_ground(postgres=True) as ground, Nursery() as nursery:
+    async with open_ground(kinds=KINDS) as ground, Nursery() as nursery:
         trials = [mistaken(ground, nursery, place, bug) for place, bug in enumerate(FOUND)]
         found = await asyncio.gather(*(trial.run() for trial in trials), return_exceptions=True)
 
