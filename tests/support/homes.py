@@ -34,6 +34,9 @@ StoreTable = dict[str, Any]
 CONNECTIONS: Final = 4
 """Of one process to a database, by each of its engines, unless more are needed for a moment."""
 
+LOCK_TIMEOUT: Final = 0.5
+"""Seconds; shorter than any worker here waits for an answer."""
+
 _settings: Final[TypeAdapter[StoreSettings]] = TypeAdapter(StoreSettings)
 
 
@@ -53,10 +56,12 @@ KINDS: Final[Mapping[str, StoreKind]] = {
     "redis": StoreKind(RedisServer, lambda server, _: {"url": server.url}),
     "postgresql": StoreKind(
         partial(PostgresServer, keeps_commits=True, connections=300),
-        lambda server, _: {"url": server.url, "max_connections": CONNECTIONS},
+        lambda server, _: {"url": server.url, "max_connections": CONNECTIONS, "lock_timeout_seconds": LOCK_TIMEOUT},
         has_tables=True,
     ),
-    "sqlite": StoreKind(nullcontext, lambda _, folder: {"path": str(folder / "store.db")}),
+    "sqlite": StoreKind(
+        nullcontext, lambda _, folder: {"path": str(folder / "store.db"), "lock_timeout_seconds": LOCK_TIMEOUT}
+    ),
 }
 
 
