@@ -23,7 +23,7 @@ COMPLETED: Final = 2
 PROCESSING: Final = 1
 
 _ENTRIES: Final = "SELECT work, key, fence FROM entries ORDER BY id"
-_RECORDS: Final = "SELECT key, status, fence FROM idempotency_records"
+_RECORDS: Final = "SELECT key, status, fence, lease_until FROM idempotency_records"
 _OUTBOX: Final = "SELECT event_id, value, message_key FROM idempotency_outbox ORDER BY id"
 
 
@@ -54,6 +54,8 @@ class Books:
     """Status and fence by key."""
     waiting: Sequence[Event]
     """In the outbox."""
+    leases: dict[str, float]
+    """By key: when the lease ends, or ended; seconds of the database's clock."""
 
     @property
     def processing(self) -> list[str]:
@@ -80,8 +82,9 @@ async def read_books(url: str) -> Books:
 def _books(entries: Sequence[Any], records: Sequence[Any], waiting: Sequence[Any]) -> Books:
     return Books(
         entries=[Entry(*row) for row in entries],
-        records={key: (status, fence) for key, status, fence in records},
+        records={key: (status, fence) for key, status, fence, _ in records},
         waiting=[_event(event_id, bytes(value), bytes(line)) for event_id, value, line in waiting],
+        leases={key: lease / 1_000_000 for key, _, _, lease in records if lease is not None},
     )
 
 

@@ -89,6 +89,12 @@ class Topics:
         offsets = {at.partition: told.offset for at, told in committed.items() if at.topic == f"{self.prefix}job"}
         return all(offsets.get(partition, 0) >= end for partition, end in self.ends.items())
 
+    async def members(self, group: str) -> set[str]:
+        """Whom the group consists of."""
+        [answer] = await self.ground.admin.describe_consumer_groups([group], BROKER)
+        [(_, _, _, _, _, members, *_)] = answer.groups
+        return {member_id for member_id, *_ in members}
+
     async def messages(self, name: str) -> Sequence[Any]:
         """All messages of one of the topics with a single partition."""
         place = TopicPartition(f"{self.prefix}{name}", 0)

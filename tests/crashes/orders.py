@@ -33,6 +33,8 @@ class Order:
     point: str = ""
     """Where it dies; empty: nowhere."""
     occurrence: int = 1
+    stalls: bool = False
+    """It stops itself there instead, until somebody sends SIGCONT; the file `stalled` in its folder says so before."""
     ordering: Literal["partition", "key", "none"] = "partition"
     lease: float = 1.5
     session: float = 1.5

@@ -143,6 +143,8 @@ class Trial:
             folder=str(self._folder),
             ordering=self._dice.choice(ORDERINGS),
         )
+        self._slowness = self._order.lease
+        """Seconds of which a slow job takes about half."""
         self._points = points_of(number)
         self._store: IdempotencyRepository = ground.store
         self._jobs: list[Job] = []
@@ -199,7 +201,7 @@ class Trial:
         return await topics.settled(self._order.group)
 
     async def _publish(self, topics: Topics, name: str) -> None:
-        new = list(handful(self._dice, name, self._order.lease))
+        new = list(handful(self._dice, name, self._slowness))
         await topics.publish([*new, *self._dice.sample(self._jobs, min(AGAIN, len(self._jobs)))])
         self._jobs += new
 

@@ -32,6 +32,9 @@ LEVELS: Final = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 
 SIDE_BY_SIDE: Final = 13
 
+LEASE: Final = 2.0
+"""Seconds; nobody renews it, and a busy machine must not run a job out of it again and again."""
+
 PASSED_BY_NOBODY: Final = frozenset(
     CrashPoint(name)
     for name in (
@@ -97,10 +100,12 @@ class TransactionalTrial(Trial):
         self._order = replace(
             self._order,
             transactional=True,
+            lease=LEASE,
             isolation=level,
             bug=bug,
             request_timeout=1.9,
         )
+        self._slowness = LEASE / 2
         self._books: Books | None = None
         self._figures[f"trials:{level or self._kind}"] += 1
 

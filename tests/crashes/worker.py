@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from integr8s_idem.testing.crash_points import (
     CrashPoint,
     crashing_consumer,
     crashing_invoke,
+    kill_myself,
 )
 from integr8s_idem.worker import EventPublisher, ServiceWorker
 from tests.crashes.jobs import Boss, with_the_call
@@ -39,7 +40,7 @@ def run_worker(order: Order, parent: int) -> int:
 
 
 async def _work(order: Order, parent: int) -> int:
-    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence)
+    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, _ending(order))
     opening = open_transactional if order.transactional else _open_stand_alone
     async with opening(order, plan) as (dispatcher, publisher, relaying):
         worker = ServiceWorker(
@@ -67,6 +68,14 @@ async def _work(order: Order, parent: int) -> int:
             task.cancel()
         await asyncio.wait(tasks)
     return 1 if worker.stuck else 0
+
+
+def _ending(order: Order) -> Callable[[], None]:
+    def stall() -> None:
+        (Path(order.folder) / "stalled").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return stall if order.stalls else kill_myself
 
 
 @asynccontextmanager
