@@ -18,6 +18,7 @@ MODULES: Final = (
     "tests.crashes.random_kills",
     "tests.fuzz.campaign",
     "tests.kafka_faults.zombies",
+    "tests.kafka_faults.store_zombies",
     "tests.crashes.transactional_zombies",
     "tests.kafka_faults.rebalances",
     "tests.kafka_faults.brokers",

@@ -121,7 +121,7 @@ CAMPAIGN = Campaign(
     says="a worker stops itself (SIGSTOP) in a handler's transaction, beyond its lease and its session, another one "
     "does what it can, then it goes on; on a real PostgreSQL or SQLite and a real Kafka",
     scenarios=(33,),
-    in_test=len(POINTS) * len(KINDS),
+    in_test=2 * len(KINDS),
     target=240,
     batch=2 * len(POINTS) * len(KINDS),
     run=run,

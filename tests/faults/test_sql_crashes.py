@@ -13,12 +13,13 @@ import pytest
 
 from integr8s_idem.testing.crash_points import CrashPoint
 from tests.campaigns.figures import Figures, ViolationError
-from tests.crashes import store_points, transactional
+from tests.crashes import store_points, transactional, transactional_zombies
 from tests.crashes.forks import Nursery
 from tests.crashes.ground import Ground, open_ground
 from tests.crashes.points import LIVES, OF_TRANSACTIONS, run_on
 from tests.crashes.store_points import StoreTrial
 from tests.crashes.transactional import KINDS, POINTS, TransactionalTrial, points_of
+from tests.crashes.transactional_zombies import ZombieTrial
 from tests.kafka_faults.tools import need_kafka
 
 FOUND = {
@@ -35,6 +36,7 @@ class Outcome:
 
     transactional: Figures | BaseException
     stand_alone: Figures | BaseException
+    zombies: Figures | BaseException
     mistakes: Mapping[str, Figures | BaseException]
 
 
@@ -51,11 +53,12 @@ async def all_at_once() -> Outcome:
         # Numbers of their own: a trial's topics and its folder have its number for a name.
         numbers = range(1000, 1000 + store_points.CAMPAIGN.in_test)
         stand_alone_trials = run_on(ground, nursery, numbers, StoreTrial, 4)
+        stalls = run_on(ground, nursery, range(3000, 3000 + transactional_zombies.CAMPAIGN.in_test), ZombieTrial, 4)
         mistaken = [mistaken_trial(ground, nursery, place, bug).run() for place, bug in enumerate(FOUND)]
-        first, second, *mistakes = await asyncio.gather(
-            transactional_trials, stand_alone_trials, *mistaken, return_exceptions=True
+        first, second, third, *mistakes = await asyncio.gather(
+            transactional_trials, stand_alone_trials, stalls, *mistaken, return_exceptions=True
         )
-    return Outcome(first, second, dict(zip(FOUND, mistakes, strict=True)))
+    return Outcome(first, second, third, dict(zip(FOUND, mistakes, strict=True)))
 
 
 def mistaken_trial(ground: Ground, nursery: Nursery, place: int, bug: str) -> TransactionalTrial:
@@ -97,6 +100,17 @@ def test_with_records_in_a_database_deaths_at_any_point_leave_all_work_done_once
     assert min(figures[f"kills:{kind}"] for kind in store_points.KINDS) >= LIVES
     assert figures["lost"] == figures["fenced_repeats"] == 0
     assert figures["completed"] > figures["completed_before_the_end"] > 2 * store_points.CAMPAIGN.in_test
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_a_zombie_wrote_in_its_transaction_is_not_seen_once_it_is_overtaken(outcome: Outcome) -> None:
+    figures = figures_of(outcome.zombies)
+
+    assert figures["zombies:postgresql"] == figures["zombies:sqlite"] == len(KINDS)
+    assert figures["takeovers"] >= len(KINDS)
+    assert figures["done"] == figures["completed"] == transactional_zombies.CAMPAIGN.in_test
 
 
 @pytest.mark.kafka

@@ -34,7 +34,7 @@ StoreTable = dict[str, Any]
 CONNECTIONS: Final = 4
 """Of one process to a database, by each of its engines, unless more are needed for a moment."""
 
-LOCK_TIMEOUT: Final = 0.5
+LOCK_TIMEOUT: Final = 0.25
 """Seconds; shorter than any worker here waits for an answer."""
 
 _settings: Final[TypeAdapter[StoreSettings]] = TypeAdapter(StoreSettings)
