@@ -17,6 +17,8 @@ The points around an effect are in the handler, where only its author knows them
     await charge(order)
     plan.reached(CrashPoint.IN_HANDLER_AFTER_EFFECT)
 
+Those of transactional handlers and of the relay are in `transactional_crash_points`.
+
 Run it in a process of its own, start another one without a plan behind it, and count effects from outside.
 """
 
@@ -35,7 +37,7 @@ from typing import Any, Final, TypeVar, cast
 from aiokafka import ConsumerRebalanceListener
 
 from integr8s_idem.config import KafkaSettings
-from integr8s_idem.events import BaseEvent
+from integr8s_idem.events import BaseEvent, Message
 from integr8s_idem.records import (
     Completion,
     Failure,
@@ -87,13 +89,33 @@ class CrashPoint(str, Enum):
     """Named by the handler itself, as is the next."""
     IN_HANDLER_AFTER_EFFECT = "in_handler_after_effect"
     AFTER_HANDLER = "after_handler"
-    """It has returned, and what it wants to publish has not left."""
+    """It has returned, and what it wants to publish has not left; if it is transactional, all is committed."""
+    BEFORE_OUTCOME = "before_outcome"
+    """A transactional handler has returned; its outgoing events and its outcome are not in its transaction."""
+    IN_OUTCOME = "in_outcome"
+    AFTER_OUTCOME = "after_outcome"
+    BEFORE_TRANSACTION_COMMIT = "before_transaction_commit"
+    """The handler's transaction, in the database.  Named by whoever commits, as are the next two."""
+    IN_TRANSACTION_COMMIT = "in_transaction_commit"
+    AFTER_TRANSACTION_COMMIT = "after_transaction_commit"
     BEFORE_RENEW = "before_renew"
     IN_RENEW = "in_renew"
     AFTER_RENEW = "after_renew"
     BEFORE_PUBLISH = "before_publish"
     """The handler's outgoing events, all of them; not dead letters."""
     AFTER_PUBLISH = "after_publish"
+    BEFORE_CLAIM = "before_claim"
+    """The relay asks for buckets of the outbox."""
+    IN_CLAIM = "in_claim"
+    AFTER_CLAIM = "after_claim"
+    BEFORE_SEND = "before_send"
+    """One outgoing event, by the relay or without one."""
+    AFTER_SEND = "after_send"
+    """The broker has confirmed it; if it came from the outbox, its row is still there."""
+    BEFORE_FORGET = "before_forget"
+    """The broker has confirmed all that the relay has read; their rows are still there."""
+    IN_FORGET = "in_forget"
+    AFTER_FORGET = "after_forget"
     BEFORE_COMPLETE = "before_complete"
     IN_COMPLETE = "in_complete"
     AFTER_COMPLETE = "after_complete"
@@ -221,6 +243,11 @@ class CrashingPublisher(EventPublisher):
         self._plan.reached(CrashPoint.BEFORE_PUBLISH)
         await super().publish(*events)
         self._plan.reached(CrashPoint.AFTER_PUBLISH)
+
+    async def send_message(self, message: Message) -> None:
+        self._plan.reached(CrashPoint.BEFORE_SEND)
+        await super().send_message(message)
+        self._plan.reached(CrashPoint.AFTER_SEND)
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]

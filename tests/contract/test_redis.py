@@ -40,7 +40,7 @@ async def _store_on(server: RedisServer) -> AsyncIterator[StoreUnderTest]:
     async def spoil(key: str) -> None:
         await client.set(key, b'{"status": "completed"}', ex=60)
 
-    yield StoreUnderTest(RedisIdempotencyRepository(client), advance, spoil)
+    yield StoreUnderTest(RedisIdempotencyRepository(client, timeout=timedelta(seconds=30)), advance, spoil)
     await client.aclose()
 
 

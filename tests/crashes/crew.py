@@ -17,7 +17,7 @@ from tests.crashes.forks import Forked, Nursery
 from tests.crashes.ground import Ground, Topics
 from tests.crashes.jobs import Stream, out_of_order
 from tests.crashes.judging import CompletedKeys, judge, last_words
-from tests.crashes.worker import Order
+from tests.crashes.orders import Order
 from tests.support.effects import Effects
 
 PARTITIONS: Final = 6
@@ -48,7 +48,7 @@ class Crew:
         folder.mkdir()
         order = Order(
             bootstrap=ground.broker.bootstrap,
-            redis_url=ground.redis.url,
+            store=ground.redis_settings,
             prefix=f"{name}.",
             folder=str(folder),
             ordering="key",

@@ -24,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.crashes.worker import Order, run_worker
+from tests.crashes.orders import Order
+from tests.crashes.worker import run_worker
 
 FOLDER = Path(__file__).parents[2]
 

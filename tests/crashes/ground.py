@@ -16,9 +16,9 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
-from integr8s_idem import IdempotencyStatus
 from integr8s_idem.events import BaseEvent, encode_event, event_headers
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from tests.support.homes import Home, StoreTable, open_home
 from tests.support.kafka.broker import KafkaBroker
 from tests.support.redis import RedisServer
 
@@ -38,6 +38,13 @@ class Ground:
     producer: Any
     admin: Any
     store: RedisIdempotencyRepository
+    homes: Mapping[str, Home]
+    """By kind: the servers for records that were asked for beside that Redis."""
+
+    @property
+    def redis_settings(self) -> StoreTable:
+        """Of a store in that Redis, for a worker."""
+        return {"kind": "redis", "url": self.redis.url, "timeout_seconds": 0.5}
 
     @asynccontextmanager
     async def topic_set(self, prefix: str, partitions: int = PARTITIONS) -> AsyncIterator[Topics]:
@@ -48,11 +55,6 @@ class Ground:
             yield Topics(self, prefix)
         finally:
             await self.admin.delete_topics(list(names))
-
-    async def unsettled(self, prefix: str) -> list[str]:
-        """Keys of records that are in no final state."""
-        records = self.store.scan(prefix)
-        return [record.key async for record in records if record.status is IdempotencyStatus.PROCESSING]
 
 
 @dataclass
@@ -87,6 +89,12 @@ class Topics:
         offsets = {at.partition: told.offset for at, told in committed.items() if at.topic == f"{self.prefix}job"}
         return all(offsets.get(partition, 0) >= end for partition, end in self.ends.items())
 
+    async def members(self, group: str) -> set[str]:
+        """Whom the group consists of."""
+        [answer] = await self.ground.admin.describe_consumer_groups([group], BROKER)
+        [(_, _, _, _, _, members, *_)] = answer.groups
+        return {member_id for member_id, *_ in members}
+
     async def messages(self, name: str) -> Sequence[Any]:
         """All messages of one of the topics with a single partition."""
         place = TopicPartition(f"{self.prefix}{name}", 0)
@@ -118,11 +126,12 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def open_ground(redis: Mapping[str, str] | None = None) -> AsyncIterator[Ground]:
+async def open_ground(redis: Mapping[str, str] | None = None, *, kinds: Iterable[str] = ()) -> AsyncIterator[Ground]:
     """Servers of our own, started now and gone afterwards.
 
     Args:
         redis: Settings of Redis over those for tests.
+        kinds: Of the stores for which there must be servers beside that Redis.
     """
     with ExitStack() as servers:
         servers.enter_context(_quiet("aiokafka"))
@@ -142,4 +151,5 @@ async def open_ground(redis: Mapping[str, str] | None = None) -> AsyncIterator[G
             client = server.client()
             clients.push_async_callback(client.aclose)
             store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=30))
-            yield Ground(broker, server, folder, producer, admin, store)
+            homes = {kind: servers.enter_context(open_home(kind)) for kind in kinds}
+            yield Ground(broker, server, folder, producer, admin, store, homes)

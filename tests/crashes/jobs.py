@@ -33,6 +33,8 @@ class JobDone(BaseEvent):
 
     event_type: Literal["job_done"] = "job_done"
     work: str
+    step: int = 0
+    """Where one job leaves several."""
 
 
 class Boss:

@@ -65,8 +65,13 @@ class CompletedKeys:
             self._begun = {key: len(begun[key]) for key in self._fences}
 
 
-async def judge(topics: Topics, effects: Effects, key_prefix: str) -> Figures:
+async def judge(
+    topics: Topics, effects: Effects, key_prefix: str, store: IdempotencyRepository | None = None
+) -> Figures:
     """Compare effects, dead letters, published events and records with what was asked for.
+
+    Args:
+        store: Where the records are; the Redis of the ground if not given.
 
     Raises:
         ViolationError: Something was lost, done twice in the sink, repeated in silence, completed by a run that
@@ -77,19 +82,20 @@ async def judge(topics: Topics, effects: Effects, key_prefix: str) -> Figures:
     done = effects.done()
     if done & poison:
         raise ViolationError(f"poison had an effect: {sorted(done & poison)}")
-    figures["dead_letter_copies"] = await _letters(topics, poison)
+    figures["dead_letter_copies"] = await judge_letters(topics, poison)
     await _outgoing(topics, {work for work in done if work.endswith(":talking")})
-    stuck = await topics.ground.unsettled(f"{key_prefix}:")
+    records = [record async for record in (store or topics.ground.store).scan(f"{key_prefix}:")]
+    stuck = [record.key for record in records if record.status is IdempotencyStatus.PROCESSING]
     if stuck:
         raise ViolationError(f"records that nobody will settle: {stuck}")
-    figures.update(effects.judge_records([record async for record in topics.ground.store.scan(f"{key_prefix}:")]))
+    figures.update(effects.judge_records(records))
     begun = Counter(line.work for line in effects.lines() if line.what == "begin")
     figures["deliveries"] = len(topics.published)
     figures["reruns"] = sum(times - 1 for times in begun.values())
     return figures
 
 
-async def _letters(topics: Topics, poison: set[str]) -> int:
+async def judge_letters(topics: Topics, poison: set[str]) -> int:
     """Every copy of poison has its letter, nothing else has; the number of letters beyond one a message."""
     places: defaultdict[str, Counter[tuple[bytes, bytes]]] = defaultdict(Counter)
     for letter in await topics.messages("job.dlq"):

@@ -11,8 +11,8 @@ from tests.crashes.forks import Nursery
 from tests.crashes.ground import Ground, Topics
 from tests.crashes.jobs import Job
 from tests.crashes.judging import judge, last_words
+from tests.crashes.orders import Order
 from tests.crashes.points import PATIENCE
-from tests.crashes.worker import Order
 from tests.support.effects import Effects
 
 
@@ -28,7 +28,7 @@ async def lone_job(ground: Ground, nursery: Nursery, point: CrashPoint) -> tuple
     folder = ground.folder / f"lone-{point.value}"
     folder.mkdir()
     prefix = f"lone-{point.value}."
-    order = Order(bootstrap=ground.broker.bootstrap, redis_url=ground.redis.url, prefix=prefix, folder=str(folder))
+    order = Order(bootstrap=ground.broker.bootstrap, store=ground.redis_settings, prefix=prefix, folder=str(folder))
     effects = Effects(folder)
     effects.prepare()
     async with ground.topic_set(prefix, partitions=1) as topics:

@@ -12,18 +12,20 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
+from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.testing.crash_points import CrashPoint
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.crashes.forks import Forked, Nursery
 from tests.crashes.ground import Ground, Topics, open_ground
 from tests.crashes.jobs import Job, handful
 from tests.crashes.judging import CompletedKeys, judge, last_words
-from tests.crashes.worker import Order
+from tests.crashes.orders import Order
 from tests.support.effects import Effects
 
 LIVES: Final = 3
@@ -31,6 +33,9 @@ LIVES: Final = 3
 
 AGAIN: Final = 3
 """Jobs of earlier lives that come again with each life."""
+
+TRIES: Final = 3
+"""Lives for one point: another worker may take all that would have led a life past it."""
 
 SIDE_BY_SIDE: Final = 16
 """Trials at once; they mostly wait for sessions and leases to end."""
@@ -49,38 +54,72 @@ OFTEN: Final = frozenset(
 )
 """Points that a life passes by three times at least, whatever comes in one batch."""
 
+OF_TRANSACTIONS: Final = frozenset(
+    CrashPoint(name)
+    for name in (
+        *("before_outcome", "in_outcome", "after_outcome", "before_claim", "in_claim", "after_claim"),
+        *("before_transaction_commit", "in_transaction_commit", "after_transaction_commit"),
+        *("before_send", "after_send", "before_forget", "in_forget", "after_forget"),
+    )
+)
+"""Points that only transactional handlers and the relay pass by, or that they have of their own."""
+
+POINTS: Final = tuple(point for point in CrashPoint if point not in OF_TRANSACTIONS)
+
 ORDERINGS: Final[tuple[Literal["partition", "key", "none"], ...]] = ("partition", "key", "none")
 
 
 def run(first: int, count: int) -> Figures:
     """The trials numbered `first` to `first + count - 1`."""
-    return asyncio.run(_trials(range(first, first + count)))
+    return asyncio.run(run_trials(range(first, first + count), Trial, SIDE_BY_SIDE))
 
 
-async def _trials(numbers: range) -> Figures:
+async def run_trials(
+    numbers: Iterable[int],
+    trial: Callable[[Ground, Nursery, int], Trial],
+    side_by_side: int,
+    *,
+    kinds: Iterable[str] = (),
+) -> Figures:
+    """What came of all of them, on servers of their own, those for records of `kinds` among them.
+
+    Raises:
+        ViolationError: A promise was broken; it names the trial.
+    """
+    async with open_ground(kinds=kinds) as ground, Nursery() as nursery:
+        return await run_on(ground, nursery, numbers, trial, side_by_side)
+
+
+async def run_on(
+    ground: Ground,
+    nursery: Nursery,
+    numbers: Iterable[int],
+    trial: Callable[[Ground, Nursery, int], Trial],
+    side_by_side: int,
+) -> Figures:
+    """As `run_trials`, on servers that are there."""
     figures = Figures(kills=0, lost=0, repeats=0, fenced_repeats=0)
-    async with open_ground() as ground, Nursery() as nursery:
-        slots = asyncio.Semaphore(SIDE_BY_SIDE)
+    slots = asyncio.Semaphore(side_by_side)
 
-        async def one(number: int) -> None:
-            async with slots:
-                try:
-                    figures.update(await Trial(ground, nursery, number).run())
-                except AssertionError as error:
-                    raise ViolationError(f"trial {number}: {error}") from error
+    async def one(number: int) -> None:
+        async with slots:
+            try:
+                figures.update(await trial(ground, nursery, number).run())
+            except AssertionError as error:
+                raise ViolationError(f"trial {number}: {error}") from error
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in numbers:
-                    group.create_task(one(number))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in numbers:
+                group.create_task(one(number))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
     return figures
 
 
 def points_of(number: int) -> list[CrashPoint]:
     """Where the lives of a trial end; eleven trials in a row, beginning at a multiple of eleven, have each once."""
-    row = list(CrashPoint)
+    row = list(POINTS)
     trials = len(row) // LIVES
     random.Random(number // trials).shuffle(row)
     place = number % trials * LIVES
@@ -99,12 +138,15 @@ class Trial:
         self._effects = Effects(self._folder)
         self._order = Order(
             bootstrap=ground.broker.bootstrap,
-            redis_url=ground.redis.url,
+            store=ground.redis_settings,
             prefix=f"crash{number}.",
             folder=str(self._folder),
             ordering=self._dice.choice(ORDERINGS),
         )
-        self._completed = CompletedKeys(ground.store, self._effects, f"{self._order.key_prefix}:")
+        self._slowness = self._order.lease
+        """Seconds of which a slow job takes about half."""
+        self._points = points_of(number)
+        self._store: IdempotencyRepository = ground.store
         self._jobs: list[Job] = []
         """Of earlier lives."""
         self._figures = Figures(trials=1)
@@ -117,45 +159,79 @@ class Trial:
         """
         self._folder.mkdir()
         self._effects.prepare()
-        async with self._ground.topic_set(self._order.prefix) as topics:
-            for life, point in enumerate(points_of(self._number)):
-                await self._publish(topics, f"{self._number}.{life}")
-                await self._live(topics, point)
-                await self._completed.look(nobody_lives=True)
-            seen = len(self._completed)
+        async with self._opened(), self._ground.topic_set(self._order.prefix) as topics:
+            for life, point in enumerate(self._points):
+                await self._die(topics, f"{self._number}.{life}", point)
+            seen = self._completed_so_far()
             await self._publish(topics, f"{self._number}.last")
             await self._settle_all(topics)
-            await self._completed.look(nobody_lives=True)
+            await self._look(topics)
             self._figures["completed_before_the_end"] += seen
-            self._figures.update(await judge(topics, self._effects, self._order.key_prefix))
+            self._figures.update(await self._verdict(topics))
         return self._figures
 
+    async def _die(self, topics: Topics, name: str, point: CrashPoint) -> None:
+        """A life that ends at `point`."""
+        for place in range(TRIES):
+            await self._publish(topics, f"{name}.{place}")
+            died = await self._live(topics, point)
+            await self._look(topics)
+            if died:
+                return
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[None]:
+        """With what the trial needs beside its topics."""
+        self._completed = CompletedKeys(self._store, self._effects, f"{self._order.key_prefix}:")
+        yield
+
+    def _completed_so_far(self) -> int:
+        return len(self._completed)
+
+    async def _look(self, topics: Topics) -> None:
+        """Judge what there is while no worker lives."""
+        await self._completed.look(nobody_lives=True)
+
+    async def _verdict(self, topics: Topics) -> Figures:
+        """Judge what there is in the end."""
+        return await judge(topics, self._effects, self._order.key_prefix, self._store)
+
+    async def _finished(self, topics: Topics) -> bool:
+        """Whether nothing is left to do."""
+        return await topics.settled(self._order.group)
+
     async def _publish(self, topics: Topics, name: str) -> None:
-        new = list(handful(self._dice, name, self._order.lease))
+        new = list(handful(self._dice, name, self._slowness))
         await topics.publish([*new, *self._dice.sample(self._jobs, min(AGAIN, len(self._jobs)))])
         self._jobs += new
 
-    async def _live(self, topics: Topics, point: CrashPoint) -> None:
-        """One worker until it dies at `point`, or has settled all without coming by there."""
+    async def _live(self, topics: Topics, point: CrashPoint) -> bool:
+        """One worker until it dies at `point`, or has settled all without coming by there; whether it died."""
         async with AsyncExitStack() as stack:
             worker = await self._start(point, self._occurrence(point))
+            if self._is_accompanied(point):
+                stack.push_async_callback(self._leave, await self._start())
             if point in AT_THE_END | TAKEN_AWAY:
                 await self._until(lambda: self._has_begun(worker), worker)
             if point in AT_THE_END:
                 worker.send_signal(signal.SIGTERM)
             elif point in TAKEN_AWAY:
-                other = await self._start()
-                stack.push_async_callback(self._leave, other)
-            await self._until(lambda: topics.settled(self._order.group), worker)
+                stack.push_async_callback(self._leave, await self._start())
+            await self._until(lambda: self._finished(topics), worker)
             if worker.running:
                 await self._leave(worker)
             status = await worker.ended
         if status == -signal.SIGKILL:
             self._figures.update({"kills": 1, f"kills:{point.value}": 1})
-        elif status == 0:
+            return True
+        if status == 0:
             self._figures.update({"not_reached": 1, f"not_reached:{point.value}": 1})
-        else:
-            raise ViolationError(f"a worker ended with {status}:\n{last_words(self._folder)}")
+            return False
+        raise ViolationError(f"a worker ended with {status}:\n{last_words(self._folder)}")
+
+    def _is_accompanied(self, point: CrashPoint) -> bool:
+        """Whether another worker, which does not die, is there from the begin."""
+        return False
 
     def _occurrence(self, point: CrashPoint) -> int:
         occurrence = self._dice.randint(1, 3)
@@ -164,15 +240,14 @@ class Trial:
     async def _settle_all(self, topics: Topics) -> None:
         worker = await self._start()
         began = time.monotonic()
-        await self._until(lambda: topics.settled(self._order.group), worker)
+        await self._until(lambda: self._finished(topics), worker)
         self._figures["settled_after_ms"] += int((time.monotonic() - began) * 1000)
         if await self._leave(worker) != 0:
             raise ViolationError(f"the last worker ended badly:\n{last_words(self._folder)}")
 
     async def _start(self, point: CrashPoint | None = None, occurrence: int = 1) -> Forked:
         point_name = point.value if point is not None else ""
-        order = Order(**{**vars(self._order), "point": point_name, "occurrence": occurrence})
-        return await self._nursery.start(order)
+        return await self._nursery.start(replace(self._order, point=point_name, occurrence=occurrence))
 
     async def _leave(self, worker: Forked) -> int:
         try:

@@ -6,17 +6,14 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Coroutine
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any
 
 import uvloop
 
-from integr8s_idem import IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
-from integr8s_idem.config import KafkaSettings, RedisStoreSettings, ServiceSettings
-from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from integr8s_idem import EventDispatcher, IdempotencyManager, IdempotentEventDispatcher
 from integr8s_idem.testing.crash_points import (
     CrashingPublisher,
     CrashingStore,
@@ -24,74 +21,15 @@ from integr8s_idem.testing.crash_points import (
     CrashPoint,
     crashing_consumer,
     crashing_invoke,
+    kill_myself,
 )
-from integr8s_idem.worker import ServiceWorker
+from integr8s_idem.worker import EventPublisher, ServiceWorker
 from tests.crashes.jobs import Boss, with_the_call
+from tests.crashes.orders import SERVICE, Order
 from tests.crashes.samples import sampling
+from tests.crashes.transacting import Relaying, open_transactional
 from tests.support.effects import Effects
-
-SERVICE: Final = "boss"
-MOST_ATTEMPTS: Final = 50
-"""More than any trial has lives: no job is given up because processes were killed."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a worker is to do; travels as JSON."""
-
-    bootstrap: str
-    redis_url: str
-    prefix: str
-    """Of its topics and its group, and its keys in the store."""
-    folder: str
-    """For effects and logs."""
-    point: str = ""
-    """Where it dies; empty: nowhere."""
-    occurrence: int = 1
-    ordering: Literal["partition", "key", "none"] = "partition"
-    lease: float = 1.5
-    session: float = 1.5
-    store_timeout: float = 0.5
-    max_attempts: int = MOST_ATTEMPTS
-    samples: str = ""
-    """File for what it weighs; empty: not weighed."""
-
-    @property
-    def key_prefix(self) -> str:
-        """Of its records in the store."""
-        return self.prefix.rstrip(".")
-
-    @property
-    def group(self) -> str:
-        return self.prefix + SERVICE
-
-    @property
-    def kafka(self) -> KafkaSettings:
-        return KafkaSettings(
-            bootstrap_servers=self.bootstrap,
-            topic_prefix=self.prefix,
-            session_timeout_seconds=self.session,
-            heartbeat_interval_seconds=self.session / 5,
-            rebalance_timeout_seconds=10,
-            request_timeout_seconds=5,
-            metadata_max_age_seconds=5,
-        )
-
-    @property
-    def service(self) -> ServiceSettings:
-        return ServiceSettings(
-            ordering=self.ordering,
-            retry_initial_seconds=0.05,
-            retry_max_seconds=0.2,
-            commit_interval_seconds=0.1,
-            drain_timeout_seconds=5,
-        )
-
-    @property
-    def idempotency(self) -> IdempotencyConfig:
-        return IdempotencyConfig(
-            key_prefix=self.key_prefix, processing_timeout_seconds=self.lease, max_attempts=self.max_attempts
-        )
+from tests.support.homes import open_records
 
 
 def run_worker(order: Order, parent: int) -> int:
@@ -102,35 +40,61 @@ def run_worker(order: Order, parent: int) -> int:
 
 
 async def _work(order: Order, parent: int) -> int:
-    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence)
-    client = redis_client(RedisStoreSettings(url=order.redis_url, timeout_seconds=order.store_timeout))
-    store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=order.store_timeout))
-    manager = IdempotencyManager(order.idempotency, CrashingStore(store, plan), scope=SERVICE)
-    publisher = CrashingPublisher(order.kafka, plan)
-    boss = Boss(Effects(Path(order.folder)), plan)
-    invoke = crashing_invoke(plan, with_the_call)
-    dispatcher = IdempotentEventDispatcher(boss.router, manager, publisher=publisher, invoke=invoke)
-    worker = ServiceWorker(
-        SERVICE, dispatcher, publisher, order.kafka, order.service, group=order.group, consumer=crashing_consumer(plan)
-    )
+    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, _ending(order))
+    opening = open_transactional if order.transactional else _open_stand_alone
+    async with opening(order, plan) as (dispatcher, publisher, relaying):
+        worker = ServiceWorker(
+            SERVICE,
+            dispatcher,
+            publisher,
+            order.kafka,
+            order.service,
+            group=order.group,
+            consumer=crashing_consumer(plan),
+        )
 
-    def stop() -> None:
-        plan.drain()
-        worker.stop()
+        def stop() -> None:
+            plan.drain()
+            worker.stop()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
-    beside: list[Coroutine[Any, Any, None]] = [_leave_with(parent)]
-    if order.samples:
-        beside.append(sampling(Path(order.samples)))
-    tasks = [asyncio.create_task(task) for task in beside]
-    await worker.run()
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    await manager.close()
-    await publisher.close()
-    await client.aclose()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        beside: list[Coroutine[Any, Any, None]] = [_leave_with(parent)]
+        if order.samples:
+            beside.append(sampling(Path(order.samples)))
+        tasks = [asyncio.create_task(task) for task in beside]
+        async with relaying():
+            await worker.run()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
     return 1 if worker.stuck else 0
+
+
+def _ending(order: Order) -> Callable[[], None]:
+    def stall() -> None:
+        (Path(order.folder) / "stalled").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return stall if order.stalls else kill_myself
+
+
+@asynccontextmanager
+async def _open_stand_alone(
+    order: Order, plan: CrashPlan
+) -> AsyncIterator[tuple[EventDispatcher, EventPublisher, Relaying]]:
+    async with open_records(order.store, order.key_prefix) as store:
+        manager = IdempotencyManager(order.idempotency, CrashingStore(store, plan), scope=SERVICE)
+        publisher = CrashingPublisher(order.kafka, plan)
+        boss = Boss(Effects(Path(order.folder)), plan)
+        invoke = crashing_invoke(plan, with_the_call)
+        yield IdempotentEventDispatcher(boss.router, manager, publisher=publisher, invoke=invoke), publisher, _no_relay
+        await manager.close()
+        await publisher.close()
+
+
+@asynccontextmanager
+async def _no_relay() -> AsyncIterator[None]:
+    yield
 
 
 async def _leave_with(parent: int) -> None:

@@ -40,7 +40,7 @@ def test_whatever_point_workers_die_at_all_work_is_done_once_and_nothing_is_stuc
 
     figures = points.run(0, points.CAMPAIGN.in_test)
 
-    killed = {point.value: figures[f"kills:{point.value}"] for point in CrashPoint}
+    killed = {point.value: figures[f"kills:{point.value}"] for point in points.POINTS}
     assert all(killed.values()), (
         f"points that nobody died at: {[point for point, kills in killed.items() if not kills]}"
     )
@@ -143,4 +143,4 @@ def test_eleven_trials_in_a_row_have_each_point_once() -> None:
     for first in (0, 11, 4994):
         row = [point for number in range(first, first + 11) for point in points.points_of(number)]
 
-        assert sorted(point.value for point in row) == sorted(point.value for point in CrashPoint)
+        assert sorted(point.value for point in row) == sorted(point.value for point in points.POINTS)

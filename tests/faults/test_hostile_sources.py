@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 from redis.asyncio import Redis
@@ -59,13 +60,17 @@ def test_the_text_of_a_script_is_read_from_its_file_and_never_put_together() -> 
     scripts = ROOT / "integr8s_idem/stores/redis/scripts.py"
     tree = ast.parse(scripts.read_text())
 
-    registered = [node for node in ast.walk(tree) if is_call_of(node, "register_script")]
-    assert [ast.unparse(call.args[0]) for call in registered if isinstance(call, ast.Call)] == ["_TEXTS[name]"]
+    texts = [ast.unparse(node.value) for node in ast.walk(tree) if is_assigned(node, "text")]
+    assert texts == ["files(__package__).joinpath(f'{name}.lua').read_text('utf-8')"]
     assert not [node for node in ast.walk(tree) if is_call_of(node, "format", "replace", "join")]
     for path in SHIPPED:
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if is_call_of(node, "eval", "execute_command")]
-        assert calls == [], path
-        assert path == scripts or "register_script" not in path.read_text()
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        assert [node for node in nodes if is_call_of(node, "eval", "register_script")] == [], path
+        assert [node for node in nodes if isinstance(node, ast.Constant) and node.value == "EVAL"] == [], path
+        loaded = {ast.unparse(node.args[0]) for node in nodes if is_call_of(node, "script_load")}
+        assert loaded <= {"script.text", "text"}, path
+        # A script is made where its file is read, and nowhere else.
+        assert path == scripts or "Script(" not in path.read_text(), path
 
 
 @pytest.mark.scenario(105)
@@ -79,7 +84,11 @@ def test_a_script_touches_only_the_keys_it_is_given_and_runs_no_data(path: Path)
     assert not re.search(r"\b(loadstring|load|dofile|setfenv|KEYS\s*\.\.|'KEYS'|'SCAN')", text)
 
 
-def is_call_of(node: ast.AST, *names: str) -> bool:
+def is_assigned(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:
+    return isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]
+
+
+def is_call_of(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
 
 

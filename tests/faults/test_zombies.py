@@ -10,7 +10,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.group import LeaveGroupRequest
 
 from integr8s_idem.telemetry import Signal
-from tests.kafka_faults import servers
+from tests.kafka_faults import servers, store_zombies
 from tests.kafka_faults.application import TaskGiven
 from tests.kafka_faults.tools import need_kafka
 from tests.kafka_faults.workload import open_workload
@@ -33,6 +33,13 @@ def test_what_a_zombie_does_after_its_lease_counts_for_nothing() -> None:
     assert figures["zombies"] == CAMPAIGN.in_test
     assert (figures["lost"], figures["fenced_repeats"]) == (0, 0)
     assert figures["refused_by_sink"] >= 1
+
+
+def test_what_a_zombie_does_after_its_lease_counts_for_nothing_in_databases_either() -> None:
+    figures = store_zombies.CAMPAIGN.run(0, store_zombies.CAMPAIGN.in_test)
+
+    assert figures["zombies:postgresql"] == figures["zombies:sqlite"] == store_zombies.CAMPAIGN.in_test / 2
+    assert (figures["lost"], figures["fenced_repeats"]) == (0, 0)
 
 
 @pytest.mark.scenario(34, 37)

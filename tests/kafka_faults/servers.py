@@ -6,6 +6,7 @@ import atexit
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from integr8s_idem import IdempotencyRecord
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from tests.support.homes import Home, open_home
 from tests.support.kafka.broker import Kafka, KafkaBroker
 from tests.support.kafka.fixtures import ADDRESS
 from tests.support.redis import RedisServer
@@ -47,6 +49,14 @@ def redis() -> RedisServer:
     atexit.register(server.stop)
     server.start()
     return server
+
+
+@cache
+def home(kind: str) -> Home:
+    """A server for records of this kind that stays whole."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(open_home(kind))
 
 
 async def committed(bootstrap: str, group: str) -> dict[TopicPartition, int]:

@@ -9,24 +9,26 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sqlite3
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 from urllib.request import urlopen
 from uuid import uuid4
 
-from integr8s_idem import EventPublisher
-from integr8s_idem.config import KafkaSettings
-from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem import EventPublisher, IdempotencyRecord
+from integr8s_idem.config import KafkaSettings, RedisStoreSettings
+from integr8s_idem.stores.redis import redis_client
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.kafka_faults import servers
 from tests.kafka_faults.application import TaskGiven
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
+from tests.support.homes import StoreTable, as_toml, open_records
 from tests.support.processes import ServiceProcess
 
 LEASE: Final = 1.0
@@ -46,9 +48,7 @@ heartbeat_interval_seconds = 0.3
 rebalance_timeout_seconds = 8
 request_timeout_seconds = 5
 metadata_max_age_seconds = 2
-[store]
-url = "{redis}"
-timeout_seconds = 0.3
+{store}
 [idempotency]
 processing_timeout_seconds = {lease}
 default_ttl_seconds = 3600
@@ -71,6 +71,8 @@ class Pair:
     group: str
     publisher: EventPublisher
     effects: Effects
+    store: StoreTable
+    """Settings of its store."""
     workers: list[ServiceProcess] = field(default_factory=list)
     given: list[str] = field(default_factory=list)
 
@@ -86,6 +88,14 @@ class Pair:
         )
         self.workers.append(worker)
         return worker
+
+    async def stop(self, worker: ServiceProcess) -> None:
+        """SIGSTOP, but not while it writes into a file that only one can write into: nobody could go on."""
+        worker.stop_signal()
+        while self.store["kind"] == "sqlite" and _is_locked(self.store["path"]):
+            worker.continue_signal()
+            await asyncio.sleep(0.002)
+            worker.stop_signal()
 
     async def joined(self) -> None:
         """Return once all of them are in the group."""
@@ -116,13 +126,27 @@ class Pair:
         one, two = self.workers
         return (one, two) if one.pid == pid else (two, one)
 
-    async def record(self, task: TaskGiven) -> bytes:
-        """What the store holds for `task`, byte for byte."""
-        async with servers.redis().client() as client:
-            [key] = [key async for key in client.scan_iter(match=f"*{task.event_id}*")]
-            dumped = await client.dump(key)
+    async def record(self, task: TaskGiven) -> object:
+        """What the store holds for `task`; two of them are equal if nothing was written between."""
+        if self.store["kind"] != "redis":
+            return await self._read(task)
+        # Byte for byte: read as a record, its end is a time to live, which passes.
+        async with redis_client(RedisStoreSettings(url=self.store["url"])) as client:
+            dumped = await client.dump(self._key(task))
             assert dumped is not None
             return bytes(dumped)
+
+    def _key(self, task: TaskGiven) -> str:
+        return next(line.key for line in self.effects.lines() if line.work == task.work)
+
+    async def _read(self, task: TaskGiven) -> IdempotencyRecord:
+        [record] = await self.records([self._key(task)])
+        return record
+
+    async def records(self, keys: Sequence[str]) -> list[IdempotencyRecord]:
+        """What the store holds of `keys`."""
+        async with open_records({**self.store, "timeout_seconds": 30}, "idempotency") as store:
+            return [record for record in await store.get(keys) if record is not None]
 
     def receipt(self, work: str, attempt: int) -> bytes:
         """What the run of `attempt` has returned, as the store holds it."""
@@ -133,10 +157,7 @@ class Pair:
 
     async def result(self, task: TaskGiven) -> tuple[str, int, bytes | None]:
         """Status, attempt and result of the record of `task`."""
-        async with servers.redis().client() as client:
-            [key] = [key.decode() async for key in client.scan_iter(match=f"*{task.event_id}*")]
-            [record] = await RedisIdempotencyRepository(client).get([key])
-        assert record is not None
+        record = await self._read(task)
         return record.status.value, record.attempt, record.result.body if record.result else None
 
     async def offset(self) -> int:
@@ -158,19 +179,20 @@ class Pair:
 
 
 @asynccontextmanager
-async def open_pair(*, partitions: int = 1) -> AsyncIterator[Pair]:
-    """Two workers that have joined a group of their own; killed at the end."""
+async def open_pair(kind: str = "redis", *, partitions: int = 1) -> AsyncIterator[Pair]:
+    """Two workers that have joined a group of their own, with a store of `kind`; killed at the end."""
     kafka = servers.kafka()
     prefix = f"z{uuid4().hex[:10]}."
     await kafka.create_topics({f"{prefix}task_given": partitions})
-    settings = {"bootstrap": kafka.bootstrap, "prefix": prefix, "redis": servers.redis().url}
     with tempfile.TemporaryDirectory(prefix="idem-zombies-") as name:
         folder = Path(name)
+        store = servers.home(kind).settings(folder, timeout_seconds=0.3)
+        settings = {"bootstrap": kafka.bootstrap, "prefix": prefix, "store": as_toml(store)}
         (folder / "settings.toml").write_text(_SETTINGS.format(**settings, lease=LEASE, session=SESSION))
         effects = Effects(folder)
         effects.prepare()
         publisher = EventPublisher(KafkaSettings(bootstrap_servers=kafka.bootstrap, topic_prefix=prefix))
-        pair = Pair(folder, f"{prefix}tasks", publisher, effects)
+        pair = Pair(folder, f"{prefix}tasks", publisher, effects, store)
         try:
             for _ in range(2):
                 pair.start_worker()
@@ -233,7 +255,7 @@ async def wake_a_zombie(pair: Pair, number: int) -> None:
     lost_before = {worker.pid: await asyncio.to_thread(_leases_lost, worker) for worker in pair.workers}
     await pair.give(task)
     holder, other = pair.of_process(await pair.until(zombie.stopped_at, task.work, 1))
-    holder.stop_signal()
+    await pair.stop(holder)
     try:
         await pair.until(zombie.woken_at, task.work, 2)
         if zombie.woken_at == "end":
@@ -275,14 +297,23 @@ def _leases_lost(worker: ServiceProcess) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("idempotency_reservations_lost_total"))
 
 
+def _is_locked(path: str) -> bool:
+    with closing(sqlite3.connect(path, timeout=0.1, isolation_level=None)) as file:
+        try:
+            file.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return True
+        return False
+
+
 def _demand(fact: bool, otherwise: str) -> None:
     if not fact:
         raise ViolationError(otherwise)
 
 
-async def _one_after_the_other(numbers: Iterable[int]) -> Figures:
+async def _one_after_the_other(numbers: Iterable[int], store: str) -> Figures:
     figures = Figures()
-    async with open_pair() as pair:
+    async with open_pair(store) as pair:
         for number in numbers:
             try:
                 await wake_a_zombie(pair, number)
@@ -291,26 +322,30 @@ async def _one_after_the_other(numbers: Iterable[int]) -> Figures:
                 kind = KINDS[number % len(KINDS)].name
                 raise ViolationError(f"zombie {number} ({kind}): {error}\n{pair.told()}") from error
         figures.update(pair.effects.judge(pair.given))
-        figures.update(pair.effects.judge_records(await servers.records(pair.effects.keys())))
+        figures.update(pair.effects.judge_records(await pair.records(pair.effects.keys())))
         _demand(figures["completed"] == len(pair.given), f"completed only {figures['completed']} of {len(pair.given)}")
-        figures.update(refused_by_sink=pair.effects.refused())
+        figures.update({"refused_by_sink": pair.effects.refused(), f"zombies:{store}": figures["zombies"]})
     return figures
 
 
-async def _side_by_side(first: int, count: int) -> Figures:
-    shares = [range(first + start, first + count, PAIRS) for start in range(min(PAIRS, count))]
+async def _side_by_side(first: int, count: int, kinds: Sequence[str]) -> Figures:
+    pairs = -(-PAIRS // len(kinds)) * len(kinds)
+    shares = [range(first + start, first + count, pairs) for start in range(min(pairs, count))]
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_one_after_the_other(share)) for share in shares]
+        tasks = [
+            group.create_task(_one_after_the_other(share, kinds[place % len(kinds)]))
+            for place, share in enumerate(shares)
+        ]
     total = Figures()
     for task in tasks:
         total.update(task.result())
     return total
 
 
-def run(first: int, count: int) -> Figures:
-    """The zombies numbered `first` to `first + count - 1`."""
+def run(first: int, count: int, kinds: Sequence[str] = ("redis",)) -> Figures:
+    """The zombies numbered `first` to `first + count - 1`, with stores of `kinds` in turn."""
     try:
-        return asyncio.run(_side_by_side(first, count))
+        return asyncio.run(_side_by_side(first, count, kinds))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
 

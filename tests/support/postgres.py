@@ -17,10 +17,11 @@ from integr8s_idem.embedded.postgres import EmbeddedPostgres
 class PostgresServer(EmbeddedPostgres):
     """One server process with one database, `postgres`.  All methods block."""
 
-    def __init__(self, *, keeps_commits: bool = False) -> None:
-        """`keeps_commits`: what was committed survives `crash`; a little slower."""
+    def __init__(self, *, keeps_commits: bool = False, connections: int = 60) -> None:
+        """`keeps_commits`: what was committed survives `crash`; a little slower.  `connections`: at most."""
         super().__init__()
-        self.settings = {**self.settings, "synchronous_commit": "on" if keeps_commits else "off"}
+        commits = "on" if keeps_commits else "off"
+        self.settings = {**self.settings, "synchronous_commit": commits, "max_connections": str(connections)}
 
     def crash(self) -> None:
         """End it at once, as a crash does, and keep its data; `start_again` brings it back."""

@@ -7,7 +7,7 @@ import math
 import os
 import sqlite3
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -131,7 +131,8 @@ def _said_first(lock_timeout_seconds: float) -> str:
 
 
 def _sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
-    engine = create_async_engine(url, pool_size=pool_size, connect_args={"timeout": lock_timeout_seconds})
+    arguments = {"timeout": lock_timeout_seconds, "factory": _Connection}
+    engine = create_async_engine(url, pool_size=pool_size, connect_args=arguments)
     file = os.path.realpath(make_url(url).database or ":memory:")
 
     @event.listens_for(engine.sync_engine, "connect")
@@ -152,18 +153,19 @@ def _sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) 
         driver: Any = connection.connection.dbapi_connection
         turns = _turns.setdefault(asyncio.get_running_loop(), defaultdict(asyncio.Lock))[file]
         driver.run_async(lambda _: turns.acquire())
-        connection.info[_TURN] = turns
+        info = connection.info
+        info[_TURN] = turns
         try:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
         except BaseException:
-            _end_turn(connection)
+            _end_turn(info)
             raise
 
     for ending in ("commit", "rollback"):
         # Just before it ends: SQLite itself holds the next one back for that moment.
-        event.listen(engine.sync_engine, ending, _end_turn)
-    event.listen(engine.sync_engine, "checkin", lambda _, record: _end_turn(record))
-    event.listen(engine.sync_engine, "invalidate", lambda _, record, error: _end_turn(record))
+        event.listen(engine.sync_engine, ending, _end_turn_of)
+    event.listen(engine.sync_engine, "checkin", lambda _, record: _end_turn(record.info))
+    event.listen(engine.sync_engine, "invalidate", lambda _, record, error: _end_turn(record.info))
     return engine
 
 
@@ -180,8 +182,31 @@ def _switch_to_wal(connection: Any, cursor: Any) -> None:
             return
 
 
-def _end_turn(of: Any) -> None:
-    """Let the next writer of this process begin, if it was the turn of this connection."""
-    turns = of.info.pop(_TURN, None)
+def _end_turn_of(connection: Connection) -> None:
+    # One that was cut short has lost its driver's connection, and its turn with that.  To ask it for either would
+    # raise, in place of what has cut it short.
+    if not connection.invalidated:
+        _end_turn(connection.info)
+
+
+def _end_turn(info: MutableMapping[Any, Any]) -> None:
+    """Let the next writer of this process begin, if it was the turn of the connection that this belongs to."""
+    turns = info.pop(_TURN, None)
     if turns is not None:
         turns.release()
+
+
+class _Connection(sqlite3.Connection):
+    """Holds no lock once it is closed."""
+
+    _open = True
+
+    def close(self) -> None:
+        # SQLite keeps a transaction for as long as one of its statements is under way, and so is one that was cut
+        # short, until the garbage collector comes by: whoever keeps the exception keeps the file locked.
+        try:
+            if self._open:  # a second close is nobody's mistake
+                self._open = False
+                self.rollback()
+        finally:
+            super().close()

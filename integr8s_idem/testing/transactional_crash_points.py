@@ -1,0 +1,80 @@
+"""Wrappers with the points of transactional handlers and of the relay; see `crash_points` for the others.
+
+    plan = CrashPlan(CrashPoint.AFTER_OUTCOME)
+    store = CrashingSqlStore(SqlIdempotencyRepository(engine), plan)       # the container's IdempotencyRepository
+    relay = Relay(CrashingOutbox(dispatcher.outbox, plan), CrashingPublisher(kafka_settings, plan), claim_seconds=60)
+
+    class CrashingDispatcherProvider(IdempotentDispatcherProvider):
+        def invoker(self, container):
+            return crashing_transaction(plan, super().invoker(container))
+
+The points around the database's commit are where the application commits, in the provider of its session:
+
+    await plan.around("transaction_commit", session.commit)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from integr8s_idem.routing import BeforeCommit, HandlerCall, Invoke, RegisteredHandler
+from integr8s_idem.stores.outbox import Claim, Outbox, Waiting
+from integr8s_idem.stores.sql import SqlIdempotencyRepository
+from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, crashing_invoke
+from integr8s_idem.work import Transaction
+
+__all__ = ["CrashingOutbox", "CrashingSqlStore", "crashing_transaction"]
+
+
+class CrashingSqlStore(CrashingStore, SqlIdempotencyRepository):
+    """A `CrashingStore` that handlers' transactions can join; what they write themselves passes by no point of it."""
+
+    def __init__(self, inner: SqlIdempotencyRepository, plan: CrashPlan) -> None:
+        SqlIdempotencyRepository.__init__(self, inner.engine)
+        CrashingStore.__init__(self, inner, plan)
+
+
+class CrashingOutbox:
+    """An outbox with points around a relay's claims, and around the end of rows that the broker has."""
+
+    def __init__(self, inner: Outbox, plan: CrashPlan) -> None:
+        self._inner = inner
+        self._plan = plan
+
+    async def arrived(self, at_most: float) -> None:
+        await self._inner.arrived(at_most)
+
+    async def claim(self, length: timedelta) -> Claim | None:
+        return await self._plan.around("claim", lambda: self._inner.claim(length))
+
+    async def read(self, claim: Claim, *, besides: Sequence[int] = ()) -> list[Waiting]:
+        return await self._inner.read(claim, besides=besides)
+
+    async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
+        if not ids:
+            return await self._inner.done(claim, ids, length)
+        return await self._plan.around("forget", lambda: self._inner.done(claim, ids, length))
+
+    async def count(self) -> int:
+        return await self._inner.count()
+
+
+def crashing_transaction(plan: CrashPlan, invoke: Invoke) -> Invoke:
+    """As `crashing_invoke`, for `invoke` that runs handlers in transactions: with points around their outcome."""
+
+    async def call(handler: RegisteredHandler, what: HandlerCall) -> Any:
+        if what.before_commit is None:
+            return await invoke(handler, what)
+        return await invoke(handler, replace(what, before_commit=_crashing(plan, what.before_commit)))
+
+    return crashing_invoke(plan, call)
+
+
+def _crashing(plan: CrashPlan, before_commit: BeforeCommit) -> BeforeCommit:
+    async def write(result: Any, transaction: Transaction) -> None:
+        await plan.around("outcome", lambda: before_commit(result, transaction))
+
+    return write

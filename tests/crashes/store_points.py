@@ -1,0 +1,63 @@
+"""The trials of `tests.crashes.points`, with records elsewhere than in a single Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Final
+
+from tests.campaigns.figures import Campaign, Figures
+from tests.crashes.forks import Nursery
+from tests.crashes.ground import Ground, Topics
+from tests.crashes.points import LIVES, POINTS, SIDE_BY_SIDE, Trial, points_of, run_trials
+from tests.support.homes import open_records
+
+KINDS: Final = ("postgresql", "sqlite")
+"""Any of `tests.support.homes`; those of the trials in turn."""
+
+KILLS_OF_A_KIND: Final = 500
+
+STORE_TIMEOUT: Final = 1.0
+"""Seconds of a worker; more than with Redis, for databases wait for a disk."""
+
+
+class StoreTrial(Trial):
+    """One trial, on the kind that its number gives it."""
+
+    def __init__(self, ground: Ground, nursery: Nursery, number: int, kinds: Sequence[str] = KINDS) -> None:
+        super().__init__(ground, nursery, number)
+        self._kind = kinds[number % len(kinds)]
+        # Eleven trials of one kind in a row have each point once.
+        self._points = points_of(number // len(kinds))
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[None]:
+        home = self._ground.homes[self._kind]
+        self._order = replace(self._order, store=home.settings(self._folder, timeout_seconds=STORE_TIMEOUT))
+        looking = home.settings(self._folder, timeout_seconds=30)
+        async with open_records(looking, self._order.key_prefix) as self._store, super()._opened():
+            yield
+
+    async def _verdict(self, topics: Topics) -> Figures:
+        figures = await super()._verdict(topics)
+        return Figures(figures | {f"kills:{self._kind}": self._figures["kills"]})
+
+
+def run(first: int, count: int) -> Figures:
+    """The trials numbered `first` to `first + count - 1`."""
+    return asyncio.run(run_trials(range(first, first + count), StoreTrial, SIDE_BY_SIDE, kinds=KINDS))
+
+
+CAMPAIGN = Campaign(
+    name="crash-points-sql",
+    counts="kills",
+    says="a process that killed itself by SIGKILL at a named point, on a real PostgreSQL or SQLite and a real Kafka",
+    scenarios=(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27),
+    in_test=2 * len(KINDS),
+    at_least=2 * LIVES * len(KINDS) - 2,
+    target=KILLS_OF_A_KIND * len(KINDS),
+    batch=len(POINTS) // LIVES * len(KINDS),
+    run=run,
+)

@@ -1,0 +1,138 @@
+"""Workers on databases that kill themselves at named points, with handlers in transactions and without.
+
+All of them share their servers and their time: they mostly wait for sessions, leases and claims to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from integr8s_idem.testing.crash_points import CrashPoint
+from tests.campaigns.figures import Figures, ViolationError
+from tests.crashes import store_points, transactional, transactional_zombies
+from tests.crashes.forks import Nursery
+from tests.crashes.ground import Ground, open_ground
+from tests.crashes.points import LIVES, OF_TRANSACTIONS, run_on
+from tests.crashes.store_points import StoreTrial
+from tests.crashes.transactional import KINDS, POINTS, TransactionalTrial, points_of
+from tests.crashes.transactional_zombies import ZombieTrial
+from tests.kafka_faults.tools import need_kafka
+
+FOUND = {
+    # Each mistake, the point at which one death shows it, and what is said then.
+    "completes_outside": (CrashPoint.BEFORE_TRANSACTION_COMMIT, "completions without a row"),
+    "sends_outside": (CrashPoint.AFTER_OUTCOME, "events that wait for work that is not done"),
+    "forgets_first": (CrashPoint.BEFORE_SEND, "events that neither wait nor were published"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of all that ran."""
+
+    transactional: Figures | BaseException
+    stand_alone: Figures | BaseException
+    zombies: Figures | BaseException
+    mistakes: Mapping[str, Figures | BaseException]
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    need_kafka(own=True)
+    return asyncio.run(all_at_once())
+
+
+async def all_at_once() -> Outcome:
+    kinds = dict.fromkeys((*transactional.KINDS, *store_points.KINDS))
+    async with open_ground(kinds=kinds) as ground, Nursery() as nursery:
+        transactional_trials = run_on(ground, nursery, range(transactional.CAMPAIGN.in_test), TransactionalTrial, 5)
+        # Numbers of their own: a trial's topics and its folder have its number for a name.
+        numbers = range(1000, 1000 + store_points.CAMPAIGN.in_test)
+        stand_alone_trials = run_on(ground, nursery, numbers, StoreTrial, 4)
+        stalls = run_on(ground, nursery, range(3000, 3000 + transactional_zombies.CAMPAIGN.in_test), ZombieTrial, 4)
+        mistaken = [mistaken_trial(ground, nursery, place, bug).run() for place, bug in enumerate(FOUND)]
+        first, second, third, *mistakes = await asyncio.gather(
+            transactional_trials, stand_alone_trials, stalls, *mistaken, return_exceptions=True
+        )
+    return Outcome(first, second, third, dict(zip(FOUND, mistakes, strict=True)))
+
+
+def mistaken_trial(ground: Ground, nursery: Nursery, place: int, bug: str) -> TransactionalTrial:
+    point, _ = FOUND[bug]
+    # On PostgreSQL: in a file, a second transaction would wait for the handler's, and the handler for that.
+    return TransactionalTrial(ground, nursery, 2000 + place * len(KINDS), points=[point], bug=bug)
+
+
+def figures_of(told: Figures | BaseException) -> Figures:
+    if isinstance(told, BaseException):
+        raise told
+    return told
+
+
+def passed_by(figures: Figures, points: Iterable[CrashPoint]) -> list[str]:
+    return [point.value for point in points if not figures[f"kills:{point.value}"]]
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.scenario(28)
+def test_whatever_point_workers_die_at_row_outcome_and_events_are_there_together_and_once(outcome: Outcome) -> None:
+    figures = figures_of(outcome.transactional)
+
+    assert passed_by(figures, OF_TRANSACTIONS) == []
+    assert figures["kills"] >= transactional.CAMPAIGN.shown_in_test
+    assert min(figures["kills:postgresql"], figures["kills:sqlite"]) >= LIVES
+    assert figures["completed"] > figures["completed_before_the_end"] > transactional.CAMPAIGN.in_test
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_with_records_in_a_database_deaths_at_any_point_leave_all_work_done_once(outcome: Outcome) -> None:
+    figures = figures_of(outcome.stand_alone)
+
+    assert figures["kills"] >= store_points.CAMPAIGN.shown_in_test
+    assert min(figures[f"kills:{kind}"] for kind in store_points.KINDS) >= LIVES
+    assert figures["lost"] == figures["fenced_repeats"] == 0
+    assert figures["completed"] > figures["completed_before_the_end"] > 2 * store_points.CAMPAIGN.in_test
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_a_zombie_wrote_in_its_transaction_is_not_seen_once_it_is_overtaken(outcome: Outcome) -> None:
+    figures = figures_of(outcome.zombies)
+
+    assert figures["zombies:postgresql"] == figures["zombies:sqlite"] == len(KINDS)
+    assert figures["takeovers"] >= len(KINDS)
+    assert figures["done"] == figures["completed"] == transactional_zombies.CAMPAIGN.in_test
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("bug", FOUND)
+def test_each_mistake_of_a_transactional_mode_is_found_by_one_death(outcome: Outcome, bug: str) -> None:
+    _, said = FOUND[bug]
+
+    with pytest.raises(ViolationError, match=said):
+        figures_of(outcome.mistakes[bug])
+
+
+def test_26_trials_in_a_row_have_each_point_once_in_each_kind_of_database() -> None:
+    for first in (0, 26, 260):
+        row = [(point.value, number % 2) for number in range(first, first + 26) for point in points_of(number)]
+
+        assert sorted(row) == sorted((point.value, kind) for point in POINTS for kind in (0, 1))
+
+
+def test_five_trials_in_a_row_have_each_point_that_only_transactional_handlers_and_relays_have() -> None:
+    for first in (0, 13, 260):
+        row = {point for number in range(first, first + 5) for point in points_of(number)}
+
+        assert row > OF_TRANSACTIONS

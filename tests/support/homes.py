@@ -1,0 +1,108 @@
+"""Where records can be: for each kind of store a real server, and settings for whoever wants a store on it.
+
+    with open_home("postgresql") as home:
+        async with open_records(home.settings(folder, timeout_seconds=1), "billing") as store:
+            ...
+
+Settings are plain data, as under `[store]`: they may travel to another process, and be written into a file.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+
+from integr8s_idem.config import StoreSettings
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.opening import open_store
+from tests.support.postgres import PostgresServer
+from tests.support.redis import RedisServer
+
+StoreTable = dict[str, Any]
+"""What stands under `[store]`."""
+
+CONNECTIONS: Final = 4
+"""Of one process to a database, by each of its engines, unless more are needed for a moment."""
+
+LOCK_TIMEOUT: Final = 0.25
+"""Seconds; shorter than any worker here waits for an answer."""
+
+_settings: Final[TypeAdapter[StoreSettings]] = TypeAdapter(StoreSettings)
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """How a kind is had."""
+
+    server: Callable[[], AbstractContextManager[Any]]
+    """Runs within its block."""
+    settings: Callable[[Any, Path], StoreTable]
+    """Of a store on that server, for whoever has the folder for himself; without `kind`."""
+    has_tables: bool = False
+    """Made once, by the command for it."""
+
+
+KINDS: Final[Mapping[str, StoreKind]] = {
+    "redis": StoreKind(RedisServer, lambda server, _: {"url": server.url}),
+    "postgresql": StoreKind(
+        partial(PostgresServer, keeps_commits=True, connections=300),
+        lambda server, _: {"url": server.url, "max_connections": CONNECTIONS, "lock_timeout_seconds": LOCK_TIMEOUT},
+        has_tables=True,
+    ),
+    "sqlite": StoreKind(
+        nullcontext, lambda _, folder: {"path": str(folder / "store.db"), "lock_timeout_seconds": LOCK_TIMEOUT}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Home:
+    """A server that runs; records of many may be on it, told apart by their prefixes."""
+
+    kind: str
+    server: Any
+    """None for a kind that needs none."""
+
+    def settings(self, folder: Path, **more: Any) -> StoreTable:
+        """Of a store here; `folder` is where a kind without a server puts its file."""
+        return {"kind": self.kind, **KINDS[self.kind].settings(self.server, folder), **more}
+
+
+@contextmanager
+def open_home(kind: str) -> Iterator[Home]:
+    """A server of our own, ready for records; gone afterwards."""
+    with KINDS[kind].server() as server, tempfile.TemporaryDirectory(prefix="idem-home-") as name:
+        home = Home(kind, server)
+        if KINDS[kind].has_tables:
+            _migrate(home.settings(Path(name)), Path(name) / "settings.toml")
+        yield home
+
+
+def _migrate(settings: StoreTable, file: Path) -> None:
+    file.write_text(as_toml(settings))
+    command = [sys.executable, "-m", "integr8s_idem", "store", "migrate", "--settings", str(file)]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+def as_toml(settings: StoreTable) -> str:
+    """The section `[store]` of a file of settings."""
+    # A text, a number or a list of them is written in TOML as in JSON.
+    return "[store]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+
+
+@asynccontextmanager
+async def open_records(settings: StoreTable, key_prefix: str) -> AsyncIterator[IdempotencyRepository]:
+    """The store that a service with these settings would have."""
+    async with open_store(_settings.validate_python(settings), key_prefix=key_prefix) as store:
+        yield store
