@@ -161,10 +161,10 @@ CAMPAIGN = Campaign(
     counts="kills",
     says="a process that killed itself by SIGKILL at a named point, its handlers in the transaction of their effects, "
     "on a real PostgreSQL or SQLite and a real Kafka",
-    scenarios=(),
+    scenarios=(28,),
     in_test=5,
     at_least=14,
-    target=1_200,
+    target=1_000,
     batch=26,
     run=run,
 )

@@ -1,4 +1,7 @@
-"""Mistakes that a transactional mode could have, to be made in a worker's process: the judge must find each."""
+"""Mistakes that a transactional mode could have, to be made in a worker's process: the judge must find each.
+
+But for `deaf`, which is half a mistake: the other half of the defence must do.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
 
+from integr8s_idem import leases
 from integr8s_idem.events import Message
 from integr8s_idem.records import Completion
 from integr8s_idem.stores.outbox import Claim, Waiting
@@ -47,8 +51,27 @@ def _forgets_first() -> None:
     setattr(SqlOutbox, "read", read_and_delete)  # noqa: B010
 
 
+def _deaf() -> None:
+    """No handler is cancelled when its lease ends: only the database is left to refuse it."""
+    setattr(leases, "fence_margin", lambda lease: -3600.0)  # noqa: B010
+
+
+def _commits_all_the_same() -> None:
+    """A handler that was overtaken does not care."""
+    _deaf()
+    complete = SqlTransaction.complete
+
+    async def complete_in_any_case(self: SqlTransaction, completion: Completion) -> bool:
+        self._written = await complete(self, completion) or True
+        return True
+
+    setattr(SqlTransaction, "complete", complete_in_any_case)  # noqa: B010
+
+
 BUGS: Final[dict[str, Callable[[], None]]] = {
     "completes_outside": _completes_outside,
     "sends_outside": _sends_outside,
     "forgets_first": _forgets_first,
+    "commits_all_the_same": _commits_all_the_same,
+    "deaf": _deaf,
 }

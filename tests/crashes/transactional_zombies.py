@@ -42,8 +42,10 @@ SIDE_BY_SIDE: Final = 10
 class ZombieTrial(TransactionalTrial):
     """One stall."""
 
-    def __init__(self, ground: Ground, nursery: Nursery, number: int) -> None:
+    def __init__(self, ground: Ground, nursery: Nursery, number: int, *, bug: str = "") -> None:
         super().__init__(ground, nursery, number, points=[])
+        # Every second one must be stopped by the database alone.
+        self._bug = bug or ("deaf" if number // len(KINDS) % 2 else "")
         self._stalled_members: set[str] = set()
         self._point = POINTS[number // len(KINDS) % len(POINTS)]
 
@@ -64,7 +66,9 @@ class ZombieTrial(TransactionalTrial):
         async with self._opened(), self._ground.topic_set(self._order.prefix, partitions=1) as topics:
             await topics.publish([Job(work=f"{self._number}:plain", aggregate_id="one")])
             async with AsyncExitStack() as stack:
-                zombie = await self._nursery.start(replace(self._order, point=self._point.value, stalls=True))
+                zombie = await self._nursery.start(
+                    replace(self._order, point=self._point.value, stalls=True, bug=self._bug)
+                )
                 # A process that is stopped hears of nothing but this.
                 stack.callback(zombie.send_signal, signal.SIGCONT)
                 await self._await(self._stalled, zombie)

@@ -29,6 +29,8 @@ FOUND = {
     "forgets_first": (CrashPoint.BEFORE_SEND, "events that neither wait nor were published"),
 }
 
+ZOMBIE = "commits_all_the_same"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -55,10 +57,12 @@ async def all_at_once() -> Outcome:
         stand_alone_trials = run_on(ground, nursery, numbers, StoreTrial, 4)
         stalls = run_on(ground, nursery, range(3000, 3000 + transactional_zombies.CAMPAIGN.in_test), ZombieTrial, 4)
         mistaken = [mistaken_trial(ground, nursery, place, bug).run() for place, bug in enumerate(FOUND)]
+        # By READ COMMITTED: stricter levels refuse by themselves what has been overtaken.
+        mistaken.append(ZombieTrial(ground, nursery, 4010, bug=ZOMBIE).run())
         first, second, third, *mistakes = await asyncio.gather(
             transactional_trials, stand_alone_trials, stalls, *mistaken, return_exceptions=True
         )
-    return Outcome(first, second, third, dict(zip(FOUND, mistakes, strict=True)))
+    return Outcome(first, second, third, dict(zip((*FOUND, ZOMBIE), mistakes, strict=True)))
 
 
 def mistaken_trial(ground: Ground, nursery: Nursery, place: int, bug: str) -> TransactionalTrial:
@@ -122,6 +126,14 @@ def test_each_mistake_of_a_transactional_mode_is_found_by_one_death(outcome: Out
 
     with pytest.raises(ViolationError, match=said):
         figures_of(outcome.mistakes[bug])
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_zombie_that_commits_all_the_same_is_found(outcome: Outcome) -> None:
+    with pytest.raises(ViolationError, match=r"more than one row"):
+        figures_of(outcome.mistakes[ZOMBIE])
 
 
 def test_26_trials_in_a_row_have_each_point_once_in_each_kind_of_database() -> None:
