@@ -12,10 +12,10 @@ from tests.campaigns.figures import Campaign, Figures
 from tests.crashes.forks import Nursery
 from tests.crashes.ground import Ground, Topics
 from tests.crashes.points import LIVES, POINTS, SIDE_BY_SIDE, Trial, points_of, run_trials
-from tests.support.homes import open_records
+from tests.support.homes import at_hand, open_records
 
-KINDS: Final = ("postgresql", "sqlite")
-"""Any of `tests.support.homes`; those of the trials in turn."""
+KINDS: Final = at_hand("postgresql", "sqlite", "mysql", "redis-cluster", "redis-sentinel", "dynamodb")
+"""Those of the trials in turn."""
 
 KILLS_OF_A_KIND: Final = 500
 
@@ -51,9 +51,10 @@ def run(first: int, count: int) -> Figures:
 
 
 CAMPAIGN = Campaign(
-    name="crash-points-sql",
+    name="crash-points-stores",
     counts="kills",
-    says="a process that killed itself by SIGKILL at a named point, on a real PostgreSQL or SQLite and a real Kafka",
+    says="a process that killed itself by SIGKILL at a named point, on a real PostgreSQL, SQLite, MariaDB, Redis "
+    "Cluster, Redis with Sentinels, or on DynamoDB Local, and a real Kafka",
     scenarios=(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27),
     in_test=2 * len(KINDS),
     at_least=2 * LIVES * len(KINDS) - 2,

@@ -1,4 +1,4 @@
-"""Campaign `zombies-sql`: the zombies of `tests.kafka_faults.zombies`, with records in databases."""
+"""Campaign `zombies-stores`: those of `tests.kafka_faults.zombies`, with records elsewhere than in a single Redis."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Final
 
 from tests.campaigns.figures import Campaign
 from tests.kafka_faults import zombies
+from tests.support.homes import at_hand
 
-KINDS: Final = ("postgresql", "sqlite")
-"""Any of `tests.support.homes`."""
+KINDS: Final = at_hand("postgresql", "sqlite", "mysql", "redis-cluster", "redis-sentinel", "dynamodb")
 
 OF_A_KIND: Final = 60
 
 CAMPAIGN: Final = Campaign(
-    name="zombies-sql",
+    name="zombies-stores",
     counts="zombies",
-    says="a worker with records in a real PostgreSQL or SQLite is stopped (SIGSTOP) beyond its lease and its session, "
-    "another one finishes, then it goes on",
+    says="a worker with records in a real PostgreSQL, SQLite, MariaDB, Redis Cluster, Redis with Sentinels, or in "
+    "DynamoDB Local is stopped (SIGSTOP) beyond its lease and its session, another one finishes, then it goes on",
     scenarios=(33, 35, 36, 38),
     in_test=2 * len(KINDS),
     target=OF_A_KIND * len(KINDS),

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.request import urlopen
@@ -129,7 +129,9 @@ class Pair:
     async def record(self, task: TaskGiven) -> object:
         """What the store holds for `task`; two of them are equal if nothing was written between."""
         if self.store["kind"] != "redis":
-            return await self._read(task)
+            record = await self._read(task)
+            # Where its end is kept as a time to live, that passes.
+            return replace(record, expires_at=None)
         # Byte for byte: read as a record, its end is a time to live, which passes.
         async with redis_client(RedisStoreSettings(url=self.store["url"])) as client:
             dumped = await client.dump(self._key(task))

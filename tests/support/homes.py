@@ -10,23 +10,28 @@ Settings are plain data, as under `[store]`: they may travel to another process,
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from integr8s_idem.config import StoreSettings
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.opening import open_store
+from tests.support.dynamodb.server import CREDENTIALS, DynamoServer, missing_jars
+from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
 from tests.support.redis import RedisServer
+from tests.support.redis_cluster import RedisCluster
+from tests.support.redis_sentinel import RedisGroup
 
 StoreTable = dict[str, Any]
 """What stands under `[store]`."""
@@ -36,6 +41,9 @@ CONNECTIONS: Final = 4
 
 LOCK_TIMEOUT: Final = 0.25
 """Seconds; shorter than any worker here waits for an answer."""
+
+WAIT: Final = 0.2
+"""Seconds within which a replica has confirmed a write; shorter than any worker here waits for an answer."""
 
 _settings: Final[TypeAdapter[StoreSettings]] = TypeAdapter(StoreSettings)
 
@@ -50,6 +58,15 @@ class StoreKind:
     """Of a store on that server, for whoever has the folder for himself; without `kind`."""
     has_tables: bool = False
     """Made once, by the command for it."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What a process needs to be let in; set in ours, and in those that it starts."""
+    missing: Callable[[], str] = str
+    """Why none can be had here; empty if one can."""
+
+
+def plain(settings: BaseModel) -> StoreTable:
+    """What was set of it, but the kind."""
+    return settings.model_dump(mode="json", exclude_unset=True, exclude={"kind"})
 
 
 KINDS: Final[Mapping[str, StoreKind]] = {
@@ -59,10 +76,34 @@ KINDS: Final[Mapping[str, StoreKind]] = {
         lambda server, _: {"url": server.url, "max_connections": CONNECTIONS, "lock_timeout_seconds": LOCK_TIMEOUT},
         has_tables=True,
     ),
+    "mysql": StoreKind(
+        partial(MariadbServer, keeps_commits=True, connections=300),
+        lambda server, _: {"url": server.url, "max_connections": CONNECTIONS, "lock_timeout_seconds": 1},
+        has_tables=True,
+        missing=missing_programs,
+    ),
     "sqlite": StoreKind(
         nullcontext, lambda _, folder: {"path": str(folder / "store.db"), "lock_timeout_seconds": LOCK_TIMEOUT}
     ),
+    "redis-cluster": StoreKind(
+        RedisCluster, lambda server, _: plain(server.settings(wait_replicas=1, wait_timeout_seconds=WAIT))
+    ),
+    "redis-sentinel": StoreKind(
+        RedisGroup, lambda server, _: plain(server.settings(wait_replicas=1, wait_timeout_seconds=WAIT))
+    ),
+    "dynamodb": StoreKind(
+        DynamoServer,
+        lambda server, _: plain(server.settings()),
+        has_tables=True,
+        env=CREDENTIALS,
+        missing=missing_jars,
+    ),
 }
+
+
+def at_hand(*kinds: str) -> tuple[str, ...]:
+    """Those of `kinds` whose servers can be started here."""
+    return tuple(kind for kind in kinds if not KINDS[kind].missing())
 
 
 @dataclass(frozen=True)
@@ -81,6 +122,7 @@ class Home:
 @contextmanager
 def open_home(kind: str) -> Iterator[Home]:
     """A server of our own, ready for records; gone afterwards."""
+    os.environ.update(KINDS[kind].env)
     with KINDS[kind].server() as server, tempfile.TemporaryDirectory(prefix="idem-home-") as name:
         home = Home(kind, server)
         if KINDS[kind].has_tables:

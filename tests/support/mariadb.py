@@ -30,7 +30,6 @@ _SETTINGS: Final = {
     "innodb-log-file-size": "16M",
     "innodb-flush-method": "fsync",
     "performance-schema": "OFF",
-    "max-connections": "60",
 }
 
 
@@ -48,9 +47,14 @@ def _program(name: str) -> str | None:
 class MariadbServer:
     """One server process with one database, `test`.  All methods block."""
 
-    def __init__(self, *, keeps_commits: bool = False) -> None:
-        """`keeps_commits`: what was committed survives the machine's end, too; slower."""
-        self._settings = {**_SETTINGS, "innodb-flush-log-at-trx-commit": "1" if keeps_commits else "0"}
+    def __init__(self, *, keeps_commits: bool = False, connections: int = 60) -> None:
+        """`keeps_commits`: what was committed survives the machine's end, too; slower.  `connections`: at most."""
+        flush = "1" if keeps_commits else "0"
+        self._settings = {
+            **_SETTINGS,
+            "innodb-flush-log-at-trx-commit": flush,
+            "max-connections": str(connections),
+        }
         self.folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._told = 0

@@ -14,7 +14,7 @@ import pytest
 from integr8s_idem.config import DynamodbStoreSettings
 from integr8s_idem.stores.dynamodb import dynamo_client
 from integr8s_idem.stores.dynamodb.table import KEYS, TYPES
-from tests.support.dynamodb.server import DynamoServer
+from tests.support.dynamodb.server import CREDENTIALS, DynamoServer
 from tests.support.kafka.broker import ToolsMissingError
 from tests.support.kafka.fixtures import skip_or_fail
 
@@ -54,11 +54,8 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Credentials that DynamoDB Local takes, and none of this machine's."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tests")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

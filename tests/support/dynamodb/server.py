@@ -25,9 +25,29 @@ from integr8s_idem.embedded.child import ChildServer
 from tests.support.kafka.broker import ToolsMissingError, find_java, free_ports
 
 JARS: Final = Path(__file__).parents[3] / ".cache" / "dynamodb" / "libs"
+CREDENTIALS: Final = {
+    "AWS_ACCESS_KEY_ID": "tests",
+    "AWS_SECRET_ACCESS_KEY": "canary",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+"""Anything will do for DynamoDB Local, but something has to be there."""
+
 _START_SECONDS: Final = 60.0
 _JVM: Final = ("-Xshare:auto", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 _MAIN: Final = "com.amazonaws.services.dynamodbv2.local.main.ServerRunner"
+
+
+def missing_jars() -> str:
+    """Why no DynamoDB Local can be started here; empty if one can."""
+    if not any(JARS.glob("DynamoDBLocal-*.jar")):
+        return "no jars of DynamoDB Local: run `make dynamodb`"
+    try:
+        find_java()
+    except ToolsMissingError as error:
+        return str(error)
+    return ""
 
 
 class DynamoServer:
@@ -35,8 +55,8 @@ class DynamoServer:
 
     def __init__(self) -> None:
         """Raises `ToolsMissingError` where Java or the jars are missing."""
-        if not any(JARS.glob("DynamoDBLocal-*.jar")):
-            raise ToolsMissingError("no jars of DynamoDB Local: run `make dynamodb`")
+        if missing := missing_jars():
+            raise ToolsMissingError(missing)
         (self.port,) = free_ports(1)
         self._folder = tempfile.TemporaryDirectory(prefix="idem-dynamodb-")
         folder = Path(self._folder.name)

@@ -1,4 +1,4 @@
-"""Workers on databases that kill themselves at named points, with handlers in transactions and without.
+"""Workers with records in any store that kill themselves at named points, with handlers in transactions and without.
 
 All of them share their servers and their time: they mostly wait for sessions, leases and claims to end.
 """
@@ -21,6 +21,7 @@ from tests.crashes.store_points import StoreTrial
 from tests.crashes.transactional import KINDS, POINTS, TransactionalTrial, points_of
 from tests.crashes.transactional_zombies import ZombieTrial
 from tests.kafka_faults.tools import need_kafka
+from tests.support import homes
 
 FOUND = {
     # Each mistake, the point at which one death shows it, and what is said then.
@@ -97,7 +98,7 @@ def test_whatever_point_workers_die_at_row_outcome_and_events_are_there_together
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_with_records_in_a_database_deaths_at_any_point_leave_all_work_done_once(outcome: Outcome) -> None:
+def test_with_records_in_any_store_deaths_at_any_point_leave_all_work_done_once(outcome: Outcome) -> None:
     figures = figures_of(outcome.stand_alone)
 
     assert figures["kills"] >= store_points.CAMPAIGN.shown_in_test
@@ -148,3 +149,11 @@ def test_five_trials_in_a_row_have_each_point_that_only_transactional_handlers_a
         row = {point for number in range(first, first + 5) for point in points_of(number)}
 
         assert row > OF_TRANSACTIONS
+
+
+@pytest.mark.parametrize("kind", homes.KINDS)
+def test_of_each_kind_of_store_a_server_can_be_had(kind: str) -> None:
+    if missing := homes.KINDS[kind].missing():
+        pytest.skip(missing)
+
+    assert kind == "redis" or kind in store_points.KINDS
