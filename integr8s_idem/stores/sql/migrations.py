@@ -17,7 +17,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
 
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.engine import writing
+from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import guarded
 from integr8s_idem.stores.sql.health import check_version, new_identity
 from integr8s_idem.stores.sql.schema import BUCKETS, VERSION, buckets, metadata, store
@@ -60,6 +60,8 @@ async def migrate(engine: AsyncEngine) -> list[Migration]:
     Raises:
         StoreConfigurationError: It is of a newer version than this code.
     """
+    if await _is_current(engine):
+        return []
     async with guarded("migrate", _PATIENCE, engine.dialect.name), writing(engine) as connection:
         if dialect_of(engine.dialect.name).ddl_commits:
             return await _migrate_by_turns(connection)
@@ -78,6 +80,12 @@ async def _migrate_by_turns(connection: AsyncConnection) -> list[Migration]:
         return await connection.run_sync(_migrate)
     finally:
         await connection.execute(text("SELECT RELEASE_LOCK(CONCAT(:name, '.', SHA1(DATABASE())))"), name)
+
+
+async def _is_current(engine: AsyncEngine) -> bool:
+    # Each start of a worker asks for a file: those who only look must not wait for a writer, nor hold one up.
+    async with guarded("migrate", _PATIENCE, engine.dialect.name), reading(engine) as connection:
+        return await connection.run_sync(version_of) == VERSION
 
 
 def _migrate(connection: Connection) -> list[Migration]:
