@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -21,19 +21,14 @@ from integr8s_idem.integrations.dishka import FromDishka
 from integr8s_idem.records import Completed
 from integr8s_idem.stores.sql import migrate, sql_engine
 from integr8s_idem.work import Executed, HandlerFailed
+from tests.support.databases import KINDS, url_of
 from tests.support.ledger_shop import LedgerShop, OrderCharged, OrderPlaced, charge, open_ledger_shop
 from tests.support.postgres import PostgresServer
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    with PostgresServer() as server:
-        yield server
-
-
-@pytest.fixture(params=["postgresql", "sqlite"])
-def url(request: pytest.FixtureRequest, postgres: PostgresServer, tmp_path: Path) -> str:
-    return postgres.url if request.param == "postgresql" else f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}"
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return url_of(request.param, request, tmp_path)
 
 
 router = EventRouter()
@@ -176,7 +171,7 @@ async def test_a_session_of_another_database_is_refused(url: str, tmp_path: Path
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_a_conflict_of_transactions_is_no_failure_of_the_handler(
-    postgres: PostgresServer, isolation: str
+    shared_postgres: PostgresServer, isolation: str
 ) -> None:
     conflicting, opened = EventRouter(), list[LedgerShop]()
 
@@ -190,7 +185,7 @@ async def test_a_conflict_of_transactions_is_no_failure_of_the_handler(
         return attempt.number
 
     settings = Settings(idempotency=IdempotencyConfig(max_attempts=1))
-    async with open_ledger_shop(postgres.url, conflicting, isolation=isolation, settings=settings) as shop:
+    async with open_ledger_shop(shared_postgres.url, conflicting, isolation=isolation, settings=settings) as shop:
         opened.append(shop)
         async with shop.store.engine.begin() as connection:
             await connection.execute(text("CREATE TABLE balance (amount integer)"))

@@ -132,10 +132,12 @@ async def open_ledger_shop(
     )
     dispatcher = await container.get(EventDispatcher)
     assert isinstance(dispatcher, IdempotentEventDispatcher)
-    yield LedgerShop(container, dispatcher, store, sessions)
-    await container.close()
-    await own.dispose()
-    await engine.dispose()
+    try:
+        yield LedgerShop(container, dispatcher, store, sessions)
+    finally:
+        await container.close()
+        await own.dispose()
+        await engine.dispose()
 
 
 def _store_provider(store: SqlIdempotencyRepository) -> Provider:

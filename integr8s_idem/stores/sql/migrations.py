@@ -12,7 +12,7 @@ from typing import Final
 
 from sqlalchemy import MetaData, inspect, select, text, update
 from sqlalchemy.engine import Connection, Dialect
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
 
 from integr8s_idem.errors import StoreUnavailableError

@@ -80,7 +80,7 @@ _STORY: Final = _of_mysql(Text(), mysql.MEDIUMTEXT())
 _NAME: Final = _of_mysql(Text(), mysql.TEXT(charset="utf8mb4"))
 """A text of a few words, in any script, whatever the database's own charset."""
 
-_INNODB: Final = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
+_INNODB: Final[dict[str, Any]] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
 
 records: Final = Table(
     "idempotency_records",
