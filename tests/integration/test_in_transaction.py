@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import insert, select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from integr8s_idem import IdempotencyManager
@@ -97,6 +98,22 @@ async def test_work_that_fails_is_undone_and_the_rest_of_the_transaction_stands(
 
         await session.execute(insert(charges).values(order_id="before"))
         with pytest.raises(ConnectionError, match="the bank is away"):
+            await manager.run("refund:1", failing)
+
+    assert await charged(engine) == ["before"]
+    assert await manager.get("refund:1") is None
+
+
+async def test_an_error_of_the_database_in_the_work_is_raised_as_it_is(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with session_of(engine) as session, manager.in_transaction(session):
+
+        async def failing() -> None:
+            await session.execute(insert(charges).values(id=1, order_id="twice"))
+
+        await session.execute(insert(charges).values(id=1, order_id="before"))
+        with pytest.raises(IntegrityError):
             await manager.run("refund:1", failing)
 
     assert await charged(engine) == ["before"]

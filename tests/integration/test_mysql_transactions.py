@@ -221,6 +221,22 @@ async def test_work_that_goes_on_after_a_deadlock_is_not_recorded(
     assert await amounts(ours) == [0, 0]
 
 
+async def test_work_that_makes_a_table_is_not_recorded_as_done(
+    engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
+) -> None:
+    async with AsyncSession(engines[1]) as session, manager.in_transaction(session):
+
+        async def refund() -> None:
+            await session.execute(text("CREATE OR REPLACE TABLE made_by_the_work (id int)"))
+
+        with pytest.raises(ApplicationError, match="ended before its outcome was written"):
+            await manager.run("refund:5", refund)
+
+    record = await manager.get("refund:5")
+    assert record is not None
+    assert record.settled_at is None
+
+
 async def test_work_that_a_deadlock_ends_is_to_be_begun_anew(
     engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
 ) -> None:

@@ -86,6 +86,19 @@ async def test_a_connection_will_do_as_well(url: str) -> None:
         assert len(await shop.waiting()) == 1
 
 
+@pytest.mark.parametrize(("held", "handlers"), [(AsyncSession, router), (AsyncConnection, by_connection)])
+async def test_a_transaction_that_its_provider_has_begun_is_as_good(
+    url: str, held: type, handlers: EventRouter
+) -> None:
+    async with open_ledger_shop(url, handlers, held=held) as shop:
+        shop.sessions.asks_first = True
+
+        outcome = await shop.attempt(OrderPlaced())
+
+        assert outcome == Executed("receipt-1", 1)
+        assert await shop.charged() == ["1"]
+
+
 async def test_a_handler_that_fails_leaves_nothing_but_its_attempt(shop: LedgerShop) -> None:
     event = OrderPlaced(order_id="bad")
 

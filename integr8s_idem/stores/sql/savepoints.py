@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
 
 from integr8s_idem.errors import ApplicationError, StoreUnavailableError, TransactionAbortedError
-from integr8s_idem.stores.sql.errors import gave_up, joining, savepoint_gone
+from integr8s_idem.stores.sql.errors import gave_up, joining, savepoint_gone, translated
 
 MARK: Final = "SAVEPOINT integr8s_idem"
 """Set where the transaction begins."""
@@ -72,6 +72,7 @@ async def _undo(nested: AsyncTransaction, operation: str, error: BaseException) 
 
     Raises:
         TransactionAbortedError: All of the transaction is gone.
+        StoreError: It could not be undone.
     """
     try:
         if nested.is_active:
@@ -79,15 +80,13 @@ async def _undo(nested: AsyncTransaction, operation: str, error: BaseException) 
     except DBAPIError as failed:
         if not isinstance(error, Exception) or isinstance(error, TransactionAbortedError):
             return  # that is what has to be told
-        if said := _told_of(error, failed):
+        if said := _why_all_is_gone(error, failed):
             raise TransactionAbortedError(operation, said) from error
-        raise
+        raise translated(operation, failed, nested.connection.dialect.name) from error
 
 
-def _told_of(error: Exception, failed: DBAPIError) -> str:
-    """Why all is gone, if it is."""
-    if said := gave_up(error):
-        return said
+def _why_all_is_gone(error: Exception, failed: DBAPIError) -> str:
+    """Nothing if it may be there: only the way to it is lost."""
     if savepoint_gone(failed) and isinstance(error, StoreUnavailableError):
         return error.reason  # innodb_rollback_on_timeout
-    return gave_up(failed)
+    return gave_up(error) or gave_up(failed)
