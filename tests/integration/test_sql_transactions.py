@@ -11,6 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from integr8s_idem import Attempt, EventRouter, IdempotencyConfig, Outgoing, Settings
+from integr8s_idem.config import OnKeyReused
 from integr8s_idem.errors import (
     ApplicationError,
     LeaseLostError,
@@ -110,6 +111,19 @@ async def test_a_handler_that_fails_leaves_nothing_but_its_attempt(shop: LedgerS
     assert str(second.error) == "the bank is away"
     assert (await shop.charged(), await shop.waiting()) == ([], [])
     assert await shop.statuses() == {event.event_id: "processing"}
+
+
+async def test_a_run_that_a_policy_wants_without_a_reservation_commits_what_it_wrote(url: str) -> None:
+    settings = Settings(idempotency=IdempotencyConfig(on_key_reused=OnKeyReused.RUN))
+    async with open_ledger_shop(url, router, settings=settings) as shop:
+        event = OrderPlaced()
+        await shop.attempt(event)
+
+        outcome = await shop.attempt(event.model_copy(update={"order_id": "2"}))
+
+        assert outcome == Executed("receipt-2", 1)
+        assert await shop.charged() == ["1", "2"]
+        assert len(await shop.waiting()) == 2
 
 
 async def test_one_that_was_overtaken_rolls_back_what_it_wrote(url: str) -> None:

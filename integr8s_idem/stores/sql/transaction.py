@@ -33,7 +33,7 @@ class SqlTransaction:
         self._held = held
         self._marks = dialect_of(repository.engine.dialect.name).goes_on
         self._waiting = waiting
-        self._written = self._committed = self._sent = False
+        self._may_commit = self._committed = self._sent = False
 
     async def watch(self) -> None:
         """Watch over the transaction from here on: the one that is under way, or those that will begin.
@@ -62,10 +62,22 @@ class SqlTransaction:
             ApplicationError: The transaction is not the one that the handler began in.
         """
         [written] = await self._records.complete([completion])
-        if written and self._marks:
-            await still_there(await self._records.connection(), "complete")
-        self._written = written
+        if written:
+            await self._let_commit()
         return written
+
+    async def remember_nothing(self) -> None:
+        """Let it commit without an outcome: the run had no reservation.
+
+        Raises:
+            ApplicationError: The transaction is not the one that the handler began in.
+        """
+        await self._let_commit()
+
+    async def _let_commit(self) -> None:
+        if self._marks:
+            await still_there(await self._records.connection(), "complete")
+        self._may_commit = True
 
     async def send(self, messages: Sequence[Message]) -> None:
         """Have `messages` published by a relay, if the transaction commits."""
@@ -79,7 +91,7 @@ class SqlTransaction:
         Raises:
             ApplicationError: It has not committed: nothing was kept.
         """
-        if self._written and not self._committed:
+        if self._may_commit and not self._committed:
             raise ApplicationError(
                 "the REQUEST scope has ended without committing its transaction: what the handler wrote is lost, "
                 "and so is its outcome. Commit in the provider of the session, behind its yield"
@@ -107,7 +119,7 @@ class SqlTransaction:
             event.listen(connection, "commit", self._committing)
 
     def _committing(self, connection: Connection) -> None:
-        if not self._written:
+        if not self._may_commit:
             # SQLAlchemy would give the connection to the next one with the transaction still open.
             connection.invalidate()
             raise ApplicationError(
