@@ -41,6 +41,8 @@ class Seal:
                 await transaction.send(messages)
             if self._reserved is not None:
                 await self._complete(value, self._reserved, transaction)
+            else:
+                await transaction.remember_nothing()
         except StoreError as error:
             self.store_error = error
             raise

@@ -52,6 +52,10 @@ class Transaction(Protocol):
         """Remember the outcome, if the transaction commits.  `False`: the reservation is no longer ours."""
         ...
 
+    async def remember_nothing(self) -> None:
+        """Let the transaction commit without an outcome: the run had no reservation."""
+        ...
+
     async def send(self, messages: Sequence[Message]) -> None:
         """Have `messages` sent, in this order, if the transaction commits."""
         ...

@@ -43,9 +43,11 @@ class Transactions:
         self._outbox: SqlOutbox | None = None
         self._repository: Any = None
 
-        def make(session: Any) -> Any:
+        async def make(session: Any) -> Any:
             assert self._outbox is not None
-            return SqlTransaction(self._repository, self._outbox, session)
+            transaction = SqlTransaction(self._repository, self._outbox, session)
+            await transaction.watch()
+            return transaction
 
         make.__annotations__ = {"session": held, "return": SqlTransaction}
         self.make = make

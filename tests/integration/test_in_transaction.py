@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from sqlalchemy import insert, select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from integr8s_idem import IdempotencyManager
@@ -17,22 +18,13 @@ from integr8s_idem.errors import ApplicationError, InProgressError
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
+from tests.support.databases import KINDS, url_of
 from tests.support.ledger_shop import charges, tables
-from tests.support.postgres import PostgresServer
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    with PostgresServer() as server:
-        yield server
-
-
-@pytest.fixture(params=["postgresql", "sqlite"])
-async def engine(
-    request: pytest.FixtureRequest, postgres: PostgresServer, tmp_path: Path
-) -> AsyncIterator[AsyncEngine]:
-    url = postgres.url if request.param == "postgresql" else f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}"
-    engine = sql_engine(url, lock_timeout_seconds=0.3)
+@pytest.fixture(params=KINDS)
+async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AsyncEngine]:
+    engine = sql_engine(url_of(request.param, request, tmp_path), lock_timeout_seconds=0.3)
     async with engine.begin() as connection:
         await connection.run_sync(metadata.drop_all)
         await connection.run_sync(tables.drop_all)
@@ -112,8 +104,27 @@ async def test_work_that_fails_is_undone_and_the_rest_of_the_transaction_stands(
     assert await manager.get("refund:1") is None
 
 
-async def test_a_twin_waits_for_the_transaction_and_gets_its_result(postgres: PostgresServer) -> None:
-    engine = sql_engine(postgres.url, lock_timeout_seconds=20)
+async def test_an_error_of_the_database_in_the_work_is_raised_as_it_is(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with session_of(engine) as session, manager.in_transaction(session):
+
+        async def failing() -> None:
+            await session.execute(insert(charges).values(id=1, order_id="twice"))
+
+        await session.execute(insert(charges).values(id=1, order_id="before"))
+        with pytest.raises(IntegrityError):
+            await manager.run("refund:1", failing)
+
+    assert await charged(engine) == ["before"]
+    assert await manager.get("refund:1") is None
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+async def test_a_twin_waits_for_the_transaction_and_gets_its_result(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    engine = sql_engine(url_of(kind, request, tmp_path), lock_timeout_seconds=20)
     manager = IdempotencyManager(repository=SqlIdempotencyRepository(engine), scope="refunds")
     async with engine.begin() as connection:
         await connection.run_sync(metadata.drop_all)
@@ -136,8 +147,11 @@ async def test_a_twin_waits_for_the_transaction_and_gets_its_result(postgres: Po
     await engine.dispose()
 
 
-async def test_a_twin_that_waits_longer_than_the_lock_timeout_is_told_in_progress(postgres: PostgresServer) -> None:
-    engine = sql_engine(postgres.url, lock_timeout_seconds=0.1)
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+async def test_a_twin_that_waits_longer_than_the_lock_timeout_is_told_in_progress(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    engine = sql_engine(url_of(kind, request, tmp_path), lock_timeout_seconds=0.1)
     manager = IdempotencyManager(repository=SqlIdempotencyRepository(engine), scope="refunds")
     await migrate(engine)
     async with session_of(engine) as session, manager.in_transaction(session):

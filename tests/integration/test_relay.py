@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,23 +20,14 @@ from integr8s_idem.stores.sql.outbox import put
 from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.relay import Relay
 from tests.support.conditions import eventually
-from tests.support.postgres import PostgresServer
+from tests.support.databases import KINDS, url_of
 
 MINUTE = timedelta(minutes=1)
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    with PostgresServer() as server:
-        yield server
-
-
-@pytest.fixture(params=["postgresql", "sqlite"])
-async def engine(
-    request: pytest.FixtureRequest, postgres: PostgresServer, tmp_path: Path
-) -> AsyncIterator[AsyncEngine]:
-    url = postgres.url if request.param == "postgresql" else f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}"
-    engine = sql_engine(url)
+@pytest.fixture(params=KINDS)
+async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AsyncEngine]:
+    engine = sql_engine(url_of(request.param, request, tmp_path))
     async with engine.begin() as connection:
         await connection.run_sync(metadata.drop_all)
     await migrate(engine)
@@ -194,3 +185,34 @@ async def test_a_stopped_relay_publishes_what_was_there(engine: AsyncEngine) -> 
     await relay.run()
 
     assert broker.ids() == ["event-1"]
+
+
+async def test_a_message_may_be_large_and_its_names_of_any_script(engine: AsyncEngine) -> None:
+    broker = Broker()
+    large = Message(
+        "orders", b"k" * 70_000, b"\x00\xff" * 100_000, [("h", b"v" * 70_000)], "ид-\ud800", "заказ_размещён"
+    )
+    await leave(engine, large)
+
+    async with relays(engine, broker):
+        await eventually(lambda: broker.published)
+
+    assert broker.published == [large]
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)  # SQLite has one writer at a time
+async def test_a_transaction_that_is_open_for_long_holds_up_nobody_elses_messages(engine: AsyncEngine) -> None:
+    broker, outbox = Broker(), SqlOutbox(engine)
+    async with engine.connect() as connection:
+        await put(connection, [message(1)])
+        await leave(engine, *(message(number) for number in range(2, 32)))
+
+        async with relays(engine, broker):
+            await eventually(lambda: len(broker.published) == 30)
+        assert await outbox.count() == 0
+
+        await connection.commit()
+    async with relays(engine, broker):
+        await eventually(lambda: len(broker.published) > 30)
+
+    assert broker.ids() == [f"event-{number}" for number in [*range(2, 32), 1]]

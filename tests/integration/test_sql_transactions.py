@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from integr8s_idem import Attempt, EventRouter, IdempotencyConfig, Outgoing, Settings
+from integr8s_idem.config import OnKeyReused
 from integr8s_idem.errors import (
     ApplicationError,
     LeaseLostError,
@@ -21,19 +22,14 @@ from integr8s_idem.integrations.dishka import FromDishka
 from integr8s_idem.records import Completed
 from integr8s_idem.stores.sql import migrate, sql_engine
 from integr8s_idem.work import Executed, HandlerFailed
+from tests.support.databases import KINDS, url_of
 from tests.support.ledger_shop import LedgerShop, OrderCharged, OrderPlaced, charge, open_ledger_shop
 from tests.support.postgres import PostgresServer
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    with PostgresServer() as server:
-        yield server
-
-
-@pytest.fixture(params=["postgresql", "sqlite"])
-def url(request: pytest.FixtureRequest, postgres: PostgresServer, tmp_path: Path) -> str:
-    return postgres.url if request.param == "postgresql" else f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}"
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return url_of(request.param, request, tmp_path)
 
 
 router = EventRouter()
@@ -91,6 +87,19 @@ async def test_a_connection_will_do_as_well(url: str) -> None:
         assert len(await shop.waiting()) == 1
 
 
+@pytest.mark.parametrize(("held", "handlers"), [(AsyncSession, router), (AsyncConnection, by_connection)])
+async def test_a_transaction_that_its_provider_has_begun_is_as_good(
+    url: str, held: type, handlers: EventRouter
+) -> None:
+    async with open_ledger_shop(url, handlers, held=held) as shop:
+        shop.sessions.asks_first = True
+
+        outcome = await shop.attempt(OrderPlaced())
+
+        assert outcome == Executed("receipt-1", 1)
+        assert await shop.charged() == ["1"]
+
+
 async def test_a_handler_that_fails_leaves_nothing_but_its_attempt(shop: LedgerShop) -> None:
     event = OrderPlaced(order_id="bad")
 
@@ -102,6 +111,19 @@ async def test_a_handler_that_fails_leaves_nothing_but_its_attempt(shop: LedgerS
     assert str(second.error) == "the bank is away"
     assert (await shop.charged(), await shop.waiting()) == ([], [])
     assert await shop.statuses() == {event.event_id: "processing"}
+
+
+async def test_a_run_that_a_policy_wants_without_a_reservation_commits_what_it_wrote(url: str) -> None:
+    settings = Settings(idempotency=IdempotencyConfig(on_key_reused=OnKeyReused.RUN))
+    async with open_ledger_shop(url, router, settings=settings) as shop:
+        event = OrderPlaced()
+        await shop.attempt(event)
+
+        outcome = await shop.attempt(event.model_copy(update={"order_id": "2"}))
+
+        assert outcome == Executed("receipt-2", 1)
+        assert await shop.charged() == ["1", "2"]
+        assert len(await shop.waiting()) == 2
 
 
 async def test_one_that_was_overtaken_rolls_back_what_it_wrote(url: str) -> None:
@@ -176,7 +198,7 @@ async def test_a_session_of_another_database_is_refused(url: str, tmp_path: Path
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_a_conflict_of_transactions_is_no_failure_of_the_handler(
-    postgres: PostgresServer, isolation: str
+    shared_postgres: PostgresServer, isolation: str
 ) -> None:
     conflicting, opened = EventRouter(), list[LedgerShop]()
 
@@ -190,7 +212,7 @@ async def test_a_conflict_of_transactions_is_no_failure_of_the_handler(
         return attempt.number
 
     settings = Settings(idempotency=IdempotencyConfig(max_attempts=1))
-    async with open_ledger_shop(postgres.url, conflicting, isolation=isolation, settings=settings) as shop:
+    async with open_ledger_shop(shared_postgres.url, conflicting, isolation=isolation, settings=settings) as shop:
         opened.append(shop)
         async with shop.store.engine.begin() as connection:
             await connection.execute(text("CREATE TABLE balance (amount integer)"))

@@ -81,6 +81,7 @@ async def test_only_the_result_processor_is_transactional(settings: PlatformSett
         ({"kind": "postgresql", "url": "postgresql://db:5432/shop"}, "postgresql+asyncpg://u:p@db/shop", True),
         ({"kind": "postgresql", "url": "postgresql://db:5432/shop"}, "postgresql+asyncpg://u:p@db/other", False),
         ({"kind": "postgresql", "url": "postgresql://db:5432/shop"}, "sqlite+aiosqlite:///a.db", False),
+        ({"kind": "mysql", "url": "mysql://db:3306/shop"}, "postgresql+asyncpg://u:p@db/shop", False),
     ],
 )
 def test_where_the_records_are_is_told_by_the_settings(store: dict[str, str], platform: str, together: bool) -> None:

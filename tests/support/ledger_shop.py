@@ -56,10 +56,14 @@ class SessionProvider(Provider):
         super().__init__()
         self.engine = engine
         self.commits: Callable[[BaseException | None], bool] = lambda error: error is None
+        self.asks_first = False
+        """Whether it has begun the transaction by a question of its own."""
 
     @provide
     async def session(self) -> AsyncGenerator[AsyncSession, BaseException | None]:
         async with AsyncSession(self.engine) as session:
+            if self.asks_first:
+                await session.execute(select(charges.c.id))
             error = yield session
             if self.commits(error):
                 await session.commit()
@@ -67,6 +71,8 @@ class SessionProvider(Provider):
     @provide
     async def connection(self) -> AsyncGenerator[AsyncConnection, BaseException | None]:
         async with self.engine.connect() as connection:
+            if self.asks_first:
+                await connection.execute(select(charges.c.id))
             error = yield connection
             if self.commits(error):
                 await connection.commit()
@@ -132,10 +138,12 @@ async def open_ledger_shop(
     )
     dispatcher = await container.get(EventDispatcher)
     assert isinstance(dispatcher, IdempotentEventDispatcher)
-    yield LedgerShop(container, dispatcher, store, sessions)
-    await container.close()
-    await own.dispose()
-    await engine.dispose()
+    try:
+        yield LedgerShop(container, dispatcher, store, sessions)
+    finally:
+        await container.close()
+        await own.dispose()
+        await engine.dispose()
 
 
 def _store_provider(store: SqlIdempotencyRepository) -> Provider:

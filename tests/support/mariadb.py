@@ -28,9 +28,11 @@ _SETTINGS: Final = {
     "default-time-zone": "+05:30",  # nor our times on that of the server
     "innodb-buffer-pool-size": "48M",
     "innodb-log-file-size": "16M",
-    "innodb-flush-method": "fsync",
     "performance-schema": "OFF",
+    "max-connections": "60",
 }
+_KEEPS_COMMITS: Final = {"innodb-flush-log-at-trx-commit": "1", "innodb-flush-method": "fsync"}
+_FORGETS_COMMITS: Final = {"innodb-flush-log-at-trx-commit": "0", "innodb-flush-method": "nosync"}
 
 
 def missing_programs() -> str:
@@ -47,14 +49,10 @@ def _program(name: str) -> str | None:
 class MariadbServer:
     """One server process with one database, `test`.  All methods block."""
 
-    def __init__(self, *, keeps_commits: bool = False, connections: int = 60) -> None:
-        """`keeps_commits`: what was committed survives the machine's end, too; slower.  `connections`: at most."""
-        flush = "1" if keeps_commits else "0"
-        self._settings = {
-            **_SETTINGS,
-            "innodb-flush-log-at-trx-commit": flush,
-            "max-connections": str(connections),
-        }
+    def __init__(self, *, keeps_commits: bool = False, **settings: str) -> None:
+        """`keeps_commits`: what was committed survives the machine's end, too; slower.  `settings`: more of them."""
+        kept = _KEEPS_COMMITS if keeps_commits else _FORGETS_COMMITS
+        self._settings = {**_SETTINGS, **kept, **{name.replace("_", "-"): value for name, value in settings.items()}}
         self.folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._told = 0

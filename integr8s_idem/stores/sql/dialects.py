@@ -39,6 +39,8 @@ class Dialect:
     """Says that a statement finds its rows by their keys, to a database that else locks whatever it looks at."""
     by_expiry: str = ""
     """The same of their expiry."""
+    goes_on: bool = False
+    """Whether a transaction that has been given up takes statements on, as a new one that nobody has begun."""
     ddl_commits: bool = False
     """Whether a statement that makes a table ends the transaction: a migration can then stop half way."""
 
@@ -84,6 +86,7 @@ _MYSQL: Final = Dialect(
     # wait for each other in a circle.
     by_key="FORCE INDEX (PRIMARY)",
     by_expiry="FORCE INDEX (idempotency_records_expires_at)",
+    goes_on=True,
     ddl_commits=True,
 )
 

@@ -17,6 +17,7 @@ from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings, SqliteStoreSettings
+from integr8s_idem.errors import StoreConfigurationError
 
 _READS_ONLY: Final = "integr8s_idem_reads_only"
 """Execution option of a transaction that will not write: in SQLite it waits for no writer."""
@@ -44,6 +45,7 @@ def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: floa
     which they asked.
 
     Raises:
+        StoreConfigurationError: A SQLite database in memory, of which each connection would have its own.
         sqlalchemy.exc.ArgumentError: `url` is none.
     """
     backend = make_url(url).get_backend_name()
@@ -131,9 +133,10 @@ def _said_first(lock_timeout_seconds: float) -> str:
 
 
 def _sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
+    _refuse_memory(make_url(url))
     arguments = {"timeout": lock_timeout_seconds, "factory": _Connection}
     engine = create_async_engine(url, pool_size=pool_size, connect_args=arguments)
-    file = os.path.realpath(make_url(url).database or ":memory:")
+    file = os.path.realpath(str(make_url(url).database))
 
     @event.listens_for(engine.sync_engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
@@ -167,6 +170,14 @@ def _sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) 
     event.listen(engine.sync_engine, "checkin", lambda _, record: _end_turn(record.info))
     event.listen(engine.sync_engine, "invalidate", lambda _, record, error: _end_turn(record.info))
     return engine
+
+
+def _refuse_memory(url: URL) -> None:
+    if url.database in {None, "", ":memory:"} or "mode=memory" in str(url):
+        raise StoreConfigurationError(
+            "start",
+            "each connection has a SQLite memory of its own: give a file, or use MemoryIdempotencyRepository",
+        )
 
 
 def _switch_to_wal(connection: Any, cursor: Any) -> None:

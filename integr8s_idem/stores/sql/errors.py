@@ -91,6 +91,7 @@ _MYSQL_REFUSED: Final = {
 """Numbers of MySQL and MariaDB for what waiting does not mend."""
 
 _MYSQL_PASSING: Final = {
+    1020: "a record has changed since the transaction first looked",
     1021: "the disk of the database is full",
     1040: "the database has no connection left",
     1053: "the database shuts down",
@@ -111,6 +112,9 @@ _MYSQL_PASSING: Final = {
     4031: "the database ended a connection that nobody used",
 }
 _MYSQL_HELD: Final = 1205
+_MYSQL_GIVEN_UP: Final = frozenset({1020, 1213})
+_MYSQL_MISSING: Final = 1305
+"""There is no such savepoint, or procedure."""
 _BROKEN: Final = frozenset({*range(1158, 1162), *range(2000, 3000)})
 """Connections that broke, or cannot be had: those above 2000 are the driver's."""
 
@@ -123,8 +127,22 @@ def gave_up(error: BaseException) -> str:
     """What the database says if it has given up a transaction that can be begun anew; otherwise nothing."""
     if not isinstance(error, DBAPIError):
         return ""
+    if number := _number(error.orig):
+        if savepoint_gone(error) and (error.statement or "").startswith("ROLLBACK TO"):
+            return "the database has rolled all of it back, not only what was behind the savepoint"
+        return _MYSQL_PASSING[number] if number in _MYSQL_GIVEN_UP else ""
     state = str(getattr(error.orig, "sqlstate", None) or "")
     return _PASSING[state] if state in _GIVEN_UP else ""
+
+
+def savepoint_gone(error: DBAPIError) -> bool:
+    """Whether a savepoint is not there any more: in MySQL the first sign that its transaction has ended."""
+    return _number(error.orig) == _MYSQL_MISSING and "SAVEPOINT" in str(error.orig)
+
+
+def _number(cause: BaseException | None) -> int:
+    """MySQL's number of the error; 0 for other databases, and for none."""
+    return cause.args[0] if cause is not None and cause.args and isinstance(cause.args[0], int) else 0
 
 
 @asynccontextmanager
@@ -200,7 +218,7 @@ def _of_sqlite(operation: str, text: str) -> StoreError:
 
 
 def _of_mysql(operation: str, error: DBAPIError, cause: BaseException) -> StoreError:
-    number = cause.args[0] if cause.args and isinstance(cause.args[0], int) else 0
+    number = _number(cause)
     if number == _MYSQL_HELD:
         return RecordHeldError(operation, _MYSQL_PASSING[number])
     if number in _MYSQL_PASSING:

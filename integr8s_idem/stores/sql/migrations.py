@@ -12,7 +12,7 @@ from typing import Final
 
 from sqlalchemy import MetaData, inspect, select, text, update
 from sqlalchemy.engine import Connection, Dialect
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
 
 from integr8s_idem.errors import StoreUnavailableError
@@ -22,7 +22,7 @@ from integr8s_idem.stores.sql.errors import guarded
 from integr8s_idem.stores.sql.health import check_version, new_identity
 from integr8s_idem.stores.sql.schema import BUCKETS, VERSION, buckets, metadata, store
 
-_EMPTY: Final = {"postgresql": "''::bytea", "sqlite": "x''"}
+_EMPTY: Final = {"mariadb": "x''", "mysql": "x''", "postgresql": "''::bytea", "sqlite": "x''"}
 """No bytes."""
 
 _LOCK: Final = 0x1DE3_0001
@@ -62,24 +62,29 @@ async def migrate(engine: AsyncEngine) -> list[Migration]:
     """
     if await _is_current(engine):
         return []
+    if dialect_of(engine.dialect.name).ddl_commits:
+        return await _migrate_by_turns(engine)
     async with guarded("migrate", _PATIENCE, engine.dialect.name), writing(engine) as connection:
-        if dialect_of(engine.dialect.name).ddl_commits:
-            return await _migrate_by_turns(connection)
         if engine.dialect.name == "postgresql":
             await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
         return await connection.run_sync(_migrate)
 
 
-async def _migrate_by_turns(connection: AsyncConnection) -> list[Migration]:
+async def _migrate_by_turns(engine: AsyncEngine) -> list[Migration]:
     """Under a lock of the connection's: one of the transaction's would end with the first table."""
     name = {"name": f"integr8s-idem.{_LOCK}", "wait": int(_PATIENCE.total_seconds())}
-    taken = await connection.scalar(text("SELECT GET_LOCK(CONCAT(:name, '.', SHA1(DATABASE())), :wait)"), name)
-    if taken != 1:
-        raise StoreUnavailableError("migrate", "another process migrates the database, and takes long")
-    try:
-        return await connection.run_sync(_migrate)
-    finally:
-        await connection.execute(text("SELECT RELEASE_LOCK(CONCAT(:name, '.', SHA1(DATABASE())))"), name)
+    async with guarded("migrate", _PATIENCE, engine.dialect.name), engine.connect() as connection:
+        taken = await connection.scalar(text("SELECT GET_LOCK(CONCAT(:name, '.', SHA1(DATABASE())), :wait)"), name)
+        if taken != 1:
+            raise StoreUnavailableError("migrate", "another process migrates the database, and takes long")
+        try:
+            done = await connection.run_sync(_migrate)
+            # Before the next one gets the lock: it must see what was done.
+            await connection.commit()
+        finally:
+            await connection.rollback()
+            await connection.execute(text("SELECT RELEASE_LOCK(CONCAT(:name, '.', SHA1(DATABASE())))"), name)
+    return done
 
 
 async def _is_current(engine: AsyncEngine) -> bool:
@@ -101,10 +106,16 @@ def _migrate(connection: Connection) -> list[Migration]:
     if found == 0:
         row = {"id": 1, "version": VERSION, "identity": new_identity(), "seen_at": 0}
         connection.execute(store.insert(), row)
-        connection.execute(buckets.insert(), [{"bucket": bucket, **_UNCLAIMED} for bucket in range(BUCKETS)])
+        _add_buckets(connection)
     elif todo:
         connection.execute(update(store).values(version=VERSION), dialect.times())
     return todo
+
+
+def _add_buckets(connection: Connection) -> None:
+    there = set(connection.scalars(select(buckets.c.bucket)))
+    if missing := [{"bucket": bucket, **_UNCLAIMED} for bucket in range(BUCKETS) if bucket not in there]:
+        connection.execute(buckets.insert(), missing)
 
 
 def _is_done(connection: Connection, step: ExecutableDDLElement) -> bool:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
-from sqlalchemy import delete, exists, func, insert, select, update
+from sqlalchemy import Executable, Update, delete, exists, func, insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from integr8s_idem.events import Message
@@ -67,7 +67,7 @@ class SqlOutbox:
             if not found:
                 return None
             until = now + microseconds(length)
-            taken = update(buckets).where(buckets.c.bucket.in_(found)).values(token=token, claimed_until=until)
+            taken = self._of(found).values(token=token, claimed_until=until)
             await connection.execute(taken, times)
         return Claim(token, found)
 
@@ -80,13 +80,27 @@ class SqlOutbox:
 
     async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
         now, times = self._dialect.now, self._dialect.times()
-        ours = update(buckets).where(buckets.c.bucket.in_(claim.buckets), buckets.c.token == claim.token)
+        ours = self._of(claim.buckets).where(buckets.c.token == claim.token)
         async with guarded("done", self._timeout, self._dialect.name), writing(self._engine) as connection:
             if ids:
                 # The broker has them whoever owns the bucket by now.
-                await connection.execute(delete(outbox).where(_row.id.in_(ids)))
+                await connection.execute(self._forgetting(sorted(ids)))
             kept = await connection.execute(ours.values(claimed_until=now + microseconds(length)), times)
             return bool(kept.rowcount == len(claim.buckets))
+
+    def _of(self, found: Sequence[int]) -> Update:
+        change = update(buckets).where(buckets.c.bucket.in_(found))
+        return change.with_hint(self._dialect.by_key) if self._dialect.by_key else change
+
+    def _forgetting(self, ids: Sequence[int]) -> Executable:
+        if not self._dialect.by_key:
+            return delete(outbox).where(_row.id.in_(ids))
+        # An IN is not enough: MariaDB reads the whole table, and waits for the rows of transactions that are under way.
+        told, name = " UNION ALL ".join(f"SELECT {int(one)}" for one in ids), outbox.name
+        return text(
+            f"DELETE {name} FROM (SELECT NULL AS id FROM DUAL WHERE FALSE UNION ALL {told}) AS published "  # noqa: S608  # numbers
+            f"STRAIGHT_JOIN {name} {self._dialect.by_key} ON {name}.id = published.id"
+        )
 
     async def count(self) -> int:
         async with guarded("count", self._timeout, self._dialect.name), reading(self._engine) as connection:

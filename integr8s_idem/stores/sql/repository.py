@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Final
 from weakref import WeakSet
@@ -30,6 +30,7 @@ from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
 from integr8s_idem.stores.sql.health import health_of
 from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
+from integr8s_idem.stores.sql.savepoints import savepoint
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
 
 _same: Final[WeakSet[Engine]] = WeakSet()
@@ -235,7 +236,7 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
     @asynccontextmanager
     async def savepoint(self) -> AsyncIterator[None]:
         """What happens in the block is undone by an exception, and the transaction goes on."""
-        async with joining("savepoint", self.engine.dialect.name), (await self.connection()).begin_nested():
+        async with savepoint(await self.connection(), "savepoint"):
             yield
 
     async def _compare(self, connection: AsyncConnection) -> None:
@@ -256,10 +257,7 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
     @asynccontextmanager
     async def _writing(self, operation: str) -> AsyncIterator[AsyncConnection]:
         connection = await self.connection()
-        async with joining(operation, self.engine.dialect.name):
-            if operation != "reserve":
-                yield connection
-                return
-            # A row that somebody holds must cost us this statement only, not the transaction.
-            async with connection.begin_nested():
-                yield connection
+        # A row that somebody holds must cost us this statement only, not the transaction.
+        undone = savepoint(connection, operation) if operation == "reserve" else nullcontext()
+        async with undone, joining(operation, self.engine.dialect.name):
+            yield connection

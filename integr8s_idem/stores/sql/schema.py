@@ -77,6 +77,11 @@ _BODY: Final = _of_mysql(LargeBinary(), mysql.LONGBLOB())
 _STORY: Final = _of_mysql(Text(), mysql.MEDIUMTEXT())
 """A text of any length; MySQL's own TEXT ends at 64 KiB."""
 
+_NAME: Final = _of_mysql(Text(), mysql.TEXT(charset="utf8mb4"))
+"""A text of a few words, in any script, whatever the database's own charset."""
+
+_INNODB: Final[dict[str, Any]] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
+
 records: Final = Table(
     "idempotency_records",
     metadata,
@@ -97,8 +102,7 @@ records: Final = Table(
     Column("result_dropped", Boolean, nullable=False),
     Column("error", _STORY, nullable=False),
     Index("idempotency_records_expires_at", "expires_at"),
-    mysql_engine="InnoDB",
-    mariadb_engine="InnoDB",
+    **_INNODB,
 )
 """One row a key.  A row whose `expires_at` has passed is as good as absent; purging takes it away."""
 
@@ -107,13 +111,14 @@ outbox: Final = Table(
     metadata,
     Column("id", _ID, primary_key=True, autoincrement=True),
     Column("bucket", SmallInteger, nullable=False),
-    Column("event_id", Text, nullable=False),
-    Column("event_type", Text, nullable=False),
-    Column("topic", Text, nullable=False),
-    Column("message_key", LargeBinary),
-    Column("value", LargeBinary, nullable=False),
-    Column("headers", LargeBinary, nullable=False, comment="JSON: pairs of a name and Base64"),
+    Column("event_id", _STORY, nullable=False),
+    Column("event_type", _NAME, nullable=False),
+    Column("topic", _NAME, nullable=False),
+    Column("message_key", _BODY),
+    Column("value", _BODY, nullable=False),
+    Column("headers", _BODY, nullable=False, comment="JSON: pairs of a name and Base64"),
     Index("idempotency_outbox_bucket", "bucket", "id"),
+    **_INNODB,
 )
 """Events that wait to be published; a row goes when the broker has confirmed it."""
 
@@ -121,8 +126,9 @@ buckets: Final = Table(
     "idempotency_outbox_buckets",
     metadata,
     Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
-    Column("token", LargeBinary(16), nullable=False),
+    Column("token", _bytes(16), nullable=False),
     Column("claimed_until", BigInteger, nullable=False),
+    **_INNODB,
 )
 """Who publishes what: the events of one key are in one bucket, which one relay at a time has claimed."""
 
@@ -133,7 +139,6 @@ store: Final = Table(
     Column("version", Integer, nullable=False),
     Column("identity", String(64), nullable=False),
     Column("seen_at", BigInteger, nullable=False),
-    mysql_engine="InnoDB",
-    mariadb_engine="InnoDB",
+    **_INNODB,
 )
 """One row: the version of the schema, what names these data, and when somebody last looked whether it takes writes."""

@@ -64,7 +64,12 @@ def reserving(dialect: Dialect) -> Any:
 
 def reserved(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
     """What `reserving` has left behind, where it cannot say so: asked in its transaction, which holds the rows."""
-    return select(*_row, dialect.now.label("asked_at")).where(_row.key.in_(keys))
+    return _newest(dialect, select(*_row, dialect.now.label("asked_at")).where(_row.key.in_(keys)))
+
+
+def _newest(dialect: Dialect, asked: Select[Any]) -> Select[Any]:
+    """`asked` of the rows as they are: at REPEATABLE READ a plain SELECT is answered from before others wrote them."""
+    return asked.with_hint(records, dialect.by_key).with_for_update() if dialect.by_key else asked
 
 
 def _taken_over(new: Any, now: ColumnElement[int]) -> Changes:
@@ -138,7 +143,7 @@ def _held(
         return [change.returning(_row.key, _row.fence)]
     change = change.with_hint(dialect.by_key)
     # What was ours is ours behind the change, too, and its rows are locked.
-    return [change, select(_row.key, _row.fence).where(owned)]
+    return [change, _newest(dialect, select(_row.key, _row.fence).where(owned))]
 
 
 def _marked(dialect: Dialect, marks: Sequence[tuple[Any, ...]], *columns: ColumnElement[Any]) -> ColumnElement[bool]:
@@ -174,9 +179,10 @@ def settling(dialect: Dialect, status: int) -> Update:
 def settled_so(dialect: Dialect, status: int, reservations: Sequence[Reserved]) -> Select[Any]:
     """Those of `reservations` that have this outcome, now or since an earlier call: the fence names them."""
     marks = [(one.key, one.fence) for one in reservations]
-    return select(_row.key, _row.fence).where(
+    found = select(_row.key, _row.fence).where(
         _marked(dialect, marks, _row.key, _row.fence), _row.status == status, _row.expires_at > dialect.now
     )
+    return _newest(dialect, found)
 
 
 def reading(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:

@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 from sqlalchemy import event
 from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import Session
 
 from integr8s_idem.errors import ApplicationError, TransactionAbortedError
 from integr8s_idem.events import Message
 from integr8s_idem.records import Completion
+from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.errors import gave_up, joining
 from integr8s_idem.stores.sql.outbox import SqlOutbox, put
 from integr8s_idem.stores.sql.repository import JoinedSqlRepository, SqlIdempotencyRepository
+from integr8s_idem.stores.sql.savepoints import MARK, still_there
 
 
 class SqlTransaction:
@@ -29,19 +30,54 @@ class SqlTransaction:
     ) -> None:
         """`held`: what the handler writes by; the transaction is the one that it is in, or will begin."""
         self._records = JoinedSqlRepository(repository, held)
+        self._held = held
+        self._marks = dialect_of(repository.engine.dialect.name).goes_on
         self._waiting = waiting
-        self._written = self._committed = self._sent = False
+        self._may_commit = self._committed = self._sent = False
+
+    async def watch(self) -> None:
+        """Watch over the transaction from here on: the one that is under way, or those that will begin.
+
+        Raises:
+            ApplicationError: The connection is not open.
+        """
+        held = self._held
         if isinstance(held, AsyncConnection):
             if held.sync_connection is None:
                 raise ApplicationError("the connection of the REQUEST scope is not open: enter it in its provider")
+            event.listen(held.sync_connection, "begin", self._mark)
             self._watch(held.sync_connection)
-        else:
+            if held.in_transaction():
+                await held.run_sync(self._mark)
+        elif held.in_transaction():
+            # What the provider has asked the database has begun it.
+            await (await held.connection()).run_sync(lambda connection: self._begun(held, None, connection))
+        if not isinstance(held, AsyncConnection):
             event.listen(held.sync_session, "after_begin", self._begun)
 
     async def complete(self, completion: Completion) -> bool:
-        """Remember the outcome, if the transaction commits.  `False`: the reservation is no longer ours."""
-        [self._written] = await self._records.complete([completion])
-        return self._written
+        """Remember the outcome, if the transaction commits.  `False`: the reservation is no longer ours.
+
+        Raises:
+            ApplicationError: The transaction is not the one that the handler began in.
+        """
+        [written] = await self._records.complete([completion])
+        if written:
+            await self._let_commit()
+        return written
+
+    async def remember_nothing(self) -> None:
+        """Let it commit without an outcome: the run had no reservation.
+
+        Raises:
+            ApplicationError: The transaction is not the one that the handler began in.
+        """
+        await self._let_commit()
+
+    async def _let_commit(self) -> None:
+        if self._marks:
+            await still_there(await self._records.connection(), "complete")
+        self._may_commit = True
 
     async def send(self, messages: Sequence[Message]) -> None:
         """Have `messages` published by a relay, if the transaction commits."""
@@ -55,7 +91,7 @@ class SqlTransaction:
         Raises:
             ApplicationError: It has not committed: nothing was kept.
         """
-        if self._written and not self._committed:
+        if self._may_commit and not self._committed:
             raise ApplicationError(
                 "the REQUEST scope has ended without committing its transaction: what the handler wrote is lost, "
                 "and so is its outcome. Commit in the provider of the session, behind its yield"
@@ -70,15 +106,20 @@ class SqlTransaction:
                 return TransactionAbortedError(label, said)
         return None
 
-    def _begun(self, session: Session, transaction: object, connection: Connection) -> None:
+    def _begun(self, session: object, transaction: object, connection: Connection) -> None:
         self._watch(connection)
+        self._mark(connection)
+
+    def _mark(self, connection: Connection) -> None:
+        if self._marks:
+            connection.exec_driver_sql(MARK)
 
     def _watch(self, connection: Connection) -> None:
         if not event.contains(connection, "commit", self._committing):
             event.listen(connection, "commit", self._committing)
 
     def _committing(self, connection: Connection) -> None:
-        if not self._written:
+        if not self._may_commit:
             # SQLAlchemy would give the connection to the next one with the transaction still open.
             connection.invalidate()
             raise ApplicationError(

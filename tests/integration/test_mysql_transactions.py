@@ -1,0 +1,299 @@
+"""What is special about joining a transaction of MySQL or MariaDB, on a real MariaDB.
+
+The application's engines are as SQLAlchemy makes them: at REPEATABLE READ, whose snapshot only plain SELECTs see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+
+from integr8s_idem import Attempt, EventRouter, IdempotencyConfig, IdempotencyManager, Settings
+from integr8s_idem.errors import ApplicationError, StoreConfigurationError, TransactionAbortedError
+from integr8s_idem.integrations.dishka import FromDishka
+from integr8s_idem.records import Completed, Completion, InProgress, Reserved
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
+from integr8s_idem.testing.store_under_test import TTL, new_key, wish
+from integr8s_idem.work import Executed, HandlerFailed
+from tests.support.ledger_shop import OrderPlaced, charge, open_ledger_shop
+from tests.support.mariadb import MariadbServer, missing_programs
+
+pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=missing_programs())
+
+
+@pytest.fixture
+def url(shared_mariadb: MariadbServer) -> str:
+    return shared_mariadb.url
+
+
+@asynccontextmanager
+async def engines_on(url: str) -> AsyncIterator[tuple[AsyncEngine, AsyncEngine]]:
+    """The store's, and one of the application's."""
+    ours, theirs = sql_engine(url, lock_timeout_seconds=1), create_async_engine(url)
+    try:
+        await migrate(ours)
+        async with ours.begin() as connection:
+            await connection.execute(text("CREATE TABLE IF NOT EXISTS balance (id int PRIMARY KEY, amount int)"))
+            await connection.execute(text("REPLACE INTO balance VALUES (1, 0), (2, 0)"))
+        yield ours, theirs
+    finally:
+        await ours.dispose()
+        await theirs.dispose()
+
+
+@pytest.fixture
+async def engines(url: str) -> AsyncIterator[tuple[AsyncEngine, AsyncEngine]]:
+    async with engines_on(url) as both:
+        yield both
+
+
+async def amounts(engine: AsyncEngine) -> list[int]:
+    async with engine.connect() as connection:
+        return list(await connection.scalars(text("SELECT amount FROM balance ORDER BY id")))
+
+
+async def test_what_others_wrote_since_the_snapshot_decides_about_a_reservation(
+    engines: tuple[AsyncEngine, AsyncEngine],
+) -> None:
+    store, key = SqlIdempotencyRepository(engines[0]), new_key()
+    async with AsyncSession(engines[1]) as session, session.begin():
+        await session.execute(text("SELECT * FROM idempotency_records"))  # the snapshot is taken here
+        (reserved,) = await store.reserve([wish(key)])
+        assert isinstance(reserved, Reserved)
+        (early,) = await store.joined(session).reserve([wish(key)])
+        assert await store.joined(session).get([key]) == [None]
+
+    async with AsyncSession(engines[1]) as session, session.begin():
+        await session.execute(text("SELECT * FROM idempotency_records"))
+        assert await store.complete([Completion(reservation=reserved, ttl=TTL)]) == [True]
+        (late,) = await store.joined(session).reserve([wish(key)])
+
+    assert isinstance(early, InProgress)
+    assert isinstance(late, Completed)
+
+
+async def test_what_others_wrote_since_the_snapshot_decides_about_an_owner(
+    engines: tuple[AsyncEngine, AsyncEngine],
+) -> None:
+    store, keys = SqlIdempotencyRepository(engines[0]), [new_key(), new_key()]
+    async with AsyncSession(engines[1]) as session, session.begin():
+        await session.execute(text("SELECT * FROM idempotency_records"))
+        settled, given_back = await store.reserve([wish(key) for key in keys])
+        assert isinstance(settled, Reserved)
+        assert isinstance(given_back, Reserved)
+        done = Completion(reservation=settled, ttl=TTL)
+        assert await store.complete([done]) == await store.release([given_back]) == [True]
+        joined = store.joined(session)
+
+        assert await joined.release([settled, given_back]) == [False, True]
+        assert await joined.renew([settled, given_back], timedelta(minutes=1)) == [False, False]
+        assert await joined.complete([done]) == [True]
+
+
+async def write_crosswise(session: AsyncSession, other: AsyncEngine) -> None:
+    """Two rows that a stranger writes in the other order: the database gives `session` up."""
+    # Who has written more is the one to stay.
+    more = ", ".join(f"({number}, 0)" for number in range(100, 200))
+    async with other.begin() as stranger:
+        await session.execute(text("UPDATE balance SET amount = amount + 10 WHERE id = 1"))
+        await stranger.execute(text(f"REPLACE INTO balance VALUES {more}"))
+        await stranger.execute(text("UPDATE balance SET amount = amount + 1 WHERE id = 2"))
+        waiting = asyncio.create_task(stranger.execute(text("UPDATE balance SET amount = amount + 1 WHERE id = 1")))
+        try:
+            await session.execute(text("UPDATE balance SET amount = amount + 10 WHERE id = 2"))
+        finally:
+            await waiting
+            await stranger.execute(text("DELETE FROM balance WHERE id >= 100"))
+
+
+async def test_a_deadlock_is_no_failure_of_the_handler(url: str, engines: tuple[AsyncEngine, AsyncEngine]) -> None:
+    router, (_, theirs) = EventRouter(), engines
+
+    @router.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession], attempt: FromDishka[Attempt]) -> int:
+        await charge(session, event)
+        if attempt.number == 1:
+            await write_crosswise(session, theirs)
+        return attempt.number
+
+    settings = Settings(idempotency=IdempotencyConfig(max_attempts=1))
+    async with open_ledger_shop(url, router, settings=settings) as shop:
+        event = OrderPlaced()
+        outcome, again = await shop.attempt(event), await shop.attempt(event)
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, TransactionAbortedError)
+        assert not outcome.given_up
+        assert again == Executed(2, 2)
+        assert await shop.charged() == ["1"]
+    assert await amounts(theirs) == [0, 0]
+
+
+async def test_a_deadlock_behind_a_savepoint_of_the_handlers_is_one_as_well(
+    url: str, engines: tuple[AsyncEngine, AsyncEngine]
+) -> None:
+    router, (_, theirs) = EventRouter(), engines
+
+    @router.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
+        await charge(session, event)
+        async with session.begin_nested():
+            await write_crosswise(session, theirs)
+
+    async with open_ledger_shop(url, router) as shop:
+        outcome = await shop.attempt(OrderPlaced())
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, TransactionAbortedError)
+        assert await shop.charged() == []
+
+
+async def test_a_handler_that_goes_on_after_a_deadlock_gets_no_outcome(
+    url: str, engines: tuple[AsyncEngine, AsyncEngine]
+) -> None:
+    """The database would take what it writes from there on, and has forgotten what it wrote before."""
+    router, (_, theirs) = EventRouter(), engines
+
+    @router.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
+        await charge(session, event)
+        with pytest.raises(DBAPIError, match="Deadlock"):
+            await write_crosswise(session, theirs)
+        await session.execute(text("UPDATE balance SET amount = amount + 100 WHERE id = 2"))
+
+    async with open_ledger_shop(url, router) as shop:
+        event = OrderPlaced()
+        outcome = await shop.attempt(event)
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, ApplicationError)
+        assert "ended before its outcome was written" in str(outcome.error)
+        assert await shop.statuses() == {event.event_id: "processing"}
+    assert await amounts(theirs) == [0, 0]
+
+
+async def test_a_handler_that_makes_a_table_gets_no_outcome(url: str) -> None:
+    """It commits thereby, whatever comes then."""
+    router = EventRouter()
+
+    @router.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
+        await session.execute(text("CREATE OR REPLACE TABLE made_by_a_handler (id int)"))
+        await charge(session, event)
+
+    async with open_ledger_shop(url, router) as shop:
+        outcome = await shop.attempt(OrderPlaced())
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, ApplicationError)
+        assert "CREATE TABLE" in str(outcome.error)
+        assert await shop.charged() == []
+
+
+@pytest.fixture
+async def manager(engines: tuple[AsyncEngine, AsyncEngine]) -> IdempotencyManager:
+    return IdempotencyManager(repository=SqlIdempotencyRepository(engines[0]), scope="refunds")
+
+
+async def test_work_that_goes_on_after_a_deadlock_is_not_recorded(
+    engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
+) -> None:
+    ours, theirs = engines
+    async with AsyncSession(theirs) as session:
+
+        async def refund() -> None:
+            with pytest.raises(DBAPIError, match="Deadlock"):
+                await write_crosswise(session, ours)
+            await session.execute(text("UPDATE balance SET amount = amount + 100 WHERE id = 2"))
+
+        with pytest.raises(TransactionAbortedError, match="all of it"):
+            async with session.begin(), manager.in_transaction(session):
+                await manager.run("refund:1", refund)
+
+    assert await manager.get("refund:1") is None
+    assert await amounts(ours) == [0, 0]
+
+
+async def test_work_that_makes_a_table_is_not_recorded_as_done(
+    engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
+) -> None:
+    async with AsyncSession(engines[1]) as session, manager.in_transaction(session):
+
+        async def refund() -> None:
+            await session.execute(text("CREATE OR REPLACE TABLE made_by_the_work (id int)"))
+
+        with pytest.raises(ApplicationError, match="ended before its outcome was written"):
+            await manager.run("refund:5", refund)
+
+    record = await manager.get("refund:5")
+    assert record is not None
+    assert record.settled_at is None
+
+
+async def test_work_that_a_deadlock_ends_is_to_be_begun_anew(
+    engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
+) -> None:
+    ours, theirs = engines
+    async with AsyncSession(theirs) as session:
+        with pytest.raises(TransactionAbortedError, match="deadlock"):
+            async with session.begin(), manager.in_transaction(session):
+                await manager.run("refund:2", lambda: write_crosswise(session, ours))
+
+    assert await manager.get("refund:2") is None
+    assert await amounts(ours) == [0, 0]
+
+
+async def test_a_record_that_has_changed_since_a_strict_snapshot_aborts_the_transaction(
+    engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
+) -> None:
+    """MariaDB 11.6 and newer does so unless told otherwise."""
+    _, theirs = engines
+
+    async def refund() -> str:
+        return "receipt"
+
+    async with AsyncSession(theirs) as session, session.begin():
+        await session.execute(text("SET SESSION innodb_snapshot_isolation = ON"))
+        await session.execute(text("SELECT * FROM idempotency_records"))
+        await manager.run("refund:3", refund)
+
+        async with manager.in_transaction(session):
+            with pytest.raises(TransactionAbortedError, match="changed"):
+                await manager.run("refund:3", refund)
+
+
+async def test_a_session_of_another_database_on_the_same_server_is_refused(
+    url: str, engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
+) -> None:
+    async with engines[0].begin() as connection:
+        await connection.execute(text("CREATE DATABASE IF NOT EXISTS elsewhere"))
+    async with engines_on(url.replace("/test?", "/elsewhere?")) as (there, _):
+        async with AsyncSession(there) as session, session.begin(), manager.in_transaction(session):
+            with pytest.raises(StoreConfigurationError, match="in another database"):
+                await manager.run("refund:4", lambda: asyncio.sleep(0))
+
+        async with there.begin() as connection:
+            await connection.run_sync(metadata.drop_all)
+
+
+async def test_a_wait_that_ends_the_whole_transaction_is_told_so() -> None:
+    with MariadbServer(innodb_rollback_on_timeout="ON") as server:
+        async with engines_on(server.url) as (ours, _):
+            manager = IdempotencyManager(repository=SqlIdempotencyRepository(ours), scope="refunds")
+            async with AsyncSession(ours) as session, session.begin(), manager.in_transaction(session):
+                await manager.run("refund:1", lambda: asyncio.sleep(0))
+
+                async with AsyncSession(ours) as other, manager.in_transaction(other):
+                    await other.execute(text("UPDATE balance SET amount = amount + 10"))
+                    with pytest.raises(TransactionAbortedError, match="longer than we wait"):
+                        await manager.run("refund:1", lambda: asyncio.sleep(0))
+                    await other.commit()
+
+            assert await amounts(ours) == [0, 0]
