@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from tests.support.redis import RedisServer
 
-pytest_plugins = ["tests.support.kafka.fixtures", "tests.support.dynamodb.fixtures"]
+pytest_plugins = ["tests.support.kafka.fixtures", "tests.support.dynamodb.fixtures", "tests.support.doctor"]
 
 
 @pytest.fixture(scope="session")

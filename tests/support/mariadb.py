@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -48,9 +49,10 @@ def _program(name: str) -> str | None:
 class MariadbServer:
     """One server process with one database, `test`.  All methods block."""
 
-    def __init__(self, *, keeps_commits: bool = False) -> None:
-        """`keeps_commits`: what was committed survives the machine's end, too; slower."""
-        self._settings = {**_SETTINGS, "innodb-flush-log-at-trx-commit": "1" if keeps_commits else "0"}
+    def __init__(self, *, keeps_commits: bool = False, settings: Mapping[str, str] | None = None) -> None:
+        """`keeps_commits`: what was committed survives the machine's end, too; slower.  `settings`: more of them."""
+        flushes = {"innodb-flush-log-at-trx-commit": "1" if keeps_commits else "0"}
+        self._settings = {**_SETTINGS, **flushes, **(settings or {})}
         self.folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._told = 0
