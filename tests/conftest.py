@@ -11,7 +11,12 @@ from redis.asyncio import Redis
 
 from tests.support.redis import RedisServer
 
-pytest_plugins = ["tests.support.kafka.fixtures", "tests.support.dynamodb.fixtures", "tests.support.databases"]
+pytest_plugins = [
+    "tests.support.kafka.fixtures",
+    "tests.support.dynamodb.fixtures",
+    "tests.support.databases",
+    "tests.support.doctor",
+]
 
 
 @pytest.fixture(scope="session")

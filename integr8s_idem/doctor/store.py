@@ -27,17 +27,28 @@ _LEASE: Final = timedelta(seconds=30)
 _TTL: Final = timedelta(minutes=1)
 _LOOK_SECONDS: Final = 2.0
 """How long the whole store is searched for our own records: a refusal comes with the first page."""
-_OLDEST: Final[Mapping[str, tuple[int, ...]]] = {"redis": (6, 2), "postgresql": (15,), "sqlite": (3, 35)}
+_OLDEST: Final[Mapping[str, tuple[int, ...]]] = {
+    "redis": (6, 2),
+    "redis-cluster": (6, 2),
+    "postgresql": (15,),
+    "mysql": (8, 0, 19),
+    "mariadb": (10, 6),
+    "sqlite": (3, 35),
+}
+_BEFORE_MARIADB: Final = "5.5.5-"
+"""What some MariaDB put before their version, for clients that took 10 for less than 5."""
 _MADE_AT_START: Final = (Code.SCHEMA_MISSING, Code.SCHEMA_OLDER)
 
 _COST: Final[Mapping[Code, str]] = {
     Code.SCHEMA_MISSING: "no worker starts",
     Code.SCHEMA_OLDER: "no worker starts",
     Code.SCHEMA_NEWER: "no worker of this version starts",
+    Code.SCHEMA_OTHER: "no worker starts",
     Code.STORE_PERMISSION: "workers stop at the first event that needs it",
     Code.STORE_CREDENTIALS: "no worker starts",
     Code.STORE_REFUSED: "no worker starts",
 }
+_MEND: Final[Mapping[Code, str]] = {Code.STORE_PERMISSION: "integr8s-idem doctor --acl prints all that it needs"}
 _PAUSED: Final = "workers wait, and handle nothing meanwhile"
 
 
@@ -82,15 +93,16 @@ def _refusal(error: StoreError, settings: Settings) -> Finding:
     if isinstance(settings.store, SqliteStoreSettings) and code in _MADE_AT_START:
         return Finding(code, Severity.INFO, STORE, error.reason, "", "a worker does it at its start")
     waits = isinstance(error, StoreUnavailableError)
-    return Finding(code, Severity.ERROR, STORE, error.reason, _PAUSED if waits else _COST.get(code, ""), "")
+    cost = _PAUSED if waits else _COST.get(code, "")
+    return Finding(code, Severity.ERROR, STORE, error.reason, cost, _MEND.get(code, ""))
 
 
 def _told(health: StoreHealth) -> list[Finding]:
     milliseconds = health.latency / timedelta(milliseconds=1)
-    seen = f"{health.kind} {health.version} answers in {milliseconds:.1f} ms"
+    seen = f"{' '.join([health.kind, health.version]).rstrip()} answers in {milliseconds:.1f} ms"
     found = [Finding(Code.STORE_SEEN, Severity.INFO, STORE, seen, "", "")]
     if is_too_old(health.kind, health.version):
-        oldest = ".".join(map(str, _OLDEST[health.kind]))
+        oldest = ".".join(map(str, _OLDEST[_product(health.kind, health.version)]))
         what, cost = f"{health.kind} {health.version} is older than {oldest}", "nothing here was tested with it"
         found.append(Finding(Code.STORE_VERSION, Severity.WARNING, STORE, what, cost, f"use {oldest} or newer"))
     return found + [_warned(warning) for warning in health.warnings]
@@ -103,9 +115,18 @@ def _warned(warning: str) -> Finding:
 
 
 def is_too_old(kind: str, version: str) -> bool:
-    """Whether `version` is below the oldest that we support; what cannot be read is not."""
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return bool(numbers and kind in _OLDEST and tuple(map(int, numbers[0].split("."))) < _OLDEST[kind])
+    """Whether `version`, or one of several, is below the oldest that we support; what cannot be read is not."""
+    oldest = _OLDEST.get(_product(kind, version))
+    if oldest is None:
+        return False
+    read = (re.match(r"\d+(\.\d+)*", one.removeprefix(_BEFORE_MARIADB)) for one in version.split(", "))
+    told = [tuple(map(int, numbers[0].split("."))) for numbers in read if numbers]
+    # Of a version that is not told to the end, the rest is taken for new enough.
+    return any(numbers < oldest[: len(numbers)] for numbers in told)
+
+
+def _product(kind: str, version: str) -> str:
+    return "mariadb" if kind == "mysql" and "mariadb" in version.lower() else kind
 
 
 async def tried(repository: IdempotencyRepository, settings: Settings, now: Callable[[], float]) -> list[Finding]:

@@ -22,8 +22,8 @@ def _completes_outside() -> None:
     """The outcome is written in a transaction of its own, before the handler's commits."""
 
     async def complete(self: SqlTransaction, completion: Completion) -> bool:
-        [self._written] = await SqlIdempotencyRepository(self._records.engine).complete([completion])
-        return self._written
+        [self._may_commit] = await SqlIdempotencyRepository(self._records.engine).complete([completion])
+        return self._may_commit
 
     setattr(SqlTransaction, "complete", complete)  # noqa: B010  # as no type checker would let us
 
@@ -62,7 +62,7 @@ def _commits_all_the_same() -> None:
     complete = SqlTransaction.complete
 
     async def complete_in_any_case(self: SqlTransaction, completion: Completion) -> bool:
-        self._written = await complete(self, completion) or True
+        self._may_commit = await complete(self, completion) or True
         return True
 
     setattr(SqlTransaction, "complete", complete_in_any_case)  # noqa: B010

@@ -71,6 +71,7 @@ async def test_missing_dead_letters_are_found(shop: Shop) -> None:
     assert codes(await shop.found()) == ["dead-letter-topic-missing"]
 
 
+@pytest.mark.scenario(98)
 async def test_a_topic_that_outlives_the_records_is_found_instead_of_a_guess(shop: Shop) -> None:
     await shop.make({"retention.ms": "7200000"}, {"retention.ms": "7200000"})
 

@@ -6,16 +6,21 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.config import PostgresqlStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.doctor.access import access_of
+from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.events import Message
 from integr8s_idem.findings import Code, Finding, Severity
-from integr8s_idem.stores.sql import migrate, settings_engine, sql_engine
+from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, settings_engine, sql_engine
+from integr8s_idem.stores.sql.outbox import put
 from tests.support.doctor import codes, found_in, found_in_store
 from tests.support.postgres import PostgresServer
 
@@ -45,14 +50,11 @@ async def run(server: PostgresServer, *statements: str) -> None:
 @pytest.fixture
 async def database(postgres: PostgresServer) -> PostgresServer:
     """With tables as a migration makes them, and a user who may do nothing yet."""
-    await run(
-        postgres,
-        "DROP TABLE IF EXISTS idempotency_records, idempotency_store",
-        "DROP ROLE IF EXISTS worker",
-        "CREATE ROLE worker LOGIN",
-    )
     async with engine_on(postgres) as engine:
+        async with engine.begin() as connection:
+            await connection.run_sync(metadata.drop_all)
         await migrate(engine)
+    await run(postgres, "DROP ROLE IF EXISTS worker", "CREATE ROLE worker LOGIN")
     return postgres
 
 
@@ -63,7 +65,8 @@ async def found_by(server: PostgresServer, user: str | None = None) -> list[Find
 
 
 def granted() -> list[str]:
-    return access_of(Settings(store=PostgresqlStoreSettings(kind="postgresql", username="worker"))).splitlines()
+    told = access_of(Settings(store=PostgresqlStoreSettings(kind="postgresql", username="worker"))).splitlines()
+    return [line for line in told if not line.startswith("--")]
 
 
 async def test_nothing_is_found_in_a_sound_database(database: PostgresServer) -> None:
@@ -87,6 +90,8 @@ async def test_a_server_that_gives_up_safety_is_found(database: PostgresServer) 
         ("DROP TABLE idempotency_records, idempotency_store", "schema-missing"),
         ("UPDATE idempotency_store SET version = version - 1", "schema-older"),
         ("UPDATE idempotency_store SET version = version + 1", "schema-newer"),
+        ("DROP TABLE idempotency_records", "schema-missing"),
+        ("ALTER TABLE idempotency_records DROP COLUMN trace", "schema-older"),
         ("ALTER TABLE idempotency_records SET UNLOGGED", "store-not-persistent"),
     ],
 )
@@ -118,7 +123,10 @@ async def test_the_printed_grants_are_enough(database: PostgresServer) -> None:
 async def test_each_printed_grant_is_missed_when_it_lacks(database: PostgresServer, right: str) -> None:
     await run(database, *granted(), f"REVOKE {right} ON idempotency_records FROM worker")
 
-    assert "store-permission" in codes(await found_by(database, "worker"))
+    found = await found_by(database, "worker")
+
+    assert "store-permission" in codes(found)
+    assert any("permission denied for table idempotency_records" in one.what for one in found)
 
 
 @pytest.mark.parametrize("right", ["SELECT", "UPDATE"])
@@ -126,6 +134,47 @@ async def test_the_look_at_the_store_needs_its_grants(database: PostgresServer, 
     await run(database, *granted(), f"REVOKE {right} ON idempotency_store FROM worker")
 
     assert codes(await found_by(database, "worker")) == ["store-permission"]
+
+
+OUTBOX = [
+    ("SELECT", "TABLE idempotency_outbox"),
+    ("INSERT", "TABLE idempotency_outbox"),
+    ("DELETE", "TABLE idempotency_outbox"),
+    ("USAGE", "SEQUENCE idempotency_outbox_id_seq"),
+    ("SELECT", "TABLE idempotency_outbox_buckets"),
+    ("UPDATE", "TABLE idempotency_outbox_buckets"),
+]
+
+
+async def relay_as_worker(server: PostgresServer) -> bool:
+    """What transactional handlers and the relay do: leave an event, claim it, read it, take it away."""
+    engine = sql_engine(server.url.replace("postgres@", "worker@"))
+    outbox, second = SqlOutbox(engine), timedelta(seconds=1)
+    try:
+        async with engine.begin() as connection:
+            await put(connection, [Message("orders", b"k", b"{}", [], "1", "order_placed")])
+        claim = await outbox.claim(second)
+        assert claim is not None
+        (waiting,) = await outbox.read(claim)
+        return await outbox.done(claim, [waiting.id], second) and await outbox.count() == 0
+    finally:
+        await engine.dispose()
+
+
+async def test_the_printed_grants_are_enough_for_the_outbox(database: PostgresServer) -> None:
+    await run(database, *granted())
+
+    assert await relay_as_worker(database)
+
+
+@pytest.mark.parametrize(("right", "what"), OUTBOX)
+async def test_each_grant_of_the_outbox_is_missed_when_it_lacks(
+    database: PostgresServer, right: str, what: str
+) -> None:
+    await run(database, *granted(), f"REVOKE {right} ON {what} FROM worker")
+
+    with pytest.raises((StoreConfigurationError, DBAPIError), match=r"may not|permission denied"):
+        await relay_as_worker(database)
 
 
 async def test_an_absent_sqlite_file_is_no_mistake_and_is_not_made(tmp_path: Path) -> None:

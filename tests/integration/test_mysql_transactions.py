@@ -284,7 +284,7 @@ async def test_a_session_of_another_database_on_the_same_server_is_refused(
 
 
 async def test_a_wait_that_ends_the_whole_transaction_is_told_so() -> None:
-    with MariadbServer(innodb_rollback_on_timeout="ON") as server:
+    with MariadbServer(settings={"innodb-rollback-on-timeout": "ON"}) as server:
         async with engines_on(server.url) as (ours, _):
             manager = IdempotencyManager(repository=SqlIdempotencyRepository(ours), scope="refunds")
             async with AsyncSession(ours) as session, session.begin(), manager.in_transaction(session):

@@ -1,16 +1,22 @@
-"""The page of doctor's codes and the code agree."""
+"""The pages about doctor and the code agree."""
 
 from __future__ import annotations
 
+import json
 import re
+from typing import get_args
 
 import pytest
 
+from integr8s_idem.config import Settings, StoreSettings
+from integr8s_idem.doctor.access import access_of
 from integr8s_idem.findings import Code, Severity
 from tests.packaging.repository import ROOT
 
 PAGE = (ROOT / "docs" / "reference" / "doctor.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([a-z-]+)` \| ([a-z, ]+) \| (.+) \|$", PAGE, re.MULTILINE)
+HOW_TO = ROOT / "docs" / "how-to"
+KINDS = sorted(model.model_fields["kind"].annotation.__args__[0] for model in get_args(get_args(StoreSettings)[0]))
 LIBRARY = [file for file in (ROOT / "integr8s_idem").rglob("*.py") if file.name != "findings.py"]
 SOURCE = "\n".join(file.read_text(encoding="utf-8") for file in LIBRARY)
 
@@ -27,3 +33,37 @@ def test_severities_are_those_that_there_are(name: str, severities: str) -> None
 @pytest.mark.parametrize("code", Code)
 def test_every_code_is_found_by_something(code: Code) -> None:
     assert re.search(rf"\bCode\.{code.name}\b", SOURCE)
+
+
+def printed(kind: str) -> str:
+    return access_of(Settings.model_validate({"store": {"kind": kind}}))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("memory", "sqlite")])
+def test_the_page_says_for_every_kind_what_rights_are_printed(kind: str) -> None:
+    assert printed(kind)
+    assert f"\n| `{kind}` | " in PAGE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_names_every_kind_that_is_looked_at(kind: str) -> None:
+    looked_at = PAGE[PAGE.index("Every kind of store is looked at") : PAGE.index("`--acl` prints")]
+
+    assert f"`{kind}`" in looked_at
+
+
+def test_the_grants_of_the_page_are_those_that_are_printed() -> None:
+    page = (HOW_TO / "prepare-sql.md").read_text(encoding="utf-8")
+    shown = [line.strip() for line in page.splitlines() if line.startswith("    GRANT ")]
+
+    assert shown == printed("postgresql").splitlines()[:2]
+
+
+def test_the_actions_of_the_page_are_those_that_are_printed() -> None:
+    page = (HOW_TO / "prepare-dynamodb.md").read_text(encoding="utf-8")
+    shown = [line.split() for line in page.splitlines() if line.startswith("    dynamodb:")]
+
+    statements = json.loads(printed("dynamodb"))["Statement"]
+
+    actions = [[action.removeprefix("dynamodb:") for action in statement["Action"]] for statement in statements]
+    assert [[word.removeprefix("dynamodb:") for word in line] for line in shown] == actions

@@ -77,7 +77,7 @@ KINDS: Final[Mapping[str, StoreKind]] = {
         has_tables=True,
     ),
     "mysql": StoreKind(
-        partial(MariadbServer, keeps_commits=True, max_connections="300"),
+        partial(MariadbServer, keeps_commits=True, settings={"max-connections": "300"}),
         lambda server, _: {"url": server.url, "max_connections": CONNECTIONS, "lock_timeout_seconds": 1},
         has_tables=True,
         missing=missing_programs,

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -49,10 +50,10 @@ def _program(name: str) -> str | None:
 class MariadbServer:
     """One server process with one database, `test`.  All methods block."""
 
-    def __init__(self, *, keeps_commits: bool = False, **settings: str) -> None:
+    def __init__(self, *, keeps_commits: bool = False, settings: Mapping[str, str] | None = None) -> None:
         """`keeps_commits`: what was committed survives the machine's end, too; slower.  `settings`: more of them."""
         kept = _KEEPS_COMMITS if keeps_commits else _FORGETS_COMMITS
-        self._settings = {**_SETTINGS, **kept, **{name.replace("_", "-"): value for name, value in settings.items()}}
+        self._settings = {**_SETTINGS, **kept, **(settings or {})}
         self.folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._told = 0

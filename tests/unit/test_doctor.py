@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import pickle
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,15 @@ def test_clocks_may_differ_by_two_seconds_and_the_round_trip(stores: float, foun
         ("postgresql", "14.11", True),
         ("postgresql", "18.1 (Debian)", False),
         ("sqlite", "3.9.2", True),
+        ("mysql", "8.0.18", True),
+        ("mysql", "8.0.19-log", False),
+        ("mysql", "8.0.mysql_aurora.3", False),
+        ("mysql", "10.5.23-MariaDB-1:10.5.23", True),
+        ("mysql", "5.5.5-10.6.1-MariaDB", False),
+        ("mysql", "11.4.2-MariaDB", False),
+        ("redis-cluster", "7.0.15, 6.0.9", True),
+        ("redis-cluster", "7.0.15, Valkey 8.0.1", False),
+        ("dynamodb", "", False),
         ("other", "0.1", False),
         ("redis", "unknown", False),
     ],
@@ -253,10 +263,66 @@ def test_the_rights_are_printed_for_the_user_and_prefix_of_the_settings() -> Non
 def test_the_grants_of_postgresql_name_the_user_as_sql_wants_it() -> None:
     Path("settings.toml").write_text('[store]\nkind = "postgresql"\nusername = "Bill-ing"\n')
 
-    assert typed("--acl").stdout.splitlines() == [
+    assert typed("--acl").stdout.splitlines()[:2] == [
         'GRANT SELECT, INSERT, UPDATE, DELETE ON idempotency_records TO "Bill-ing";',
         'GRANT SELECT, UPDATE ON idempotency_store TO "Bill-ing";',
     ]
+
+
+def test_the_statements_for_mysql_name_user_and_database_as_sql_wants_them() -> None:
+    Path("settings.toml").write_text(
+        f'[store]\nkind = "mysql"\nurl = "mysql://db/sh-op"\nusername = "o\'clock"\npassword = "{SECRET}"\n'
+    )
+
+    answer = typed("--acl")
+
+    assert answer.stdout.splitlines()[:3] == [
+        "CREATE USER IF NOT EXISTS 'o''clock'@'%' IDENTIFIED BY 'PASSWORD';",
+        "GRANT SELECT, INSERT, UPDATE, DELETE ON `sh-op`.idempotency_records TO 'o''clock'@'%';",
+        "GRANT SELECT, UPDATE ON `sh-op`.idempotency_store TO 'o''clock'@'%';",
+    ]
+    assert SECRET not in answer.output
+
+
+@pytest.mark.parametrize(
+    ("region", "arn"),
+    [
+        ('region = "eu-west-1"\n', "arn:aws:dynamodb:eu-west-1:*:table/idem"),
+        ('region = "cn-north-1"\n', "arn:aws-cn:dynamodb:cn-north-1:*:table/idem"),
+        ("", "arn:aws:dynamodb:*:*:table/idem"),
+    ],
+)
+def test_the_policy_for_dynamodb_names_its_table_alone(region: str, arn: str) -> None:
+    Path("settings.toml").write_text(f'[store]\nkind = "dynamodb"\ntable = "idem"\n{region}')
+
+    told = json.loads(typed("--acl").stdout)
+
+    assert [statement["Sid"] for statement in told["Statement"]] == ["Worker", "Migrate"]
+    assert {statement["Resource"] for statement in told["Statement"]} == {arn}
+
+
+def test_rights_at_sentinels_are_told_from_those_at_redis() -> None:
+    Path("settings.toml").write_text(
+        '[store]\nkind = "redis-sentinel"\nusername = "billing"\nsentinel_username = "asking"\nwait_replicas = 1\n'
+    )
+
+    _, at_redis, where, at_sentinels = typed("--acl").stdout.splitlines()
+
+    assert at_redis.startswith("ACL SETUSER billing on >PASSWORD resetchannels resetkeys ~idempotency:* -@all ")
+    assert at_redis.endswith(" +wait")
+    assert "Sentinel" in where
+    assert at_sentinels == "ACL SETUSER asking on >PASSWORD resetchannels resetkeys -@all +sentinel|masters"
+
+
+def test_rights_of_what_is_not_installed_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("settings.toml").write_text('[store]\nkind = "mysql"\n')
+    monkeypatch.setitem(sys.modules, "integr8s_idem.stores.sql.access", None)
+    monkeypatch.delattr("integr8s_idem.stores.sql.access", raising=False)
+
+    answer = typed("--acl")
+
+    assert answer.exit_code == 64
+    assert 'a store of kind "mysql" needs integr8s_idem.stores.sql.access' in answer.stderr
 
 
 def test_a_store_without_users_has_no_rights_to_print() -> None:

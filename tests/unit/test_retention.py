@@ -47,6 +47,7 @@ def test_a_ttl_beyond_the_retention_fits_the_defaults_of_brokers() -> None:
     assert findings() == []
 
 
+@pytest.mark.scenario(98)
 @pytest.mark.parametrize("ttl", [3600, WEEK])
 def test_a_ttl_that_does_not_outlast_the_retention_is_found_with_both_numbers(ttl: float) -> None:
     (only,) = findings(ttl=ttl)

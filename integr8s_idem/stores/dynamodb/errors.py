@@ -22,6 +22,7 @@ from botocore.parsers import ResponseParserError
 
 from integr8s_idem.config.addresses import redacted
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
+from integr8s_idem.findings import Code
 
 MIGRATE: Final = "run: integr8s-idem store migrate"
 
@@ -44,7 +45,7 @@ _TROUBLED: Final = {
     "ResourceInUseException": "the table is being made or changed",
 }
 
-_REFUSED: Final = {
+_CREDENTIALS: Final = {
     "UnrecognizedClientException": "AWS does not know this access key: look at the credentials",
     "InvalidClientTokenId": "AWS does not know this access key: look at the credentials",
     "MissingAuthenticationTokenException": "AWS got no credentials with the request",
@@ -52,6 +53,8 @@ _REFUSED: Final = {
     "ExpiredTokenException": "the AWS credentials have expired: get new ones",
     "ExpiredToken": "the AWS credentials have expired: get new ones",
     "IncompleteSignatureException": "AWS cannot read the signature: look at the credentials",
+    "InvalidSignatureException": "AWS does not accept the signature: look at the secret access key",
+    "SignatureDoesNotMatch": "AWS does not accept the signature: look at the secret access key",
 }
 
 _CLOCK: Final = ("signature expired", "signature not yet current", "request expired", "must be within")
@@ -91,31 +94,35 @@ def of_service(operation: str, error: ClientError, table: str) -> StoreError:
         return StoreUnavailableError(operation, _STRANGE)
     if any(words in text.lower() for words in _CLOCK):
         return StoreUnavailableError(
-            operation, "this machine's clock differs from AWS's by more than AWS allows: set it by NTP"
+            operation,
+            "this machine's clock differs from AWS's by more than AWS allows: set it by NTP",
+            Code.CLOCK_SKEW,
         )
     if code == "ResourceNotFoundException":
-        return StoreConfigurationError(operation, f"there is no table {table} in this region and account; {MIGRATE}")
+        missing = f"there is no table {table} in this region and account; {MIGRATE}"
+        return StoreConfigurationError(operation, missing, Code.SCHEMA_MISSING)
     if code == "AccessDeniedException":
-        return StoreConfigurationError(operation, f"AWS denies us the table {table}: {_harmless(text)}")
-    if code in ("InvalidSignatureException", "SignatureDoesNotMatch"):
-        return StoreConfigurationError(operation, "AWS does not accept the signature: look at the secret access key")
+        denied = f"AWS denies us the table {table}: {_harmless(text)}"
+        return StoreConfigurationError(operation, denied, Code.STORE_PERMISSION)
+    if said := _CREDENTIALS.get(code):
+        return StoreConfigurationError(operation, said, Code.STORE_CREDENTIALS)
     if any(words in text for words in _OTHER_KEYS):
-        return StoreConfigurationError(
-            operation, f"the table {table} has other keys than the store's: name another one, and {MIGRATE}"
-        )
-    return StoreConfigurationError(operation, _REFUSED.get(code) or f"DynamoDB answers {code}: {_harmless(text)}")
+        other = f"the table {table} has other keys than the store's: name another one, and {MIGRATE}"
+        return StoreConfigurationError(operation, other, Code.SCHEMA_OTHER)
+    return StoreConfigurationError(operation, f"DynamoDB answers {code}: {_harmless(text)}")
 
 
 def of_driver(operation: str, error: BotoCoreError | ResponseParserError | StrangeAnswerError) -> StoreError:
     """Our error for what the driver met on its way."""
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
-        return StoreConfigurationError(operation, _NO_CREDENTIALS)
+        return StoreConfigurationError(operation, _NO_CREDENTIALS, Code.STORE_CREDENTIALS)
     if isinstance(error, NoRegionError):
         return StoreConfigurationError(operation, "no AWS region: set region in [store], or AWS_REGION")
     if isinstance(error, DriverConnectionError | HTTPClientError):
         return StoreUnavailableError(operation, f"no connection to DynamoDB: {_harmless(str(error))}")
     if isinstance(error, CredentialRetrievalError | MetadataRetrievalError):
-        return StoreUnavailableError(operation, f"AWS credentials cannot be fetched: {_harmless(str(error))}")
+        unfetched = f"AWS credentials cannot be fetched: {_harmless(str(error))}"
+        return StoreUnavailableError(operation, unfetched, Code.STORE_CREDENTIALS)
     if isinstance(error, ResponseParserError | ChecksumError | StrangeAnswerError):
         return StoreUnavailableError(operation, _STRANGE)
     return StoreConfigurationError(operation, _harmless(str(error)))

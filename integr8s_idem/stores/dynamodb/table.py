@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
+from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.dynamodb.calls import Calls
 from integr8s_idem.stores.dynamodb.clock import ServerClock
@@ -78,9 +79,8 @@ def _check(table: str, found: Mapping[str, Any]) -> None:
     types = {one["AttributeName"]: one["AttributeType"] for one in found["AttributeDefinitions"]}
     if found["KeySchema"] != KEYS or types["key"] != "S":
         keys = ", ".join(f"{one['AttributeName']} ({types[one['AttributeName']]})" for one in found["KeySchema"])
-        raise StoreConfigurationError(
-            "migrate", f"the table {table} has the keys {keys}; the store needs key (S) alone: name another table"
-        )
+        said = f"the table {table} has the keys {keys}; the store needs key (S) alone: name another table"
+        raise StoreConfigurationError("migrate", said, Code.SCHEMA_OTHER)
 
 
 async def _purging(client: Any, calls: Calls) -> list[str]:
@@ -122,7 +122,7 @@ class Health:
     def __init__(self, client: Any, calls: Calls) -> None:
         self._client = client
         self._calls = calls
-        self._warnings: tuple[str, ...] = ()
+        self._warnings: tuple[StoreWarning, ...] = ()
         self._looked: float | None = None
 
     async def ask(self) -> StoreHealth:
@@ -154,8 +154,7 @@ class Health:
             answer = await self._calls.send("ping", self._client.describe_table, TableName=self._calls.table)
             deletion = await _ttl(self._client, self._calls, "ping")
         except StoreConfigurationError as error:
-            allow = "allow dynamodb:DescribeTable and dynamodb:DescribeTimeToLive"
-            self._warnings = (f"the table's settings cannot be looked at ({error.reason}): {allow}",)
+            self._warnings = (_unseen(error),)
         except StoreUnavailableError:
             return  # it takes writes, and that is what counts: its settings are looked at by a later ping
         else:
@@ -163,11 +162,20 @@ class Health:
         self._looked = time.monotonic()
 
 
-def _warnings(found: Mapping[str, Any], deletion: tuple[str, str]) -> Iterator[str]:
+def _unseen(error: StoreConfigurationError) -> StoreWarning:
+    return StoreWarning(
+        Code.STORE_UNSEEN,
+        f"the table's settings cannot be looked at ({error.reason})",
+        "what loses records, or keeps them for ever, stays unseen",
+        "allow dynamodb:DescribeTable and dynamodb:DescribeTimeToLive",
+    )
+
+
+def _warnings(found: Mapping[str, Any], deletion: tuple[str, str]) -> Iterator[StoreWarning]:
     if found.get("Replicas") and found.get("MultiRegionConsistency", "EVENTUAL") != "STRONG":
-        yield (
-            "the table is replicated between regions, and the last writer wins: two regions can get one key; use "
-            "multi-Region strong consistency, or a table of one region"
-        )
+        what = "the table is replicated between regions, and the last writer wins"
+        mend = "use multi-Region strong consistency, or a table of one region"
+        yield StoreWarning(Code.STORE_REGIONS, what, "two regions can get one key", mend)
     if deletion not in (("ENABLED", PURGE), ("ENABLING", PURGE)):
-        yield f"expired records are never deleted: no TTL on {PURGE}; {MIGRATE}"
+        what, cost = f"expired records are never deleted: no TTL on {PURGE}", "the table grows, and is paid for"
+        yield StoreWarning(Code.STORE_NOT_PURGED, what, cost, MIGRATE)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Final
 
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
@@ -30,7 +31,7 @@ _PASSING: Final = {
     "MISCONF": "Redis cannot save to its disk and refuses writes",
     "NOREPLICAS": "Redis has fewer replicas than min-replicas-to-write and refuses writes",
     "MASTERDOWN": "this replica has lost its primary",
-    "CLUSTERDOWN": "the Redis Cluster is down",
+    "CLUSTERDOWN": "the Redis Cluster is down, or nobody has some of its slots: look at CLUSTER INFO",
     "TRYAGAIN": "the Redis Cluster is moving these keys",
     "LOADING": "Redis is loading its data",
     "BUSY": "Redis is busy with a long script",
@@ -50,7 +51,17 @@ class TooFewReplicasError(RedisError):
         )
 
 
-_FOUND: Final = {"OOM": Code.STORE_MEMORY, "READONLY": Code.STORE_REPLICA}
+class PrimaryUnknownError(MasterNotFoundError):
+    """No Sentinel has heard of a primary of this name."""
+
+
+_FOUND: Final = {
+    "OOM": Code.STORE_MEMORY,
+    "READONLY": Code.STORE_REPLICA,
+    "MASTERDOWN": Code.STORE_REPLICA,
+    "NOREPLICAS": Code.STORE_TOO_FEW_REPLICAS,
+    "CLUSTERDOWN": Code.STORE_CLUSTER_DOWN,
+}
 """Refusals that have a code of their own for `doctor`."""
 
 _CODE: Final = re.compile(rf"\b({'|'.join(_PASSING)})\b")
@@ -90,7 +101,9 @@ async def guarded(operation: str, timeout: timedelta) -> AsyncIterator[None]:
 def translated(operation: str, error: RedisError) -> StoreError:
     """Our error for one of the driver's."""
     if isinstance(error, TooFewReplicasError):
-        return StoreUnavailableError(operation, str(error))
+        return StoreUnavailableError(operation, str(error), Code.STORE_TOO_FEW_REPLICAS)
+    if isinstance(error, PrimaryUnknownError):
+        return StoreUnavailableError(operation, str(error), Code.STORE_PRIMARY_UNKNOWN)
     told = _told_by_server(error)
     if isinstance(told, MovedError):
         return StoreConfigurationError(operation, 'this server is part of a Redis Cluster: set kind = "redis-cluster"')
@@ -140,8 +153,9 @@ def _permission(text: str) -> str:
     if command is not None:
         name = command.group(1).lower()
         # Redis 6.2 names the command alone; we need only one of its kind.
-        rule = "script|load" if name == "script" else name
-        return f"this Redis user may not run {name.upper()}: give it +{rule}"
+        rule = {"script": "script|load", "sentinel": "sentinel|masters"}.get(name, name)
+        where = " at every Sentinel" if rule.startswith("sentinel") else ""
+        return f"this Redis user may not run {name.upper()}: give it +{rule}{where}"
     if "access" in text:
         return "this Redis user may not touch these keys: give it ~prefix* for the prefix of [idempotency] key_prefix"
     # Redis 6.2 does not say which command a script was refused.

@@ -81,7 +81,10 @@ class Health:
 
     async def _told(self, client: Redis) -> _Told:
         latency = await _latency(client)
-        (info,) = await send(client, [("INFO",)])
+        # ASKING is needed only while slots move: whether we may is better known before.
+        asking, info = await send(client, [("ASKING",), ("INFO",)])
+        if isinstance(asking, Exception):
+            raise asking
         if isinstance(info, Exception):
             if not _is_refusal(info):
                 raise info

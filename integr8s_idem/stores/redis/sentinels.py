@@ -9,8 +9,11 @@ from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnec
 from redis.exceptions import (
     AuthenticationError,
     ConnectionError,  # noqa: A004  # the driver's
+    NoPermissionError,
     TimeoutError,  # noqa: A004  # the driver's
 )
+
+from integr8s_idem.stores.redis.errors import PrimaryUnknownError
 
 
 class Sentinels(Sentinel):
@@ -21,16 +24,19 @@ class Sentinels(Sentinel):
 
         Raises:
             AuthenticationError: None names one, and one does not take our password.
+            NoPermissionError: One does not let us ask.
+            PrimaryUnknownError: None that answers knows this name.
             MasterNotFoundError: None names one.
         """
-        refused: AuthenticationError | None = None
+        refused: AuthenticationError | NoPermissionError | None = None
+        known: set[bool] = set()
         said: list[str] = []
         for place, sentinel in enumerate(self.sentinels):
             address = sentinel.connection_pool.connection_kwargs
             try:
                 masters: Any = await sentinel.sentinel_masters()
-            except (ConnectionError, TimeoutError) as error:
-                refused = error if isinstance(error, AuthenticationError) else refused
+            except (ConnectionError, TimeoutError, NoPermissionError) as error:
+                refused = error if isinstance(error, AuthenticationError | NoPermissionError) else refused
                 said.append(f"{address['host']}:{address['port']}: {error}")
                 continue
             state = masters.get(service_name)
@@ -38,9 +44,12 @@ class Sentinels(Sentinel):
                 # It is asked first the next time.
                 self.sentinels[0], self.sentinels[place] = sentinel, self.sentinels[0]
                 return state["ip"], state["port"]
+            known.add(bool(state))
             said.append(f"{address['host']}:{address['port']}: {'it is down' if state else 'unknown'}")
         if refused is not None:
             raise refused
+        if known == {False}:
+            raise PrimaryUnknownError(f"no Sentinel knows {service_name!r}, as master_name says ({'; '.join(said)})")
         raise MasterNotFoundError(f"no Sentinel names a primary for {service_name!r} ({'; '.join(said)})")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -46,6 +47,9 @@ _FOUND: Final = {
     "25006": Code.STORE_REPLICA,
 }
 """Those of both that have a code of their own for `doctor`."""
+
+_RIGHT: Final = re.compile(r"permission denied for [\w ]+|[A-Z][A-Z ,]* command denied")
+"""Where a database names what it does not allow: PostgreSQL the table, MySQL the right."""
 
 _HELD: Final = "55P03"
 _GIVEN_UP: Final = {"40001", "40P01"}
@@ -111,6 +115,26 @@ _MYSQL_PASSING: Final = {
     3169: "the database ended the connection",
     4031: "the database ended a connection that nobody used",
 }
+_MYSQL_FOUND: Final = {
+    1044: Code.STORE_PERMISSION,
+    1045: Code.STORE_CREDENTIALS,
+    1054: Code.SCHEMA_OLDER,
+    1130: Code.STORE_CREDENTIALS,
+    1142: Code.STORE_PERMISSION,
+    1143: Code.STORE_PERMISSION,
+    1146: Code.SCHEMA_MISSING,
+    1227: Code.STORE_PERMISSION,
+    1290: Code.STORE_REPLICA,
+    1698: Code.STORE_CREDENTIALS,
+    1792: Code.STORE_REPLICA,
+    1820: Code.STORE_CREDENTIALS,
+    1836: Code.STORE_REPLICA,
+    1862: Code.STORE_CREDENTIALS,
+    3118: Code.STORE_CREDENTIALS,
+    4151: Code.STORE_CREDENTIALS,
+}
+"""Those of both that have a code of their own for `doctor`."""
+
 _MYSQL_HELD: Final = 1205
 _MYSQL_GIVEN_UP: Final = frozenset({1020, 1213})
 _MYSQL_MISSING: Final = 1305
@@ -199,8 +223,7 @@ def translated(operation: str, error: DBAPIError, kind: str) -> StoreError:
     for known, kind_of_error in ((_REFUSED, StoreConfigurationError), (_PASSING, StoreUnavailableError)):
         said = known.get(state) or known.get(state[:2])
         if state and said:
-            code = _FOUND.get(state) or _FOUND.get(state[:2])
-            return kind_of_error(operation, said, code) if code else kind_of_error(operation, said)
+            return _refusal(kind_of_error, operation, said, text, _FOUND.get(state) or _FOUND.get(state[:2]))
     if error.connection_invalidated or not state or state.startswith("08"):
         return StoreUnavailableError(operation, f"no connection to {kind}: {text}")
     return StoreConfigurationError(operation, f"{kind} answers: {text}")
@@ -222,12 +245,22 @@ def _of_mysql(operation: str, error: DBAPIError, cause: BaseException) -> StoreE
     if number == _MYSQL_HELD:
         return RecordHeldError(operation, _MYSQL_PASSING[number])
     if number in _MYSQL_PASSING:
-        return StoreUnavailableError(operation, _MYSQL_PASSING[number])
+        return _refusal(StoreUnavailableError, operation, _MYSQL_PASSING[number], "", _MYSQL_FOUND.get(number))
     if number in _MYSQL_REFUSED:
-        return StoreConfigurationError(operation, _MYSQL_REFUSED[number])
+        told = _told(cause)
+        return _refusal(StoreConfigurationError, operation, _MYSQL_REFUSED[number], told, _MYSQL_FOUND.get(number))
     if error.connection_invalidated or number in _BROKEN or not number:
         return StoreUnavailableError(operation, f"no connection to mysql: {_told(cause)}")
     return StoreConfigurationError(operation, f"mysql answers: {_told(cause)}")
+
+
+def _refusal(
+    kind: type[StoreConfigurationError | StoreUnavailableError], operation: str, said: str, text: str, code: Code | None
+) -> StoreError:
+    """`said`; of a right that lacks also what the database calls it."""
+    named = _RIGHT.search(text) if code is Code.STORE_PERMISSION else None
+    reason = f"{said} ({named[0]})" if named else said
+    return kind(operation, reason, code) if code else kind(operation, reason)
 
 
 def _told(error: BaseException) -> str:

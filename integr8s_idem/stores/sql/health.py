@@ -84,7 +84,7 @@ async def _look_at_postgresql(connection: AsyncConnection) -> tuple[str, list[St
     if found.standby:
         mend = "give the address of its primary"
         warnings.append(StoreWarning(Code.STORE_REPLICA, "this server is a standby", "it takes no records", mend))
-    if found.kept != "p":
+    if found.kept not in ("p", None):  # None: it is not there, and the first event says so
         told = "idempotency_records is no permanent table"
         mend = "ALTER TABLE … SET LOGGED"
         warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, told, "a crash empties it", mend))
@@ -117,16 +117,16 @@ async def _look_at_mysql(connection: AsyncConnection) -> tuple[str, list[StoreWa
     )
     found: Any = (await connection.execute(text(asked))).one()
     warnings = []
-    if found.engine != "InnoDB":
+    if found.engine not in ("InnoDB", None):  # None: it is not there, or not to be seen by this user
         what, mend = f"idempotency_records is a table of {found.engine}", "ALTER TABLE … ENGINE = InnoDB"
-        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, what, "nothing is atomic", mend))
+        cost = "nothing in it is atomic, and a crash damages or empties it"
+        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, what, cost, mend))
     if int(found.flushes) != 1:
         what = f"innodb_flush_log_at_trx_commit is {found.flushes}"
-        warnings.append(
-            StoreWarning(Code.STORE_LATE_SYNC, what, "a crash loses what was committed last", "set it to 1")
-        )
+        cost = "a crash loses what was committed in the last second"
+        warnings.append(StoreWarning(Code.STORE_LATE_SYNC, what, cost, "set it to 1"))
     if int(found.log) and int(found.syncs) != 1:
-        what, cost = f"sync_binlog is {found.syncs}", "a crash loses what replicas were to get"
+        what, cost = f"sync_binlog is {found.syncs}", "a crash of the machine loses what replicas were to get"
         warnings.append(StoreWarning(Code.STORE_LATE_SYNC, what, cost, "set it to 1"))
     if str(found.reads_only) not in {"0", "OFF"}:
         what, cost = "this server is read-only, and lets us write by a privilege", "what is written here may be lost"

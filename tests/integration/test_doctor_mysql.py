@@ -1,0 +1,240 @@
+"""Planted in a real MariaDB, one at a time, and found by their codes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from integr8s_idem.config import MysqlStoreSettings, Settings
+from integr8s_idem.doctor.access import access_of
+from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.events import Message
+from integr8s_idem.findings import Code, Finding, Severity
+from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, settings_engine, sql_engine
+from integr8s_idem.stores.sql.outbox import put
+from tests.support.doctor import Typed, codes, found_in_store
+from tests.support.mariadb import MariadbServer, missing_programs
+
+pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=missing_programs())
+
+SECRET = "hunter2-hunter2"
+
+
+@pytest.fixture(scope="module")
+def mariadb() -> Iterator[MariadbServer]:
+    # With a log for replicas: it cannot be turned on while the server runs.
+    with MariadbServer(keeps_commits=True, settings={"log-bin": "log", "sync-binlog": "1"}) as server:
+        yield server
+
+
+@asynccontextmanager
+async def engine_on(server: MariadbServer) -> AsyncIterator[AsyncEngine]:
+    engine = sql_engine(server.url)
+    yield engine
+    await engine.dispose()
+
+
+async def run(server: MariadbServer, *statements: str) -> None:
+    async with engine_on(server) as engine, engine.begin() as connection:
+        for statement in statements:
+            await connection.execute(text(statement))
+
+
+@pytest.fixture
+async def database(mariadb: MariadbServer) -> MariadbServer:
+    """With tables as a migration makes them, and no user but the administrator."""
+    async with engine_on(mariadb) as engine:
+        async with engine.begin() as connection:
+            await connection.run_sync(metadata.drop_all)
+        await migrate(engine)
+    await run(mariadb, "DROP USER IF EXISTS worker")
+    return mariadb
+
+
+def settings_of(server: MariadbServer, user: str | None = None, password: str = SECRET) -> MysqlStoreSettings:
+    url = server.url.replace("mysql+aiomysql", "mysql")
+    if user is not None:
+        url = url.replace("idem@", "")
+    return MysqlStoreSettings(
+        kind="mysql", url=url, username=user, password=SecretStr(password) if user else None, lock_timeout_seconds=1
+    )
+
+
+async def found_by(server: MariadbServer, user: str | None = None, password: str = SECRET) -> list[Finding]:
+    return await found_in_store(settings_of(server, user, password))
+
+
+def granted(server: MariadbServer) -> list[str]:
+    lines = access_of(Settings(store=settings_of(server, "worker"))).replace("PASSWORD", SECRET).splitlines()
+    return [line for line in lines if not line.startswith("--")]
+
+
+async def test_nothing_is_found_in_a_sound_database(database: MariadbServer) -> None:
+    (seen,) = await found_by(database)
+
+    assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
+    assert "MariaDB" in seen.what
+
+
+@pytest.mark.parametrize(
+    ("planted", "mended", "code", "says"),
+    [
+        ("innodb_flush_log_at_trx_commit = 2", "innodb_flush_log_at_trx_commit = 1", "store-late-sync", "is 2"),
+        ("sync_binlog = 0", "sync_binlog = 1", "store-late-sync", "is 0"),
+        ("read_only = ON", "read_only = OFF", "store-replica", "read-only"),
+    ],
+)
+async def test_a_server_that_gives_up_safety_is_found(
+    database: MariadbServer, planted: str, mended: str, code: str, says: str
+) -> None:
+    await run(database, f"SET GLOBAL {planted}")
+    found = await found_by(database)
+    await run(database, f"SET GLOBAL {mended}")
+
+    assert codes(found) == [code]
+    assert says in found[1].what
+
+
+async def test_a_read_only_server_takes_no_records_of_a_plain_user(database: MariadbServer) -> None:
+    await run(database, *granted(database), "SET GLOBAL read_only = ON")
+    (only,) = await found_by(database, "worker")
+    await run(database, "SET GLOBAL read_only = OFF")
+
+    assert (only.code, only.severity) == (Code.STORE_REPLICA, Severity.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("statement", "code"),
+    [
+        ("DROP TABLE idempotency_records, idempotency_store", "schema-missing"),
+        ("DROP TABLE idempotency_records", "schema-missing"),
+        ("ALTER TABLE idempotency_records DROP COLUMN trace", "schema-older"),
+        ("UPDATE idempotency_store SET version = version - 1", "schema-older"),
+        ("UPDATE idempotency_store SET version = version + 1", "schema-newer"),
+        ("ALTER TABLE idempotency_records ENGINE = Aria", "store-not-persistent"),
+    ],
+)
+async def test_a_schema_that_is_not_ours_is_found(database: MariadbServer, statement: str, code: str) -> None:
+    await run(database, statement)
+
+    assert codes(await found_by(database)) == [code]
+
+
+async def test_a_database_that_is_away_is_found(tmp_path: Path) -> None:
+    url = f"mysql://localhost/test?unix_socket={tmp_path}/none"
+
+    found = await found_in_store(MysqlStoreSettings(kind="mysql", url=url))
+
+    assert codes(found) == ["store-unavailable"]
+
+
+async def test_a_wrong_password_is_found_and_not_shown(database: MariadbServer) -> None:
+    await run(database, *granted(database))
+
+    (only,) = await found_by(database, "worker", "wr0ng-" + SECRET)
+
+    assert (only.code, only.severity) == (Code.STORE_CREDENTIALS, Severity.ERROR)
+    assert SECRET not in f"{only}{only!r}"
+
+
+async def test_a_database_that_the_user_may_not_use_is_found(database: MariadbServer) -> None:
+    await run(database, granted(database)[0])
+
+    assert codes(await found_by(database, "worker")) == ["store-permission"]
+
+
+async def test_the_printed_grants_are_enough(database: MariadbServer) -> None:
+    await run(database, *granted(database))
+
+    assert codes(await found_by(database, "worker")) == []
+    assert await relayed(database)
+
+
+@pytest.mark.parametrize("right", ["SELECT", "INSERT", "UPDATE", "DELETE"])
+async def test_each_printed_grant_is_missed_when_it_lacks(database: MariadbServer, right: str) -> None:
+    await run(database, *granted(database), f"REVOKE {right} ON idempotency_records FROM worker")
+
+    found = await found_by(database, "worker")
+
+    assert set(codes(found)) == {"store-permission"}
+    assert any(f"{right} command denied" in one.what for one in found)
+
+
+@pytest.mark.parametrize("right", ["SELECT", "UPDATE"])
+async def test_the_look_at_the_store_needs_its_grants(database: MariadbServer, right: str) -> None:
+    await run(database, *granted(database), f"REVOKE {right} ON idempotency_store FROM worker")
+
+    (only,) = await found_by(database, "worker")
+
+    assert only.code is Code.STORE_PERMISSION
+    assert f"{right} command denied" in only.what
+
+
+async def relayed(server: MariadbServer) -> bool:
+    """What transactional handlers and the relay do: leave an event, claim it, read it, take it away."""
+    engine = settings_engine(settings_of(server, "worker"))
+    outbox, second = SqlOutbox(engine), timedelta(seconds=1)
+    try:
+        async with engine.begin() as connection:
+            await put(connection, [Message("orders", b"k", b"{}", [], "1", "order_placed")])
+        claim = await outbox.claim(second)
+        assert claim is not None
+        (waiting,) = await outbox.read(claim)
+        return await outbox.done(claim, [waiting.id], second) and await outbox.count() == 0
+    finally:
+        await engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("right", "table"),
+    [
+        ("SELECT", "idempotency_outbox"),
+        ("INSERT", "idempotency_outbox"),
+        ("DELETE", "idempotency_outbox"),
+        ("SELECT", "idempotency_outbox_buckets"),
+        ("UPDATE", "idempotency_outbox_buckets"),
+    ],
+)
+async def test_each_grant_of_the_outbox_is_missed_when_it_lacks(
+    database: MariadbServer, right: str, table: str
+) -> None:
+    await run(database, *granted(database), f"REVOKE {right} ON {table} FROM worker")
+
+    with pytest.raises((StoreConfigurationError, DBAPIError), match=f"{right} command denied"):
+        await relayed(database)
+
+
+@pytest.mark.parametrize(("shift", "way"), [(-60.0, "ahead of"), (60.0, "behind")])
+async def test_clocks_that_differ_are_found(database: MariadbServer, shift: float, way: str) -> None:
+    found = await found_in_store(settings_of(database), lambda: time.time() + shift)
+
+    (skew,) = [one for one in found if one.code is Code.CLOCK_SKEW]
+    assert way in skew.what
+
+
+@pytest.mark.parametrize(
+    ("planted", "mended", "status", "code"),
+    [
+        ("SET GLOBAL sync_binlog = 0", "SET GLOBAL sync_binlog = 1", 1, "store-late-sync"),
+        ("RENAME TABLE idempotency_store TO old", "RENAME TABLE old TO idempotency_store", 2, "schema-missing"),
+        ("SELECT 1", "SELECT 1", 0, "store-seen"),
+    ],
+)
+def test_the_command_ends_with_its_status(
+    database: MariadbServer, typed: Typed, planted: str, mended: str, status: int, code: str
+) -> None:
+    asyncio.run(run(database, planted))
+    answer = typed(settings_of(database))
+    asyncio.run(run(database, mended))
+
+    assert (answer.status, answer.codes[0]) == (status, code)
