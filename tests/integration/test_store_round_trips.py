@@ -27,6 +27,7 @@ from integr8s_idem.stores.redis import RedisClusterIdempotencyRepository, redis_
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate
 from integr8s_idem.testing.store_under_test import LEASE, TTL, new_key, wish
 from tests.support.dynamodb.fixtures import Table
+from tests.support.dynamodb.server import DynamoServer
 from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
 from tests.support.redis import RedisServer
@@ -238,8 +239,8 @@ async def test_the_page_tells_what_each_verb_costs(kind: str, on: On, tmp_path: 
         assert await settled_costs(store, count) == written(kind)
 
 
-async def test_the_page_tells_what_each_verb_costs_in_dynamodb(table: Table) -> None:
-    async with TurnCounter(int(table.settings.endpoint_url.rpartition(":")[2])) as counter:
+async def test_the_page_tells_what_each_verb_costs_in_dynamodb(dynamodb: DynamoServer, table: Table) -> None:
+    async with TurnCounter(dynamodb.port) as counter:
         settings = table.settings.model_copy(update={"endpoint_url": f"http://127.0.0.1:{counter.port}"})
         async with opened(settings, lambda: counter.turns) as (store, count):
             assert await settled_costs(store, count) == written("dynamodb")
