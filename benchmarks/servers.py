@@ -146,7 +146,7 @@ async def postgresql() -> AsyncIterator[Contest]:
             host=str(server.folder), user="postgres", database="postgres", min_size=1, max_size=CONNECTIONS
         )
         async with pool:
-            bare = {"bare": BareAsyncpg(pool), "core": BareSqlalchemy(engine)}
+            bare: dict[str, Contestant] = {"bare": BareAsyncpg(pool), "core": BareSqlalchemy(engine)}
             version = await _asked(engine, "SELECT current_setting('server_version')")
             yield _of(store, bare, f"PostgreSQL {version}, fsync on, Unix socket")
 
@@ -164,7 +164,7 @@ async def mysql() -> AsyncIterator[Contest]:
             maxsize=CONNECTIONS,
         )
         async with pool:
-            bare = {"bare": BareAiomysql(pool), "core": BareSqlalchemy(engine)}
+            bare: dict[str, Contestant] = {"bare": BareAiomysql(pool), "core": BareSqlalchemy(engine)}
             version = await _asked(engine, "SELECT version()")
             yield _of(store, bare, f"{version}, innodb_flush_log_at_trx_commit 1, Unix socket")
 
@@ -179,7 +179,7 @@ async def sqlite() -> AsyncIterator[Contest]:
         ):
             # WAL is the file's; the rest is each connection's.
             await connection.execute("PRAGMA synchronous = FULL")
-            bare = {"bare": BareAiosqlite(connection), "core": BareSqlalchemy(engine)}
+            bare: dict[str, Contestant] = {"bare": BareAiosqlite(connection), "core": BareSqlalchemy(engine)}
             version = await _asked(engine, "SELECT sqlite_version()")
             yield _of(store, bare, f"SQLite {version}, WAL, synchronous FULL")
 
