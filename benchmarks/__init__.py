@@ -1,0 +1,1 @@
+"""What the stores cost, measured beside the driver alone: `make bench`, see `benchmarks/README.md`."""

@@ -1,0 +1,230 @@
+"""The servers, each started for itself with settings that keep what they acknowledge, and who takes part on each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import aiomysql
+import aiosqlite
+import asyncpg
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.cluster import RedisCluster as ClusterClient
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from benchmarks.bare import (
+    TABLES,
+    BareAiomysql,
+    BareAiosqlite,
+    BareAsyncpg,
+    BareDynamodb,
+    BareRedis,
+    BareRedisCluster,
+    BareSqlalchemy,
+)
+from benchmarks.contestants import Contestant, Manager, Store
+from integr8s_idem.config import DynamodbStoreSettings, MemoryStoreSettings, RedisStoreSettings
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.dynamodb import dynamo_client
+from integr8s_idem.stores.dynamodb.table import KEYS, TYPES
+from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.redis import redis_client, redis_sentinel_client
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine, writing
+from tests.support.dynamodb.server import DynamoServer
+from tests.support.mariadb import MariadbServer
+from tests.support.postgres import PostgresServer
+from tests.support.redis import RedisServer
+from tests.support.redis_cluster import RedisCluster
+from tests.support.redis_sentinel import RedisGroup
+
+CONNECTIONS: Final = 18
+"""Of each driver alone: what SQLAlchemy's pool of the stores in SQL grows to."""
+
+_PATIENT: Final = {"timeout_seconds": 60}
+"""A machine that is busy with others must not end a run."""
+_PATIENT_WAIT: Final = {**_PATIENT, "wait_replicas": 1, "wait_timeout_seconds": 10}
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is measured side by side on one server."""
+
+    contestants: Mapping[str, Contestant]
+    """`bare` is what the others are compared with; no store has a better one."""
+    server: str
+    repository: IdempotencyRepository
+
+
+Opened = AbstractAsyncContextManager[Contest]
+
+
+def _of(repository: IdempotencyRepository, bare: Mapping[str, Contestant], server: str) -> Contest:
+    return Contest({**bare, "store": Store(repository), "manager": Manager(repository)}, server, repository)
+
+
+@asynccontextmanager
+async def _running(server: Any) -> AsyncIterator[None]:
+    await asyncio.to_thread(server.start)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+@asynccontextmanager
+async def memory() -> AsyncIterator[Contest]:
+    async with open_store(MemoryStoreSettings(kind="memory"), key_prefix="bench") as store:
+        yield _of(store, {}, "this process")
+
+
+@asynccontextmanager
+async def redis() -> AsyncIterator[Contest]:
+    server = RedisServer(config={"appendonly": "yes"})
+    async with _running(server), AsyncExitStack() as stack:
+        settings = RedisStoreSettings.model_validate({"kind": "redis", "url": server.url, **_PATIENT})
+        store = await stack.enter_async_context(open_store(settings, key_prefix="bench"))
+        client = redis_client(settings)
+        stack.push_async_callback(client.aclose)
+        yield _of(store, {"bare": BareRedis(client)}, await _redis_version(server))
+
+
+@asynccontextmanager
+async def redis_cluster() -> AsyncIterator[Contest]:
+    cluster = RedisCluster()
+    async with _running(cluster), AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(cluster.settings(**_PATIENT), key_prefix="bench"))
+        nodes = [ClusterNode("127.0.0.1", server.port) for server in cluster.servers]
+        # Its pool waits for nobody: fewer connections than callers are an error.
+        client = ClusterClient(startup_nodes=nodes)
+        stack.push_async_callback(client.aclose)
+        version = await _redis_version(cluster.servers[0])
+        yield _of(store, {"bare": BareRedisCluster(client)}, f"{version}, 3 primaries with a replica each")
+
+
+@asynccontextmanager
+async def redis_sentinel(*, wait: bool = False) -> AsyncIterator[Contest]:
+    group = RedisGroup()
+    async with _running(group), AsyncExitStack() as stack:
+        settings = group.settings(**(_PATIENT_WAIT if wait else _PATIENT))
+        store = await stack.enter_async_context(open_store(settings, key_prefix="bench"))
+        client = redis_sentinel_client(settings)
+        stack.push_async_callback(client.aclose)
+        version = await _redis_version(group.servers[0])
+        yield _of(store, {"bare": BareRedis(client, wait=wait)}, f"{version}, a primary and 2 replicas")
+
+
+@asynccontextmanager
+async def redis_sentinel_wait() -> AsyncIterator[Contest]:
+    async with redis_sentinel(wait=True) as contest:
+        yield contest
+
+
+async def _redis_version(server: RedisServer) -> str:
+    told = await asyncio.to_thread(server.admin, "INFO", "server")
+    return f"Redis {told['redis_version']}, appendonly yes, appendfsync everysec"
+
+
+class _DurablePostgres(PostgresServer):
+    def __init__(self) -> None:
+        super().__init__(keeps_commits=True)
+        self.settings = {**self.settings, "fsync": "on", "full_page_writes": "on"}
+
+
+@asynccontextmanager
+async def postgresql() -> AsyncIterator[Contest]:
+    server = _DurablePostgres()
+    async with _running(server), _sql(server.url, "postgresql") as (engine, store):
+        pool = await asyncpg.create_pool(
+            host=str(server.folder), user="postgres", database="postgres", min_size=1, max_size=CONNECTIONS
+        )
+        async with pool:
+            bare: dict[str, Contestant] = {"bare": BareAsyncpg(pool), "core": BareSqlalchemy(engine)}
+            version = await _asked(engine, "SELECT current_setting('server_version')")
+            yield _of(store, bare, f"PostgreSQL {version}, fsync on, Unix socket")
+
+
+@asynccontextmanager
+async def mysql() -> AsyncIterator[Contest]:
+    server = MariadbServer(keeps_commits=True)
+    async with _running(server), _sql(server.url, "mysql") as (engine, store):
+        pool = await aiomysql.create_pool(
+            unix_socket=str(server.folder / "socket"),
+            user="idem",
+            db="test",
+            autocommit=True,
+            minsize=1,
+            maxsize=CONNECTIONS,
+        )
+        async with pool:
+            bare: dict[str, Contestant] = {"bare": BareAiomysql(pool), "core": BareSqlalchemy(engine)}
+            version = await _asked(engine, "SELECT version()")
+            yield _of(store, bare, f"{version}, innodb_flush_log_at_trx_commit 1, Unix socket")
+
+
+@asynccontextmanager
+async def sqlite() -> AsyncIterator[Contest]:
+    with TemporaryDirectory(prefix="idem-bench-") as folder:
+        file = Path(folder) / "idem.db"
+        async with (
+            _sql(f"sqlite+aiosqlite:///{file}", "sqlite") as (engine, store),
+            aiosqlite.connect(file, isolation_level=None, timeout=60) as connection,
+        ):
+            # WAL is the file's; the rest is each connection's.
+            await connection.execute("PRAGMA synchronous = FULL")
+            bare: dict[str, Contestant] = {"bare": BareAiosqlite(connection), "core": BareSqlalchemy(engine)}
+            version = await _asked(engine, "SELECT sqlite_version()")
+            yield _of(store, bare, f"SQLite {version}, WAL, synchronous FULL")
+
+
+@asynccontextmanager
+async def _sql(url: str, kind: str) -> AsyncIterator[tuple[AsyncEngine, IdempotencyRepository]]:
+    """The engine as settings make it, but for patience."""
+    engine = sql_engine(url, lock_timeout_seconds=50)
+    try:
+        await migrate(engine)
+        async with writing(engine) as connection:
+            await connection.execute(text(TABLES[kind]))
+        yield engine, SqlIdempotencyRepository(engine, timeout=timedelta(seconds=60))
+    finally:
+        await engine.dispose()
+
+
+async def _asked(engine: AsyncEngine, question: str) -> str:
+    async with engine.connect() as connection:
+        return str((await connection.execute(text(question))).scalar_one())
+
+
+@asynccontextmanager
+async def dynamodb() -> AsyncIterator[Contest]:
+    os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "none", "AWS_EC2_METADATA_DISABLED": "true"}
+    server = DynamoServer()
+    async with _running(server), AsyncExitStack() as stack:
+        settings: DynamodbStoreSettings = server.settings(**_PATIENT)
+        client = await stack.enter_async_context(dynamo_client(settings))
+        for table in (settings.table, "bare"):
+            await client.create_table(
+                TableName=table, KeySchema=KEYS, AttributeDefinitions=TYPES, BillingMode="PAY_PER_REQUEST"
+            )
+        store = await stack.enter_async_context(open_store(settings, key_prefix="bench"))
+        yield _of(store, {"bare": BareDynamodb(client, "bare")}, "DynamoDB Local, in memory: an emulator")
+
+
+KINDS: Final[Mapping[str, Callable[[], Opened]]] = {
+    "memory": memory,
+    "redis": redis,
+    "redis-cluster": redis_cluster,
+    "redis-sentinel": redis_sentinel,
+    "redis-sentinel-wait": redis_sentinel_wait,
+    "postgresql": postgresql,
+    "mysql": mysql,
+    "sqlite": sqlite,
+    "dynamodb": dynamodb,
+}
