@@ -21,6 +21,7 @@ from integr8s_idem.config.sections import (
     RedisStoreSettings,
     ServiceSettings,
     SqliteStoreSettings,
+    StoreSettings,
 )
 from integr8s_idem.config.shape import Path
 from integr8s_idem.errors import SettingsMistake
@@ -223,8 +224,19 @@ def _warned_globally(settings: Settings) -> Iterator[SettingsMistake]:
         yield SettingsMistake(
             "kafka.sasl_password", f'is not used with security_protocol = "{kafka.security_protocol}"; write SASL_SSL?'
         )
-    store = settings.store
+    yield from _warned_of_store(settings.store)
+
+
+def _warned_of_store(store: StoreSettings) -> Iterator[SettingsMistake]:
     match store:
+        case SqliteStoreSettings() | PostgresqlStoreSettings() | MysqlStoreSettings():
+            if store.lock_timeout_seconds >= store.timeout_seconds:
+                yield SettingsMistake(
+                    "store.lock_timeout_seconds",
+                    f"= {_plain(store.lock_timeout_seconds)} is not below store.timeout_seconds = "
+                    f"{_plain(store.timeout_seconds)}: a record that another process holds looks like a store that is "
+                    "down; lower the first or raise the second",
+                )
         case RedisSentinelStoreSettings(tls_ca_file=str(), tls=False):
             yield SettingsMistake("store.tls_ca_file", "is not used without store.tls = true")
         case RedisStoreSettings(tls_ca_file=str()) | RedisClusterStoreSettings(tls_ca_file=str()):

@@ -172,6 +172,7 @@ def test_contradictions_are_said_at_once() -> None:
             {"kafka": {"auto_offset_reset": "latest"}}, "kafka.auto_offset_reset", marks=pytest.mark.scenario(69)
         ),
         ({"kafka": {"sasl_password": "x"}}, "kafka.sasl_password"),
+        ({"store": {"kind": "sqlite", "lock_timeout_seconds": 5}}, "store.lock_timeout_seconds"),
         ({"store": {"tls_ca_file": "ca.pem"}}, "store.tls_ca_file"),
         ({"store": {"kind": "redis-sentinel", "tls_ca_file": "ca.pem"}}, "store.tls_ca_file"),
         (
