@@ -11,13 +11,19 @@ from typing import Final
 from tests.campaigns.figures import Campaign, Figures
 from tests.crashes.forks import Nursery
 from tests.crashes.ground import Ground, Topics
-from tests.crashes.points import LIVES, POINTS, SIDE_BY_SIDE, Trial, points_of, run_trials
+from tests.crashes.points import LIVES, POINTS, Trial, points_of, run_trials
 from tests.support.homes import at_hand, open_records
 
 KINDS: Final = at_hand("postgresql", "sqlite", "mysql", "redis-cluster", "redis-sentinel", "dynamodb")
 """Those of the trials in turn."""
 
 KILLS_OF_A_KIND: Final = 500
+
+AT_ONCE: Final = 10
+"""Trials; servers of all kinds and their workers share the machine."""
+
+LEASES: Final = {"dynamodb": 4.0}
+"""Seconds, where it is not that of all trials: DynamoDB Local takes each key by itself, and is soon too slow to renew."""
 
 STORE_TIMEOUT: Final = 1.0
 """Seconds of a worker; more than with Redis, for databases wait for a disk."""
@@ -31,6 +37,7 @@ class StoreTrial(Trial):
         self._kind = kinds[number % len(kinds)]
         # Eleven trials of one kind in a row have each point once.
         self._points = points_of(number // len(kinds))
+        self._order = replace(self._order, lease=LEASES.get(self._kind, self._order.lease))
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
@@ -47,7 +54,7 @@ class StoreTrial(Trial):
 
 def run(first: int, count: int) -> Figures:
     """The trials numbered `first` to `first + count - 1`."""
-    return asyncio.run(run_trials(range(first, first + count), StoreTrial, SIDE_BY_SIDE, kinds=KINDS))
+    return asyncio.run(run_trials(range(first, first + count), StoreTrial, AT_ONCE, kinds=KINDS))
 
 
 CAMPAIGN = Campaign(
