@@ -23,7 +23,7 @@ AT_ONCE: Final = 10
 """Trials; servers of all kinds and their workers share the machine."""
 
 LEASES: Final = {"dynamodb": 4.0}
-"""Seconds, where it is not that of all trials: DynamoDB Local takes each key by itself, and is soon too slow to renew."""
+"""Seconds, where it is not that of all trials: DynamoDB Local is asked key by key, and is soon too slow to renew."""
 
 STORE_TIMEOUT: Final = 1.0
 """Seconds of a worker; more than with Redis, for databases wait for a disk."""
@@ -37,7 +37,8 @@ class StoreTrial(Trial):
         self._kind = kinds[number % len(kinds)]
         # Eleven trials of one kind in a row have each point once.
         self._points = points_of(number // len(kinds))
-        self._order = replace(self._order, lease=LEASES.get(self._kind, self._order.lease))
+        self._slowness = LEASES.get(self._kind, self._order.lease)
+        self._order = replace(self._order, lease=self._slowness)
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
