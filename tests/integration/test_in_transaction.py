@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.config import OnInProgress
-from integr8s_idem.errors import ApplicationError, InProgressError
+from integr8s_idem.errors import ApplicationError, InProgressError, TransactionAbortedError
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
@@ -118,6 +118,26 @@ async def test_an_error_of_the_database_in_the_work_is_raised_as_it_is(
 
     assert await charged(engine) == ["before"]
     assert await manager.get("refund:1") is None
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+async def test_work_that_a_conflict_ends_is_to_be_begun_anew(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+    strict = engine.execution_options(isolation_level="REPEATABLE READ")
+    async with session_of(engine) as session:
+        await session.execute(insert(charges).values(id=1, order_id="before"))
+
+    async with AsyncSession(strict) as session, manager.in_transaction(session):
+
+        async def work() -> None:
+            await session.execute(select(charges))
+            async with engine.begin() as other:
+                await other.execute(update(charges).values(order_id="changed"))
+            await session.execute(update(charges).values(order_id="changed as well"))
+
+        with pytest.raises(TransactionAbortedError):
+            await manager.run("refund:1", work)
+
+    assert await charged(engine) == ["changed"]
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])

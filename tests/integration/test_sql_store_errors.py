@@ -198,13 +198,13 @@ async def test_a_path_that_holds_no_database_is_told(
     assert says in str(error)
 
 
-@pytest.mark.scenario(58)
 @pytest.mark.parametrize("database", ["", "/:memory:", "/file:idem?mode=memory&cache=shared&uri=true"])
 def test_sqlite_in_memory_is_refused_and_a_store_for_that_is_named(database: str) -> None:
     with pytest.raises(StoreConfigurationError, match="MemoryIdempotencyRepository"):
         sql_engine(f"sqlite+aiosqlite://{database}")
 
 
+@pytest.mark.scenario(58)
 async def test_a_damaged_sqlite_file_is_told_and_nothing_is_taken_for_absent(tmp_path: Path) -> None:
     path = tmp_path / "idem.db"
     async with engine_on(file(tmp_path)) as engine:

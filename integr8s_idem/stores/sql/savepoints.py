@@ -34,7 +34,7 @@ async def savepoint(connection: AsyncConnection, operation: str) -> AsyncIterato
     Raises:
         TransactionAbortedError: The database gave the transaction up.
         ApplicationError: The transaction was ended within the block, and the block went on.
-        Exception: Whatever the block raises, unchanged.
+        Exception: Whatever else the block raises, unchanged.
     """
     async with joining(operation, connection.dialect.name):
         nested = await connection.begin_nested()
@@ -42,6 +42,8 @@ async def savepoint(connection: AsyncConnection, operation: str) -> AsyncIterato
         yield
     except BaseException as error:
         await _undo(nested, operation, error)
+        if said := gave_up(error):
+            raise TransactionAbortedError(operation, said) from error
         raise
     async with joining(operation, connection.dialect.name), _ended_is_told():
         await nested.commit()
