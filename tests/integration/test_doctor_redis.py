@@ -58,6 +58,8 @@ async def test_nothing_is_found_in_a_sound_one_but_that_it_answers() -> None:
         ({"appendfsync": "no"}, "store-late-sync"),
         ({"replicaof": ["127.0.0.1", "1"]}, "store-replica"),
         ({"replicaof": ["127.0.0.1", "1"], "replica-read-only": "no"}, "store-replica"),
+        ({"replicaof": ["127.0.0.1", "1"], "replica-serve-stale-data": "no"}, "store-replica"),
+        ({"min-replicas-to-write": "1"}, "store-too-few-replicas"),
     ],
 )
 async def test_a_setting_that_loses_records_is_found(config: dict[str, Any], code: str) -> None:
