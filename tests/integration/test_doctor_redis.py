@@ -58,10 +58,19 @@ async def test_nothing_is_found_in_a_sound_one_but_that_it_answers() -> None:
         ({"appendfsync": "no"}, "store-late-sync"),
         ({"replicaof": ["127.0.0.1", "1"]}, "store-replica"),
         ({"replicaof": ["127.0.0.1", "1"], "replica-read-only": "no"}, "store-replica"),
+        ({"min-replicas-to-write": "1"}, "store-too-few-replicas"),
     ],
 )
 async def test_a_setting_that_loses_records_is_found(config: dict[str, Any], code: str) -> None:
     assert codes(await found_with(config)) == [code]
+
+
+async def test_a_replica_that_has_lost_its_primary_is_found() -> None:
+    with RedisServer(config={**SOUND, "replicaof": ["127.0.0.1", "1"]}) as server:
+        await asyncio.to_thread(server.admin, "CONFIG", "SET", "replica-serve-stale-data", "no")
+        (only,) = await found_in_store(RedisStoreSettings(url=server.url))
+
+    assert (only.code, only.severity) == (Code.STORE_REPLICA, Severity.ERROR)
 
 
 @pytest.mark.parametrize(("room", "severity"), [(12_000_000, "warning"), (1, "error")])
