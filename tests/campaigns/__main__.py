@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 import time
 from typing import Final
@@ -32,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         print(f"no such campaign: {', '.join(sorted(unknown))}; there are {', '.join(known)}", file=sys.stderr)
         return 2
+    # So that the servers of a batch end with it; in the background of a shell even SIGINT would be ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     chosen = [known[name] for name in (known if asked.all else asked.names)]
     if not chosen:
         _show(known, as_json=asked.json)
