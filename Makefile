@@ -48,7 +48,7 @@ demo: $(SETUP)  ## the platform on embedded servers, with duplicates and a kille
 	@$(BIN)/python -m examples.demo
 
 test: $(SETUP) $(KAFKA) $(DYNAMODB)  ## all tests, on a real Redis, a real Apache Kafka and DynamoDB Local
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 faults: $(SETUP) $(KAFKA) $(DYNAMODB)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
 	@status=0; \

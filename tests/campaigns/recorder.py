@@ -18,7 +18,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _seen[report.nodeid.partition("[")[0]][report.outcome] += 1
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # one of several processes: the one that started them hears of all
     places = {place for row in marked().values() for place in row}
     kept = {**load_tests(), **{test: dict(outcomes) for test, outcomes in _seen.items()}}
     save_tests({test: told for test, told in kept.items() if any(belongs(test, place) for place in places)})
