@@ -42,8 +42,9 @@ def tables(told: Told) -> dict[str, str]:
               _spread(told, f"{kind}.purge.ratio")] for kind in kinds if f"{kind}.purge.rows" in told],
         ),
         "servers": _table(
-            ["store", "server", "rounds", "load of the machine before"],
-            [[f"`{kind}`", told[f"{kind}.server"], told[f"{kind}.rounds"], told[f"{kind}.load_before"]]
+            ["store", "server", "rounds", "seconds of a turn", "load of the machine before"],
+            [[f"`{kind}`", told[f"{kind}.server"], told[f"{kind}.rounds"], told[f"{kind}.seconds"],
+              told[f"{kind}.load_before"]]
              for kind in kinds],
         ),
         "machine": f"{told['machine.cpus']} CPUs ({told['machine.cpu']}), {told['machine.system']}, Python "

@@ -107,7 +107,9 @@ class MariadbServer:
         settings = [f"--{name}={value}" for name, value in self._settings.items()]
         first = (self.folder / "first.sql").absolute()
         self._told = len(self.log())
-        places = [f"--datadir={self._data}", f"--socket={self._socket}", f"--pid-file={self.folder / 'pid'}"]
+        # A server that starts deletes what it finds of others in a common folder for temporary tables.
+        own = [f"--tmpdir={self.folder}", f"--pid-file={self.folder / 'pid'}"]
+        places = [f"--datadir={self._data}", f"--socket={self._socket}", *own]
         self._process = self._run(
             program, "--no-defaults", *self._as_user(), *places, f"--init-file={first}", *settings
         )
