@@ -155,7 +155,8 @@ async def test_a_worker_passes_by_all_points_of_a_delivery_in_their_order() -> N
     told = [point.value for point in plan.seen]
     assert told == [
         *("on_assign", "after_fetch", "before_reserve", "after_reserve", "before_handler", "after_handler"),
-        *("before_publish", "after_publish", "before_complete", "after_complete", "before_commit", "after_commit"),
+        *("before_publish", "before_send", "after_send", "after_publish"),
+        *("before_complete", "after_complete", "before_commit", "after_commit"),
         *("before_revoke", "after_revoke", "before_leave", "after_leave"),
     ]
 
