@@ -80,14 +80,22 @@ class Topics:
 
     async def settled(self, group: str) -> bool:
         """Whether the group has committed all that was published."""
+        offsets = await self._committed(group)
+        return all(offsets.get(partition, 0) >= end for partition, end in self.ends.items())
+
+    async def behind(self, group: str) -> str:
+        """By partition how much of it is committed, for whoever waits in vain."""
+        offsets = await self._committed(group)
+        return ", ".join(f"{partition}: {offsets.get(partition, 0)} of {end}" for partition, end in self.ends.items())
+
+    async def _committed(self, group: str) -> dict[int, int]:
         try:
             committed: Mapping[Any, Any] = await self.ground.admin.list_consumer_group_offsets(group, BROKER)
         except KafkaError as error:
             if error.retriable:  # the coordinator is not there yet, or not any more
-                return False
+                return {}
             raise
-        offsets = {at.partition: told.offset for at, told in committed.items() if at.topic == f"{self.prefix}job"}
-        return all(offsets.get(partition, 0) >= end for partition, end in self.ends.items())
+        return {at.partition: told.offset for at, told in committed.items() if at.topic == f"{self.prefix}job"}
 
     async def members(self, group: str) -> set[str]:
         """Whom the group consists of."""

@@ -145,6 +145,7 @@ class Trial:
         )
         self._slowness = self._order.lease
         """Seconds of which a slow job takes about half."""
+        self._patience = PATIENCE
         self._points = points_of(number)
         self._store: IdempotencyRepository = ground.store
         self._jobs: list[Job] = []
@@ -217,7 +218,7 @@ class Trial:
                 worker.send_signal(signal.SIGTERM)
             elif point in TAKEN_AWAY:
                 stack.push_async_callback(self._leave, await self._start())
-            await self._until(lambda: self._finished(topics), worker)
+            await self._until_finished(topics, worker)
             if worker.running:
                 await self._leave(worker)
             status = await worker.ended
@@ -240,7 +241,7 @@ class Trial:
     async def _settle_all(self, topics: Topics) -> None:
         worker = await self._start()
         began = time.monotonic()
-        await self._until(lambda: self._finished(topics), worker)
+        await self._until_finished(topics, worker)
         self._figures["settled_after_ms"] += int((time.monotonic() - began) * 1000)
         if await self._leave(worker) != 0:
             raise ViolationError(f"the last worker ended badly:\n{last_words(self._folder)}")
@@ -259,14 +260,20 @@ class Trial:
         pid = await worker.pid
         return any(line.pid == pid for line in self._effects.lines())
 
+    async def _until_finished(self, topics: Topics, worker: Forked) -> None:
+        try:
+            await self._until(lambda: self._finished(topics), worker)
+        except ViolationError as error:
+            raise ViolationError(f"committed: {await topics.behind(self._order.group)}; {error}") from None
+
     async def _until(self, fact: Callable[[], Awaitable[bool]], worker: Forked) -> None:
         """Return once `fact` holds, or `worker` has ended."""
-        give_up_at = time.monotonic() + PATIENCE
+        give_up_at = time.monotonic() + self._patience
         for _ in _for_ever():
             if await fact() or not worker.running:
                 return
             if time.monotonic() > give_up_at:
-                raise ViolationError(f"stuck for {PATIENCE:g} s:\n{last_words(self._folder)}")
+                raise ViolationError(f"stuck for {self._patience:g} s:\n{last_words(self._folder)}")
             await asyncio.wait({worker.ended}, timeout=0.15)
 
 

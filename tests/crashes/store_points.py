@@ -38,6 +38,7 @@ class StoreTrial(Trial):
         # Eleven trials of one kind in a row have each point once.
         self._points = points_of(number // len(kinds))
         self._slowness = LEASES.get(self._kind, self._order.lease)
+        self._patience *= self._slowness / self._order.lease
         self._order = replace(self._order, lease=self._slowness)
 
     @asynccontextmanager
