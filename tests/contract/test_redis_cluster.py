@@ -25,7 +25,7 @@ class TestRedisCluster(RepositoryContract):
     @pytest.fixture
     async def store(self, cluster: RedisCluster) -> AsyncIterator[StoreUnderTest]:
         await asyncio.to_thread(cluster.flush)
-        client = redis_cluster_client(cluster.settings(timeout_seconds=5))
+        client = redis_cluster_client(cluster.settings(timeout_seconds=20))
 
         async def advance(duration: timedelta) -> None:
             for primary in await client.primaries():
@@ -38,6 +38,8 @@ class TestRedisCluster(RepositoryContract):
                 if cluster.owner(slot).port == primary.connection_pool.connection_kwargs["port"]:
                     await primary.set(name, b'{"status": "completed"}', ex=60)
 
-        repository = RedisClusterIdempotencyRepository(client, timeout=timedelta(seconds=5), wait_replicas=1)
+        repository = RedisClusterIdempotencyRepository(
+            client, timeout=timedelta(seconds=20), wait_replicas=1, wait_timeout=timedelta(seconds=15)
+        )
         yield StoreUnderTest(repository, advance, spoil)
         await client.aclose()

@@ -23,7 +23,7 @@ class TestRedisBySentinel(RepositoryContract):
     @pytest.fixture
     async def store(self, group: RedisGroup) -> AsyncIterator[StoreUnderTest]:
         group.primary().flush()
-        client = redis_sentinel_client(group.settings(timeout_seconds=5))
+        client = redis_sentinel_client(group.settings(timeout_seconds=20))
 
         async def advance(duration: timedelta) -> None:
             await age_records(client, duration)
@@ -32,7 +32,7 @@ class TestRedisBySentinel(RepositoryContract):
             await client.set(key, b'{"status": "completed"}', ex=60)
 
         repository = RedisIdempotencyRepository(
-            client, timeout=timedelta(seconds=5), wait_replicas=2, wait_timeout=timedelta(seconds=4)
+            client, timeout=timedelta(seconds=20), wait_replicas=2, wait_timeout=timedelta(seconds=15)
         )
         yield StoreUnderTest(repository, advance, spoil)
         await client.aclose()

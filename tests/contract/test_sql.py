@@ -20,7 +20,7 @@ from tests.support.postgres import PostgresServer
 
 @asynccontextmanager
 async def store_on(url: str) -> AsyncIterator[StoreUnderTest]:
-    engine = sql_engine(url)
+    engine = sql_engine(url, lock_timeout_seconds=20)
     await migrate(engine)
 
     async def advance(duration: timedelta) -> None:
@@ -35,7 +35,7 @@ async def store_on(url: str) -> AsyncIterator[StoreUnderTest]:
             row = {"key": key, "status": 9, "attempt": 1, "fence": 1, "token": b"", "expires_at": 2**60, "previous": 0}
             await connection.execute(records.insert(), row | {"owner": "", "result_dropped": False, "error": ""})
 
-    yield StoreUnderTest(SqlIdempotencyRepository(engine), advance, spoil)
+    yield StoreUnderTest(SqlIdempotencyRepository(engine, timeout=timedelta(seconds=30)), advance, spoil)
     await engine.dispose()
 
 
