@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings, SqliteStoreSettings
-from integr8s_idem.stores.sql.server_engines import mysql_engine, postgresql_engine
+from integr8s_idem.stores.sql.server_engines import ALONE, mysql_engine, postgresql_engine
 from integr8s_idem.stores.sql.sqlite_engine import READS_ONLY, sqlite_engine
 
 
@@ -55,6 +56,21 @@ async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     """A transaction of our own: committed at the end of the block, rolled back by any exception."""
     async with engine.begin() as connection:
         yield connection
+
+
+@asynccontextmanager
+async def alone(engine: AsyncEngine, *, reads_only: bool = False) -> AsyncIterator[AsyncConnection]:
+    """Statements that need no transaction: each commits for itself, without a round trip for that.
+
+    In SQLite, and on an engine that is not of `sql_engine`'s making, it may be one for all of them.
+    """
+    options: dict[str, Any] = {ALONE: True, READS_ONLY: reads_only}
+    if engine.dialect.name == "postgresql":
+        options["isolation_level"] = "AUTOCOMMIT"
+    async with engine.connect() as connection:
+        await connection.execution_options(**options)
+        yield connection
+        await connection.commit()
 
 
 @asynccontextmanager
