@@ -10,7 +10,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings, SqliteStoreSettings
-from integr8s_idem.stores.sql.server_engines import ALONE, mysql_engine, postgresql_engine
+from integr8s_idem.stores.sql.server_engines import BEGINS, mysql_engine, postgresql_engine
 from integr8s_idem.stores.sql.sqlite_engine import READS_ONLY, sqlite_engine
 
 
@@ -54,8 +54,10 @@ def settings_engine(settings: MysqlStoreSettings | PostgresqlStoreSettings | Sql
 @asynccontextmanager
 async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     """A transaction of our own: committed at the end of the block, rolled back by any exception."""
-    async with engine.begin() as connection:
-        yield connection
+    async with engine.connect() as connection:
+        await connection.execution_options(**{BEGINS: True})
+        async with connection.begin():
+            yield connection
 
 
 @asynccontextmanager
@@ -64,7 +66,7 @@ async def alone(engine: AsyncEngine, *, reads_only: bool = False) -> AsyncIterat
 
     In SQLite, and on an engine that is not of `sql_engine`'s making, it may be one for all of them.
     """
-    options: dict[str, Any] = {ALONE: True, READS_ONLY: reads_only}
+    options: dict[str, Any] = {BEGINS: False, READS_ONLY: reads_only}
     if engine.dialect.name == "postgresql":
         options["isolation_level"] = "AUTOCOMMIT"
     async with engine.connect() as connection:

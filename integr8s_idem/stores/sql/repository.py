@@ -26,7 +26,7 @@ from integr8s_idem.records import (
 from integr8s_idem.stores.sql import bulk, statements
 from integr8s_idem.stores.sql.batches import rounds, slices
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.engine import alone, reading, writing
+from integr8s_idem.stores.sql.engine import alone, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
 from integr8s_idem.stores.sql.health import health_of
 from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
@@ -140,17 +140,14 @@ class SqlIdempotencyRepository:
         return [(one.reservation.key, one.reservation.fence) in done for one in settled]
 
     async def _marks(
-        self,
-        connection: AsyncConnection,
-        part: Sequence[Reserved],
-        written: Any,
-        asks: Executable | None = None,
+        self, connection: AsyncConnection, part: Sequence[Reserved], written: Any, asks: Executable | None = None
     ) -> set[_Mark]:
         """Which of `part` were written: all, or those that `asks` answers with, or else `written` itself."""
         if asks is not None and written.rowcount == len(part):
             return {(one.key, one.fence) for one in part}
-        found = written if asks is None else await connection.execute(asks, self._dialect.times())
-        return {(row.key, row.fence) for row in found}
+        if asks is not None:
+            written = await connection.execute(asks, self._dialect.times())
+        return {(row.key, row.fence) for row in written}
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         found: dict[str, IdempotencyRecord | Corrupt] = {}
@@ -265,7 +262,7 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         asked = select(store.c.identity)
         async with joining("join", self.engine.dialect.name):
             there = (await connection.execute(asked)).scalar_one_or_none()
-        async with reading(self.engine) as own:
+        async with alone(self.engine, reads_only=True) as own:
             ours = (await own.execute(asked)).scalar_one_or_none()
         if there != ours:
             raise StoreConfigurationError(

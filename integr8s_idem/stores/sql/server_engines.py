@@ -17,8 +17,8 @@ LONGEST_CONNECT: Final = 10.0
 """Seconds until a server that lets us in without a word is given up."""
 
 
-ALONE: Final = "integr8s_idem_alone"
-"""Execution option of statements that each are a transaction for themselves."""
+BEGINS: Final = "integr8s_idem_begins"
+"""Execution option of our own connections: whether there is a transaction, or each statement commits for itself."""
 
 
 def postgresql_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
@@ -35,41 +35,38 @@ def postgresql_engine(url: str | URL, pool_size: int, lock_timeout_seconds: floa
 
 
 def mysql_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
-    """Its connections commit by themselves, and transactions are begun in words.
-
-    The other way round, which is the driver's, every statement needs a COMMIT, and the pool says ROLLBACK after that.
-    """
+    """Its connections commit by themselves as long as nobody wants a transaction of them, and spare COMMITs so."""
     engine = create_async_engine(
         url,
         pool_size=pool_size,
+        # At REPEATABLE READ, which is theirs by default, a key that is not there locks its neighbours.
+        isolation_level="READ COMMITTED",
         connect_args={
-            "autocommit": True,
             "charset": "utf8mb4",
             "init_command": _said_first(lock_timeout_seconds),
             "async_creator_fn": _connected,
         },
     )
 
-    @event.listens_for(engine.sync_engine, "connect")
-    def _prepare(connection: Any, _entry: Any) -> None:
-        cursor = connection.cursor()
-        # At REPEATABLE READ, which is theirs by default, a key that is not there locks its neighbours.
-        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
-        cursor.close()
-
     @event.listens_for(engine.sync_engine, "begin")
     def _begin(connection: Connection) -> None:
-        if not connection.get_execution_options().get(ALONE, False):
+        ours = connection.get_execution_options().get(BEGINS, None)
+        # A stranger may go on where the database has ended a transaction early: that must not commit by itself.
+        by_itself = ours is not None
+        driver: Any = connection.connection.driver_connection
+        if driver.get_autocommit() != by_itself:
+            connection.exec_driver_sql(f"SET autocommit = {int(by_itself)}")
+        if ours:
             connection.exec_driver_sql("BEGIN")
 
     dialect: Any = engine.dialect
-    dialect.do_commit, dialect.do_rollback = _if_begun(dialect.do_commit), _if_begun(dialect.do_rollback)
+    dialect.do_commit, dialect.do_rollback = _if_open(dialect.do_commit), _if_open(dialect.do_rollback)
     look_at_idle(engine, _has_ended)
     return engine
 
 
-def _if_begun(end: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Say COMMIT or ROLLBACK only where the server has told of a transaction, or does not commit by itself."""
+def _if_open(end: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Say COMMIT or ROLLBACK only where a transaction may be open."""
 
     def _end(connection: Any) -> None:
         driver = connection.driver_connection
