@@ -1,4 +1,4 @@
-"""The connections of a pool: how they outlive a server that is restarted."""
+"""The connections of a pool: how many there are, and how they outlive a server that is restarted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import AsyncExitStack
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, idle, migrate, sql_engine
 from integr8s_idem.testing.store_under_test import new_key, wish
@@ -89,3 +90,27 @@ async def test_a_restart_of_which_no_connection_was_told_costs_no_call(
     restart(server)  # in the event loop, which hears nothing meanwhile
 
     assert await calls(store) == [True] * CONNECTIONS
+
+
+async def test_a_pool_has_no_more_connections_than_it_was_given(
+    engine: AsyncEngine, store: SqlIdempotencyRepository
+) -> None:
+    made: list[object] = []
+    event.listen(engine.sync_engine, "connect", lambda connection, entry: made.append(connection))
+
+    verdicts = await asyncio.gather(*(store.reserve([wish(new_key())]) for _ in range(20 * CONNECTIONS)))
+
+    assert all(isinstance(verdict, Reserved) for (verdict,) in verdicts)
+    assert 0 < len(made) < CONNECTIONS  # one is there already
+
+
+async def test_who_gets_no_connection_in_time_is_told_so(server: Server) -> None:
+    engine = sql_engine(server.url, pool_size=1, pool_timeout_seconds=0.1)
+    store = SqlIdempotencyRepository(engine)
+    async with engine.connect():
+        with pytest.raises(StoreUnavailableError, match="all connections to (postgresql|mysql) are in use"):
+            await store.reserve([wish(new_key())])
+
+    (verdict,) = await store.reserve([wish(new_key())])
+    assert isinstance(verdict, Reserved)
+    await engine.dispose()

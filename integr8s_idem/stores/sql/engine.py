@@ -14,10 +14,13 @@ from integr8s_idem.stores.sql.server_engines import BEGINS, mysql_engine, postgr
 from integr8s_idem.stores.sql.sqlite_engine import READS_ONLY, sqlite_engine
 
 
-def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: float = 2.0) -> AsyncEngine:
+def sql_engine(
+    url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: float = 2.0, pool_timeout_seconds: float = 30.0
+) -> AsyncEngine:
     """An engine whose transactions are as records need them.
 
-    PostgreSQL: READ COMMITTED, connections that lay idle looked at before use, a bounded wait for locked rows.
+    PostgreSQL: READ COMMITTED, a bounded wait for locked rows, `pool_size` connections at most (who wants another
+    waits `pool_timeout_seconds` for one), and those that lay idle looked at before use.
     MySQL and MariaDB: the same, and strict about values that do not fit.
     SQLite: write-ahead log, synchronous = FULL (a power loss takes nothing), a writing transaction waits for
     its turn at its start instead of failing in its middle, and those of one process have theirs in the order in
@@ -31,8 +34,8 @@ def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: floa
     if backend == "sqlite":
         return sqlite_engine(url, pool_size, lock_timeout_seconds)
     if backend in {"mysql", "mariadb"}:
-        return mysql_engine(url, pool_size, lock_timeout_seconds)
-    return postgresql_engine(url, pool_size, lock_timeout_seconds)
+        return mysql_engine(url, pool_size, lock_timeout_seconds, pool_timeout_seconds)
+    return postgresql_engine(url, pool_size, lock_timeout_seconds, pool_timeout_seconds)
 
 
 def settings_engine(settings: MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncEngine:
@@ -48,7 +51,13 @@ def settings_engine(settings: MysqlStoreSettings | PostgresqlStoreSettings | Sql
         url = url.set(username=settings.username)
     if password is not None:
         url = url.set(password=password.get_secret_value())
-    return sql_engine(url, pool_size=settings.max_connections, lock_timeout_seconds=settings.lock_timeout_seconds)
+    return sql_engine(
+        url,
+        pool_size=settings.max_connections,
+        lock_timeout_seconds=settings.lock_timeout_seconds,
+        # Before the call is given up, so that its error can say what it waited for.
+        pool_timeout_seconds=0.8 * settings.timeout_seconds,
+    )
 
 
 @asynccontextmanager

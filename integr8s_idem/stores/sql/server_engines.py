@@ -21,24 +21,35 @@ BEGINS: Final = "integr8s_idem_begins"
 """Execution option of our own connections: whether there is a transaction, or each statement commits for itself."""
 
 
-def postgresql_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
+def postgresql_engine(
+    url: str | URL, pool_size: int, lock_timeout_seconds: float, pool_timeout_seconds: float
+) -> AsyncEngine:
     said_first = {
         "lock_timeout": str(int(lock_timeout_seconds * 1000)),
         # Of statements without a transaction, too.
         "default_transaction_isolation": "read committed",
     }
     engine = create_async_engine(
-        url, pool_size=pool_size, isolation_level="READ COMMITTED", connect_args={"server_settings": said_first}
+        url,
+        pool_size=pool_size,
+        max_overflow=0,
+        pool_timeout=pool_timeout_seconds,
+        isolation_level="READ COMMITTED",
+        connect_args={"server_settings": said_first},
     )
     look_at_idle(engine, lambda driver: driver.is_closed())
     return engine
 
 
-def mysql_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
+def mysql_engine(
+    url: str | URL, pool_size: int, lock_timeout_seconds: float, pool_timeout_seconds: float
+) -> AsyncEngine:
     """Its connections commit by themselves as long as nobody wants a transaction of them, and spare COMMITs so."""
     engine = create_async_engine(
         url,
         pool_size=pool_size,
+        max_overflow=0,
+        pool_timeout=pool_timeout_seconds,
         # At REPEATABLE READ, which is theirs by default, a key that is not there locks its neighbours.
         isolation_level="READ COMMITTED",
         connect_args={
