@@ -108,7 +108,7 @@ async def test_who_gets_no_connection_in_time_is_told_so(server: Server) -> None
     engine = sql_engine(server.url, pool_size=1, pool_timeout_seconds=0.1)
     store = SqlIdempotencyRepository(engine)
     async with engine.connect():
-        with pytest.raises(StoreUnavailableError, match="all connections to (postgresql|mysql) are in use"):
+        with pytest.raises(StoreUnavailableError, match="are in use"):
             await store.reserve([wish(new_key())])
 
     (verdict,) = await store.reserve([wish(new_key())])

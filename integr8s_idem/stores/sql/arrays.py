@@ -10,21 +10,21 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.types import TypeEngine
 
 
-def told(name: str, types: Mapping[str, TypeEngine[Any]]) -> TableValuedAlias:
+def told(types: Mapping[str, TypeEngine[Any]]) -> TableValuedAlias:
     """A table of as many rows as the parameters have items; each column has the name of its parameter."""
-    return _unnested(name, types, [bindparam(one, type_=ARRAY(type_)) for one, type_ in types.items()])
+    return _unnested(types, [bindparam(one, type_=ARRAY(type_)) for one, type_ in types.items()])
 
 
-def rows_of(name: str, types: Mapping[str, TypeEngine[Any]], rows: Sequence[tuple[Any, ...]]) -> TableValuedAlias:
-    """A table of these rows."""
+def rows_of(types: Mapping[str, TypeEngine[Any]], rows: Sequence[tuple[Any, ...]]) -> TableValuedAlias:
+    """A table of `rows`."""
     columns = zip(*rows, strict=True) if rows else [()] * len(types)
     values = [_array(list(values), type_) for values, type_ in zip(columns, types.values(), strict=True)]
-    return _unnested(name, types, values)
+    return _unnested(types, values)
 
 
-def _unnested(name: str, types: Mapping[str, TypeEngine[Any]], arrays: list[BindParameter[Any]]) -> TableValuedAlias:
+def _unnested(types: Mapping[str, TypeEngine[Any]], arrays: list[BindParameter[Any]]) -> TableValuedAlias:
     columns = [column(one, type_) for one, type_ in types.items()]
-    return func.unnest(*arrays).table_valued(*columns, name=name).render_derived()
+    return func.unnest(*arrays).table_valued(*columns).render_derived()
 
 
 def among(found: ColumnElement[Any], values: Sequence[Any]) -> ColumnElement[bool]:

@@ -28,6 +28,8 @@ def postgresql_engine(
         "lock_timeout": str(int(lock_timeout_seconds * 1000)),
         # Of statements without a transaction, too.
         "default_transaction_isolation": "read committed",
+        # A plan made when the table was empty would read all of it for each row, until statistics come round.
+        "plan_cache_mode": "force_custom_plan",
     }
     engine = create_async_engine(
         url,

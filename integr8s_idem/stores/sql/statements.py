@@ -46,7 +46,7 @@ def reserving(dialect: Dialect) -> Any:
     """
     insert = dialect.insert(records)
     if dialect.arrays:
-        wishes = arrays.told("wish", _WISH)
+        wishes = arrays.told(_WISH)
         values = {
             name: value if isinstance(value, ColumnElement) else literal(value, _row[name].type)
             for name, value in _reservation(wishes.c.__getitem__, dialect.now).items()
@@ -194,7 +194,7 @@ def _among(dialect: Dialect, keys: Sequence[str]) -> ColumnElement[bool]:
 
 def _marked(dialect: Dialect, marks: Sequence[tuple[Any, ...]], *columns: Column[Any]) -> ColumnElement[bool]:
     if dialect.arrays:
-        mark = arrays.rows_of("mark", {column.name: column.type for column in columns}, marks)
+        mark = arrays.rows_of({column.name: column.type for column in columns}, marks)
         return tuple_(*columns).in_(select(*mark.c))
     found = tuple_(*columns).in_(marks)
     return found if dialect.finds_tuples else and_(_row.key.in_([key for key, *_ in marks]), found)
@@ -220,7 +220,7 @@ def settling(dialect: Dialect, status: int) -> Update:
     if not dialect.arrays:
         told = {name: bindparam(name, type_=type_) for name, type_ in OUTCOME.items()}
         return update(records).where(_ours(dialect, told)).values(_outcome(dialect, status, told))
-    of, again = (dict(arrays.told(name, OUTCOME).c) for name in ("outcome", "mark"))
+    of, again = (dict(arrays.told(OUTCOME).c) for _ in range(2))
     locked = _in_order(dialect, _ours(dialect, again))
     return update(records).where(locked, _row.key == of["of_key"]).values(_outcome(dialect, status, of))
 
