@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from integr8s_idem.records import Completion, Reserved
 from integr8s_idem.stores import Purging
-from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine, statements
+from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.schema import records
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.store_under_test import new_key, wish
@@ -21,6 +24,15 @@ from tests.support.effects import Effects
 from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
 from tests.support.redis_shop import open_redis_shop
+
+POSTGRESQL = dialect_of("postgresql")
+
+MANY_ROWS = """
+    INSERT INTO idempotency_records
+        (key, status, attempt, fence, token, expires_at, settled_at, previous, owner, result_dropped, error)
+    SELECT 'key-' || n, 2, 1, n, '', n, n, 0, '', false, '' FROM generate_series(1, :rows) AS n
+"""
+"""That have expired long ago."""
 
 
 @pytest.fixture(
@@ -103,3 +115,30 @@ async def test_keys_that_come_again_while_they_are_purged_are_reserved_anew(stor
         taken = [one for reserve in reserves for one in reserve.result() if isinstance(one, Reserved)]
 
         assert len(taken) == 400
+
+
+async def test_purging_finds_rows_by_their_indexes_even_if_the_table_was_empty_when_it_was_planned() -> None:
+    with PostgresServer() as server:
+        engine = sql_engine(server.url)
+        await migrate(engine)
+        purging: Any = statements.purging(POSTGRESQL, statements.expired(POSTGRESQL, 500))
+        told = str(purging.compile(dialect=engine.dialect, compile_kwargs={"literal_binds": True}))
+        async with engine.connect() as connection:
+            await connection.exec_driver_sql(f"PREPARE purging (bigint) AS {told.replace('LIMIT 500', 'LIMIT $1')}")
+            for _ in range(7):  # from the sixth time on a plan may be kept
+                await connection.exec_driver_sql("EXECUTE purging (500)")
+            await connection.execute(text(MANY_ROWS), {"rows": 20_000})
+
+            early = await plan_of(connection, "EXECUTE purging (500)")
+            await connection.exec_driver_sql("ANALYZE idempotency_records")
+            late = await plan_of(connection, "EXECUTE purging (500)")
+        await engine.dispose()
+
+    assert "idempotency_records_pkey" in early
+    assert "Seq Scan" not in late
+    assert "Index Scan using idempotency_records_expires_at" in late
+    assert "rows=500.00 loops=1" in late
+
+
+async def plan_of(connection: AsyncConnection, statement: str) -> str:
+    return "\n".join((await connection.exec_driver_sql(f"EXPLAIN (ANALYZE) {statement}")).scalars())

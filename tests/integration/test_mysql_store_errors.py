@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
@@ -267,6 +268,22 @@ async def test_a_call_that_is_cancelled_half_way_leaves_no_answer_for_the_next(e
         ends = await asyncio.gather(*doomed, return_exceptions=True)
         assert {type(end) for end in ends} <= {asyncio.CancelledError, type(None)}
         await check(number)
+
+
+async def test_a_record_that_is_deleted_before_its_verdict_is_read_is_asked_for_again(engine: AsyncEngine) -> None:
+    """It writes, commits, and reads what it wrote: somebody may come between."""
+    store, keys, spoilt = SqlIdempotencyRepository(engine), [new_key(), new_key()], list[str]()
+
+    @event.listens_for(engine.sync_engine, "before_cursor_execute")
+    def _delete(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("SELECT") and not spoilt:
+            spoilt.append(statement)
+            cursor.execute("DELETE FROM idempotency_records WHERE `key` = %s", (keys[1].encode(),))
+
+    verdicts = await store.reserve([wish(key) for key in keys])
+
+    assert spoilt
+    assert [(verdict.key, type(verdict)) for verdict in verdicts] == [(key, Reserved) for key in keys]
 
 
 async def test_times_are_those_of_no_time_zone_and_fences_grow_by_them(engine: AsyncEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -15,9 +16,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
-from integr8s_idem.records import InProgress, Reserved
+from integr8s_idem.records import Failure, InProgress, Reserved
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
-from integr8s_idem.testing.store_under_test import new_key, wish
+from integr8s_idem.testing.store_under_test import TTL, new_key, wish
 from tests.support.conditions import eventually
 from tests.support.postgres import PostgresServer
 
@@ -220,6 +221,28 @@ async def test_a_damaged_sqlite_file_is_told_and_nothing_is_taken_for_absent(tmp
 
     assert isinstance(error, StoreConfigurationError)
     assert "damaged" in str(error)
+
+
+async def test_batches_over_the_same_keys_in_any_order_do_not_fail_each_other(
+    engine: AsyncEngine, postgres: PostgresServer
+) -> None:
+    """Each statement locks its rows in the order of their keys, whatever order they have on the disk."""
+    patient, dice = sql_engine(postgres.url, lock_timeout_seconds=30), random.Random(7)
+    store = SqlIdempotencyRepository(patient, timeout=timedelta(seconds=60))
+    batches = [[wish(new_key()) for _ in range(10)] for _ in range(20)]
+    verdicts = [verdict for batch in batches for verdict in await store.reserve(batch)]
+    held = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+
+    async def work() -> None:
+        for _ in range(5):
+            await store.reserve([wish(one.key) for one in dice.sample(held, 150)])
+            await store.renew(dice.sample(held, 150), timedelta(seconds=60))
+            await store.fail([Failure(reservation=one, ttl=TTL, error="no") for one in dice.sample(held, 2)])
+
+    await asyncio.gather(*(work() for _ in range(4)))
+
+    assert await store.delete([one.key for one in held]) == 200
+    await patient.dispose()
 
 
 async def test_no_error_holds_what_a_record_holds(engine: AsyncEngine) -> None:

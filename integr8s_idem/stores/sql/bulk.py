@@ -24,7 +24,7 @@ def reserving(dialect: Dialect) -> Bulk:
     upsert = _Repeated(statement)
 
     async def returned(connection: AsyncConnection, rows: Rows) -> Result[Any]:
-        return await connection.execute(statement, list(rows))
+        return await connection.execute(statement, _parameters(dialect, rows))
 
     async def read_again(connection: AsyncConnection, rows: Rows) -> Result[Any]:
         await upsert(connection, rows)
@@ -39,7 +39,7 @@ def settling(dialect: Dialect, status: int) -> Bulk:
     statement: Executable = statements.settling(dialect, status)
 
     async def many(connection: AsyncConnection, rows: Rows) -> Result[Any]:
-        return await connection.execute(statement, list(rows))
+        return await connection.execute(statement, _parameters(dialect, rows))
 
     async def joined(connection: AsyncConnection, rows: Rows) -> Result[Any]:
         outcomes = " UNION ALL ".join([f"SELECT {', '.join(['%s'] * len(_OUTCOME))}"] * len(rows))
@@ -49,9 +49,11 @@ def settling(dialect: Dialect, status: int) -> Bulk:
     return many if dialect.returns else joined
 
 
-_OUTCOME: Final = (
-    "of_key", "of_fence", "of_token", "ttl", "of_result", "of_content_type", "of_result_dropped", "of_error"
-)  # fmt: skip
+def _parameters(dialect: Dialect, rows: Rows) -> list[dict[str, Any]] | dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]} if dialect.arrays else list(rows)
+
+
+_OUTCOME: Final = tuple(statements.OUTCOME)
 
 
 def _settling_joined(dialect: Dialect, status: int, outcomes: str) -> str:

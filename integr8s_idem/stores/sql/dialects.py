@@ -30,9 +30,11 @@ class Dialect:
     identity: str
     """What makes a name for a store, where its tables are made by hand."""
     times: Callable[[], dict[str, int]] = field(default=dict)
-    """Parameters that `now` needs."""
+    """Parameters that `now` needs: none where the clock is the database's."""
     returns: bool = True
     """Whether a statement that writes can answer with the rows that it wrote; else they are read behind it."""
+    arrays: bool = False
+    """Whether rows of parameters are told as one array a column; else a statement has as many as there are rows."""
     finds_tuples: bool = True
     """Whether rows named by several columns together are found by the index on the first."""
     by_key: str = ""
@@ -99,6 +101,7 @@ _DIALECTS: Final = {
         upsert=_on_conflict,
         now=literal_column("(extract(epoch from statement_timestamp()) * 1000000)::bigint", BigInteger),
         identity="md5(random()::text)",
+        arrays=True,
     ),
     "sqlite": Dialect(
         name="sqlite",

@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from integr8s_idem.events import Message
 from integr8s_idem.stores.outbox import Claim, Waiting
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.engine import reading, writing
+from integr8s_idem.stores.sql.engine import alone, writing
 from integr8s_idem.stores.sql.errors import guarded
 from integr8s_idem.stores.sql.rows import escaped, microseconds, unescaped
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets, outbox
@@ -75,7 +75,10 @@ class SqlOutbox:
         asked = (
             select(outbox).where(_row.bucket.in_(claim.buckets), _row.id.not_in(besides)).order_by(_row.id).limit(PAGE)
         )
-        async with guarded("read", self._timeout, self._dialect.name), reading(self._engine) as connection:
+        async with (
+            guarded("read", self._timeout, self._dialect.name),
+            alone(self._engine, reads_only=True) as connection,
+        ):
             return [_waiting(row) for row in await connection.execute(asked)]
 
     async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
@@ -103,7 +106,10 @@ class SqlOutbox:
         )
 
     async def count(self) -> int:
-        async with guarded("count", self._timeout, self._dialect.name), reading(self._engine) as connection:
+        async with (
+            guarded("count", self._timeout, self._dialect.name),
+            alone(self._engine, reads_only=True) as connection,
+        ):
             return int((await connection.execute(select(func.count()).select_from(outbox))).scalar_one())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from weakref import WeakSet
 
 from sqlalchemy import Executable, select
@@ -26,7 +26,7 @@ from integr8s_idem.records import (
 from integr8s_idem.stores.sql import bulk, statements
 from integr8s_idem.stores.sql.batches import rounds, slices
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.engine import reading, writing
+from integr8s_idem.stores.sql.engine import alone, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
 from integr8s_idem.stores.sql.health import health_of
 from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
@@ -35,6 +35,9 @@ from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
 
 _same: Final[WeakSet[Engine]] = WeakSet()
 """Engines of the application's that were found to lead to the store's database."""
+
+_Mark: TypeAlias = tuple[str, int]
+"""Key and fence of a reservation."""
 
 PAGE: Final = 500
 """Rows of one page of a scan, and of one batch of a purge."""
@@ -84,14 +87,19 @@ class SqlIdempotencyRepository:
         times = self._dialect.times()
         wishes = [wish_of(request) | times for request in requests]
         try:
-            async with self._writing("reserve") as connection:
+            async with self._asking("reserve") as connection:
                 rows = {row.key: row for row in await self._reserving(connection, wishes)}
         except RecordHeldError:
             if len(requests) == 1:
                 return [held_elsewhere(requests[0])]
             # One of them is in somebody's transaction: the others need not wait for that.
             return [verdict for request in requests for verdict in await self._reserve([request])]
-        return [verdict_of(request, rows[request.key], rows[request.key].asked_at) for request in requests]
+        if len(rows) < len(requests):
+            # They were read behind the decision, and somebody has deleted one of them just now.
+            return [verdict for request in requests for verdict in await self._reserve([request])]
+        now = times.get("now")
+        found = [(request, rows[request.key]) for request in requests]
+        return [verdict_of(request, row, row.asked_at if now is None else now) for request, row in found]
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         length = microseconds(lease)
@@ -103,10 +111,13 @@ class SqlIdempotencyRepository:
     async def _change(
         self, operation: str, reservations: Sequence[Reserved], change: Callable[[Sequence[Reserved]], list[Executable]]
     ) -> list[bool]:
-        changed: set[tuple[str, int]] = set()
+        changed: set[_Mark] = set()
         for indexes in rounds([one.key for one in reservations]):
-            async with self._writing(operation) as connection:
-                changed |= await self._marks(connection, *change([reservations[index] for index in indexes]))
+            part = [reservations[index] for index in indexes]
+            writes, *asks = change(part)
+            async with self._asking(operation) as connection:
+                written = await connection.execute(writes, self._dialect.times())
+                changed |= await self._marks(connection, part, written, *asks)
         return [(one.key, one.fence) in changed for one in reservations]
 
     async def complete(self, completions: Sequence[Completion]) -> list[bool]:
@@ -116,22 +127,27 @@ class SqlIdempotencyRepository:
         return await self._settle("fail", FAILED, failures)
 
     async def _settle(self, operation: str, status: int, settled: Sequence[Completion | Failure]) -> list[bool]:
-        done: set[tuple[str, int]] = set()
+        done: set[_Mark] = set()
         for indexes in rounds([one.reservation.key for one in settled]):
             for part in slices([settled[index] for index in indexes]):
                 times = self._dialect.times()
                 outcomes = [outcome_of(one) | times for one in part]
-                asked = statements.settled_so(self._dialect, status, [one.reservation for one in part])
-                async with self._writing(operation) as connection:
-                    await self._settling[status](connection, outcomes)
-                    done |= await self._marks(connection, asked)
+                reservations = [one.reservation for one in part]
+                asks = statements.settled_so(self._dialect, status, reservations)
+                async with self._asking(operation) as connection:
+                    written = await self._settling[status](connection, outcomes)
+                    done |= await self._marks(connection, reservations, written, asks)
         return [(one.reservation.key, one.reservation.fence) in done for one in settled]
 
-    async def _marks(self, connection: AsyncConnection, *asked: Executable) -> set[tuple[str, int]]:
-        """What the last of these statements answers."""
-        for statement in asked:
-            answer = await connection.execute(statement, self._dialect.times())
-        return {(key, fence) for key, fence in answer}
+    async def _marks(
+        self, connection: AsyncConnection, part: Sequence[Reserved], written: Any, asks: Executable | None = None
+    ) -> set[_Mark]:
+        """Which of `part` were written: all, or those that `asks` answers with, or else `written` itself."""
+        if asks is not None and written.rowcount == len(part):
+            return {(one.key, one.fence) for one in part}
+        if asks is not None:
+            written = await connection.execute(asks, self._dialect.times())
+        return {(row.key, row.fence) for row in written}
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         found: dict[str, IdempotencyRecord | Corrupt] = {}
@@ -150,7 +166,7 @@ class SqlIdempotencyRepository:
         deleted = 0
         for start in range(0, len(keys), PAGE):
             statement = statements.deleting(self._dialect, sorted(keys[start : start + PAGE]))
-            async with self._writing("delete") as connection:
+            async with self._asking("delete") as connection:
                 deleted += (await connection.execute(statement, self._dialect.times())).rowcount
         return deleted
 
@@ -160,8 +176,8 @@ class SqlIdempotencyRepository:
         Raises:
             StoreError: As for every verb.
         """
-        async with self._writing("purge") as connection:
-            found: Any = statements.expired(self._dialect, most)
+        found: Any = statements.expired(self._dialect, most)
+        async with self._asking("purge", together=bool(self._dialect.by_key)) as connection:
             if self._dialect.by_key:
                 # MySQL takes no LIMIT in a subquery.
                 found = sorted((await connection.execute(found)).scalars())
@@ -190,7 +206,7 @@ class SqlIdempotencyRepository:
         return int(count)
 
     async def ping(self) -> StoreHealth:
-        async with self._writing("ping") as connection:
+        async with self._asking("ping") as connection:
             return await health_of(connection, self._dialect)
 
     def joined(self, held: Any) -> JoinedSqlRepository:
@@ -198,13 +214,16 @@ class SqlIdempotencyRepository:
         return JoinedSqlRepository(self, held)
 
     async def _read(self, operation: str, ask: Callable[..., Executable], *arguments: Any) -> Sequence[Any]:
-        async with guarded(operation, self._timeout, self._dialect.name), reading(self.engine) as connection:
-            rows = await connection.execute(ask(self._dialect, *arguments), self._dialect.times())
-            return rows.all()
+        async with self._asking(operation, reads_only=True) as connection:
+            return (await connection.execute(ask(self._dialect, *arguments), self._dialect.times())).all()
 
     @asynccontextmanager
-    async def _writing(self, operation: str) -> AsyncIterator[AsyncConnection]:
-        async with guarded(operation, self._timeout, self._dialect.name), writing(self.engine) as connection:
+    async def _asking(
+        self, operation: str, *, together: bool = False, reads_only: bool = False
+    ) -> AsyncIterator[AsyncConnection]:
+        """`together`: what is said in the block is one transaction."""
+        said = writing(self.engine) if together else alone(self.engine, reads_only=reads_only)
+        async with guarded(operation, self._timeout, self._dialect.name), said as connection:
             yield connection
 
 
@@ -243,19 +262,17 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         asked = select(store.c.identity)
         async with joining("join", self.engine.dialect.name):
             there = (await connection.execute(asked)).scalar_one_or_none()
-        async with reading(self.engine) as own:
+        async with alone(self.engine, reads_only=True) as own:
             ours = (await own.execute(asked)).scalar_one_or_none()
         if there != ours:
             raise StoreConfigurationError(
                 "join", "the transaction is in another database than the store: give both the same address"
             )
 
-    async def _read(self, operation: str, ask: Callable[..., Executable], *arguments: Any) -> Sequence[Any]:
-        async with self._writing(operation) as connection:
-            return (await connection.execute(ask(self._dialect, *arguments), self._dialect.times())).all()
-
     @asynccontextmanager
-    async def _writing(self, operation: str) -> AsyncIterator[AsyncConnection]:
+    async def _asking(
+        self, operation: str, *, together: bool = False, reads_only: bool = False
+    ) -> AsyncIterator[AsyncConnection]:
         connection = await self.connection()
         # A row that somebody holds must cost us this statement only, not the transaction.
         undone = savepoint(connection, operation) if operation == "reserve" else nullcontext()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
+    Column,
     ColumnElement,
     Executable,
-    LargeBinary,
     Select,
-    String,
     Update,
     and_,
     bindparam,
@@ -28,8 +27,10 @@ from sqlalchemy import (
     tuple_,
     update,
 )
+from sqlalchemy.types import TypeEngine
 
 from integr8s_idem.records import Reserved
+from integr8s_idem.stores.sql import arrays
 from integr8s_idem.stores.sql.dialects import Changes, Dialect
 from integr8s_idem.stores.sql.schema import PROCESSING, records
 
@@ -37,29 +38,57 @@ _row = records.c
 
 
 def reserving(dialect: Dialect) -> Any:
-    """Reserve what is free; whatever is not comes back as it is.  Executed with one set of parameters a row.
+    """Reserve what is free; whatever is not comes back as it is.
 
-    A row that is there is always written, with its own values where nothing changes: only so does the one
-    statement answer with what decided, however many others ask at that moment.
+    Executed with one set of parameters a row, or with their arrays; rows in the order of their keys.  A row that is
+    there is always written, with its own values where nothing changes: only so does the one statement answer with
+    what decided, however many others ask at that moment.
     """
-    now = dialect.now
-    statement = dialect.insert(records).values(
-        key=bindparam("key"),
-        status=PROCESSING,
-        attempt=1,
-        fence=now,
-        token=bindparam("token"),
-        lease_until=now + bindparam("lease", type_=BigInteger),
-        expires_at=now + bindparam("retention", type_=BigInteger),
-        previous=0,
-        fingerprint=bindparam("fingerprint"),
-        owner=bindparam("owner"),
-        trace=bindparam("trace"),
-        result_dropped=False,
-        error="",
-    )
-    statement = dialect.upsert(statement, _row.key, lambda new: _taken_over(new, now))
-    return statement.returning(*_row, now.label("asked_at")) if dialect.returns else statement
+    insert = dialect.insert(records)
+    if dialect.arrays:
+        wishes = arrays.told(_WISH)
+        values = {
+            name: value if isinstance(value, ColumnElement) else literal(value, _row[name].type)
+            for name, value in _reservation(wishes.c.__getitem__, dialect.now).items()
+        }
+        insert = insert.from_select(list(values), select(*values.values()).order_by(wishes.c.key.collate("C")))
+    else:
+        wished = {name: bindparam(name, type_=type_) for name, type_ in _WISH.items()}
+        insert = insert.values(_reservation(wished.__getitem__, dialect.now))
+    statement = dialect.upsert(insert, _row.key, _taken_over)
+    # Where the clock is this machine's, we know what it said.
+    asked_at = () if dialect.times() else (dialect.now.label("asked_at"),)
+    return statement.returning(*_row, *asked_at) if dialect.returns else statement
+
+
+_WISH: Final[dict[str, TypeEngine[Any]]] = {
+    "key": _row.key.type,
+    "token": _row.token.type,
+    "lease": BigInteger(),
+    "retention": BigInteger(),
+    "fingerprint": _row.fingerprint.type,
+    "owner": _row.owner.type,
+    "trace": _row.trace.type,
+}
+
+
+def _reservation(wish: Callable[[str], ColumnElement[Any]], now: ColumnElement[int]) -> dict[str, Any]:
+    """The row of a key that is not there."""
+    return {
+        "key": wish("key"),
+        "status": PROCESSING,
+        "attempt": 1,
+        "fence": now,
+        "token": wish("token"),
+        "lease_until": now + wish("lease"),
+        "expires_at": now + wish("retention"),
+        "previous": 0,
+        "fingerprint": wish("fingerprint"),
+        "owner": wish("owner"),
+        "trace": wish("trace"),
+        "result_dropped": False,
+        "error": "",
+    }
 
 
 def reserved(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
@@ -72,14 +101,17 @@ def _newest(dialect: Dialect, asked: Select[Any]) -> Select[Any]:
     return asked.with_hint(records, dialect.by_key).with_for_update() if dialect.by_key else asked
 
 
-def _taken_over(new: Any, now: ColumnElement[int]) -> Changes:
+def _taken_over(new: Any) -> Changes:
     """What becomes of a row that is there: taken anew, taken over, found again by its owner, or left alone.
+
+    What time it is stands in the row that is not there: its fence is made of it.
 
     MySQL writes these one after the other, and each sees what those before it wrote.  So the five columns that decide
     come last, and in an order in which nothing written so far changes whether the row is taken: a row that is
     taken has the status, the payload and then the token that make it `ours` whatever its lease, and its expiry, which
     makes it `gone`, is written when nobody asks any more.
     """
+    now = new.fence
     gone = _row.expires_at <= now
     same_payload = or_(_row.fingerprint.is_(None), new.fingerprint.is_(None), _row.fingerprint == new.fingerprint)
     open_ = and_(_row.status == PROCESSING, same_payload)
@@ -138,7 +170,7 @@ def _held(
         _row.expires_at > dialect.now,
         also,
     )
-    change = update(records).where(owned).values(changes)
+    change = update(records).where(_in_order(dialect, owned)).values(changes)
     if dialect.returns:
         return [change.returning(_row.key, _row.fence)]
     change = change.with_hint(dialect.by_key)
@@ -146,34 +178,75 @@ def _held(
     return [change, _newest(dialect, select(_row.key, _row.fence).where(owned))]
 
 
-def _marked(dialect: Dialect, marks: Sequence[tuple[Any, ...]], *columns: ColumnElement[Any]) -> ColumnElement[bool]:
+def _in_order(dialect: Dialect, rows: ColumnElement[bool]) -> ColumnElement[bool]:
+    """`rows`, locked in the order of their keys.
+
+    Else PostgreSQL locks them as it comes by them, and batches that share some wait for each other in a circle.
+    """
+    if not dialect.arrays:
+        return rows
+    return arrays.chosen(_row.key, select(_row.key).where(rows).order_by(_row.key).with_for_update())
+
+
+def _among(dialect: Dialect, keys: Sequence[str]) -> ColumnElement[bool]:
+    return arrays.among(_row.key, keys) if dialect.arrays else _row.key.in_(keys)
+
+
+def _marked(dialect: Dialect, marks: Sequence[tuple[Any, ...]], *columns: Column[Any]) -> ColumnElement[bool]:
+    if dialect.arrays:
+        mark = arrays.rows_of({column.name: column.type for column in columns}, marks)
+        return tuple_(*columns).in_(select(*mark.c))
     found = tuple_(*columns).in_(marks)
     return found if dialect.finds_tuples else and_(_row.key.in_([key for key, *_ in marks]), found)
 
 
+OUTCOME: Final[dict[str, TypeEngine[Any]]] = {
+    "of_key": _row.key.type,
+    "of_fence": BigInteger(),
+    "of_token": _row.token.type,
+    "ttl": BigInteger(),
+    "of_result": _row.result.type,
+    "of_content_type": _row.content_type.type,
+    "of_result_dropped": Boolean(),
+    "of_error": _row.error.type,
+}
+
+
 def settling(dialect: Dialect, status: int) -> Update:
-    """Remember outcomes where the reservation is still ours.  Executed with one set of parameters a row."""
-    return (
-        update(records)
-        .where(
-            _row.key == bindparam("of_key"),
-            _row.fence == bindparam("of_fence"),
-            _row.token == bindparam("of_token"),
-            _row.status == PROCESSING,
-            _row.expires_at > dialect.now,
-        )
-        .values(
-            status=status,
-            settled_at=dialect.now,
-            expires_at=dialect.now + bindparam("ttl", type_=BigInteger),
-            lease_until=null(),
-            owner="",
-            result=bindparam("of_result", type_=LargeBinary),
-            content_type=bindparam("of_content_type", type_=String),
-            result_dropped=bindparam("of_result_dropped", type_=Boolean),
-            error=bindparam("of_error", type_=String),
-        )
+    """Remember outcomes where the reservation is still ours.
+
+    Executed with one set of parameters a row, or with their arrays.
+    """
+    if not dialect.arrays:
+        told = {name: bindparam(name, type_=type_) for name, type_ in OUTCOME.items()}
+        return update(records).where(_ours(dialect, told)).values(_outcome(dialect, status, told))
+    of, again = (dict(arrays.told(OUTCOME).c) for _ in range(2))
+    locked = _in_order(dialect, _ours(dialect, again))
+    return update(records).where(locked, _row.key == of["of_key"]).values(_outcome(dialect, status, of))
+
+
+def _ours(dialect: Dialect, of: Mapping[str, ColumnElement[Any]]) -> ColumnElement[bool]:
+    return and_(
+        _row.key == of["of_key"],
+        _row.fence == of["of_fence"],
+        _row.token == of["of_token"],
+        _row.status == PROCESSING,
+        _row.expires_at > dialect.now,
     )
+
+
+def _outcome(dialect: Dialect, status: int, of: Mapping[str, ColumnElement[Any]]) -> dict[str, Any]:
+    return {
+        "status": status,
+        "settled_at": dialect.now,
+        "expires_at": dialect.now + of["ttl"],
+        "lease_until": null(),
+        "owner": "",
+        "result": of["of_result"],
+        "content_type": of["of_content_type"],
+        "result_dropped": of["of_result_dropped"],
+        "error": of["of_error"],
+    }
 
 
 def settled_so(dialect: Dialect, status: int, reservations: Sequence[Reserved]) -> Select[Any]:
@@ -186,17 +259,18 @@ def settled_so(dialect: Dialect, status: int, reservations: Sequence[Reserved]) 
 
 
 def reading(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
-    return select(records).where(_row.key.in_(keys), _row.expires_at > dialect.now)
+    return select(records).where(_among(dialect, keys), _row.expires_at > dialect.now)
 
 
 def deleting(dialect: Dialect, keys: Sequence[str]) -> Executable:
     """Take away rows that are there; those that have expired are as good as absent, and left to be purged."""
-    return _deleting(dialect, keys, _row.expires_at > dialect.now)
+    there = _row.expires_at > dialect.now
+    if dialect.by_key:
+        return _deleting_by_key(dialect, keys, there)
+    return delete(records).where(_in_order(dialect, and_(_among(dialect, keys), there)))
 
 
-def _deleting(dialect: Dialect, keys: Select[Any] | Sequence[str], also: ColumnElement[bool]) -> Executable:
-    if not dialect.by_key:
-        return delete(records).where(_row.key.in_(keys), also)
+def _deleting_by_key(dialect: Dialect, keys: Sequence[str], also: ColumnElement[bool]) -> Executable:
     # SQLAlchemy has no hints here, nor has MySQL in the DELETE of one table.
     named = bindparam("keys", keys, expanding=True, type_=_row.key.type)
     name = records.name
@@ -224,8 +298,12 @@ def active(dialect: Dialect, prefix: str) -> Select[Any]:
 
 
 def purging(dialect: Dialect, keys: Select[Any] | Sequence[str]) -> Executable:
-    """Take away those of the rows that have expired."""
-    return _deleting(dialect, keys, _row.expires_at <= dialect.now)
+    """Take away those of the rows that have expired; `keys` are those that `expired` finds, or asks for."""
+    gone = _row.expires_at <= dialect.now
+    if not isinstance(keys, Select):
+        return _deleting_by_key(dialect, keys, gone)
+    # Asked first, and for itself: joined, PostgreSQL would read the whole table for the few rows that are found.
+    return delete(records).where(arrays.chosen(_row.key, keys) if dialect.arrays else _row.key.in_(keys), gone)
 
 
 def expired(dialect: Dialect, most: int) -> Select[Any]:

@@ -1,0 +1,120 @@
+"""SQLite's engine: files that several processes write to, and writers that take turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections import defaultdict
+from collections.abc import MutableMapping
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import event
+from sqlalchemy.engine import URL, Connection, make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from integr8s_idem.errors import StoreConfigurationError
+
+READS_ONLY: Final = "integr8s_idem_reads_only"
+"""Execution option of a transaction that will not write: it waits for no writer."""
+
+_WAL_TRIES: Final = 100
+
+_TURN: Final = "integr8s_idem_turn"
+"""Where a connection keeps the lock that it holds."""
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[str, asyncio.Lock]] = WeakKeyDictionary()
+"""One for each SQLite file.  SQLite's own waiting is unfair: a writer of this process would starve among its
+siblings, and time out although each of them takes a moment only."""
+
+
+def sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
+    _refuse_memory(make_url(url))
+    arguments = {"timeout": lock_timeout_seconds, "factory": _Connection}
+    engine = create_async_engine(url, pool_size=pool_size, connect_args=arguments)
+    file = os.path.realpath(str(make_url(url).database))
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:
+        # The driver begins transactions late and behind our back; with None it leaves them to us.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        _switch_to_wal(connection, cursor)
+        for pragma in ("synchronous = FULL", "foreign_keys = ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def _begin(connection: Connection) -> None:
+        if connection.get_execution_options().get(READS_ONLY, False):
+            connection.exec_driver_sql("BEGIN")
+            return
+        driver: Any = connection.connection.dbapi_connection
+        turns = _turns.setdefault(asyncio.get_running_loop(), defaultdict(asyncio.Lock))[file]
+        driver.run_async(lambda _: turns.acquire())
+        info = connection.info
+        info[_TURN] = turns
+        try:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        except BaseException:
+            _end_turn(info)
+            raise
+
+    for ending in ("commit", "rollback"):
+        # Just before it ends: SQLite itself holds the next one back for that moment.
+        event.listen(engine.sync_engine, ending, _end_turn_of)
+    event.listen(engine.sync_engine, "checkin", lambda _, record: _end_turn(record.info))
+    event.listen(engine.sync_engine, "invalidate", lambda _, record, error: _end_turn(record.info))
+    return engine
+
+
+def _refuse_memory(url: URL) -> None:
+    if url.database in {None, "", ":memory:"} or "mode=memory" in str(url):
+        raise StoreConfigurationError(
+            "start",
+            "each connection has a SQLite memory of its own: give a file, or use MemoryIdempotencyRepository",
+        )
+
+
+def _switch_to_wal(connection: Any, cursor: Any) -> None:
+    # The mode stays in the file.  Of two processes that switch at once, one is refused without waiting.
+    for attempt in range(1, _WAL_TRIES + 1):
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError:
+            if attempt == _WAL_TRIES:
+                raise
+            connection.run_async(lambda _: asyncio.sleep(0.05))
+        else:
+            return
+
+
+def _end_turn_of(connection: Connection) -> None:
+    # One that was cut short has lost its driver's connection, and its turn with that.  To ask it for either would
+    # raise, in place of what has cut it short.
+    if not connection.invalidated:
+        _end_turn(connection.info)
+
+
+def _end_turn(info: MutableMapping[Any, Any]) -> None:
+    """Let the next writer of this process begin, if it was the turn of the connection that this belongs to."""
+    turns = info.pop(_TURN, None)
+    if turns is not None:
+        turns.release()
+
+
+class _Connection(sqlite3.Connection):
+    """Holds no lock once it is closed."""
+
+    _open = True
+
+    def close(self) -> None:
+        # SQLite keeps a transaction for as long as one of its statements is under way, and so is one that was cut
+        # short, until the garbage collector comes by: whoever keeps the exception keeps the file locked.
+        try:
+            if self._open:  # a second close is nobody's mistake
+                self._open = False
+                self.rollback()
+        finally:
+            super().close()

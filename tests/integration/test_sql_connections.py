@@ -1,0 +1,116 @@
+"""The connections of a pool: how many there are, and how they outlive a server that is restarted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from integr8s_idem.errors import StoreUnavailableError
+from integr8s_idem.records import Reserved
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, idle, migrate, sql_engine
+from integr8s_idem.testing.store_under_test import new_key, wish
+from tests.support.mariadb import MariadbServer, missing_programs
+from tests.support.postgres import PostgresServer
+
+CONNECTIONS = 3
+
+Server = PostgresServer | MariadbServer
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        PostgresServer,
+        pytest.param(MariadbServer, marks=pytest.mark.skipif(bool(missing_programs()), reason=missing_programs())),
+    ],
+    ids=["postgresql", "mysql"],
+)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with request.param(keeps_commits=True) as server:
+        yield server
+
+
+@pytest.fixture
+async def engine(server: Server) -> AsyncIterator[AsyncEngine]:
+    engine = sql_engine(server.url, pool_size=CONNECTIONS)
+    await migrate(engine)
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+def store(engine: AsyncEngine) -> SqlIdempotencyRepository:
+    return SqlIdempotencyRepository(engine, timeout=timedelta(seconds=20))
+
+
+async def fill(engine: AsyncEngine) -> None:
+    """Leave the pool with as many connections as it may keep."""
+    async with AsyncExitStack() as stack:
+        for _ in range(CONNECTIONS):
+            connection = await stack.enter_async_context(engine.connect())
+            await connection.execute(text("SELECT 1"))
+
+
+async def calls(store: SqlIdempotencyRepository) -> list[bool]:
+    """Whether each of some calls at once gets its key."""
+    verdicts = await asyncio.gather(*(store.reserve([wish(new_key())]) for _ in range(CONNECTIONS)))
+    return [isinstance(verdict, Reserved) for (verdict,) in verdicts]
+
+
+def restart(server: Server) -> None:
+    server.crash()
+    server.start_again()
+
+
+@pytest.mark.scenario(55)
+async def test_a_server_that_restarts_under_idle_connections_costs_no_call(
+    server: Server, engine: AsyncEngine, store: SqlIdempotencyRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle, "LONGEST_UNSEEN", 3600.0)  # they are told of it: nobody has to look
+    await fill(engine)
+
+    await asyncio.to_thread(restart, server)
+
+    assert await calls(store) == [True] * CONNECTIONS
+
+
+@pytest.mark.scenario(55)
+async def test_a_restart_of_which_no_connection_was_told_costs_no_call(
+    server: Server, engine: AsyncEngine, store: SqlIdempotencyRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle, "LONGEST_UNSEEN", 0.0)
+    await fill(engine)
+
+    restart(server)  # in the event loop, which hears nothing meanwhile
+
+    assert await calls(store) == [True] * CONNECTIONS
+
+
+async def test_a_pool_has_no_more_connections_than_it_was_given(
+    engine: AsyncEngine, store: SqlIdempotencyRepository
+) -> None:
+    made: list[object] = []
+    event.listen(engine.sync_engine, "connect", lambda connection, entry: made.append(connection))
+
+    verdicts = await asyncio.gather(*(store.reserve([wish(new_key())]) for _ in range(20 * CONNECTIONS)))
+
+    assert all(isinstance(verdict, Reserved) for (verdict,) in verdicts)
+    assert 0 < len(made) < CONNECTIONS  # one is there already
+
+
+async def test_who_gets_no_connection_in_time_is_told_so(server: Server) -> None:
+    engine = sql_engine(server.url, pool_size=1, pool_timeout_seconds=0.1)
+    store = SqlIdempotencyRepository(engine)
+    async with engine.connect():
+        with pytest.raises(StoreUnavailableError, match="are in use"):
+            await store.reserve([wish(new_key())])
+
+    (verdict,) = await store.reserve([wish(new_key())])
+    assert isinstance(verdict, Reserved)
+    await engine.dispose()
