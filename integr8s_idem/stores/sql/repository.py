@@ -25,6 +25,7 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores.sql import bulk, statements
 from integr8s_idem.stores.sql.batches import rounds, slices
+from integr8s_idem.stores.sql.begun import begun
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
@@ -223,9 +224,11 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         """The connection that the transaction is on.
 
         Raises:
+            ApplicationError: There is no transaction in the database, although SQLAlchemy says so.
             StoreConfigurationError: It leads to another database than the store's.
         """
         connection = self._held if isinstance(self._held, AsyncConnection) else await self._held.connection()
+        await begun(connection)
         theirs = connection.engine.sync_engine
         if theirs.url != self.engine.url and theirs not in _same:
             # By another name it may be the same.  The pools are two: ours is not used up by those who wait here.
