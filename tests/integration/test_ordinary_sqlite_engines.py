@@ -17,7 +17,7 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import FromDishka
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.work import Executed, HandlerFailed
-from tests.support.ledger_shop import LedgerShop, OrderPlaced, charge, charges, open_ledger_shop, tables
+from tests.support.ledger_shop import OrderPlaced, charge, charges, open_ledger_shop, tables
 
 by_session, by_connection = EventRouter(), EventRouter()
 

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from integr8s_idem import Attempt, EventRouter, IdempotencyConfig, Outgoing, Settings
-from integr8s_idem.config import OnKeyReused
+from integr8s_idem.config import KafkaSettings, OnKeyReused, ServiceSettings
 from integr8s_idem.errors import (
     ApplicationError,
     LeaseLostError,
@@ -22,6 +22,8 @@ from integr8s_idem.integrations.dishka import FromDishka
 from integr8s_idem.records import Completed
 from integr8s_idem.stores.sql import migrate, sql_engine
 from integr8s_idem.work import Executed, HandlerFailed
+from integr8s_idem.worker import EventPublisher
+from integr8s_idem.worker.consumer import ServiceWorker
 from tests.support.databases import KINDS, url_of
 from tests.support.ledger_shop import LedgerShop, OrderCharged, OrderPlaced, charge, open_ledger_shop
 from tests.support.postgres import PostgresServer
@@ -124,6 +126,20 @@ async def test_a_run_that_a_policy_wants_without_a_reservation_commits_what_it_w
         assert outcome == Executed("receipt-2", 1)
         assert await shop.charged() == ["1", "2"]
         assert len(await shop.waiting()) == 2
+
+
+@pytest.mark.parametrize("lost", ["DROP TABLE idempotency_outbox", "DELETE FROM idempotency_outbox_buckets"])
+async def test_a_worker_whose_outbox_is_not_whole_does_not_start(shop: LedgerShop, lost: str) -> None:
+    async with shop.store.engine.begin() as connection:
+        await connection.execute(text(lost))
+    publisher = await shop.container.get(EventPublisher)
+    service = ServiceSettings(topics=("orders",))
+    worker = ServiceWorker("billing", shop.dispatcher, publisher, KafkaSettings(), service)
+
+    with pytest.raises(StoreConfigurationError, match="run: integr8s-idem store migrate"):
+        await worker.run()
+
+    await migrate(shop.store.engine)
 
 
 async def test_one_that_was_overtaken_rolls_back_what_it_wrote(url: str) -> None:
