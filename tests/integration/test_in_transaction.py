@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -206,3 +206,38 @@ async def test_a_store_that_is_elsewhere_cannot_join() -> None:
     with pytest.raises(ApplicationError, match="use a store in SQL"):
         async with manager.in_transaction(object()):
             pass
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("held", ["session", "connection"])
+async def test_work_that_commits_by_itself_is_refused_and_leaves_nothing(
+    held: str, goes_on: bool, engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with AsyncSession(engine) if held == "session" else engine.connect() as joined:
+
+        async def committing() -> None:
+            await Refund(joined)()
+            with suppress(ApplicationError if goes_on else ()):
+                await joined.commit()
+
+        async with manager.in_transaction(joined):
+            with pytest.raises(ApplicationError, match="before its outcome was written"):
+                await manager.run("refund:1", committing)
+
+    assert await charged(engine) == []
+    assert await manager.get("refund:1") is None
+
+
+async def test_after_a_commit_that_was_refused_the_work_can_be_done_by_the_same_session(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with AsyncSession(engine) as session:
+        with pytest.raises(ApplicationError):
+            async with session.begin(), manager.in_transaction(session):
+                await manager.run("refund:1", session.commit)
+
+        async with session.begin(), manager.in_transaction(session):
+            await manager.run("refund:1", Refund(session))
+
+    assert await charged(engine) == ["run 1"]
+    assert await manager.get("refund:1") is not None

@@ -31,7 +31,7 @@ from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
 from integr8s_idem.stores.sql.health import health_of
 from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
-from integr8s_idem.stores.sql.savepoints import savepoint
+from integr8s_idem.stores.sql.savepoints import savepoint, uncommitted
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
 
 _same: Final[WeakSet[Engine]] = WeakSet()
@@ -238,8 +238,13 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
 
     @asynccontextmanager
     async def savepoint(self) -> AsyncIterator[None]:
-        """What happens in the block is undone by an exception, and the transaction goes on."""
-        async with savepoint(await self.connection(), "savepoint"):
+        """What happens in the block is undone by an exception, and the transaction goes on.
+
+        Raises:
+            ApplicationError: The block tried to commit: all of the transaction is rolled back.
+        """
+        connection = await self.connection()
+        async with uncommitted(connection), savepoint(connection, "savepoint"):
             yield
 
     async def _compare(self, connection: AsyncConnection) -> None:
