@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from integr8s_idem import Attempt, EventRouter, IdempotencyConfig, Outgoing, Settings
@@ -19,7 +20,7 @@ from integr8s_idem.errors import (
     TransactionAbortedError,
 )
 from integr8s_idem.integrations.dishka import FromDishka
-from integr8s_idem.records import Completed
+from integr8s_idem.records import Completed, IdempotencyStatus
 from integr8s_idem.stores.sql import migrate, sql_engine
 from integr8s_idem.work import Executed, HandlerFailed
 from integr8s_idem.worker import EventPublisher
@@ -197,6 +198,24 @@ async def test_a_provider_that_never_commits_is_told(shop: LedgerShop) -> None:
     assert isinstance(outcome.error, ApplicationError)
     assert "without committing" in str(outcome.error)
     assert (await shop.charged(), await shop.waiting()) == ([], [])
+
+
+async def test_an_error_at_the_commit_is_told_as_it_is_and_remembered(shared_postgres: PostgresServer) -> None:
+    settings = Settings(idempotency=IdempotencyConfig(max_attempts=1))
+    async with open_ledger_shop(shared_postgres.url, router, settings=settings) as shop:
+        async with shop.store.engine.begin() as connection:
+            unique = "ALTER TABLE charges ADD CONSTRAINT once UNIQUE (order_id) DEFERRABLE INITIALLY DEFERRED"
+            await connection.execute(text(unique))
+        await shop.attempt(OrderPlaced())
+        event = OrderPlaced()
+
+        outcome = await shop.attempt(event)
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, IntegrityError)
+        [failed] = [record async for record in shop.store.scan("") if record.status is IdempotencyStatus.FAILED]
+        assert "duplicate key value" in failed.error
+        assert await shop.charged() == ["1"]
 
 
 async def test_a_session_of_another_database_is_refused(url: str, tmp_path: Path) -> None:
