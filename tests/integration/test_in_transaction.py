@@ -187,6 +187,46 @@ async def test_a_twin_that_waits_longer_than_the_lock_timeout_is_told_in_progres
     await engine.dispose()
 
 
+@pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)
+async def test_a_twin_asks_again_after_each_lock_timeout_and_gets_the_result(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async def twin() -> str:
+        async with session_of(engine) as session, manager.in_transaction(session):
+            return await manager.run("refund:1", Refund(session))
+
+    async with session_of(engine) as session, manager.in_transaction(session):
+        await manager.run("refund:1", Refund(session))
+        waiting = asyncio.create_task(twin())
+        done, _ = await asyncio.wait({waiting}, timeout=1.5)  # the lock timeout is 0.3 s here, 1 s in MySQL
+        assert not done
+
+    assert await waiting == "receipt"
+    assert await charged(engine) == ["run 1"]
+
+
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+async def test_a_twin_that_has_waited_at_a_strict_level_is_to_be_begun_anew(
+    isolation: str, engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    strict = engine.execution_options(isolation_level=isolation)
+
+    async def twin() -> str:
+        async with session_of(strict) as session, manager.in_transaction(session):
+            return await manager.run("refund:1", Refund(session))
+
+    async with session_of(engine) as session, manager.in_transaction(session):
+        await manager.run("refund:1", Refund(session))
+        waiting = asyncio.create_task(twin())
+        await asyncio.wait({waiting}, timeout=0.2)
+
+    with pytest.raises(TransactionAbortedError):
+        await waiting
+    assert await twin() == "receipt"
+    assert await charged(engine) == ["run 1"]
+
+
 async def test_work_outside_of_the_block_has_a_transaction_of_its_own(
     engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
