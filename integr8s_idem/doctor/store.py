@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Final, TypeVar
@@ -18,7 +18,7 @@ from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnava
 from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
 from integr8s_idem.records import Completion, Failure, Reserved, ReserveRequest, StoreHealth
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.opening import open_engine, open_store
+from integr8s_idem.stores.opening import SqlSettings, open_engine, open_store
 
 T = TypeVar("T")
 
@@ -49,6 +49,8 @@ _COST: Final[Mapping[Code, str]] = {
     Code.STORE_REFUSED: "no worker starts",
 }
 _MEND: Final[Mapping[Code, str]] = {Code.STORE_PERMISSION: "integr8s-idem doctor --acl prints all that it needs"}
+_OUTBOX: Final = "outbox"
+_OUTBOX_COST: Final = "no worker starts whose handlers commit together with their records, and their events stay here"
 _PAUSED: Final = "workers wait, and handle nothing meanwhile"
 
 
@@ -66,7 +68,8 @@ async def look_at_store(settings: Settings, now: Callable[[], float]) -> list[Fi
     try:
         async with _opened(settings) as repository:
             health = await repository.ping()
-            return [*_told(health), *await tried(repository, settings, now)]
+            found = [*_told(health), *await tried(repository, settings, now)]
+            return found + await _outbox_findings(repository, settings)
     except StoreError as error:
         return [_refusal(error, settings)]
 
@@ -95,6 +98,23 @@ def _refusal(error: StoreError, settings: Settings) -> Finding:
     waits = isinstance(error, StoreUnavailableError)
     cost = _PAUSED if waits else _COST.get(code, "")
     return Finding(code, Severity.ERROR, STORE, error.reason, cost, _MEND.get(code, ""))
+
+
+async def _outbox_findings(repository: IdempotencyRepository, settings: Settings) -> list[Finding]:
+    """Whether the tables for events are whole; a user who may not look at them has no such handlers."""
+    if not isinstance(settings.store, SqlSettings):
+        return []
+    from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox
+
+    assert isinstance(repository, SqlIdempotencyRepository)
+    try:
+        await SqlOutbox(repository.engine).check()
+    except StoreError as error:
+        refused = _refusal(error, settings)
+        if refused.code is Code.STORE_PERMISSION:
+            return []
+        return [replace(refused, where=_OUTBOX, cost=_OUTBOX_COST if refused.cost else "")]
+    return []
 
 
 def _told(health: StoreHealth) -> list[Finding]:

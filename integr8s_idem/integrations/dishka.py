@@ -39,6 +39,7 @@ from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.integrations.closing import scope_of_a_call
 from integr8s_idem.integrations.transactions import Transactions
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.manager import IdempotencyManager
@@ -287,7 +288,7 @@ def _context(call: HandlerCall) -> dict[Any, Any]:
 
 def _invoker(container: AsyncContainer, needs: dict[HandlerFunction, _Needs]) -> Invoke:
     async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
-        async with container(_context(call)) as request:
+        async with scope_of_a_call(container(_context(call))) as request:
             return await _call(request, needs, handler, call)
 
     return invoke
@@ -335,7 +336,7 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
     wrapped = {handler.function: _filled(handler.function) for handler in dispatcher.router.handlers}
 
     async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
-        async with container(_context(call)) as request:
+        async with scope_of_a_call(container(_context(call))) as request:
             token = _current.set(request)
             try:
                 return await wrapped[handler.function](call.event)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dishka import AsyncContainer
 
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.integrations.closing import scope_of_a_call
 from integr8s_idem.routing import HandlerCall
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.outbox import Outbox
@@ -82,7 +83,7 @@ class Transactions:
         failed: BaseException | None = None
         transaction: SqlTransaction | None = None
         try:
-            async with opening as request:
+            async with scope_of_a_call(opening) as request:
                 transaction = await request.get(self.key)
                 try:
                     yield Begun(request, transaction, call)
@@ -90,12 +91,7 @@ class Transactions:
                     failed = error
                     raise
         except Exception as error:
-            if failed is not None and not isinstance(failed, Exception):
-                raise failed from None
             if transaction is not None and (aborted := transaction.given_up(call.attempt.label, failed or error)):
                 raise aborted from error
-            if failed is not None and failed is not error:
-                # The scope's own trouble, such as a refused commit, must not hide why the handler failed.
-                raise failed from error
             raise
         transaction.ended()

@@ -97,7 +97,11 @@ class JoinedRepository(IdempotencyRepository, Protocol):
     """
 
     def savepoint(self) -> AbstractAsyncContextManager[None]:
-        """What happens in the block is undone by an exception, and the transaction goes on."""
+        """What happens in the block is undone by an exception, and the transaction goes on.
+
+        Raises:
+            ApplicationError: The block tried to commit: all of the transaction is rolled back.
+        """
         ...
 
 

@@ -52,6 +52,14 @@ class Outbox(Protocol):
         """Forget messages that the broker has, and keep the buckets for `length` more.  `False`: they are not ours."""
         ...
 
+    async def check(self) -> None:
+        """Whether all is there that it needs.
+
+        Raises:
+            StoreConfigurationError: It is not, and what is left in it would stay there.
+        """
+        ...
+
     async def count(self) -> int:
         """How many messages wait."""
         ...

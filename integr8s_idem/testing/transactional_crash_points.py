@@ -58,6 +58,9 @@ class CrashingOutbox:
             return await self._inner.done(claim, ids, length)
         return await self._plan.around("forget", lambda: self._inner.done(claim, ids, length))
 
+    async def check(self) -> None:
+        await self._inner.check()
+
     async def count(self) -> int:
         return await self._inner.count()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.errors import ApplicationError, StoreUnavailableError
 from integr8s_idem.events import EventDecoder, event_type_of
+from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.clients import bounded, connection_options
@@ -44,6 +45,22 @@ STALLED_AFTER: Final = 60.0
 
 LAST_GRACE: Final = 5.0
 """Seconds for cancelled handlers to clean up after themselves."""
+
+
+def _ping_of(dispatcher: EventDispatcher) -> Callable[[], Awaitable[StoreHealth]] | None:
+    """Asks the store, and the outbox beside it, whether they are fit; `None` for a service without a store."""
+    manager, outbox = dispatcher.manager, dispatcher.outbox
+    if manager is None:
+        return None
+    repository = manager.repository
+
+    async def ping() -> StoreHealth:
+        health = await repository.ping()
+        if outbox is not None:
+            await outbox.check()
+        return health
+
+    return ping
 
 
 def make_consumer(settings: KafkaSettings, group: str) -> Consumer:
@@ -103,7 +120,7 @@ class ServiceWorker:
         self._service = service
         self._make_consumer = consumer
         manager = dispatcher.manager
-        self._gate = StoreGate(manager.repository.ping if manager is not None else None, self.observer)
+        self._gate = StoreGate(_ping_of(dispatcher), self.observer)
         self._purger = Purger(name, manager.repository if manager is not None else None, self._gate, self.observer)
         self._settler = Settler(
             name,

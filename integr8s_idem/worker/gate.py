@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from integr8s_idem.errors import StoreError
+from integr8s_idem.errors import StoreConfigurationError, StoreError
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Observer, Signal
 from integr8s_idem.worker.retries import Backoff
@@ -123,6 +123,9 @@ class StoreGate:
             try:
                 await self.check()
             except Exception as error:  # noqa: BLE001  # a watch that dies would leave losses unseen
+                if isinstance(error, StoreConfigurationError) and str(error) not in self._warned:
+                    self._warned.add(str(error))
+                    logger.error("%s", error)
                 # Whether that stops anything is for the next delivery to find out: some run without a store.
                 self._observer.measure(Gauge.STORE_UP, 0)
                 logger.debug("store not seen: %s", error)

@@ -101,6 +101,24 @@ async def test_a_schema_that_is_not_ours_is_found(database: PostgresServer, stat
     assert codes(await found_by(database)) == [code]
 
 
+@pytest.mark.parametrize(
+    "statement", ["DROP TABLE idempotency_outbox", "DELETE FROM idempotency_outbox_buckets WHERE bucket = 7"]
+)
+async def test_an_outbox_that_is_not_whole_is_found(database: PostgresServer, statement: str) -> None:
+    await run(database, statement)
+
+    (_, lost) = await found_by(database)
+
+    assert (lost.code, lost.severity, lost.where) == (Code.SCHEMA_MISSING, Severity.ERROR, "outbox")
+    assert "integr8s-idem store migrate" in str(lost)
+
+
+async def test_a_user_without_transactional_handlers_needs_no_outbox(database: PostgresServer) -> None:
+    await run(database, *(line for line in granted() if "outbox" not in line))
+
+    assert codes(await found_by(database, "worker")) == []
+
+
 async def test_a_database_that_is_away_is_found(tmp_path: Path) -> None:
     url = f"postgresql:///postgres?host={tmp_path}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -187,6 +187,46 @@ async def test_a_twin_that_waits_longer_than_the_lock_timeout_is_told_in_progres
     await engine.dispose()
 
 
+@pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)
+async def test_a_twin_asks_again_after_each_lock_timeout_and_gets_the_result(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async def twin() -> str:
+        async with session_of(engine) as session, manager.in_transaction(session):
+            return await manager.run("refund:1", Refund(session))
+
+    async with session_of(engine) as session, manager.in_transaction(session):
+        await manager.run("refund:1", Refund(session))
+        waiting = asyncio.create_task(twin())
+        done, _ = await asyncio.wait({waiting}, timeout=1.5)  # the lock timeout is 0.3 s here, 1 s in MySQL
+        assert not done
+
+    assert await waiting == "receipt"
+    assert await charged(engine) == ["run 1"]
+
+
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+async def test_a_twin_that_has_waited_at_a_strict_level_is_to_be_begun_anew(
+    isolation: str, engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    strict = engine.execution_options(isolation_level=isolation)
+
+    async def twin() -> str:
+        async with session_of(strict) as session, manager.in_transaction(session):
+            return await manager.run("refund:1", Refund(session))
+
+    async with session_of(engine) as session, manager.in_transaction(session):
+        await manager.run("refund:1", Refund(session))
+        waiting = asyncio.create_task(twin())
+        await asyncio.wait({waiting}, timeout=0.2)
+
+    with pytest.raises(TransactionAbortedError):
+        await waiting
+    assert await twin() == "receipt"
+    assert await charged(engine) == ["run 1"]
+
+
 async def test_work_outside_of_the_block_has_a_transaction_of_its_own(
     engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
@@ -206,3 +246,38 @@ async def test_a_store_that_is_elsewhere_cannot_join() -> None:
     with pytest.raises(ApplicationError, match="use a store in SQL"):
         async with manager.in_transaction(object()):
             pass
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("held", ["session", "connection"])
+async def test_work_that_commits_by_itself_is_refused_and_leaves_nothing(
+    held: str, goes_on: bool, engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with AsyncSession(engine) if held == "session" else engine.connect() as joined:
+
+        async def committing() -> None:
+            await Refund(joined)()
+            with suppress(*([ApplicationError] if goes_on else [])):
+                await joined.commit()
+
+        async with manager.in_transaction(joined):
+            with pytest.raises(ApplicationError, match="before its outcome was written"):
+                await manager.run("refund:1", committing)
+
+    assert await charged(engine) == []
+    assert await manager.get("refund:1") is None
+
+
+async def test_after_a_commit_that_was_refused_the_work_can_be_done_by_the_same_session(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with AsyncSession(engine) as session:
+        with pytest.raises(ApplicationError):
+            async with session.begin(), manager.in_transaction(session):
+                await manager.run("refund:1", session.commit)
+
+        async with session.begin(), manager.in_transaction(session):
+            await manager.run("refund:1", Refund(session))
+
+    assert await charged(engine) == ["run 1"]
+    assert await manager.get("refund:1") is not None

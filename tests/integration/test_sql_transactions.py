@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from integr8s_idem import Attempt, EventRouter, IdempotencyConfig, Outgoing, Settings
-from integr8s_idem.config import OnKeyReused
+from integr8s_idem.config import KafkaSettings, OnKeyReused, ServiceSettings
 from integr8s_idem.errors import (
     ApplicationError,
     LeaseLostError,
@@ -19,9 +20,11 @@ from integr8s_idem.errors import (
     TransactionAbortedError,
 )
 from integr8s_idem.integrations.dishka import FromDishka
-from integr8s_idem.records import Completed
+from integr8s_idem.records import Completed, IdempotencyStatus
 from integr8s_idem.stores.sql import migrate, sql_engine
 from integr8s_idem.work import Executed, HandlerFailed
+from integr8s_idem.worker import EventPublisher
+from integr8s_idem.worker.consumer import ServiceWorker
 from tests.support.databases import KINDS, url_of
 from tests.support.ledger_shop import LedgerShop, OrderCharged, OrderPlaced, charge, open_ledger_shop
 from tests.support.postgres import PostgresServer
@@ -126,6 +129,20 @@ async def test_a_run_that_a_policy_wants_without_a_reservation_commits_what_it_w
         assert len(await shop.waiting()) == 2
 
 
+@pytest.mark.parametrize("lost", ["DROP TABLE idempotency_outbox", "DELETE FROM idempotency_outbox_buckets"])
+async def test_a_worker_whose_outbox_is_not_whole_does_not_start(shop: LedgerShop, lost: str) -> None:
+    async with shop.store.engine.begin() as connection:
+        await connection.execute(text(lost))
+    publisher = await shop.container.get(EventPublisher)
+    service = ServiceSettings(topics=("orders",))
+    worker = ServiceWorker("billing", shop.dispatcher, publisher, KafkaSettings(), service)
+
+    with pytest.raises(StoreConfigurationError, match="run: integr8s-idem store migrate"):
+        await worker.run()
+
+    await migrate(shop.store.engine)
+
+
 async def test_one_that_was_overtaken_rolls_back_what_it_wrote(url: str) -> None:
     overtaken, opened = EventRouter(), list[LedgerShop]()
 
@@ -181,6 +198,24 @@ async def test_a_provider_that_never_commits_is_told(shop: LedgerShop) -> None:
     assert isinstance(outcome.error, ApplicationError)
     assert "without committing" in str(outcome.error)
     assert (await shop.charged(), await shop.waiting()) == ([], [])
+
+
+async def test_an_error_at_the_commit_is_told_as_it_is_and_remembered(shared_postgres: PostgresServer) -> None:
+    settings = Settings(idempotency=IdempotencyConfig(max_attempts=1))
+    async with open_ledger_shop(shared_postgres.url, router, settings=settings) as shop:
+        async with shop.store.engine.begin() as connection:
+            unique = "ALTER TABLE charges ADD CONSTRAINT once UNIQUE (order_id) DEFERRABLE INITIALLY DEFERRED"
+            await connection.execute(text(unique))
+        await shop.attempt(OrderPlaced())
+        event = OrderPlaced()
+
+        outcome = await shop.attempt(event)
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, IntegrityError)
+        [failed] = [record async for record in shop.store.scan("") if record.status is IdempotencyStatus.FAILED]
+        assert "duplicate key value" in failed.error
+        assert await shop.charged() == ["1"]
 
 
 async def test_a_session_of_another_database_is_refused(url: str, tmp_path: Path) -> None:

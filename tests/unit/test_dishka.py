@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -257,11 +258,50 @@ async def test_a_failed_commit_is_a_failure_of_the_handler_and_nothing_is_publis
     outcome = await handling.attempt()
 
     assert isinstance(outcome, HandlerFailed)
-    assert isinstance(outcome.error, ExitError)
+    assert isinstance(outcome.error, OSError)
     assert not outcome.given_up
     assert application.steps == ["begin order_placed", "handle"]
     application.commit_fails = False
     assert await handling.attempt() == Executed("receipt-1", 2)
+    await container.close()
+
+
+class Receipts:
+    """Something else that a REQUEST scope opens."""
+
+
+class Leaving(Provider):
+    """Fails at the end of the scope, too."""
+
+    scope = Scope.REQUEST
+
+    @provide
+    async def receipts(self) -> AsyncIterable[Receipts]:
+        yield Receipts()
+        raise OSError("the disk is full")
+
+
+async def pay_with_receipt(
+    event: OrderPlaced, transaction: FromDishka[Transaction], receipts: FromDishka[Receipts]
+) -> None:
+    if event.order_id == "declined":
+        raise ValueError("no such card")
+
+
+@pytest.mark.parametrize(("order_id", "kind"), [("1", ExitError), ("declined", ValueError)])
+async def test_errors_at_the_end_of_a_scope_are_told_together_and_hide_none_of_the_handler(
+    order_id: str, kind: type[Exception]
+) -> None:
+    application = Application()
+    application.commit_fails = True
+    container = container_for(router_of(pay_with_receipt), application, Leaving())
+    (handling,) = (await container.get(EventDispatcher)).handlings(OrderPlaced(order_id=order_id))
+
+    outcome = await handling.attempt()
+
+    assert isinstance(outcome, HandlerFailed)
+    assert isinstance(outcome.error, kind)
+    assert "the disk is full" in "".join(traceback.format_exception(outcome.error))
     await container.close()
 
 

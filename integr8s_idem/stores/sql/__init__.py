@@ -1,7 +1,7 @@
 """Records in a table of PostgreSQL or SQLite, by SQLAlchemy; alone, or in the transaction of the business."""
 
 from integr8s_idem.stores.sql.engine import reading, settings_engine, sql_engine, writing
-from integr8s_idem.stores.sql.migrations import ddl, migrate
+from integr8s_idem.stores.sql.migrations import ddl, migrate, migrate_in
 from integr8s_idem.stores.sql.outbox import SqlOutbox
 from integr8s_idem.stores.sql.repository import SqlIdempotencyRepository
 from integr8s_idem.stores.sql.schema import metadata
@@ -14,6 +14,7 @@ __all__ = [
     "ddl",
     "metadata",
     "migrate",
+    "migrate_in",
     "reading",
     "settings_engine",
     "sql_engine",

@@ -33,7 +33,7 @@ async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealt
     row = answer.first()
     latency = timedelta(seconds=time.perf_counter() - start)
     if row is None:
-        said = f"the tables of the store are empty of their version; {MIGRATE}"
+        said = f"the tables of the store do not say of which version they are; {MIGRATE}"
         raise StoreConfigurationError("ping", said, Code.SCHEMA_MISSING)
     check_version(row.version)
     version, warnings = await _LOOKS[dialect.name](connection)
@@ -42,7 +42,7 @@ async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealt
     )
 
 
-def check_version(found: int) -> None:
+def check_version(found: int, operation: str = "start") -> None:
     """Refuse a schema that is not ours.
 
     Raises:
@@ -50,11 +50,11 @@ def check_version(found: int) -> None:
     """
     if found < VERSION:
         raise StoreConfigurationError(
-            "start", f"the schema is of version {found}, this code needs {VERSION}; {MIGRATE}", Code.SCHEMA_OLDER
+            operation, f"the schema is of version {found}, this code needs {VERSION}; {MIGRATE}", Code.SCHEMA_OLDER
         )
     if found > VERSION:
         raise StoreConfigurationError(
-            "start",
+            operation,
             f"the schema is of version {found}, this code knows {VERSION}: it was migrated by a newer integr8s-idem; "
             "deploy that here, too",
             Code.SCHEMA_NEWER,

@@ -1,19 +1,22 @@
 """The schema's versions, in order: `migrate` brings a database to that of this code.
 
-A migration that is out is never changed; the next version is a new one.
+What a version adds is kept as SQL, in files that are never changed once they are out: the next version is a new
+one.  The tables of schema.py are those of today.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.resources import files
 from typing import Final
 
-from sqlalchemy import MetaData, inspect, select, text, update
+from sqlalchemy import Index, Table, inspect, select, text, update
 from sqlalchemy.engine import Connection, Dialect
 from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.stores.sql.dialects import dialect_of
@@ -28,8 +31,10 @@ _EMPTY: Final = {"mariadb": "x''", "mysql": "x''", "postgresql": "''::bytea", "s
 _LOCK: Final = 0x1DE3_0001
 """Number of the advisory lock under which PostgreSQL is migrated."""
 
-
 _UNCLAIMED: Final = {"token": b"", "claimed_until": 0}
+
+_MADE: Final = re.compile(r"^CREATE (TABLE|INDEX) (\w+)(?: ON (\w+))?", re.MULTILINE)
+"""What a step makes: an index names its table besides."""
 
 _PATIENCE: Final = timedelta(minutes=5)
 """A migration may have to rewrite a large table."""
@@ -37,25 +42,25 @@ _PATIENCE: Final = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Migration:
-    """From the version before to this one."""
+    """What was done, or is to be, to come to this version."""
 
     version: int
     says: str
-    steps: Callable[[], Iterator[ExecutableDDLElement]]
+
+    def steps(self, kind: str) -> list[str]:
+        """Statements in the SQL of a `kind` of database."""
+        name = f"version_{self.version}.{dialect_of(kind).name}.sql"
+        written = files(__package__).joinpath(name).read_text("utf-8")
+        return [step.strip() for step in written.split(";\n") if step.strip()]
 
 
-def _tables(tables: MetaData) -> Iterator[ExecutableDDLElement]:
-    for table in tables.sorted_tables:
-        yield CreateTable(table)
-        for index in sorted(table.indexes, key=lambda index: str(index.name)):
-            yield CreateIndex(index)
-
-
-MIGRATIONS: Final = (Migration(1, "records, and events to be published", lambda: _tables(metadata)),)
+MIGRATIONS: Final = (Migration(1, "records, and events to be published"),)
 
 
 async def migrate(engine: AsyncEngine) -> list[Migration]:
-    """Bring the database to the version of this code; what was done.  Any number of processes may ask at once.
+    """Bring the database to the version of this code, and put back what of it is missing; what was done.
+
+    Any number of processes may ask at once.
 
     Raises:
         StoreConfigurationError: It is of a newer version than this code.
@@ -65,9 +70,7 @@ async def migrate(engine: AsyncEngine) -> list[Migration]:
     if dialect_of(engine.dialect.name).ddl_commits:
         return await _migrate_by_turns(engine)
     async with guarded("migrate", _PATIENCE, engine.dialect.name), writing(engine) as connection:
-        if engine.dialect.name == "postgresql":
-            await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
-        return await connection.run_sync(_migrate)
+        return await connection.run_sync(migrate_in)
 
 
 async def _migrate_by_turns(engine: AsyncEngine) -> list[Migration]:
@@ -78,7 +81,7 @@ async def _migrate_by_turns(engine: AsyncEngine) -> list[Migration]:
         if taken != 1:
             raise StoreUnavailableError("migrate", "another process migrates the database, and takes long")
         try:
-            done = await connection.run_sync(_migrate)
+            done = await connection.run_sync(migrate_in)
             # Before the next one gets the lock: it must see what was done.
             await connection.commit()
         finally:
@@ -90,43 +93,93 @@ async def _migrate_by_turns(engine: AsyncEngine) -> list[Migration]:
 async def _is_current(engine: AsyncEngine) -> bool:
     # Each start of a worker asks for a file: those who only look must not wait for a writer, nor hold one up.
     async with guarded("migrate", _PATIENCE, engine.dialect.name), reading(engine) as connection:
-        return await connection.run_sync(version_of) == VERSION
+        return await connection.run_sync(lambda one: version_of(one) == VERSION and not _missing(one))
 
 
-def _migrate(connection: Connection) -> list[Migration]:
+def migrate_in(connection: Connection, up_to: int = VERSION) -> list[Migration]:
+    """As `migrate`, in a transaction of the caller's, such as that of a revision of Alembic.
+
+    Args:
+        connection: SQLAlchemy's own, as `op.get_bind()` gives it.
+        up_to: The version to stop at, so that a revision does the same for ever.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
     found = version_of(connection)
     if found > VERSION:
-        check_version(found)
-    dialect = dialect_of(connection.dialect.name)
-    todo = [migration for migration in MIGRATIONS if migration.version > found]
+        check_version(found, "migrate")
+    todo = [migration for migration in MIGRATIONS if found < migration.version <= up_to]
     for migration in todo:
-        for step in migration.steps():
-            if not (dialect.ddl_commits and _is_done(connection, step)):
-                connection.execute(step)
-    if found == 0:
-        row = {"id": 1, "version": VERSION, "identity": new_identity(), "seen_at": 0}
-        connection.execute(store.insert(), row)
+        for step in migration.steps(connection.dialect.name):
+            if not _is_done(connection, step):
+                connection.exec_driver_sql(step)
+    if todo:
+        _write_version(connection, todo[-1].version)
         _add_buckets(connection)
-    elif todo:
-        connection.execute(update(store).values(version=VERSION), dialect.times())
+    if max(found, up_to) == VERSION and (missing := _missing(connection)):
+        _put_back(connection)
+        todo.append(Migration(VERSION, f"put back what was missing: {', '.join(missing)}"))
     return todo
 
 
-def _add_buckets(connection: Connection) -> None:
+def _write_version(connection: Connection, version: int) -> None:
+    times = dialect_of(connection.dialect.name).times()
+    if connection.execute(update(store).values(version=version), times).rowcount == 0:
+        row = {"id": 1, "version": version, "identity": new_identity(), "seen_at": 0}
+        connection.execute(store.insert(), row)
+
+
+def _put_back(connection: Connection) -> None:
+    for step in _unmade(connection):
+        connection.execute(step)
+    _add_buckets(connection)
+
+
+def _missing(connection: Connection) -> list[str]:
+    """What a database of our version lacks, by name; of an absent table, what belongs to it is no news."""
+    unmade = [step.element for step in _unmade(connection)]
+    tables = [one.name for one in unmade if isinstance(one, Table)]
+    indexes = [
+        str(one.name) for one in unmade if isinstance(one, Index) and getattr(one.table, "name", "") not in tables
+    ]
+    rows = [f"rows of {buckets.name}"] if buckets.name not in tables and _absent_buckets(connection) else []
+    return [*tables, *indexes, *rows]
+
+
+def _table_of(index: Index) -> str:
+    assert index.table is not None
+    return index.table.name
+
+
+def _unmade(connection: Connection) -> Iterator[CreateTable | CreateIndex]:
+    found = inspect(connection)
+    for table in metadata.sorted_tables:
+        there = found.has_table(table.name)
+        if not there:
+            yield CreateTable(table)
+        names = {one["name"] for one in found.get_indexes(table.name)} if there else set()
+        yield from (CreateIndex(index) for index in table.indexes if index.name not in names)
+
+
+def _absent_buckets(connection: Connection) -> list[int]:
     there = set(connection.scalars(select(buckets.c.bucket)))
-    if missing := [{"bucket": bucket, **_UNCLAIMED} for bucket in range(BUCKETS) if bucket not in there]:
+    return [bucket for bucket in range(BUCKETS) if bucket not in there]
+
+
+def _add_buckets(connection: Connection) -> None:
+    if missing := [{"bucket": bucket, **_UNCLAIMED} for bucket in _absent_buckets(connection)]:
         connection.execute(buckets.insert(), missing)
 
 
-def _is_done(connection: Connection, step: ExecutableDDLElement) -> bool:
-    """Whether a migration that stopped half way has left this step behind."""
-    found = inspect(connection)
-    match step:
-        case CreateTable():
-            return found.has_table(step.element.name)
-        case CreateIndex(element=index) if index.table is not None:
-            return any(one["name"] == index.name for one in found.get_indexes(index.table.name))
-    return False
+def _is_done(connection: Connection, step: str) -> bool:
+    """Whether its table or index is there: a migration stopped half way, or somebody has made it by `metadata`."""
+    made = _MADE.search(step)
+    if made is None:
+        return False
+    found, (what, name, table) = inspect(connection), made.groups()
+    if what == "TABLE":
+        return found.has_table(name)
+    return any(one["name"] == name for one in found.get_indexes(table))
 
 
 def version_of(connection: Connection) -> int:
@@ -141,7 +194,7 @@ def ddl(dialect: Dialect) -> str:
     parts = []
     for migration in MIGRATIONS:
         parts.append(f"-- version {migration.version}: {migration.says}")
-        parts += [str(step.compile(dialect=dialect)).strip() + ";" for step in migration.steps()]
+        parts += [f"{step};" for step in migration.steps(dialect.name)]
     identity = dialect_of(dialect.name).identity
     parts.append(f"INSERT INTO {store.name} (id, version, identity, seen_at) VALUES (1, {VERSION}, {identity}, 0);")  # noqa: S608  # our own words
     rows = ", ".join(f"({bucket}, {_EMPTY[dialect.name]}, 0)" for bucket in range(BUCKETS))

@@ -19,11 +19,13 @@ from typing import Any, Final
 from sqlalchemy import Executable, Update, delete, exists, func, insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
+from integr8s_idem.findings import Code
 from integr8s_idem.stores.outbox import Claim, Waiting
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.engine import alone, writing
-from integr8s_idem.stores.sql.errors import guarded
+from integr8s_idem.stores.sql.engine import alone, reading, writing
+from integr8s_idem.stores.sql.errors import MIGRATE, guarded
 from integr8s_idem.stores.sql.rows import escaped, microseconds, unescaped
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets, outbox
 
@@ -104,6 +106,16 @@ class SqlOutbox:
             f"DELETE {name} FROM (SELECT NULL AS id FROM DUAL WHERE FALSE UNION ALL {told}) AS published "  # noqa: S608  # numbers
             f"STRAIGHT_JOIN {name} {self._dialect.by_key} ON {name}.id = published.id"
         )
+
+    async def check(self) -> None:
+        known = select(func.count()).select_from(buckets).where(buckets.c.bucket.in_(range(BUCKETS)))
+        async with guarded("start", self._timeout, self._dialect.name), reading(self._engine) as connection:
+            await connection.execute(select(outbox.c.id).limit(1))
+            there = (await connection.execute(known)).scalar_one()
+        if there < BUCKETS:
+            said = f"{BUCKETS - there} of the {BUCKETS} rows of {buckets.name} are missing, and with them whatever "
+            said += f"waits in the outbox stays there; {MIGRATE}"
+            raise StoreConfigurationError("start", said, Code.SCHEMA_MISSING)
 
     async def count(self) -> int:
         async with (

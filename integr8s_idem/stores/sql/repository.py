@@ -25,12 +25,13 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores.sql import bulk, statements
 from integr8s_idem.stores.sql.batches import rounds, slices
+from integr8s_idem.stores.sql.begun import begun
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import alone, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
 from integr8s_idem.stores.sql.health import health_of
 from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
-from integr8s_idem.stores.sql.savepoints import savepoint
+from integr8s_idem.stores.sql.savepoints import savepoint, uncommitted
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
 
 _same: Final[WeakSet[Engine]] = WeakSet()
@@ -242,9 +243,11 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         """The connection that the transaction is on.
 
         Raises:
+            ApplicationError: There is no transaction in the database, although SQLAlchemy says so.
             StoreConfigurationError: It leads to another database than the store's.
         """
         connection = self._held if isinstance(self._held, AsyncConnection) else await self._held.connection()
+        await begun(connection)
         theirs = connection.engine.sync_engine
         if theirs.url != self.engine.url and theirs not in _same:
             # By another name it may be the same.  The pools are two: ours is not used up by those who wait here.
@@ -254,8 +257,13 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
 
     @asynccontextmanager
     async def savepoint(self) -> AsyncIterator[None]:
-        """What happens in the block is undone by an exception, and the transaction goes on."""
-        async with savepoint(await self.connection(), "savepoint"):
+        """What happens in the block is undone by an exception, and the transaction goes on.
+
+        Raises:
+            ApplicationError: The block tried to commit: all of the transaction is rolled back.
+        """
+        connection = await self.connection()
+        async with uncommitted(connection), savepoint(connection, "savepoint"):
             yield
 
     async def _compare(self, connection: AsyncConnection) -> None:

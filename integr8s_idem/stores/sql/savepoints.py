@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from sqlalchemy import text
+from sqlalchemy import event, text
+from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
 
@@ -24,6 +25,11 @@ MARK: Final = "SAVEPOINT integr8s_idem"
 _ENDED: Final = (
     "the transaction had ended before its outcome was written: the database gave it up and the code went on, or a "
     "statement such as CREATE TABLE committed it. Let errors of the database end the work, and make tables elsewhere"
+)
+
+_COMMITTED: Final = (
+    "the transaction was to be committed by the work itself, before its outcome was written. Leave the commit to the "
+    "code around manager.in_transaction, or let the work have a session of its own"
 )
 
 
@@ -47,6 +53,36 @@ async def savepoint(connection: AsyncConnection, operation: str) -> AsyncIterato
         raise
     async with joining(operation, connection.dialect.name), _ended_is_told():
         await nested.commit()
+
+
+@asynccontextmanager
+async def uncommitted(connection: AsyncConnection) -> AsyncIterator[None]:
+    """Within the block nobody commits the transaction: what is written in it would stand without an outcome.
+
+    Raises:
+        ApplicationError: Somebody tried to.  The transaction is rolled back, with the connection that it was on.
+        Exception: Whatever else the block raises, unchanged.
+    """
+    told: list[ApplicationError] = []
+
+    def refuse(one: Connection) -> None:
+        one.invalidate()
+        told.append(ApplicationError(_COMMITTED))
+        raise told[0]
+
+    watched = connection.sync_connection
+    assert watched is not None
+    event.listen(watched, "commit", refuse)
+    try:
+        yield
+    except Exception as error:
+        if told and error is not told[0]:
+            raise told[0] from error
+        raise
+    finally:
+        event.remove(watched, "commit", refuse)
+    if told:
+        raise told[0]
 
 
 async def still_there(connection: AsyncConnection, operation: str) -> None:

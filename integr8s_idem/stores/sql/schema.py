@@ -2,7 +2,10 @@
 
 Times are the database's own, in microseconds since 1970, UTC: a number that every database has, that sorts, and that
 fences are made of.  Texts that come from elsewhere are ASCII with Python's escapes.  `status` is 1 processing,
-2 completed, 3 failed; `previous` is 0 none, 1 released, 2 lapsed.
+2 completed, 3 failed; `previous` is 0 none, 1 released, 2 lapsed; `lease_until` is null once released or settled;
+`headers` is JSON, pairs of a name and Base64.
+
+This is the schema of today.  Those of each version, as migrations make them, are in version_*.sql.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ BUCKETS: Final = 16
 """Of the outbox: as many relays can share the work."""
 
 metadata: Final = MetaData()
-"""All tables of the store; hand it to Alembic beside your own."""
+"""All tables of the store; for Alembic to know them, beside your own."""
 
 
 class _Bytes(TypeDecorator[str]):
@@ -90,7 +93,7 @@ records: Final = Table(
     Column("attempt", Integer, nullable=False),
     Column("fence", BigInteger, nullable=False),
     Column("token", _bytes(16), nullable=False),
-    Column("lease_until", BigInteger, comment="null once released or settled"),
+    Column("lease_until", BigInteger),
     Column("expires_at", BigInteger, nullable=False),
     Column("settled_at", BigInteger),
     Column("previous", SmallInteger, nullable=False),
@@ -116,7 +119,7 @@ outbox: Final = Table(
     Column("topic", _NAME, nullable=False),
     Column("message_key", _BODY),
     Column("value", _BODY, nullable=False),
-    Column("headers", _BODY, nullable=False, comment="JSON: pairs of a name and Base64"),
+    Column("headers", _BODY, nullable=False),
     Index("idempotency_outbox_bucket", "bucket", "id"),
     **_INNODB,
 )

@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from integr8s_idem.errors import ApplicationError, TransactionAbortedError
 from integr8s_idem.events import Message
 from integr8s_idem.records import Completion
+from integr8s_idem.stores.sql.begun import refuse_unbegun, refuse_unbegun_statements
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.errors import gave_up, joining
 from integr8s_idem.stores.sql.outbox import SqlOutbox, put
@@ -46,6 +47,7 @@ class SqlTransaction:
             if held.sync_connection is None:
                 raise ApplicationError("the connection of the REQUEST scope is not open: enter it in its provider")
             event.listen(held.sync_connection, "begin", self._mark)
+            refuse_unbegun_statements(held.sync_connection)
             self._watch(held.sync_connection)
             if held.in_transaction():
                 await held.run_sync(self._mark)
@@ -107,6 +109,7 @@ class SqlTransaction:
         return None
 
     def _begun(self, session: object, transaction: object, connection: Connection) -> None:
+        refuse_unbegun(connection)
         self._watch(connection)
         self._mark(connection)
 

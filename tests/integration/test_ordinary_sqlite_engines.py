@@ -1,0 +1,135 @@
+"""Engines of the application's own for SQLite: those whose transactions are none are refused."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event, insert
+from sqlalchemy.engine import Connection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+
+from integr8s_idem import EventRouter, IdempotencyManager
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.integrations.dishka import FromDishka
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
+from integr8s_idem.work import Executed, HandlerFailed
+from tests.support.ledger_shop import OrderPlaced, charge, charges, open_ledger_shop, tables
+
+by_session, by_connection = EventRouter(), EventRouter()
+
+
+@by_session.on(OrderPlaced)
+async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
+    await charge(session, event)
+
+
+@by_connection.on(OrderPlaced)
+async def bill_by_connection(event: OrderPlaced, connection: FromDishka[AsyncConnection]) -> None:
+    await charge(connection, event)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}"
+
+
+@pytest.fixture
+async def ordinary(url: str) -> AsyncIterator[AsyncEngine]:
+    """As everybody makes it."""
+    engine = create_async_engine(url)
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+async def manager(url: str) -> AsyncIterator[IdempotencyManager]:
+    engine = sql_engine(url)
+    async with engine.begin() as connection:
+        await connection.run_sync(tables.create_all)
+    await migrate(engine)
+    yield IdempotencyManager(repository=SqlIdempotencyRepository(engine), scope="refunds")
+    await engine.dispose()
+
+
+def begin_at_once(engine: AsyncEngine) -> None:
+    """As SQLAlchemy's documentation has it."""
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _leave_it_to_us(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+
+def charged(tmp_path: Path) -> list[Any]:
+    return sqlite3.connect(tmp_path / "shop.db").execute("SELECT order_id FROM charges").fetchall()
+
+
+@pytest.mark.parametrize("held", ["session", "connection"])
+async def test_a_transaction_that_a_rollback_would_not_undo_is_refused_before_anything_is_done(
+    held: str, ordinary: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
+) -> None:
+    async with AsyncSession(ordinary) if held == "session" else ordinary.connect() as joined:
+
+        async def refund() -> None:
+            await joined.execute(insert(charges).values(order_id="1"))
+
+        async with manager.in_transaction(joined):
+            with pytest.raises(ApplicationError, match="sql_engine"):
+                await manager.run("refund:1", refund)
+        await joined.rollback()
+
+    assert charged(tmp_path) == []
+    assert await manager.get("refund:1") is None
+
+
+@pytest.mark.parametrize("held", ["session", "connection"])
+async def test_an_engine_that_begins_its_transactions_will_do(
+    held: str, ordinary: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
+) -> None:
+    begin_at_once(ordinary)
+    async with AsyncSession(ordinary) if held == "session" else ordinary.connect() as joined:
+
+        async def refund() -> None:
+            await joined.execute(insert(charges).values(order_id="1"))
+
+        async with manager.in_transaction(joined):
+            await manager.run("refund:1", refund)
+        await joined.rollback()
+
+    assert charged(tmp_path) == []
+    assert await manager.get("refund:1") is None
+
+
+@pytest.mark.parametrize(("held", "handlers"), [(AsyncSession, by_session), (AsyncConnection, by_connection)])
+@pytest.mark.parametrize("asks_first", [False, True])
+async def test_a_handler_in_no_real_transaction_fails_before_it_has_written(
+    asks_first: bool, held: type, handlers: EventRouter, url: str, ordinary: AsyncEngine
+) -> None:
+    async with open_ledger_shop(url, handlers, held=held) as shop:
+        shop.sessions.engine, shop.sessions.asks_first = ordinary, asks_first
+
+        outcome = await shop.attempt(OrderPlaced())
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, ApplicationError)
+        assert "sql_engine" in str(outcome.error)
+        assert await shop.charged() == []
+
+
+@pytest.mark.parametrize(("held", "handlers"), [(AsyncSession, by_session), (AsyncConnection, by_connection)])
+async def test_a_handler_by_an_engine_that_begins_its_transactions_is_done(
+    held: type, handlers: EventRouter, url: str, ordinary: AsyncEngine
+) -> None:
+    begin_at_once(ordinary)
+    async with open_ledger_shop(url, handlers, held=held) as shop:
+        shop.sessions.engine = ordinary
+
+        assert await shop.attempt(OrderPlaced()) == Executed(None, 1)
+        assert await shop.charged() == ["1"]
