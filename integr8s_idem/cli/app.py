@@ -60,9 +60,7 @@ def run_command(
     target: Target,
     service: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this one; can be repeated.")] = None,
     settings: SettingsFile = None,
-    embedded: Annotated[
-        bool, typer.Option("--embedded", help="With a Kafka and a Redis of its own; a store in SQLite is kept.")
-    ] = False,
+    embedded: Annotated[bool, typer.Option("--embedded", help="With a Kafka and a Redis of its own.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines, also on a terminal.")] = False,
 ) -> None:
     """Run the services of a platform; Ctrl-C or SIGTERM drains."""
