@@ -15,35 +15,16 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from rich.console import Console
 
+from integr8s_idem.cli.embedding import NO_KAFKA_CREDENTIALS, embedded_settings, keeps_its_store, tell_where
 from integr8s_idem.cli.logging import log_as_json, log_as_text
 from integr8s_idem.cli.table import LiveTable
-from integr8s_idem.config import RedisStoreSettings, Settings, load_settings, settings_warnings
+from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.loading import settings_source
 from integr8s_idem.errors import IdempotencyError
 from integr8s_idem.worker import Platform, Service, ServiceGroup, ServiceReport
 from integr8s_idem.worker.platform import check_groups
 
 _log: Final = logging.getLogger(__name__)
-
-_NO_CREDENTIALS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "kafka": {
-        "security_protocol": "PLAINTEXT",
-        "sasl_username": None,
-        "sasl_password": None,
-        "ssl_ca_file": None,
-    },
-    "store": {
-        "kind": "redis",
-        "url": "redis://localhost:6379/0",
-        "username": None,
-        "password": None,
-        "tls_ca_file": None,
-        "wait_replicas": 0,
-        "tls_cert_file": None,
-        "tls_key_file": None,
-    },
-}
-"""What the settings say about real servers means nothing to embedded ones."""
 
 _THREADS_SECONDS: Final = 1.0
 """How long threads may go on once all else has ended: what is left to the very last, after the grace of handlers."""
@@ -74,7 +55,7 @@ class Servers(Protocol):
     """Embedded servers that run."""
 
     def settings(self) -> Mapping[str, Any]:
-        """What leads to them: `{"kafka": {...}, "store": {...}}`."""
+        """What leads to them: `{"kafka": {...}, "store": {...}}`, without a store if none was started."""
         ...
 
 
@@ -112,14 +93,14 @@ def run(asked: Run, make_group: MakeGroup = ServiceGroup, servers: StartServers 
     Raises:
         SettingsError: Before anything is started.
     """
-    settings = asked.settings(_NO_CREDENTIALS if asked.embedded else None)
+    settings = asked.settings(NO_KAFKA_CREDENTIALS if asked.embedded else None)
     console = Console()
     table = None if asked.as_json or not console.file.isatty() else LiveTable(console)
     if table is None:
         log_as_json(sys.stdout, settings.telemetry.log_level)
     else:
         log_as_text(console, settings.telemetry.log_level)
-    return _in_loop(_run(asked, settings, make_group, servers or _embedded, table))
+    return _in_loop(_run(asked, settings, make_group, servers or _embedded(settings), table))
 
 
 async def _run(
@@ -129,8 +110,8 @@ async def _run(
         if asked.embedded:
             stack.enter_context(_terminated_by_cancelling())
             started = await stack.enter_async_context(servers())
-            settings = asked.settings(merged(_embedded_settings(settings), started.settings()))
-            _tell_where(settings)
+            own, settings = settings, asked.settings(embedded_settings(settings, started.settings()))
+            tell_where(settings, own)
         _warn(asked, settings)
         group = make_group(asked.services, settings)
         if table is not None:
@@ -162,29 +143,6 @@ def _leave_handlers_behind(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _embedded_settings(own: Settings) -> Mapping[str, Any]:
-    """What embedded servers need beside their addresses.  `own`: what people set."""
-    # Somebody who tries things out may do so beside a worker that has the usual port.
-    is_set = "metrics_port" in own.telemetry.model_fields_set
-    return {**_NO_CREDENTIALS, **({} if is_set else {"telemetry": {"metrics_port": 0}})}
-
-
-def _tell_where(settings: Settings) -> None:
-    """So that people can publish to the embedded servers, and look into them."""
-    assert isinstance(settings.store, RedisStoreSettings)
-    kafka = settings.kafka.bootstrap_servers
-    _log.info("embedded Kafka (emulator) on %s, embedded Redis on %s", kafka, settings.store.url)
-
-
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, table by table; `above` wins."""
-    both = {**below, **above}
-    for name in below.keys() & above.keys():
-        if isinstance(below[name], Mapping) and isinstance(above[name], Mapping):
-            both[name] = merged(below[name], above[name])
-    return both
 
 
 def _in_loop(main: Coroutine[Any, Any, int]) -> int:
@@ -227,7 +185,11 @@ def _warn(asked: Run, settings: Settings) -> None:
         _log.warning("%s: %s %s", source, warning.path, warning.message)
 
 
-def _embedded() -> AbstractAsyncContextManager[Servers]:
-    from integr8s_idem.embedded import embedded  # not everybody has the extra it needs
+def _embedded(own: Settings) -> StartServers:
+    def start() -> AbstractAsyncContextManager[Servers]:
+        from integr8s_idem.embedded import embedded  # not everybody has the extra it needs
 
-    return embedded(durable=True)  # else the worker would warn of a server that nobody can set otherwise
+        # Durable, else the worker would warn of a server that nobody can set otherwise.
+        return embedded(redis=not keeps_its_store(own), durable=True)
+
+    return start

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Final
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 _REDIS_SCHEMES: Final = frozenset({"redis", "rediss", "unix"})
+_KINDS: Final = {
+    "redis": "redis",
+    "rediss": "redis",
+    "postgresql": "postgresql",
+    "postgres": "postgresql",
+    "mysql": "mysql",
+    "mariadb": "mysql",
+    "sqlite": "sqlite",
+}
+"""The kinds of store that schemes of addresses stand for."""
 _SECRET_OPTION: Final = re.compile(r"(?i)((?:password|secret|token)=)[^&\s]+")
 _WORD: Final = re.compile(r"[^\s'\"<>]+")
 _END_OF_HOST: Final = re.compile("[/?#]")
@@ -49,6 +60,7 @@ def redis_url(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     _must_be_plain(url, _example())
     if not separator or scheme not in _REDIS_SCHEMES or not rest:
+        _refuse_of_another_kind(url, "Redis")
         host = _host_of(rest if separator else url)
         raise ValueError(f'"{without_secret(url)}" is no Redis URL; write {_example("redis", host)}')
     if scheme == "unix":
@@ -128,12 +140,27 @@ def _database_url(url: str, server: str, schemes: tuple[str, ...], place: str) -
     _must_be_plain(url, example)
     scheme, separator, rest = url.partition("://")
     if not separator or scheme.partition("+")[0] not in schemes or not rest:
+        _refuse_of_another_kind(url, server)
         host = _host_of(rest if separator else url) or "localhost"
         meant = f"{schemes[0]}://{host}/{place.partition('/')[2]}"
         raise ValueError(f'"{without_secret(url)}" is no {server} URL; write {meant}')
     if "@" in _split(url, example).path:
         raise ValueError(f"has a slash within its user or password; write / as %2F, @ as %40 there, as in {example}")
     return url
+
+
+def _refuse_of_another_kind(url: str, server: str) -> None:
+    """Name the kind of store that `url` leads to, where it is one that there is."""
+    scheme, separator, rest = url.partition("://")
+    kind = _KINDS.get(scheme.partition("+")[0].lower()) if separator else None
+    if kind is None or not rest:
+        return
+    if kind == "sqlite":
+        path = json.dumps(rest.removeprefix("/") or "idempotency.db")
+        meant = f'kind = "sqlite" and path = {path} in place of the url'
+    else:
+        meant = f'kind = "{kind}"'
+    raise ValueError(f'"{without_secret(url)}" is no {server} URL; write {meant}')
 
 
 def brokers(servers: str) -> str:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from integr8s_idem.config.checks import contradictions, misspelled_services
 from integr8s_idem.config.mistakes import Found, Translator
-from integr8s_idem.config.reading import Reading
+from integr8s_idem.config.reading import Reading, instead
 from integr8s_idem.config.settings import Settings
 from integr8s_idem.config.shape import Path as Place
 from integr8s_idem.config.shape import shape_of
@@ -98,7 +98,8 @@ def _validated(
             return outcome, found
         new = [each for each in _translated(settings_type, reading, outcome) if each.place not in reading.without]
         said = {each.mistake.path for each in found}
-        found += [each for each in new if each.mistake.path not in said]
+        found += [each for each in new if each.told and each.mistake.path not in said]
+        reading.instead |= {each.place: each.instead for each in new if each.instead is not None}
         reading.without |= {each.place for each in new if each.place}
         if not any(each.place for each in new):
             return None, found
@@ -133,7 +134,8 @@ def _attempt(settings_type: type[Settings], reading: Reading, overrides: dict[st
 def _translated(settings_type: type[Settings], reading: Reading, error: ValidationError) -> list[Found]:
     prefix = settings_type.model_config.get("env_prefix", "")
     shape = shape_of(settings_type)
-    translator = Translator(shape, prefix, reading.merged, reading.origins, frozenset(shape.leaves()))
+    values = instead(reading.merged, reading.instead)
+    translator = Translator(shape, prefix, values, reading.origins, frozenset(shape.leaves()))
     by_path: dict[str, Found] = {}
     for detail in error.errors(include_url=False, include_input=False):
         each = translator.found(detail)

@@ -21,6 +21,8 @@ _OWN_WORDS: Final = ("Value error, ", "Assertion failed, ")
 """What pydantic puts before the message of a validator."""
 _LONGEST_SHOWN: Final = 60
 _LISTED: Final = 8
+_ALSO_CALLED: Final = {"mariadb": "mysql", "valkey": "redis"}
+"""What people call kinds that have another name here."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Found:
     """What to leave out to be able to look at the rest."""
     meant: Path = ()
     """The setting that was probably meant."""
+    instead: str | None = None
+    """The value that was probably meant: its neighbours are looked at as if it stood there."""
+    told: bool = True
+    """Whether it is worth saying: what follows from another mistake is not."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,40 @@ class Translator:
         path = place
         if error["type"] in {"union_tag_invalid", "union_tag_not_found"}:
             path = (*place, str(error["ctx"]["discriminator"]).strip("'"))
-        message = self._message(error, path)
+        message, instead = self._message(error, path), None
+        if error["type"] == "union_tag_invalid" and (instead := self._kind_meant(path)):
+            message += f"; did you mean {json.dumps(instead)}?"
         whole = self._without_index(place)
         if len(place) == len(whole) + 1:  # one of a list of texts or numbers: the setting is the list
             path, message = whole, f"each {message}" if message.startswith("must") else message
         origin = self.origins.get(path)
         # A wrong tag alone is left out, so that its neighbours are looked at as those of the default.
         out = path if error["type"] == "union_tag_invalid" else whole
-        return Found(said(".".join(path), message + (f" (set by {origin})" if origin else "")), out)
+        mistake = said(".".join(path), message + (f" (set by {origin})" if origin else ""))
+        return Found(mistake, out, instead=instead, told=not self._is_of_no_kind(error, whole))
+
+    def _kind_meant(self, path: Path) -> str | None:
+        """The kind that is nearly the one given."""
+        given, shape = self._value_at(path), self._shape_at(path)
+        if not isinstance(given, str) or shape is None:
+            return None
+        kinds = [choice for schema in shape.variants() for choice in _choices(schema)]
+        word = given.strip().lower()
+        near = get_close_matches(_ALSO_CALLED.get(word, word), kinds, n=1)
+        return near[0] if near else None
+
+    def _is_of_no_kind(self, error: ErrorDetails, place: Path) -> bool:
+        """Whether the value was judged as one of the default kind, only since its section names none that there is."""
+        if error["type"] not in {"value_error", "assertion_error"}:
+            return False
+        return self._kind_is_unknown(place[:-1])
+
+    def _kind_is_unknown(self, section: Path) -> bool:
+        given, shape = self._value_at(section), self._shape_at((*section, "kind"))
+        kind = given.get("kind") if isinstance(given, Mapping) else None
+        if kind is None or shape is None:
+            return False
+        return kind not in [choice for schema in shape.variants() for choice in _choices(schema)]
 
     def _without_index(self, place: Path) -> Path:
         """`place` up to the list that it stands in: lists are left out whole."""
@@ -106,8 +138,8 @@ class Translator:
         known = section.names(self._value_at(tuple(parents))) if section else []
         origin = self.origins.get(place)
         if place in self.leaves:
-            kind = self._value_at((*parents, "kind"))
-            return Found(said(".".join(place), f'does not go with kind = "{kind}"; take it out'), place)
+            message = self._of_another_kind(tuple(parents), name)
+            return Found(said(".".join(place), message), place, told=not self._kind_is_unknown(tuple(parents)))
         meant = self._meant(tuple(parents), name, known)
         message = f"unknown setting {origin}" if origin else "unknown setting"
         if meant:
@@ -116,6 +148,19 @@ class Translator:
         elif 0 < len(known) <= _LISTED:
             message += f"; known here: {', '.join(known)}"
         return Found(said(".".join(place), message), place, meant)
+
+    def _of_another_kind(self, parents: Path, name: str) -> str:
+        """For the setting of another kind of store than the section says, or than it is without saying."""
+        given = self._value_at(parents)
+        if "kind" in given:
+            return f'does not go with kind = "{given["kind"]}"; take it out'
+        section = self._shape_at(parents)
+        assert section is not None
+        variants = [schema["properties"] for schema in section.variants() if "kind" in schema.get("properties", {})]
+        fitting = [names for names in variants if set(given) <= set(names)] or [n for n in variants if name in n]
+        kinds = [json.dumps(choice) for names in fitting for choice in _choices(names["kind"])]
+        default = next((names["kind"]["default"] for names in variants if "default" in names["kind"]), None)
+        return f"does not go with kind = {json.dumps(default)}, the default; write kind = {_one_of(kinds)}"
 
     def _meant(self, parents: Path, name: str, known: Iterable[str]) -> Path:
         near = get_close_matches(name, list(known), n=1)

@@ -29,6 +29,8 @@ class Reading:
     """All sources together, before validation."""
     without: set[Path] = field(default_factory=set)
     """Values known to be mistakes: left out, so that what depends on the others can be checked too."""
+    instead: dict[Path, Any] = field(default_factory=dict)
+    """What was probably meant by some of them."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -53,3 +55,11 @@ def without(table: Mapping[str, Any], paths: set[Path]) -> dict[str, Any]:
         inner = {path[1:] for path in paths if len(path) > 1 and path[0] == name}
         kept[name] = without(value, inner) if inner and isinstance(value, Mapping) else value
     return kept
+
+
+def instead(table: Mapping[str, Any], values: Mapping[Path, Any]) -> dict[str, Any]:
+    """`table` with these `values` at their places."""
+    changed = dict(table)
+    for (name, *inner), value in values.items():
+        changed[name] = instead(changed.get(name, {}), {tuple(inner): value}) if inner else value
+    return changed

@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 
 from integr8s_idem.config.environment import NamedTexts, environment_values, same_name, secret_values
 from integr8s_idem.config.policies import IdempotencyConfig
-from integr8s_idem.config.reading import current_reading, without
+from integr8s_idem.config.reading import current_reading, instead, without
 from integr8s_idem.config.sections import (
     KafkaSettings,
     RedisStoreSettings,
@@ -95,4 +95,4 @@ class Settings(BaseSettings):
         if reading is None or not isinstance(tables, dict):
             return tables
         reading.merged = tables
-        return without(tables, reading.without)
+        return instead(without(tables, reading.without), reading.instead)

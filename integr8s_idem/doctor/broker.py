@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from integr8s_idem.config import KafkaSettings, Settings
 from integr8s_idem.findings import Code, Finding, Severity
-from integr8s_idem.worker.brokers import BrokersSilentError, read_facts
+from integr8s_idem.worker.brokers import BrokersSilentError, BrokersTellNothingError, read_facts
 from integr8s_idem.worker.retention import TTL, BrokerFacts, Reading, plain, retention_findings
 
 BROKERS: Final = "brokers"
@@ -29,6 +29,8 @@ async def look_at_brokers(settings: Settings, readings: Sequence[Reading]) -> Br
     topics = dict.fromkeys(name for reading in readings for name in reading.topics)
     try:
         facts = await read_facts(kafka, [*topics, *(name + kafka.dead_letter_suffix for name in topics)])
+    except BrokersTellNothingError as error:
+        return BrokerLook([*_known(readings), _tell_nothing(str(error), topics)])
     except BrokersSilentError as error:
         cost = "workers wait, and handle nothing meanwhile"
         mend = "start them, or mend kafka.bootstrap_servers, its user and its certificates"
@@ -37,6 +39,13 @@ async def look_at_brokers(settings: Settings, readings: Sequence[Reading]) -> Br
     if topics and not any(facts.unseen.get(name) for name in topics):
         answered.add(TTL)
     return BrokerLook(broker_findings(kafka, readings, facts), frozenset(answered))
+
+
+def _tell_nothing(told: str, topics: Collection[str]) -> Finding:
+    severity = Severity.WARNING if topics else Severity.INFO
+    cost = "whether topics are there, and outlive their records, stays unseen"
+    mend = "an emulator is like that; ask the doctor again with the brokers of production"
+    return Finding(Code.BROKER_UNSEEN, severity, BROKERS, told, cost, mend)
 
 
 def broker_findings(kafka: KafkaSettings, readings: Sequence[Reading], facts: BrokerFacts) -> list[Finding]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.addresses import redacted
-from integr8s_idem.doctor.application import readings_of
+from integr8s_idem.doctor.application import OUTBOX, ApplicationLook, look_at_application
 from integr8s_idem.doctor.broker import look_at_brokers
 from integr8s_idem.doctor.checking import findings_of
-from integr8s_idem.doctor.store import look_at_store
+from integr8s_idem.doctor.store import STORE, look_at_store
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.worker import Platform
@@ -46,23 +46,36 @@ async def examined(asked: Asked, *, now: Callable[[], float] = time.time) -> lis
         return [_of_settings(Code.SETTINGS_MISTAKE, Severity.ERROR, mistake) for mistake in error.mistakes]
     told_by_brokers: set[str] = set()
 
+    known = ApplicationLook()
+
+    async def application() -> list[Finding]:
+        nonlocal known
+        known = await look_at_application(asked.platform, settings)
+        return known.findings
+
     async def store() -> list[Finding]:
         return await look_at_store(settings, now)
 
     async def brokers() -> list[Finding]:
-        readings, broken = await readings_of(asked.platform, settings)
-        look = await look_at_brokers(settings, readings)
+        look = await look_at_brokers(settings, known.readings)
         told_by_brokers.update(look.answered)
-        return broken + look.findings
+        return look.findings
 
-    found = await findings_of({"store": store, "brokers": brokers})
+    found = await findings_of({"application": application})
+    found += await findings_of({"store": store, "brokers": brokers})
     warnings = [
         _of_settings(Code.SETTINGS_WARNING, Severity.WARNING, warning)
         for warning in settings_warnings(settings, asked.services)
         if warning.path not in told_by_brokers
     ]
-    hidden = [_without_secrets(finding, list(_secrets(settings))) for finding in (*warnings, *found)]
+    hidden = [_without_secrets(finding, list(_secrets(settings))) for finding in (*warnings, *_told_once(found))]
     return sorted(dict.fromkeys(hidden), key=lambda finding: list(Severity).index(finding.severity))
+
+
+def _told_once(found: list[Finding]) -> list[Finding]:
+    """Without what the outbox says as well as the store that it is part of."""
+    told = {finding.code for finding in found if finding.where == STORE}
+    return [finding for finding in found if finding.where != OUTBOX or finding.code not in told]
 
 
 def _of_settings(code: Code, severity: Severity, mistake: SettingsMistake) -> Finding:

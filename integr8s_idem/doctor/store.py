@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnava
 from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
 from integr8s_idem.records import Completion, Failure, Reserved, ReserveRequest, StoreHealth
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.opening import SqlSettings, open_engine, open_store
+from integr8s_idem.stores.opening import SqlSettings, as_it_is, open_store
 
 T = TypeVar("T")
 
@@ -62,42 +61,36 @@ async def look_at_store(settings: Settings, now: Callable[[], float]) -> list[Fi
     store = settings.store
     if isinstance(store, MemoryStoreSettings):
         return []  # the settings say all there is to say
-    if isinstance(store, SqliteStoreSettings) and not await asyncio.to_thread(Path(store.path).exists):
+    if await is_to_be_made(settings):
+        assert isinstance(store, SqliteStoreSettings)
         told = f"{store.path} is not there yet"
         return [Finding(Code.STORE_SEEN, Severity.INFO, STORE, told, "", "it is made at the first start")]
     try:
-        async with _opened(settings) as repository:
-            health = await repository.ping()
-            found = [*_told(health), *await tried(repository, settings, now)]
-            return found + await _outbox_findings(repository, settings)
+        with as_it_is():
+            async with open_store(store, key_prefix=settings.idempotency.key_prefix) as repository:
+                health = await repository.ping()
+                found = [*_told(health), *await tried(repository, settings, now)]
+                return found + await _outbox_findings(repository, settings)
     except StoreError as error:
-        return [_refusal(error, settings)]
+        return [refusal(error, settings)]
 
 
-@asynccontextmanager
-async def _opened(settings: Settings) -> AsyncIterator[IdempotencyRepository]:
-    """As the worker opens it, but that nothing is made or migrated."""
+async def is_to_be_made(settings: Settings) -> bool:
+    """Whether the store is a SQLite file that is not there yet: to look into it would make it."""
     store = settings.store
-    if not isinstance(store, SqliteStoreSettings):
-        async with open_store(store, key_prefix=settings.idempotency.key_prefix) as repository:
-            yield repository
-        return
-    async with open_engine(store) as engine:
-        from integr8s_idem.stores.sql import SqlIdempotencyRepository
-
-        yield SqlIdempotencyRepository(engine, timeout=timedelta(seconds=store.timeout_seconds))
+    return isinstance(store, SqliteStoreSettings) and not await asyncio.to_thread(Path(store.path).exists)
 
 
-def _refusal(error: StoreError, settings: Settings) -> Finding:
+def refusal(error: StoreError, settings: Settings, where: str = STORE) -> Finding:
     """An error of the store as a finding: it names itself what is wrong and what to do."""
     if not isinstance(error, StoreUnavailableError | StoreConfigurationError):
-        return Finding(Code.STORE_REFUSED, Severity.ERROR, STORE, str(error), _PAUSED, "")
+        return Finding(Code.STORE_REFUSED, Severity.ERROR, where, str(error), _PAUSED, "")
     code = Code(error.code)
     if isinstance(settings.store, SqliteStoreSettings) and code in _MADE_AT_START:
-        return Finding(code, Severity.INFO, STORE, error.reason, "", "a worker does it at its start")
+        return Finding(code, Severity.INFO, where, error.reason, "", "a worker does it at its start")
     waits = isinstance(error, StoreUnavailableError)
     cost = _PAUSED if waits else _COST.get(code, "")
-    return Finding(code, Severity.ERROR, STORE, error.reason, cost, _MEND.get(code, ""))
+    return Finding(code, Severity.ERROR, where, error.reason, cost, _MEND.get(code, ""))
 
 
 async def _outbox_findings(repository: IdempotencyRepository, settings: Settings) -> list[Finding]:
@@ -110,7 +103,7 @@ async def _outbox_findings(repository: IdempotencyRepository, settings: Settings
     try:
         await SqlOutbox(repository.engine).check()
     except StoreError as error:
-        refused = _refusal(error, settings)
+        refused = refusal(error, settings)
         if refused.code is Code.STORE_PERMISSION:
             return []
         return [replace(refused, where=_OUTBOX, cost=_OUTBOX_COST if refused.cost else "")]
@@ -212,7 +205,7 @@ class _Trial:
         try:
             return await call
         except StoreError as error:
-            finding = _refusal(error, self.settings)
+            finding = refusal(error, self.settings)
             if finding not in self.found:
                 self.found.append(finding)
             return None

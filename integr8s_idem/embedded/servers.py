@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ HEARTBEAT_INTERVAL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedServers:
-    """Where the two are, for this process and any other of this machine."""
+    """Where they are, for this process and any other of this machine."""
 
     bootstrap_servers: str
-    redis_url: str
+    redis_url: str | None
+    """`None`: no Redis was asked for."""
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Sections to lay over the user's own: addresses, and times short enough to watch a worker die."""
@@ -32,19 +33,22 @@ class EmbeddedServers:
                 # The emulator tells nothing of its topics, and keeps them no longer than it lives.
                 "retention_check": "off",
             },
-            "store": {"kind": "redis", "url": self.redis_url},
+            **({"store": {"kind": "redis", "url": self.redis_url}} if self.redis_url is not None else {}),
         }
 
 
 @asynccontextmanager
-async def embedded(*, durable: bool = False) -> AsyncIterator[EmbeddedServers]:
+async def embedded(*, redis: bool = True, durable: bool = False) -> AsyncIterator[EmbeddedServers]:
     """Start an emulated Kafka and a real Redis; stop both at the end.
 
     Args:
+        redis: Whether a Redis is wanted.
         durable: Redis keeps an append-only file, so that it can be killed and restarted.
 
     Raises:
         ApplicationError: The extra `embedded` is not installed, or a server does not start.
     """
-    async with EmbeddedRedis(durable=durable) as redis, EmbeddedKafka() as kafka:
-        yield EmbeddedServers(bootstrap_servers=kafka.bootstrap_servers, redis_url=redis.url)
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(EmbeddedRedis(durable=durable)) if redis else None
+        kafka = await stack.enter_async_context(EmbeddedKafka())
+        yield EmbeddedServers(bootstrap_servers=kafka.bootstrap_servers, redis_url=store.url if store else None)

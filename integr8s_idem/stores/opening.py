@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from integr8s_idem.config import (
     DynamodbStoreSettings,
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
 
 SqlSettings: TypeAlias = MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings
 """Of the stores that have tables."""
+
+_as_it_is: Final[ContextVar[bool]] = ContextVar("integr8s_idem_store_as_it_is", default=False)
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    """Stores that are opened in this block are left as they are: no table is made, and no file."""
+    before = _as_it_is.set(True)
+    try:
+        yield
+    finally:
+        _as_it_is.reset(before)
 
 
 @asynccontextmanager
@@ -81,7 +94,7 @@ async def _sql(settings: SqlSettings) -> AsyncIterator[IdempotencyRepository]:
     async with open_engine(settings) as engine:
         from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate
 
-        if isinstance(settings, SqliteStoreSettings):
+        if isinstance(settings, SqliteStoreSettings) and not _as_it_is.get():
             # A file of one machine: nobody else would make its tables.
             await migrate(engine)
         yield SqlIdempotencyRepository(

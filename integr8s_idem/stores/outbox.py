@@ -63,3 +63,7 @@ class Outbox(Protocol):
     async def count(self) -> int:
         """How many messages wait."""
         ...
+
+    async def tried(self) -> None:
+        """Do all that handlers and relays do with it, and undo it: what they may not do shows as an error."""
+        ...

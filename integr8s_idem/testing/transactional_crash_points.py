@@ -64,6 +64,9 @@ class CrashingOutbox:
     async def count(self) -> int:
         return await self._inner.count()
 
+    async def tried(self) -> None:
+        await self._inner.tried()
+
 
 def crashing_transaction(plan: CrashPlan, invoke: Invoke) -> Invoke:
     """As `crashing_invoke`, for `invoke` that runs handlers in transactions: with points around their outcome."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import KafkaError, UnknownTopicOrPartitionError, for_code
+from aiokafka.errors import IncompatibleBrokerVersion, KafkaError, UnknownTopicOrPartitionError, for_code
 
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.worker.clients import bounded, connection_options
@@ -26,6 +26,10 @@ class BrokersSilentError(Exception):
     """The brokers gave no answer; the message says which, and why."""
 
 
+class BrokersTellNothingError(BrokersSilentError):
+    """The brokers answer, and know no question for what topics are set to."""
+
+
 async def read_facts(kafka: KafkaSettings, topics: Collection[str]) -> BrokerFacts:
     """Ask the brokers what `topics`, and they themselves, are set to.  Makes no topic.
 
@@ -33,10 +37,14 @@ async def read_facts(kafka: KafkaSettings, topics: Collection[str]) -> BrokerFac
 
     Raises:
         BrokersSilentError: No answer, or none that we understand.
+        BrokersTellNothingError: They answer, and do not know the question.
     """
     admin: Any = AIOKafkaAdminClient(**connection_options(kafka))
     try:
         return await bounded(_read(admin, topics), 2 * kafka.request_timeout_seconds)
+    except IncompatibleBrokerVersion as error:
+        told = f"{kafka.bootstrap_servers} answer, and know no DescribeConfigs: what topics are set to cannot be asked"
+        raise BrokersTellNothingError(told) from error
     except (KafkaError, OSError, TimeoutError) as error:
         # Its own words for brokers that are away name every one of them.
         told = " ".join(str(error).split()) or type(error).__name__

@@ -12,13 +12,26 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
+from examples.bookings import DatabaseProvider, bookings
+from examples.bookings import platform as bookings_platform
+from integr8s_idem import Platform, Service
 from integr8s_idem.config import PostgresqlStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.doctor.access import access_of
+from integr8s_idem.doctor.application import look_at_application
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
 from integr8s_idem.findings import Code, Finding, Severity
+from integr8s_idem.integrations.dishka import (
+    AsyncContainer,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.stores.opening import open_store
 from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, settings_engine, sql_engine
 from integr8s_idem.stores.sql.outbox import put
 from tests.support.doctor import codes, found_in, found_in_store
@@ -193,6 +206,73 @@ async def test_each_grant_of_the_outbox_is_missed_when_it_lacks(
 
     with pytest.raises((StoreConfigurationError, DBAPIError), match=r"may not|permission denied"):
         await relay_as_worker(database)
+
+
+def booking(settings: Settings) -> AsyncContainer:
+    """The container of transactional handlers whose own tables are beside the records in PostgreSQL."""
+    assert isinstance(settings.store, PostgresqlStoreSettings)
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(bookings, transaction=AsyncSession),
+        DatabaseProvider(settings.store.url.replace("postgresql", "postgresql+asyncpg")),
+        context={Settings: settings, ServiceName: ServiceName("bookings")},
+    )
+
+
+async def found_in_bookings(server: PostgresServer) -> list[Finding]:
+    url = server.url.replace("postgresql+asyncpg", "postgresql").replace("postgres@", "")
+    settings = Settings(store=PostgresqlStoreSettings(kind="postgresql", url=url, username="worker"))
+    look = await look_at_application(Platform(Service("bookings", container=booking)), settings)
+    assert [reading.topics for reading in look.readings] == [("payment_received",)]
+    return look.findings
+
+
+async def test_nothing_is_found_in_sound_transactional_handlers(database: PostgresServer) -> None:
+    await run(database, *granted())
+
+    assert await found_in_bookings(database) == []
+    async with engine_on(database) as engine:
+        assert await SqlOutbox(engine).count() == 0
+
+
+@pytest.mark.parametrize(("right", "what"), OUTBOX)
+async def test_a_grant_of_the_outbox_that_lacks_is_found_where_handlers_are_transactional(
+    database: PostgresServer, right: str, what: str
+) -> None:
+    await run(database, *granted(), f"REVOKE {right} ON {what} FROM worker")
+
+    (only,) = await found_in_bookings(database)
+
+    assert (only.code, only.severity, only.where) == (Code.STORE_PERMISSION, Severity.ERROR, "outbox")
+
+
+async def test_a_look_at_transactional_handlers_makes_no_sqlite_file(tmp_path: Path) -> None:
+    file = tmp_path / "bookings.db"
+    settings = Settings(store=SqliteStoreSettings(kind="sqlite", path=str(file)))
+
+    look = await look_at_application(bookings_platform, settings)
+
+    assert look.findings == []
+    assert len(look.readings) == 2
+    assert not file.exists()
+
+
+async def test_nothing_is_found_in_transactional_handlers_on_sqlite(tmp_path: Path) -> None:
+    settings = Settings(store=SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "bookings.db")))
+    async with open_store(settings.store, key_prefix="idempotency") as store:
+        await store.ping()
+
+    assert (await look_at_application(bookings_platform, settings)).findings == []
+
+
+async def test_an_outbox_whose_store_is_away_is_told_once(tmp_path: Path) -> None:
+    text = f'[store]\nkind = "postgresql"\nurl = "postgresql:///postgres?host={tmp_path}"\n'
+    platform = Platform(Service("bookings", container=booking))
+
+    found = await found_in(text + '[kafka]\nbootstrap_servers = "127.0.0.1:1"\n', tmp_path, platform)
+
+    assert codes(found).count("store-unavailable") == 1
 
 
 async def test_an_absent_sqlite_file_is_no_mistake_and_is_not_made(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from integr8s_idem.embedded import EmbeddedRedis, embedded
 
 async def test_both_servers_are_there_inside_and_gone_after() -> None:
     async with embedded() as servers:
+        assert servers.redis_url is not None
         url = RedisStoreSettings(url=servers.redis_url).url
         with Redis.from_url(url) as client:
             assert client.ping()

@@ -10,10 +10,12 @@ import time
 import pytest
 
 from integr8s_idem.config import KafkaSettings, MemoryStoreSettings, Settings, TelemetrySettings
-from integr8s_idem.embedded import embedded
+from integr8s_idem.doctor.broker import look_at_brokers
+from integr8s_idem.embedded import EmbeddedKafka, embedded
 from integr8s_idem.errors import SettingsError
+from integr8s_idem.findings import Code, Severity
 from integr8s_idem.worker import ServiceGroup
-from integr8s_idem.worker.brokers import BrokersSilentError, read_facts
+from integr8s_idem.worker.brokers import BrokersTellNothingError, read_facts
 from integr8s_idem.worker.retention import Reading
 from integr8s_idem.worker.retention_check import check_retention
 from tests.support.conditions import eventually
@@ -120,8 +122,18 @@ async def test_brokers_that_know_no_such_question_stop_nothing() -> None:
     async with embedded() as servers:
         kafka = KafkaSettings(bootstrap_servers=servers.settings()["kafka"]["bootstrap_servers"])
 
-        with pytest.raises(BrokersSilentError, match="DescribeConfigs"):
+        with pytest.raises(BrokersTellNothingError, match="answer, and know no DescribeConfigs"):
             await read_facts(kafka, ["orders"])
+
+
+async def test_brokers_that_know_no_such_question_are_not_called_away() -> None:
+    async with EmbeddedKafka() as kafka:
+        settings = Settings(kafka=KafkaSettings(bootstrap_servers=kafka.bootstrap_servers))
+        look = await look_at_brokers(settings, [Reading(("orders",), 1)])
+
+    (only,) = look.findings
+    assert (only.code, only.severity) == (Code.BROKER_UNSEEN, Severity.WARNING)
+    assert not look.answered
 
 
 async def test_a_group_that_refuses_ends_with_status_1(

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -19,9 +19,10 @@ import pytest
 from dishka import AsyncContainer, make_async_container
 from rich.console import Console
 
-from integr8s_idem.cli.run import Run, merged, run
+from integr8s_idem.cli.embedding import merged
+from integr8s_idem.cli.run import Run, run
 from integr8s_idem.cli.table import report_table
-from integr8s_idem.config import RedisStoreSettings, Settings
+from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.errors import SettingsError, StoreConfigurationError
 from integr8s_idem.worker import Platform, Service, ServiceReport
 from integr8s_idem.worker.settling import Tally
@@ -210,9 +211,11 @@ class FakeServers:
 
     stopped: bool = False
     during_start: Callable[[], None] = lambda: None
+    redis: bool = True
 
     def settings(self) -> Mapping[str, Any]:
-        return {"kafka": {"bootstrap_servers": "localhost:7"}, "store": {"url": "unix:///embedded.sock"}}
+        store = {"store": {"url": "unix:///embedded.sock"}} if self.redis else {}
+        return {"kafka": {"bootstrap_servers": "localhost:7"}, **store}
 
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[FakeServers]:
@@ -264,6 +267,51 @@ def test_where_embedded_servers_are_is_said_in_one_line(capsys: pytest.CaptureFi
     assert lines == ["embedded Kafka (emulator) on localhost:7, embedded Redis on unix:///embedded.sock"]
 
 
+def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [json.loads(line)["message"] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_sqlite_store_stays_beside_an_embedded_kafka(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("settings.toml").write_text('[store]\nkind = "sqlite"\npath = "shop.db"\nlock_timeout_seconds = 1')
+    asked_for: list[bool] = []
+
+    def start(*, redis: bool, durable: bool) -> AbstractAsyncContextManager[FakeServers]:
+        asked_for.append(redis)
+        return FakeServers(redis=redis)()
+
+    monkeypatch.setattr("integr8s_idem.embedded.embedded", start)
+    group = FakeGroup()
+
+    run(asked(embedded=True), group)
+
+    assert asked_for == [False]
+    assert group.settings.store == SqliteStoreSettings(kind="sqlite", path="shop.db", lock_timeout_seconds=1)
+    assert told(capsys) == ["embedded Kafka (emulator) on localhost:7, records in shop.db as [store] says"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'kind = "postgresql"\nurl = "postgresql://db/shop"\nlock_timeout_seconds = 1',
+        'kind = "redis-cluster"\nurls = ["redis://one", "redis://two"]',
+        'kind = "dynamodb"\ntable = "shop"',
+    ],
+)
+def test_another_store_is_replaced_by_the_embedded_redis_which_is_told(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("settings.toml").write_text(f"[store]\n{text}")
+    group = FakeGroup()
+
+    run(asked(embedded=True), group, FakeServers())
+
+    assert isinstance(group.settings.store, RedisStoreSettings)
+    assert group.settings.store.url == "unix:///embedded.sock"
+    assert "--embedded does not use [store] (kind = " in told(capsys)[1]
+
+
 def test_embedded_servers_warn_of_what_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
     Path("settings.toml").write_text('[kafka]\nauto_offset_reset = "latest"\n[services.audit]\nmax_in_flight = 2')
 
@@ -288,11 +336,11 @@ def test_the_embedded_redis_keeps_what_it_was_told(monkeypatch: pytest.MonkeyPat
     """Else the worker warns of records that a restart would lose."""
     asked_for: list[bool] = []
 
-    def noted(*, durable: bool = False) -> FakeServers:
-        asked_for.append(durable)
+    def noted(*, redis: bool, durable: bool = False) -> FakeServers:
+        asked_for.append(redis and durable)
         return FakeServers()
 
-    monkeypatch.setattr("integr8s_idem.embedded.embedded", lambda *, durable=False: noted(durable=durable)())
+    monkeypatch.setattr("integr8s_idem.embedded.embedded", lambda **options: noted(**options)())
 
     run(asked(embedded=True), FakeGroup())
 

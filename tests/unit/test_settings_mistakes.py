@@ -319,6 +319,56 @@ def test_a_setting_that_must_be_given_says_what_it_is() -> None:
     assert mistakes("", ShopSettings) == {"shop": "must be given: a table of settings"}
 
 
+@pytest.mark.parametrize(
+    ("text", "path", "message"),
+    [
+        ('path = "x.db"', "store.path", 'does not go with kind = "redis", the default; write kind = "sqlite"'),
+        ("tls = true", "store.tls", 'does not go with kind = "redis", the default; write kind = "redis-sentinel"'),
+        (
+            'url = "postgresql://u:x@h/db"',
+            "store.url",
+            '"postgresql://***@h/db" is no Redis URL; write kind = "postgresql"',
+        ),
+        ('url = "mariadb://h/db"', "store.url", '"mariadb://h/db" is no Redis URL; write kind = "mysql"'),
+        (
+            'url = "sqlite:///x.db"',
+            "store.url",
+            '"sqlite:///x.db" is no Redis URL; write kind = "sqlite" and path = "x.db" in place of the url',
+        ),
+        (
+            'kind = "postgresql"\nurl = "redis://h/0"',
+            "store.url",
+            '"redis://h/0" is no PostgreSQL URL; write kind = "redis"',
+        ),
+    ],
+)
+def test_settings_without_their_kind_say_which_one_to_write(text: str, path: str, message: str) -> None:
+    assert mistakes(f"[store]\n{text}") == {path: message}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "meant"),
+    [
+        ('kind = "postgres"\nurl = "postgresql://h/d"\npurge_interval_seconds = 3', "postgres", "postgresql"),
+        ('kind = "Sqlite"\npath = "x.db"', "Sqlite", "sqlite"),
+        ('kind = "mariadb"\nurl = "mysql://h/d"', "mariadb", "mysql"),
+    ],
+)
+def test_a_kind_that_is_nearly_one_is_the_only_mistake(text: str, kind: str, meant: str) -> None:
+    assert mistakes(f"[store]\n{text}") == {"store.kind": f'must be {KINDS}, not "{kind}"; did you mean "{meant}"?'}
+
+
+def test_beside_a_kind_that_is_nearly_one_settings_are_those_of_the_one_meant() -> None:
+    found = mistakes('[store]\nkind = "postgres"\nurl = "redis://h"\npath = "x"')
+
+    assert found["store.path"] == 'does not go with kind = "postgresql"; take it out'
+    assert found["store.url"].startswith('"redis://h" is no PostgreSQL URL')
+
+
+def test_beside_a_kind_that_is_none_nothing_is_judged_by_another() -> None:
+    assert list(mistakes('[store]\nkind = "oracle"\nurl = "oracle://h"\npath = "x"')) == ["store.kind"]
+
+
 def test_a_setting_of_several_types_is_one_mistake() -> None:
     class Shop(Section):
         size: int | tuple[int, int] = 1

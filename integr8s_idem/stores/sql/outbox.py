@@ -124,6 +124,16 @@ class SqlOutbox:
         ):
             return int((await connection.execute(select(func.count()).select_from(outbox))).scalar_one())
 
+    async def tried(self) -> None:
+        row = _row_of(Message("doctor", None, b"", [], secrets.token_hex(16), "doctor"))
+        ours = select(_row.id).where(_row.bucket == row["bucket"], _row.event_id == row["event_id"])
+        unchanged = self._of([row["bucket"]]).values(claimed_until=buckets.c.claimed_until)
+        async with guarded("try", self._timeout, self._dialect.name), self._engine.connect() as connection:
+            await connection.execute(insert(outbox), [row])
+            await connection.execute(unchanged)
+            await connection.execute(self._forgetting((await connection.scalars(ours)).all()))
+            await connection.rollback()
+
 
 def _row_of(message: Message) -> dict[str, Any]:
     pairs = [[name, base64.b64encode(value).decode()] for name, value in message.headers]
