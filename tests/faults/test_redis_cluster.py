@@ -107,7 +107,7 @@ async def test_a_primary_that_steps_down_in_good_order_costs_no_repeat(
     old = cluster.owner(slot)
     async with open_redis_shop(effects, store, behave=briefly) as shop:
         async with loaded(shop):
-            await asyncio.to_thread(cluster.replica_of(old).admin, "CLUSTER", "FAILOVER")
+            await asyncio.to_thread(cluster.hand_over, old)
             await asyncio.to_thread(cluster.await_owner, slot, other_than=old)
 
         await asyncio.to_thread(cluster.await_health)

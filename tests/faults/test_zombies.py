@@ -35,6 +35,7 @@ def test_what_a_zombie_does_after_its_lease_counts_for_nothing() -> None:
     assert figures["refused_by_sink"] >= 1
 
 
+@pytest.mark.timeout(300)
 def test_what_a_zombie_does_after_its_lease_counts_for_nothing_in_other_stores_either() -> None:
     figures = store_zombies.CAMPAIGN.run(0, store_zombies.CAMPAIGN.in_test)
 

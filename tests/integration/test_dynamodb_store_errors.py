@@ -166,7 +166,7 @@ async def test_throttling_without_end_is_an_outage_after_the_timeout(
     store: DynamoIdempotencyRepository, front: DynamoFront, table: Table, code: str
 ) -> None:
     front.refuse(code)
-    async with store_at(table, front.url, timedelta(seconds=0.3)) as hasty:
+    async with store_at(table, front.url, timedelta(seconds=1.5)) as hasty:
         error = await error_of(hasty)
 
     assert isinstance(error, StoreUnavailableError)
@@ -203,7 +203,7 @@ async def test_a_refusal_says_what_to_do(
     table: Table, front: DynamoFront, code: str, message: str, expected: type[StoreError], says: str
 ) -> None:
     front.refuse(code, message=message)
-    async with store_at(table, front.url, timedelta(seconds=0.3)) as store:
+    async with store_at(table, front.url, timedelta(seconds=1.5)) as store:
         error = await error_of(store)
 
     assert isinstance(error, expected)

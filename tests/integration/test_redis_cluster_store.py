@@ -199,7 +199,7 @@ async def test_a_planned_failover_shows_in_the_lineage(
     before = await store.ping()
     old = cluster.owner(SLOT)
 
-    await asyncio.to_thread(cluster.replica_of(old).admin, "CLUSTER", "FAILOVER")
+    await asyncio.to_thread(cluster.hand_over, old)
     await asyncio.to_thread(cluster.await_owner, SLOT, other_than=old)
 
     after = await store.ping()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
 
 from integr8s_idem import IdempotencyRecord
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
@@ -64,8 +66,15 @@ async def committed(bootstrap: str, group: str) -> dict[TopicPartition, int]:
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
     try:
-        offsets = await admin.list_consumer_group_offsets(group)
-        return {partition: known.offset for partition, known in offsets.items()}
+        while True:
+            try:
+                offsets = await admin.list_consumer_group_offsets(group)
+            except KafkaError as error:
+                if not error.retriable:
+                    raise
+                await asyncio.sleep(0.1)  # the coordinator is not there yet, or not any more
+            else:
+                return {partition: known.offset for partition, known in offsets.items()}
     finally:
         await admin.close()
 

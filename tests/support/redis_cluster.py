@@ -123,6 +123,20 @@ class RedisCluster:
 
         self._until(done, "the cluster is not healthy")
 
+    def hand_over(self, primary: RedisServer) -> None:
+        """Let its replica take its place, while both live."""
+        replica = self.replica_of(primary)
+
+        def done() -> bool:
+            if _role(replica) == "master":
+                return True
+            # Asked again as often as it takes: on a busy machine the two do not agree in time, and stay as they are.
+            replica.admin("CLUSTER", "FAILOVER")
+            time.sleep(0.5)
+            return False
+
+        self._until(done, "the replica does not take its primary's place")
+
     def await_owner(self, slot: int, *, other_than: RedisServer) -> RedisServer:
         """Return once the servers that run agree on a new owner of this slot, and serve all slots."""
 
