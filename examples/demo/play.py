@@ -92,6 +92,7 @@ class _Stage:
         self._published = 0
         self._in_flight: frozenset[str] | None = None
         self._troubles: list[str] = []
+        self._over = True
 
     async def act(self) -> None:
         """Everything up to the moment when the services may end.
@@ -103,6 +104,7 @@ class _Stage:
             async with asyncio.timeout(self._asked.seconds - self._display.seconds):
                 await self._act()
         except TimeoutError:
+            self._over = False
             self._troubles.append(f"not over after {self._asked.seconds:g} s")
         await self._look()
 
@@ -115,6 +117,7 @@ class _Stage:
             results=await scene.ledger.results(),
             in_flight=self._in_flight or (),
             attempts=await scene.ledger.attempts(),
+            over=self._over,
             killed=self._in_flight is not None,
             events=self._duplicator.events,
             copies=self._duplicator.copies,

@@ -24,6 +24,8 @@ class Seen:
     """What the k8s worker had taken and not ended when it was killed."""
     attempts: Mapping[str, int] = field(default_factory=dict)
     """The attempt that ran last, as the k8s worker tells."""
+    over: bool = True
+    """Whether all services had the time to end their work."""
     killed: bool = True
     """Whether a worker was killed while a script ran."""
     events: int = 0
@@ -49,9 +51,19 @@ class Verdict:
         return not self.faults
 
     @cached_property
-    def lost(self) -> list[str]:
+    def without_result(self) -> list[str]:
         """Requests without a result."""
         return sorted(execution for execution in self.seen.requested if not self.seen.results.get(execution))
+
+    @property
+    def lost(self) -> list[str]:
+        """Those of them that will never have one: all work is done."""
+        return self.without_result if self.seen.over else []
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Those of them that may yet have one: the demo's time was up before."""
+        return [] if self.seen.over else self.without_result
 
     @cached_property
     def executed_once(self) -> list[str]:
@@ -81,6 +93,7 @@ class Verdict:
         requested = set(seen.requested)
         return [
             *_fault("without a stored result", self.lost),
+            *_fault("not finished when the time was up", self.unfinished),
             *_fault("with more than one stored result", (e for e, found in seen.results.items() if len(found) > 1)),
             *_fault("with a result that nobody asked for", seen.results.keys() - requested),
             *_fault("run though nobody asked for it", seen.runs.keys() - requested),
@@ -126,6 +139,7 @@ class Verdict:
             "results_stored": sum(map(len, seen.results.values())),
             "results_by_status": dict(sorted(self.statuses.items())),
             "lost": len(self.lost),
+            "unfinished": len(self.unfinished),
             "faults": self.faults,
         }
 
@@ -143,7 +157,8 @@ class Verdict:
             f"run         {len(self.executed_once)} scripts once, {len(self.rerun)} twice "
             f"({len(self.reruns_after_kill)} of them in flight at the kill), {unrun} never",
             f"stored      {sum(map(len, seen.results.values()))} results: {statuses or 'none'}",
-            f"lost        {len(self.lost)}",
+            f"lost        {len(self.lost)}"
+            + (f"; {len(self.unfinished)} were not finished when the time was up" if self.unfinished else ""),
             *(f"fault       {fault}" for fault in self.faults),
         ]
 

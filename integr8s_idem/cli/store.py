@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from integr8s_idem.cli.answering import Json, SettingsFile, answered
-from integr8s_idem.config import DynamodbStoreSettings, load_settings
+from integr8s_idem.config import DynamodbStoreSettings, SqliteStoreSettings, load_settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.stores.opening import SqlSettings, open_dynamo, open_engine
 
@@ -71,11 +72,14 @@ def purge_command(
             told = "nothing to do: DynamoDB deletes records by itself, within days after they expired"
             typer.echo(json.dumps({"kind": store.kind, "purged": 0}) if as_json else told)
             return 0
+        if isinstance(store, SqliteStoreSettings) and not Path(store.path).exists():
+            raise ApplicationError(f"there is no file {store.path}, which [store] path names: nothing to purge")
 
         async def done() -> int:
             async with open_engine(store) as engine:
-                from integr8s_idem.stores.sql import SqlIdempotencyRepository
+                from integr8s_idem.stores.sql import SqlIdempotencyRepository, check_schema
 
+                await check_schema(engine, "purge")
                 repository, purged = SqlIdempotencyRepository(engine), 0
                 while more := await repository.purge(batch):
                     purged += more

@@ -144,8 +144,13 @@ def _database_url(url: str, server: str, schemes: tuple[str, ...], place: str) -
         host = _host_of(rest if separator else url) or "localhost"
         meant = f"{schemes[0]}://{host}/{place.partition('/')[2]}"
         raise ValueError(f'"{without_secret(url)}" is no {server} URL; write {meant}')
-    if "@" in _split(url, example).path:
+    parts = _split(url, example)
+    if "@" in parts.path:
         raise ValueError(f"has a slash within its user or password; write / as %2F, @ as %40 there, as in {example}")
+    if not parts.path.strip("/"):
+        # The drivers take the user's name for it, or none.
+        meant = f"{scheme}://{parts.netloc.rpartition('@')[2]}/{place.partition('/')[2]}"
+        raise ValueError(f'"{without_secret(url)}" names no database; write {meant}')
     return url
 
 

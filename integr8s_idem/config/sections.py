@@ -218,7 +218,7 @@ class MysqlStoreSettings(Section):
     """Password; better given by the environment."""
     timeout_seconds: Seconds = 5
     """Longest wait for one answer, a connection included, before StoreUnavailableError."""
-    lock_timeout_seconds: Seconds = 2
+    lock_timeout_seconds: Count = 2
     """Longest wait for a record that another transaction holds, in whole seconds."""
     max_connections: Count = 8
     """Most connections of one service."""

@@ -103,7 +103,6 @@ async def _keep_ordering(shop: RedisShop) -> None:
     ("why", "said"),
     [("no sentinel", "no Sentinel names a primary for"), ("unknown name", "no Sentinel knows 'elsewhere'")],
 )
-)
 async def test_no_primary_to_be_found_is_an_outage(group: RedisGroup, why: str, said: str) -> None:
     wrong = {"sentinels": ("127.0.0.1:1",)} if why == "no sentinel" else {"master_name": "elsewhere"}
     client = redis_sentinel_client(group.settings().model_copy(update=wrong))

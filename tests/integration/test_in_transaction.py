@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import (
+    AsyncConnection,
+    AsyncEngine,
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+)
+from sqlalchemy.orm import Session
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.config import OnInProgress
-from integr8s_idem.errors import ApplicationError, InProgressError, TransactionAbortedError
+from integr8s_idem.errors import ApplicationError, InProgressError, StoreConfigurationError, TransactionAbortedError
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
@@ -281,3 +288,54 @@ async def test_after_a_commit_that_was_refused_the_work_can_be_done_by_the_same_
 
     assert await charged(engine) == ["run 1"]
     assert await manager.get("refund:1") is not None
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("held", ["nonsense", None, Session()], ids=["text", "nothing", "a session without asyncio"])
+async def test_what_holds_no_transaction_is_refused_at_once(
+    held: object, engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    with pytest.raises(ApplicationError, match=f"AsyncSession or AsyncConnection, and not {type(held).__name__}"):
+        async with manager.in_transaction(held):
+            pass
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+async def test_a_session_set_of_a_task_will_do(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+    sessions = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
+
+    async with manager.in_transaction(sessions):
+        await manager.run("refund:1", Refund(sessions()))
+    await sessions.commit()
+    await sessions.remove()
+
+    assert await charged(engine) == ["run 1"]
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)
+@pytest.mark.parametrize("kind", ["sqlite", "sqlite without tables"])
+async def test_a_session_of_another_kind_of_database_is_a_mistake_and_no_outage(
+    kind: str, engine: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
+) -> None:
+    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
+    if kind == "sqlite":
+        await migrate(elsewhere)
+
+    async with session_of(elsewhere) as session, manager.in_transaction(session):
+        with pytest.raises(StoreConfigurationError, match="in another database than the store"):
+            await manager.run("refund:1", Refund(session))
+
+    await elsewhere.dispose()
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+async def test_a_session_of_a_database_without_our_tables_is_a_mistake(
+    engine: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
+) -> None:
+    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
+
+    async with session_of(elsewhere) as session, manager.in_transaction(session):
+        with pytest.raises(StoreConfigurationError, match="in another database than the store"):
+            await manager.run("refund:1", Refund(session))
+
+    await elsewhere.dispose()

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.config import KafkaSettings
@@ -17,6 +18,7 @@ from integr8s_idem.events import Message
 from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import writing
 from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.stores.sql.schema import BUCKETS, buckets
 from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.relay import Relay
 from tests.support.conditions import eventually
@@ -160,6 +162,24 @@ async def test_a_bucket_is_one_relays_until_its_claim_ends(engine: AsyncEngine) 
     assert second is not None
     assert not await outbox.done(first, [], MINUTE)
     assert len(await outbox.read(second)) == 2
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)  # SQLite has one writer at a time
+async def test_a_relay_takes_what_is_free_while_another_is_about_to_take_the_rest(engine: AsyncEngine) -> None:
+    await leave(engine, *(message(number, f"key-{number}".encode()) for number in range(100)))
+    first = select(buckets).where(buckets.c.bucket == 3).with_for_update()
+    async with engine.connect() as another:
+        await another.execute(first)
+
+        claim = await SqlOutbox(engine).claim(MINUTE)
+
+        await another.rollback()
+    rest = await SqlOutbox(engine).claim(MINUTE)
+
+    assert claim is not None
+    assert sorted(claim.buckets) == [bucket for bucket in range(BUCKETS) if bucket != 3]
+    assert rest is not None
+    assert rest.buckets == (3,)
 
 
 async def test_a_broker_that_is_away_is_waited_for(engine: AsyncEngine) -> None:

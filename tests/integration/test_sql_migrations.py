@@ -142,5 +142,14 @@ def test_the_migrations_make_the_tables_of_this_code(kind: str) -> None:
     assert all(step in plain(ddl(dialect)) for step in made)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sql_explains_its_columns_whatever_the_database(kind: str) -> None:
+    shown = ddl(DIALECTS[kind].dialect())
+
+    assert "lease_until is null once released or settled" in shown
+    assert "headers: JSON, pairs of a name and Base64" in shown
+    assert not any(column.comment for table in metadata.sorted_tables for column in table.columns)
+
+
 def plain(sql: str) -> str:
     return re.sub(r"--.*", "", sql).translate({ord(space): None for space in " \t\n"})

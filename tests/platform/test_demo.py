@@ -223,6 +223,15 @@ def test_a_rerun_of_what_was_in_flight_at_the_kill_is_good() -> None:
     assert (verdict.executed_once, verdict.reruns_after_kill, verdict.lost) == (["a"], ["b"], [])
 
 
+def test_what_the_time_was_too_short_for_is_not_called_lost() -> None:
+    verdict = Verdict(seen(results={"a": ["completed"], "b": ["failed"]}, over=False))
+
+    assert (verdict.lost, verdict.unfinished) == ([], ["c"])
+    assert verdict.faults == ["1 not finished when the time was up: c"]
+    assert (verdict.for_machines()["lost"], verdict.for_machines()["unfinished"]) == (0, 1)
+    assert "lost        0; 1 were not finished when the time was up" in verdict.for_people()
+
+
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [

@@ -66,6 +66,42 @@ def test_what_has_expired_is_purged_and_nothing_else() -> None:
     assert sqlite3.connect("idem.db").execute("SELECT count(*) FROM idempotency_records").fetchone() == (3,)
 
 
+def test_a_newer_schema_is_purged_by_nobody_who_does_not_know_it() -> None:
+    asyncio.run(fill(expired=3, kept=0))
+    sqlite3.connect("idem.db").executescript("UPDATE idempotency_store SET version = 9")
+
+    purged, migrated = typed("purge"), typed("migrate")
+
+    assert (purged.exit_code, migrated.exit_code) == (1, 1)
+    assert "the store refuses purge: the schema is of version 9, this code knows 1" in told(purged)
+    assert "the store refuses migrate: the schema is of version 9, this code knows 1" in told(migrated)
+    assert sqlite3.connect("idem.db").execute("SELECT count(*) FROM idempotency_records").fetchone() == (3,)
+
+
+@pytest.mark.parametrize("lost", ["DROP TABLE idempotency_store", "DELETE FROM idempotency_store"])
+def test_tables_that_do_not_say_their_version_are_not_purged(lost: str) -> None:
+    asyncio.run(fill(expired=3, kept=0))
+    sqlite3.connect("idem.db").executescript(lost)
+
+    answer = typed("purge")
+
+    assert answer.exit_code == 1
+    assert "run: integr8s-idem store migrate" in told(answer)
+    assert sqlite3.connect("idem.db").execute("SELECT count(*) FROM idempotency_records").fetchone() == (3,)
+
+
+def test_where_no_file_is_there_is_nothing_to_purge_and_none_is_made() -> None:
+    answer = typed("purge")
+
+    assert answer.exit_code == 2
+    assert "there is no file idem.db" in told(answer)
+    assert not Path("idem.db").exists()
+
+
+def told(answer: Result) -> str:
+    return " ".join(answer.stderr.split())
+
+
 async def fill(*, expired: int, kept: int) -> None:
     async with open_store(SqliteStoreSettings(kind="sqlite", path="idem.db"), key_prefix="idempotency") as store:
         assert isinstance(store, SqlIdempotencyRepository)

@@ -159,6 +159,21 @@ def test_every_mistake_is_said_at_once() -> None:
         ("kafka.xyz = 3\nstore.kind = 'memory'", "kafka.xyz", "unknown setting"),
         ("store.kind = 'memory'\nstore.ur = 'x'", "store.ur", "unknown setting; known here: kind"),
         ("store.kind = 'memory'\nstore.url = 'x'", "store.url", 'does not go with kind = "memory"; take it out'),
+        (
+            '[store]\nkind = "postgresql"\nurl = "postgresql://u:hunter2@db:5432"',
+            "store.url",
+            '"postgresql://***@db:5432" names no database; write postgresql://db:5432/postgres',
+        ),
+        (
+            '[store]\nkind = "mysql"\nurl = "mariadb://db/?charset=utf8mb4"',
+            "store.url",
+            '"mariadb://db/?charset=utf8mb4" names no database; write mariadb://db/idempotency',
+        ),
+        (
+            '[store]\nkind = "mysql"\nlock_timeout_seconds = 0.5',
+            "store.lock_timeout_seconds",
+            "must be a whole number of at least 1, not 0.5",
+        ),
     ],
 )
 def test_a_mistake_says_what_to_write(text: str, path: str, message: str) -> None:

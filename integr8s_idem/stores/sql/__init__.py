@@ -1,7 +1,7 @@
 """Records in a table of PostgreSQL or SQLite, by SQLAlchemy; alone, or in the transaction of the business."""
 
 from integr8s_idem.stores.sql.engine import reading, settings_engine, sql_engine, writing
-from integr8s_idem.stores.sql.migrations import ddl, migrate, migrate_in
+from integr8s_idem.stores.sql.migrations import check_schema, ddl, migrate, migrate_in
 from integr8s_idem.stores.sql.outbox import SqlOutbox
 from integr8s_idem.stores.sql.repository import SqlIdempotencyRepository
 from integr8s_idem.stores.sql.schema import metadata
@@ -11,6 +11,7 @@ __all__ = [
     "SqlIdempotencyRepository",
     "SqlOutbox",
     "SqlTransaction",
+    "check_schema",
     "ddl",
     "metadata",
     "migrate",

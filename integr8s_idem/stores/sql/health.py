@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -16,6 +16,8 @@ from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.sql.dialects import Dialect
 from integr8s_idem.stores.sql.errors import MIGRATE
 from integr8s_idem.stores.sql.schema import VERSION, store
+
+NO_VERSION: Final = f"no tables of the store are there that say of which version they are; {MIGRATE}"
 
 
 async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealth:
@@ -33,8 +35,7 @@ async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealt
     row = answer.first()
     latency = timedelta(seconds=time.perf_counter() - start)
     if row is None:
-        said = f"the tables of the store do not say of which version they are; {MIGRATE}"
-        raise StoreConfigurationError("ping", said, Code.SCHEMA_MISSING)
+        raise StoreConfigurationError("ping", NO_VERSION, Code.SCHEMA_MISSING)
     check_version(row.version)
     version, warnings = await _LOOKS[dialect.name](connection)
     return StoreHealth(

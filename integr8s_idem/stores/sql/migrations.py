@@ -18,11 +18,12 @@ from sqlalchemy.engine import Connection, Dialect
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from integr8s_idem.errors import StoreUnavailableError
+from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
+from integr8s_idem.findings import Code
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import guarded
-from integr8s_idem.stores.sql.health import check_version, new_identity
+from integr8s_idem.stores.sql.health import NO_VERSION, check_version, new_identity
 from integr8s_idem.stores.sql.schema import BUCKETS, VERSION, buckets, metadata, store
 
 _EMPTY: Final = {"mariadb": "x''", "mysql": "x''", "postgresql": "''::bytea", "sqlite": "x''"}
@@ -94,6 +95,20 @@ async def _is_current(engine: AsyncEngine) -> bool:
     # Each start of a worker asks for a file: those who only look must not wait for a writer, nor hold one up.
     async with guarded("migrate", _PATIENCE, engine.dialect.name), reading(engine) as connection:
         return await connection.run_sync(lambda one: version_of(one) == VERSION and not _missing(one))
+
+
+async def check_schema(engine: AsyncEngine, operation: str) -> None:
+    """Refuse `operation` on a database that is not of this code's version.
+
+    Raises:
+        StoreConfigurationError: It is older or newer, or has no tables of ours that say so.
+        StoreUnavailableError: It does not answer.
+    """
+    async with guarded(operation, _PATIENCE, engine.dialect.name), reading(engine) as connection:
+        found = await connection.run_sync(version_of)
+    if found == 0:
+        raise StoreConfigurationError(operation, NO_VERSION, Code.SCHEMA_MISSING)
+    check_version(found, operation)
 
 
 def migrate_in(connection: Connection, up_to: int = VERSION) -> list[Migration]:

@@ -10,9 +10,10 @@ from weakref import WeakSet
 
 from sqlalchemy import Executable, select
 from sqlalchemy.engine import Engine
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 
-from integr8s_idem.errors import CorruptRecordError, StoreConfigurationError
+from integr8s_idem.errors import ApplicationError, CorruptRecordError, StoreConfigurationError
+from integr8s_idem.findings import Code
 from integr8s_idem.records import (
     Completion,
     Corrupt,
@@ -39,6 +40,8 @@ _same: Final[WeakSet[Engine]] = WeakSet()
 
 _Mark: TypeAlias = tuple[str, int]
 """Key and fence of a reservation."""
+
+_ELSEWHERE: Final = "the transaction is in another database than the store: give both the same address"
 
 PAGE: Final = 500
 """Rows of one page of a scan, and of one batch of a purge."""
@@ -211,7 +214,16 @@ class SqlIdempotencyRepository:
             return await health_of(connection, self._dialect)
 
     def joined(self, held: Any) -> JoinedSqlRepository:
-        """The records as seen and written by the transaction that `held`, a session or connection, is in."""
+        """The records as seen and written by the transaction that `held`, a session or connection, is in.
+
+        Raises:
+            ApplicationError: It is neither.
+        """
+        if not isinstance(held, AsyncSession | AsyncConnection | async_scoped_session):
+            raise ApplicationError(
+                "a transaction is joined by SQLAlchemy's AsyncSession or AsyncConnection, "
+                f"and not {type(held).__name__}"
+            )
         return JoinedSqlRepository(self, held)
 
     async def _read(self, operation: str, ask: Callable[..., Executable], *arguments: Any) -> Sequence[Any]:
@@ -247,6 +259,8 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
             StoreConfigurationError: It leads to another database than the store's.
         """
         connection = self._held if isinstance(self._held, AsyncConnection) else await self._held.connection()
+        if dialect_of(connection.dialect.name) is not self._dialect:
+            raise StoreConfigurationError("join", _ELSEWHERE)
         await begun(connection)
         theirs = connection.engine.sync_engine
         if theirs.url != self.engine.url and theirs not in _same:
@@ -268,14 +282,17 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
 
     async def _compare(self, connection: AsyncConnection) -> None:
         asked = select(store.c.identity)
-        async with joining("join", self.engine.dialect.name):
-            there = (await connection.execute(asked)).scalar_one_or_none()
+        try:
+            async with joining("join", self.engine.dialect.name):
+                there = (await connection.execute(asked)).scalar_one_or_none()
+        except StoreConfigurationError as error:
+            if error.code == Code.SCHEMA_MISSING:
+                raise StoreConfigurationError("join", _ELSEWHERE) from error
+            raise
         async with alone(self.engine, reads_only=True) as own:
             ours = (await own.execute(asked)).scalar_one_or_none()
         if there != ours:
-            raise StoreConfigurationError(
-                "join", "the transaction is in another database than the store: give both the same address"
-            )
+            raise StoreConfigurationError("join", _ELSEWHERE)
 
     @asynccontextmanager
     async def _asking(
