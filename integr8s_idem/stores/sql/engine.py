@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import sqlite3
+import ssl
 from collections import defaultdict
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings, SqliteStoreSettings
 from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.stores.sql.tls import refuse_plain, tls_context
 
 _READS_ONLY: Final = "integr8s_idem_reads_only"
 """Execution option of a transaction that will not write: in SQLite it waits for no writer."""
@@ -35,7 +37,9 @@ LONGEST_CONNECT: Final = 10.0
 """Seconds until a server that lets us in without a word is given up."""
 
 
-def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: float = 2.0) -> AsyncEngine:
+def sql_engine(
+    url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: float = 2.0, tls: ssl.SSLContext | None = None
+) -> AsyncEngine:
     """An engine whose transactions are as records need them.
 
     PostgreSQL: READ COMMITTED, connections looked at before use, a bounded wait for locked rows.
@@ -43,6 +47,9 @@ def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: floa
     SQLite: write-ahead log, synchronous = FULL (a power loss takes nothing), a writing transaction waits for
     its turn at its start instead of failing in its middle, and those of one process have theirs in the order in
     which they asked.
+
+    Args:
+        tls: What connections to a server are wrapped in; a server that has none is not talked to.
 
     Raises:
         StoreConfigurationError: A SQLite database in memory, of which each connection would have its own.
@@ -52,18 +59,25 @@ def sql_engine(url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: floa
     if backend == "sqlite":
         return _sqlite_engine(url, pool_size, lock_timeout_seconds)
     if backend in {"mysql", "mariadb"}:
-        return _mysql_engine(url, pool_size, lock_timeout_seconds)
+        return _mysql_engine(url, pool_size, lock_timeout_seconds, tls)
     return create_async_engine(
         url,
         pool_size=pool_size,
         pool_pre_ping=True,
         isolation_level="READ COMMITTED",
-        connect_args={"server_settings": {"lock_timeout": str(int(lock_timeout_seconds * 1000))}},
+        connect_args={
+            "server_settings": {"lock_timeout": str(int(lock_timeout_seconds * 1000))},
+            **({"ssl": tls} if tls is not None else {}),
+        },
     )
 
 
 def settings_engine(settings: MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncEngine:
-    """The engine of a store, by its section of the settings."""
+    """The engine of a store, by its section of the settings.
+
+    Raises:
+        StoreConfigurationError: A file for TLS cannot be used.
+    """
     if isinstance(settings, SqliteStoreSettings):
         url = URL.create("sqlite+aiosqlite", database=settings.path)
         return sql_engine(url, lock_timeout_seconds=settings.lock_timeout_seconds)
@@ -75,7 +89,12 @@ def settings_engine(settings: MysqlStoreSettings | PostgresqlStoreSettings | Sql
         url = url.set(username=settings.username)
     if password is not None:
         url = url.set(password=password.get_secret_value())
-    return sql_engine(url, pool_size=settings.max_connections, lock_timeout_seconds=settings.lock_timeout_seconds)
+    return sql_engine(
+        url,
+        pool_size=settings.max_connections,
+        lock_timeout_seconds=settings.lock_timeout_seconds,
+        tls=tls_context(settings),
+    )
 
 
 @asynccontextmanager
@@ -93,7 +112,9 @@ async def reading(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
         yield connection
 
 
-def _mysql_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
+def _mysql_engine(
+    url: str | URL, pool_size: int, lock_timeout_seconds: float, tls: ssl.SSLContext | None
+) -> AsyncEngine:
     return create_async_engine(
         url,
         pool_size=pool_size,
@@ -104,6 +125,7 @@ def _mysql_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -
             "charset": "utf8mb4",
             "init_command": _said_first(lock_timeout_seconds),
             "async_creator_fn": _connected,
+            **({"ssl": tls} if tls is not None else {}),
         },
     )
 
@@ -114,10 +136,13 @@ async def _connected(**options: Any) -> Any:
 
     connecting = asyncio.ensure_future(asyncio.wait_for(aiomysql.connect(**options), LONGEST_CONNECT))
     try:
-        return await asyncio.shield(connecting)
+        connection = await asyncio.shield(connecting)
     except asyncio.CancelledError:
         connecting.add_done_callback(_close)
         raise
+    if options.get("ssl") is not None:
+        refuse_plain(connection)
+    return connection
 
 
 def _close(connecting: asyncio.Future[Any]) -> None:

@@ -250,8 +250,13 @@ def _of_mysql(operation: str, error: DBAPIError, cause: BaseException) -> StoreE
         told = _told(cause)
         return _refusal(StoreConfigurationError, operation, _MYSQL_REFUSED[number], told, _MYSQL_FOUND.get(number))
     if error.connection_invalidated or number in _BROKEN or not number:
-        return StoreUnavailableError(operation, f"no connection to mysql: {_told(cause)}")
+        return StoreUnavailableError(operation, f"no connection to mysql: {_told(cause)}{_why(cause)}")
     return StoreConfigurationError(operation, f"mysql answers: {_told(cause)}")
+
+
+def _why(error: BaseException) -> str:
+    """What kept the driver from a connection, which it does not say itself: a certificate, a name, a closed port."""
+    return f": {_told(error.__cause__)}" if isinstance(error.__cause__, OSError) else ""
 
 
 def _refusal(
