@@ -20,7 +20,7 @@ MIGRATE: Final = "run: integr8s-idem store migrate"
 
 _REFUSED: Final = {
     "28": "the database does not accept this user and password",
-    "3D": "there is no such database",
+    "3D": "there is no such database; make it, or name another one in store.url",
     "42501": "this database user may not do that",
     "42P01": f"the tables of the store are not there; {MIGRATE}",
     "42703": f"the tables of the store are of another version; {MIGRATE}",
@@ -77,7 +77,7 @@ _SQLITE_PASSING: Final = {
 _MYSQL_REFUSED: Final = {
     1044: "this database user may not use that database",
     1045: "the database does not accept this user and password",
-    1049: "there is no such database",
+    1049: "there is no such database; make it, or name another one in store.url",
     1054: f"the tables of the store are of another version; {MIGRATE}",
     1130: "the database lets nobody in from this machine",
     1142: "this database user may not do that",
