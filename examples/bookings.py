@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Literal
 
 from dishka import FromDishka, Provider, Scope, provide
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+try:
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+    from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+except ModuleNotFoundError as error:
+    if __name__ == "__main__":
+        raise SystemExit(f"this needs {error.name}: pip install '.[embedded,sql]' in the checkout") from None
+    raise
 
 from integr8s_idem import BaseEvent, EventPublisher, EventRouter, Outgoing, Platform, Service, Settings
 from integr8s_idem.config import SqliteStoreSettings

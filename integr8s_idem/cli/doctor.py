@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from typing import Annotated, Any, Final
 
@@ -53,10 +54,16 @@ def doctor_command(
         logging.getLogger().addHandler(logging.NullHandler())
         asked = Asked(settings, load_application(application) if application else None)
         if acl:
-            typer.echo(access_of(asked.settings()))
+            told = access_of(asked.settings())
+            typer.echo(_as_json(told) if as_objects else told)
             return 0
         findings = asyncio.run(examined(asked))
         typer.echo(as_json(findings) if as_objects else as_text(findings, verbose=verbose))
         return status_of(findings)
 
     raise typer.Exit(answered(look, mistake=USAGE))
+
+
+def _as_json(lines: str) -> str:
+    """A policy as it is, which is JSON; commands and statements as a list of texts."""
+    return lines if lines.startswith("{") else json.dumps(lines.splitlines(), indent=2)

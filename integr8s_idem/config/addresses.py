@@ -123,7 +123,8 @@ def postgresql_url(url: str) -> str:
     Raises:
         ValueError: With the URL to write instead.
     """
-    return _database_url(url, "PostgreSQL", ("postgresql", "postgres"), "localhost:5432/postgres")
+    example = _database_url(url, "PostgreSQL", ("postgresql", "postgres"), "localhost:5432/postgres")
+    return _of_known_options(url, ("host", "port", "user", "password"), example)
 
 
 def mysql_url(url: str) -> str:
@@ -132,10 +133,12 @@ def mysql_url(url: str) -> str:
     Raises:
         ValueError: With the URL to write instead.
     """
-    return _database_url(url, "MySQL", ("mysql", "mariadb"), "localhost:3306/idempotency")
+    example = _database_url(url, "MySQL", ("mysql", "mariadb"), "localhost:3306/idempotency")
+    return _of_known_options(url, ("unix_socket", "user", "password"), example)
 
 
 def _database_url(url: str, server: str, schemes: tuple[str, ...], place: str) -> str:
+    """Refuse what is none; an example of one."""
     example = f"{schemes[0]}://{place}"
     _must_be_plain(url, example)
     scheme, separator, rest = url.partition("://")
@@ -151,6 +154,17 @@ def _database_url(url: str, server: str, schemes: tuple[str, ...], place: str) -
         # The drivers take the user's name for it, or none.
         meant = f"{scheme}://{parts.netloc.rpartition('@')[2]}/{place.partition('/')[2]}"
         raise ValueError(f'"{without_secret(url)}" names no database; write {meant}')
+    return example
+
+
+def _of_known_options(url: str, known: tuple[str, ...], example: str) -> str:
+    for name in parse_qs(_split(url, example).query, keep_blank_values=True):
+        if name in known:
+            continue
+        what = f'has the option "{name}", of which nothing is known here; take it out'
+        if name.lower().startswith(("ssl", "tls")):
+            raise ValueError(f"{what}: TLS is store.tls = true, with store.tls_ca_file for a certificate of your own")
+        raise ValueError(f"{what}; known: {', '.join(known)}")
     return url
 
 

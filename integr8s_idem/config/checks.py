@@ -133,6 +133,7 @@ def _store(settings: Settings) -> Iterator[Contradiction]:
             yield Contradiction(
                 "store.password", path, f"is given twice: {path} holds a password as well; take it out of the url"
             )
+    yield from _tls(store)
     if isinstance(store, AnyRedisSettings):
         yield from _redis(store)
 
@@ -147,12 +148,15 @@ def _urls(store: PostgresqlStoreSettings | MysqlStoreSettings | AnyRedisSettings
             yield "store.url", store.url
 
 
-def _redis(store: AnyRedisSettings) -> Iterator[Contradiction]:
+def _tls(store: PostgresqlStoreSettings | MysqlStoreSettings | AnyRedisSettings) -> Iterator[Contradiction]:
     if (store.tls_cert_file is None) != (store.tls_key_file is None):
         given, needed = ("cert", "key") if store.tls_cert_file else ("key", "cert")
         yield Contradiction(
             f"store.tls_{needed}_file", f"store.tls_{given}_file", f"must be given beside store.tls_{given}_file"
         )
+
+
+def _redis(store: AnyRedisSettings) -> Iterator[Contradiction]:
     wait = _Value("store.wait_timeout_seconds", store.wait_timeout_seconds)
     timeout = _Value("store.timeout_seconds", store.timeout_seconds)
     if store.wait_replicas and wait.number >= timeout.number:
@@ -228,6 +232,10 @@ def _warned_globally(settings: Settings) -> Iterator[SettingsMistake]:
 
 
 def _warned_of_store(store: StoreSettings) -> Iterator[SettingsMistake]:
+    if isinstance(store, RedisSentinelStoreSettings | PostgresqlStoreSettings | MysqlStoreSettings) and not store.tls:
+        for name in ("tls_ca_file", "tls_cert_file"):
+            if getattr(store, name) is not None:
+                yield SettingsMistake(f"store.{name}", "is not used without store.tls = true")
     match store:
         case SqliteStoreSettings() | PostgresqlStoreSettings() | MysqlStoreSettings():
             if store.lock_timeout_seconds >= store.timeout_seconds:
@@ -237,8 +245,6 @@ def _warned_of_store(store: StoreSettings) -> Iterator[SettingsMistake]:
                     f"{_plain(store.timeout_seconds)}: a record that another process holds looks like a store that is "
                     "down; lower the first or raise the second",
                 )
-        case RedisSentinelStoreSettings(tls_ca_file=str(), tls=False):
-            yield SettingsMistake("store.tls_ca_file", "is not used without store.tls = true")
         case RedisStoreSettings(tls_ca_file=str()) | RedisClusterStoreSettings(tls_ca_file=str()):
             for path, url in _urls(store):
                 if not url.startswith("rediss://"):

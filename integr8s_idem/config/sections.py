@@ -186,6 +186,14 @@ class PostgresqlStoreSettings(Section):
     """Longest wait for a record that another transaction holds."""
     max_connections: Count = 8
     """Most connections of one service."""
+    tls: bool = False
+    """Talk TLS; the server's certificate and name are checked."""
+    tls_ca_file: str | None = None
+    """Certificates to trust with tls; the system's if not given."""
+    tls_cert_file: str | None = None
+    """Our certificate, where the server asks for one."""
+    tls_key_file: str | None = None
+    """Key of our certificate."""
     purge_interval_seconds: Interval = 60
     """How often a worker takes expired records away; 0 for never."""
 
@@ -222,6 +230,14 @@ class MysqlStoreSettings(Section):
     """Longest wait for a record that another transaction holds, in whole seconds."""
     max_connections: Count = 8
     """Most connections of one service."""
+    tls: bool = False
+    """Talk TLS; the server's certificate and name are checked."""
+    tls_ca_file: str | None = None
+    """Certificates to trust with tls; the system's if not given."""
+    tls_cert_file: str | None = None
+    """Our certificate, where the server asks for one."""
+    tls_key_file: str | None = None
+    """Key of our certificate."""
     purge_interval_seconds: Interval = 60
     """How often a worker takes expired records away; 0 for never."""
 

@@ -15,6 +15,11 @@ def said(path: str, message: str) -> SettingsMistake:
     return SettingsMistake(shown(path, _LONGEST_PATH), shown(message, _LONGEST_MESSAGE))
 
 
+def installing(extra: str) -> str:
+    """How to get an extra: as the README says, since there is no package to be had by its name."""
+    return f"install the extra {extra}: pip install '.[{extra}]' in the checkout"
+
+
 def shown(text: str, longest: int) -> str:
     """`text` as `printable` makes it, cut at `longest` characters."""
     return printable(text if len(text) <= longest else text[:longest] + "…")

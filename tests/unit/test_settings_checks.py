@@ -102,6 +102,11 @@ def made(**tables: Any) -> Settings:
             "must be given beside store.tls_key_file",
         ),
         (
+            {"store": {"kind": "mysql", "tls": True, "tls_cert_file": "cert.pem"}},
+            "store.tls_key_file",
+            "must be given beside store.tls_cert_file",
+        ),
+        (
             {"store": {"wait_replicas": 1, "wait_timeout_seconds": 2}},
             "store.wait_timeout_seconds",
             "= 2 equals store.timeout_seconds = 2: a call would end before the replicas have had their time; "
@@ -175,6 +180,7 @@ def test_contradictions_are_said_at_once() -> None:
         ({"store": {"kind": "sqlite", "lock_timeout_seconds": 5}}, "store.lock_timeout_seconds"),
         ({"store": {"tls_ca_file": "ca.pem"}}, "store.tls_ca_file"),
         ({"store": {"kind": "redis-sentinel", "tls_ca_file": "ca.pem"}}, "store.tls_ca_file"),
+        ({"store": {"kind": "postgresql", "tls_ca_file": "ca.pem"}}, "store.tls_ca_file"),
         (
             {"store": {"kind": "redis-cluster", "urls": ["rediss://a", "redis://b"], "tls_ca_file": "ca.pem"}},
             "store.tls_ca_file",

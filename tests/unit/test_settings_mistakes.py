@@ -154,6 +154,18 @@ def test_every_mistake_is_said_at_once() -> None:
             "store.sentinels",
             '"redis://h:1/0" is no address of a Sentinel; write h:26379',
         ),
+        (
+            "store.kind = 'postgresql'\nstore.url = 'postgresql://h/d?sslmode=require'",
+            "store.url",
+            'has the option "sslmode", of which nothing is known here; take it out: TLS is store.tls = true, '
+            "with store.tls_ca_file for a certificate of your own",
+        ),
+        (
+            "store.kind = 'mysql'\nstore.url = 'mysql://h/d?connect_timeout=3'",
+            "store.url",
+            'has the option "connect_timeout", of which nothing is known here; take it out; '
+            "known: unix_socket, user, password",
+        ),
         ("store.password = 5551234", "store.password", "must be text"),
         ("concurrency = 3", "concurrency", "unknown setting; did you mean services.<name>.concurrency?"),
         ("kafka.xyz = 3\nstore.kind = 'memory'", "kafka.xyz", "unknown setting"),
@@ -338,7 +350,11 @@ def test_a_setting_that_must_be_given_says_what_it_is() -> None:
     ("text", "path", "message"),
     [
         ('path = "x.db"', "store.path", 'does not go with kind = "redis", the default; write kind = "sqlite"'),
-        ("tls = true", "store.tls", 'does not go with kind = "redis", the default; write kind = "redis-sentinel"'),
+        (
+            'master_name = "x"',
+            "store.master_name",
+            'does not go with kind = "redis", the default; write kind = "redis-sentinel"',
+        ),
         (
             'url = "postgresql://u:x@h/db"',
             "store.url",

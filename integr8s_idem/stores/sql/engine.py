@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,10 +13,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings, SqliteStoreSettings
 from integr8s_idem.stores.sql.server_engines import BEGINS, mysql_engine, postgresql_engine
 from integr8s_idem.stores.sql.sqlite_engine import READS_ONLY, sqlite_engine
+from integr8s_idem.stores.sql.tls import tls_context
 
 
 def sql_engine(
-    url: str | URL, *, pool_size: int = 8, lock_timeout_seconds: float = 2.0, pool_timeout_seconds: float = 30.0
+    url: str | URL,
+    *,
+    pool_size: int = 8,
+    lock_timeout_seconds: float = 2.0,
+    pool_timeout_seconds: float = 30.0,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncEngine:
     """An engine whose transactions are as records need them.
 
@@ -26,6 +33,9 @@ def sql_engine(
     its turn at its start instead of failing in its middle, and those of one process have theirs in the order in
     which they asked.
 
+    Args:
+        tls: What connections to a server are wrapped in; a server that has none is not talked to.
+
     Raises:
         StoreConfigurationError: A SQLite database in memory, of which each connection would have its own.
         sqlalchemy.exc.ArgumentError: `url` is none.
@@ -34,12 +44,16 @@ def sql_engine(
     if backend == "sqlite":
         return sqlite_engine(url, pool_size, lock_timeout_seconds)
     if backend in {"mysql", "mariadb"}:
-        return mysql_engine(url, pool_size, lock_timeout_seconds, pool_timeout_seconds)
-    return postgresql_engine(url, pool_size, lock_timeout_seconds, pool_timeout_seconds)
+        return mysql_engine(url, pool_size, lock_timeout_seconds, pool_timeout_seconds, tls)
+    return postgresql_engine(url, pool_size, lock_timeout_seconds, pool_timeout_seconds, tls)
 
 
 def settings_engine(settings: MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncEngine:
-    """The engine of a store, by its section of the settings."""
+    """The engine of a store, by its section of the settings.
+
+    Raises:
+        StoreConfigurationError: A file for TLS cannot be used.
+    """
     if isinstance(settings, SqliteStoreSettings):
         url = URL.create("sqlite+aiosqlite", database=settings.path)
         return sql_engine(url, lock_timeout_seconds=settings.lock_timeout_seconds)
@@ -57,6 +71,7 @@ def settings_engine(settings: MysqlStoreSettings | PostgresqlStoreSettings | Sql
         lock_timeout_seconds=settings.lock_timeout_seconds,
         # Before the call is given up, so that its error can say what it waited for.
         pool_timeout_seconds=0.8 * settings.timeout_seconds,
+        tls=tls_context(settings),
     )
 
 

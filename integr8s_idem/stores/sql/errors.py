@@ -20,7 +20,7 @@ MIGRATE: Final = "run: integr8s-idem store migrate"
 
 _REFUSED: Final = {
     "28": "the database does not accept this user and password",
-    "3D": "there is no such database",
+    "3D": "there is no such database; make it, or name another one in store.url",
     "42501": "this database user may not do that",
     "42P01": f"the tables of the store are not there; {MIGRATE}",
     "42703": f"the tables of the store are of another version; {MIGRATE}",
@@ -77,7 +77,7 @@ _SQLITE_PASSING: Final = {
 _MYSQL_REFUSED: Final = {
     1044: "this database user may not use that database",
     1045: "the database does not accept this user and password",
-    1049: "there is no such database",
+    1049: "there is no such database; make it, or name another one in store.url",
     1054: f"the tables of the store are of another version; {MIGRATE}",
     1130: "the database lets nobody in from this machine",
     1142: "this database user may not do that",
@@ -250,8 +250,13 @@ def _of_mysql(operation: str, error: DBAPIError, cause: BaseException) -> StoreE
         told = _told(cause)
         return _refusal(StoreConfigurationError, operation, _MYSQL_REFUSED[number], told, _MYSQL_FOUND.get(number))
     if error.connection_invalidated or number in _BROKEN or not number:
-        return StoreUnavailableError(operation, f"no connection to mysql: {_told(cause)}")
+        return StoreUnavailableError(operation, f"no connection to mysql: {_told(cause)}{_why(cause)}")
     return StoreConfigurationError(operation, f"mysql answers: {_told(cause)}")
+
+
+def _why(error: BaseException) -> str:
+    """What kept the driver from a connection, which it does not say itself: a certificate, a name, a closed port."""
+    return f": {_told(error.__cause__)}" if isinstance(error.__cause__, OSError) else ""
 
 
 def _refusal(

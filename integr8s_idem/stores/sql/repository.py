@@ -247,7 +247,9 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
     duplicate waits for the transaction of its twin before it is told `InProgress`.
     """
 
-    def __init__(self, records: SqlIdempotencyRepository, held: AsyncSession | AsyncConnection) -> None:
+    def __init__(
+        self, records: SqlIdempotencyRepository, held: AsyncSession | AsyncConnection | async_scoped_session[Any]
+    ) -> None:
         super().__init__(records.engine)
         self._held = held
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from sqlalchemy.engine import URL, Connection
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from integr8s_idem.stores.sql.idle import look_at_idle
+from integr8s_idem.stores.sql.tls import refuse_plain
 
 LONGEST_CONNECT: Final = 10.0
 """Seconds until a server that lets us in without a word is given up."""
@@ -22,7 +24,11 @@ BEGINS: Final = "integr8s_idem_begins"
 
 
 def postgresql_engine(
-    url: str | URL, pool_size: int, lock_timeout_seconds: float, pool_timeout_seconds: float
+    url: str | URL,
+    pool_size: int,
+    lock_timeout_seconds: float,
+    pool_timeout_seconds: float,
+    tls: ssl.SSLContext | None,
 ) -> AsyncEngine:
     said_first = {
         "lock_timeout": str(int(lock_timeout_seconds * 1000)),
@@ -37,14 +43,18 @@ def postgresql_engine(
         max_overflow=0,
         pool_timeout=pool_timeout_seconds,
         isolation_level="READ COMMITTED",
-        connect_args={"server_settings": said_first},
+        connect_args={"server_settings": said_first, **_wrapped(tls)},
     )
     look_at_idle(engine, lambda driver: driver.is_closed())
     return engine
 
 
 def mysql_engine(
-    url: str | URL, pool_size: int, lock_timeout_seconds: float, pool_timeout_seconds: float
+    url: str | URL,
+    pool_size: int,
+    lock_timeout_seconds: float,
+    pool_timeout_seconds: float,
+    tls: ssl.SSLContext | None,
 ) -> AsyncEngine:
     """Its connections commit by themselves as long as nobody wants a transaction of them, and spare COMMITs so."""
     engine = create_async_engine(
@@ -58,6 +68,7 @@ def mysql_engine(
             "charset": "utf8mb4",
             "init_command": _said_first(lock_timeout_seconds),
             "async_creator_fn": _connected,
+            **_wrapped(tls),
         },
     )
 
@@ -78,6 +89,10 @@ def mysql_engine(
     return engine
 
 
+def _wrapped(tls: ssl.SSLContext | None) -> dict[str, Any]:
+    return {} if tls is None else {"ssl": tls}
+
+
 def _if_open(end: Callable[[Any], None]) -> Callable[[Any], None]:
     """Say COMMIT or ROLLBACK only where a transaction may be open."""
 
@@ -95,10 +110,13 @@ async def _connected(**options: Any) -> Any:
 
     connecting = asyncio.ensure_future(asyncio.wait_for(aiomysql.connect(**options), LONGEST_CONNECT))
     try:
-        return await asyncio.shield(connecting)
+        connection = await asyncio.shield(connecting)
     except asyncio.CancelledError:
         connecting.add_done_callback(_close)
         raise
+    if options.get("ssl") is not None:
+        refuse_plain(connection)
+    return connection
 
 
 def _close(connecting: asyncio.Future[Any]) -> None:

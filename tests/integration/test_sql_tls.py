@@ -1,0 +1,174 @@
+"""TLS to a real PostgreSQL and a real MariaDB; certificates of an authority of our own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings
+from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, settings_engine, sql_engine
+from tests.support.kafka.broker import free_ports
+from tests.support.mariadb import MariadbServer, missing_programs
+from tests.support.postgres import PostgresServer
+from tests.support.tls import Authority, TlsFront
+
+NEEDS_MARIADB = pytest.mark.skipif(bool(missing_programs()), reason=missing_programs())
+KINDS = ["postgresql", pytest.param("mysql", marks=NEEDS_MARIADB)]
+
+
+class Ground:
+    """A MariaDB with TLS, one without, and a PostgreSQL, which was built without: it has a front."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.authority = Authority(folder)
+        self._mariadbs: dict[bool, tuple[MariadbServer, int]] = {}
+
+    @cached_property
+    def postgres(self) -> TcpPostgres:
+        server = TcpPostgres(*free_ports(1))
+        server.start()
+        return server
+
+    @asynccontextmanager
+    async def settings(self, kind: str, *, secure: bool = True, **more: Any) -> AsyncIterator[Any]:
+        """Of a store in the server of this kind."""
+        told = {"tls": True, "tls_ca_file": str(self.authority.ca_file), **more}
+        if kind == "mysql":
+            port = await self._mariadb(secure=secure)
+            yield MysqlStoreSettings(kind="mysql", url=f"mysql://127.0.0.1:{port}/test", **{"username": "idem", **told})
+            return
+        told["username"] = "postgres"
+        url = "postgresql://127.0.0.1:{}/postgres"
+        if not secure:
+            yield PostgresqlStoreSettings(kind="postgresql", url=url.format(self.postgres.port), **told)
+            return
+        async with TlsFront(self.postgres.port, self.authority.server_context(), postgresql=True) as front:
+            yield PostgresqlStoreSettings(kind="postgresql", url=url.format(front.port), **told)
+
+    async def _mariadb(self, *, secure: bool) -> int:
+        if secure not in self._mariadbs:
+            (port,) = free_ports(1)
+            certificate = self.authority.certificate_files(self.folder) if secure else ()
+            server = mariadb(port, *certificate, ca=self.authority.ca_file)
+            server.start()
+            self._mariadbs[secure] = server, port
+            await run(server.url, *USERS)
+        return self._mariadbs[secure][1]
+
+    def stop(self) -> None:
+        for server, _ in self._mariadbs.values():
+            server.stop()
+        self.postgres.stop()
+
+
+class TcpPostgres(PostgresServer):
+    """On a port of loopback as well."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.port = port
+        self.settings = {**self.settings, "listen_addresses": "127.0.0.1", "port": str(port)}
+
+
+USERS = (
+    "CREATE USER idem@'127.0.0.1'",
+    "GRANT ALL ON test.* TO idem@'127.0.0.1'",
+    "CREATE USER proven@'127.0.0.1' REQUIRE X509",
+    "GRANT ALL ON test.* TO proven@'127.0.0.1'",
+)
+
+
+def mariadb(port: int, *certificate: Path, ca: Path) -> MariadbServer:
+    network = {"skip-networking": "OFF", "bind-address": "127.0.0.1", "port": str(port)}
+    if certificate:
+        network |= dict(zip(("ssl-cert", "ssl-key", "ssl-ca"), map(str, (*certificate, ca)), strict=True))
+    return MariadbServer(settings=network)
+
+
+async def run(url: str, *statements: str) -> None:
+    engine = sql_engine(url)
+    async with engine.begin() as connection:
+        for statement in statements:
+            await connection.execute(text(statement))
+    await engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    ground = Ground(tmp_path_factory.mktemp("tls"))
+    yield ground
+    ground.stop()
+
+
+async def pinged(settings: Any) -> str:
+    """The version that the store tells; its tables are made."""
+    engine = settings_engine(settings)
+    try:
+        await migrate(engine)
+        return (await SqlIdempotencyRepository(engine).ping()).version
+    finally:
+        await engine.dispose()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_database_is_reached_through_tls(ground: Ground, kind: str) -> None:
+    async with ground.settings(kind) as settings:
+        assert await pinged(settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_database_with_the_certificate_of_another_authority_is_refused(
+    ground: Ground, kind: str, tmp_path: Path
+) -> None:
+    async with ground.settings(kind, tls_ca_file=str(Authority(tmp_path, "other").ca_file)) as settings:
+        with pytest.raises(StoreUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+            await pinged(settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_database_with_the_certificate_of_another_host_is_refused(ground: Ground, kind: str) -> None:
+    async with ground.settings(kind) as settings:
+        elsewhere = settings.model_copy(update={"url": settings.url.replace("127.0.0.1", "localhost")})
+
+        with pytest.raises(StoreUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+            await pinged(elsewhere)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_database_without_tls_is_refused(ground: Ground, kind: str) -> None:
+    async with ground.settings(kind, secure=False) as settings:
+        with pytest.raises(StoreUnavailableError, match=r"TLS|SSL"):
+            await pinged(settings)
+        assert await pinged(settings.model_copy(update={"tls": False}))
+
+
+@NEEDS_MARIADB
+async def test_our_own_certificate_is_shown_to_a_server_that_asks_for_one(ground: Ground) -> None:
+    certificate, key = ground.authority.certificate_files(ground.folder, "worker.example", "worker")
+    shown: dict[str, Any] = {"tls_cert_file": str(certificate), "tls_key_file": str(key)}
+
+    async with ground.settings("mysql", username="proven", **shown) as settings:
+        assert await pinged(settings)
+    async with ground.settings("mysql", username="proven") as settings:
+        with pytest.raises(StoreConfigurationError, match="does not accept this user"):
+            await pinged(settings)
+
+
+@pytest.mark.parametrize("name", ["tls_ca_file", "tls_cert_file"])
+@pytest.mark.parametrize("text", [None, "no certificate"])
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, text: str | None) -> None:
+    file = tmp_path / "file.pem"
+    if text is not None:
+        file.write_text(text)
+    settings = PostgresqlStoreSettings(kind="postgresql", tls=True, **{name: str(file)})
+
+    with pytest.raises(StoreConfigurationError, match=rf"store\.{name}.*file\.pem.* cannot be used"):
+        settings_engine(settings)
