@@ -5,6 +5,7 @@ Idempotent or plain, by which key, for how long: one line of each function.  Han
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 
 from dishka import Provider
@@ -35,6 +36,8 @@ from services.k8s_worker.handlers import router as k8s_worker_router
 from services.result_processor.handlers import router as result_processor_router
 from services.saga_orchestrator.handlers import router as saga_orchestrator_router
 from services.settings import PlatformSection
+
+logger = logging.getLogger(__name__)
 
 
 def coordinator_container(settings: PlatformSettings) -> AsyncContainer:
@@ -77,11 +80,24 @@ def result_processor_container(settings: PlatformSettings) -> AsyncContainer:
             result_processor_router,
             key_strategy=KeyStrategy.CONTENT_HASH,
             ttl=timedelta(seconds=7_200),
-            transaction=AsyncConnection if settings.records_are_in_the_platforms_database else None,
+            transaction=_transaction(settings),
         ),
         TransactionProvider(),
         ResultProcessorProvider(),
     )
+
+
+def _transaction(settings: PlatformSettings) -> type[AsyncConnection] | None:
+    """What makes the result processor transactional, if it can be; says in the log which it is."""
+    store, platform = settings.places
+    if settings.records_are_in_the_platforms_database:
+        logger.info("result-processor: results commit together with their records, in %s", store)
+        return AsyncConnection
+    level = logging.WARNING if settings.may_be_one_database else logging.INFO
+    hint = "; if these are one database, write the same address in both" if settings.may_be_one_database else ""
+    told = "result-processor: results commit before their records: [store] is %s, [platform] is %s%s"
+    logger.log(level, told, store, platform, hint)
+    return None
 
 
 def saga_orchestrator_container(settings: PlatformSettings) -> AsyncContainer:

@@ -18,20 +18,34 @@ class PlatformSettings(Settings):
 
     @property
     def records_are_in_the_platforms_database(self) -> bool:
-        """Whether `[store]` and `[platform]` name one database: then records can commit with what handlers write."""
+        """Whether `[store]` and `[platform]` name one database: then records can commit with what handlers write.
+
+        Addresses are compared as they are written: localhost and 127.0.0.1 are two.
+        """
+        return self._kinds_agree and len({*self.places}) == 1
+
+    @property
+    def may_be_one_database(self) -> bool:
+        """Whether both name a database of one kind, and not the same: perhaps it is one by two names."""
+        return self._kinds_agree and not self.records_are_in_the_platforms_database
+
+    @property
+    def places(self) -> tuple[str, str]:
+        """Where `[store]` and `[platform]` are, without secrets; the kind of a store that is in no such database."""
         ours = make_url(self.platform.database_url)
         match self.store:
             case SqliteStoreSettings(path=path):
-                return ours.get_backend_name() == "sqlite" and _same_file(path, ours.database)
+                theirs = os.path.realpath(path)
             case PostgresqlStoreSettings(url=url):
-                theirs = make_url(url)
-                return ours.get_backend_name() == "postgresql" and _place(ours) == _place(theirs)
-        return False
+                theirs = _place(make_url(url))
+            case other:
+                theirs = other.kind
+        return theirs, os.path.realpath(ours.database or "") if ours.get_backend_name() == "sqlite" else _place(ours)
+
+    @property
+    def _kinds_agree(self) -> bool:
+        return self.store.kind == make_url(self.platform.database_url).get_backend_name()
 
 
-def _same_file(one: str, other: str | None) -> bool:
-    return other is not None and os.path.realpath(one) == os.path.realpath(other)
-
-
-def _place(url: URL) -> tuple[object, ...]:
-    return url.host or url.query.get("host"), url.port or 5432, url.database
+def _place(url: URL) -> str:
+    return f"{url.host or url.query.get('host')}:{url.port or 5432}/{url.database}"

@@ -88,3 +88,31 @@ def test_where_the_records_are_is_told_by_the_settings(store: dict[str, str], pl
     settings = PlatformSettings.model_validate({"store": store, "platform": {"database_url": platform}})
 
     assert settings.records_are_in_the_platforms_database is together
+
+
+@pytest.mark.parametrize(
+    ("store", "platform", "level", "said"),
+    [
+        ("postgresql://u:hunter2@db/shop", "postgresql+asyncpg://db:5432/shop", "INFO", "commit together with"),
+        (
+            "postgresql://localhost/shop",
+            "postgresql+asyncpg://u:hunter2@127.0.0.1/shop",
+            "WARNING",
+            "[store] is localhost:5432/shop, [platform] is 127.0.0.1:5432/shop; if these are one database",
+        ),
+        ("postgresql://db/shop", "sqlite+aiosqlite:///platform.db", "INFO", "commit before their records"),
+    ],
+)
+async def test_the_log_says_whether_records_and_results_commit_together(
+    store: str, platform: str, level: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "providers")
+    values = {"store": {"kind": "postgresql", "url": store}, "platform": {"database_url": platform}}
+
+    container = containers.result_processor_container(PlatformSettings.model_validate(values))
+    await container.close()
+
+    (record,) = [one for one in caplog.records if one.name.startswith("providers")]
+    assert record.levelname == level
+    assert said in record.getMessage()
+    assert "hunter2" not in record.getMessage()

@@ -219,7 +219,9 @@ class SqlIdempotencyRepository:
         Raises:
             ApplicationError: It is neither.
         """
-        if not isinstance(held, AsyncSession | AsyncConnection | async_scoped_session):
+        if isinstance(held, async_scoped_session):
+            held = held()
+        if not isinstance(held, AsyncSession | AsyncConnection):
             raise ApplicationError(
                 "a transaction is joined by SQLAlchemy's AsyncSession or AsyncConnection, "
                 f"and not {type(held).__name__}"
