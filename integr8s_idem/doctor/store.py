@@ -66,8 +66,18 @@ async def look_at_store(settings: Settings, now: Callable[[], float]) -> list[Fi
     try:
         with as_it_is():
             async with open_store(store, key_prefix=settings.idempotency.key_prefix) as repository:
-                health = await repository.ping()
-                return _worst([*_told(health), *await tried(repository, settings, now)])
+                return await look_at_repository(repository, settings, now)
+    except StoreError as error:
+        return [refusal(error, settings)]
+
+
+async def look_at_repository(
+    repository: IdempotencyRepository, settings: Settings, now: Callable[[], float]
+) -> list[Finding]:
+    """All about a store that is open, whoever wrote it; as `look_at_store`."""
+    try:
+        health = await repository.ping()
+        return _worst([*_told(health), *await tried(repository, settings, now)])
     except StoreError as error:
         return [refusal(error, settings)]
 

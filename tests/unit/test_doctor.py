@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dishka import Provider, Scope, provide
 from typer.testing import CliRunner
 
 import integr8s_idem.doctor.examination as examination
+from integr8s_idem import EventRouter, IdempotencyRepository
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import MemoryStoreSettings, RedisStoreSettings, Settings
 from integr8s_idem.doctor import as_json, as_text, status_of
@@ -25,6 +27,15 @@ from integr8s_idem.doctor.remedies import of_setting
 from integr8s_idem.doctor.store import is_too_old, look_at_store, refusal, tried
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
+from integr8s_idem.integrations.dishka import (
+    AsyncContainer,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker import Platform, Service
 from tests.support.doctor import codes, found_in
@@ -162,6 +173,65 @@ async def test_a_container_that_cannot_be_made_is_a_finding(tmp_path: Path) -> N
     (broken,) = [one for one in found if one.code is Code.APPLICATION_BROKEN]
     assert "RuntimeError: no billing without a bank" in broken.what
     assert "broker-unavailable" in codes(found)
+
+
+def guarded_by(repository: type[MemoryIdempotencyRepository], *more: Service) -> Platform:
+    """An application whose service `billing` has a store of its own."""
+
+    class OwnStore(Provider):
+        @provide(scope=Scope.APP, override=True)
+        def store(self) -> IdempotencyRepository:
+            return repository()
+
+    def container(settings: Settings) -> AsyncContainer:
+        return make_async_container(
+            IdempotencyProvider(),
+            KafkaProvider(),
+            IdempotentDispatcherProvider(EventRouter()),
+            OwnStore(),
+            context={Settings: settings, ServiceName: ServiceName("billing")},
+        )
+
+    return Platform(Service("billing", container=container), *more)
+
+
+async def test_a_store_of_the_applications_own_is_looked_at_in_place_of_ours(tmp_path: Path) -> None:
+    found = await found_in(AWAY, tmp_path, guarded_by(MemoryIdempotencyRepository))
+
+    assert "store-unavailable" not in codes(found)
+    assert "store of service billing" in [one.where for one in found if one.code is Code.STORE_SEEN]
+
+
+async def test_what_is_wrong_with_a_store_of_the_applications_own_is_found(tmp_path: Path) -> None:
+    found = await found_in(AWAY, tmp_path, guarded_by(Forgetful))
+
+    assert ("store of service billing", Code.STORE_FORGETS) in [(one.where, one.code) for one in found]
+
+
+async def test_a_store_of_the_applications_own_that_breaks_is_a_finding_about_it(tmp_path: Path) -> None:
+    class Broken(MemoryIdempotencyRepository):
+        async def ping(self) -> StoreHealth:
+            raise KeyError("latency")
+
+    found = await found_in(AWAY, tmp_path, guarded_by(Broken))
+
+    (broken,) = [one for one in found if one.code is Code.APPLICATION_BROKEN]
+    assert broken.what == "Broken fails by KeyError: 'latency'"
+
+
+async def test_ours_is_looked_at_beside_one_of_the_applications_own(tmp_path: Path) -> None:
+    found = await found_in(AWAY, tmp_path, guarded_by(MemoryIdempotencyRepository, Service("audit", guarded_by_ours)))
+
+    assert "store-unavailable" in codes(found)
+
+
+def guarded_by_ours(settings: Settings) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(EventRouter()),
+        context={Settings: settings, ServiceName: ServiceName("audit")},
+    )
 
 
 class Forgetful(MemoryIdempotencyRepository):
