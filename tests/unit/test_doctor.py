@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from typer.testing import CliRunner
 import integr8s_idem.doctor.examination as examination
 from integr8s_idem import EventRouter, IdempotencyRepository
 from integr8s_idem.cli.app import app
-from integr8s_idem.config import MemoryStoreSettings, RedisStoreSettings, Settings
+from integr8s_idem.config import KafkaSettings, MemoryStoreSettings, RedisStoreSettings, Settings
 from integr8s_idem.doctor import as_json, as_text, status_of
+from integr8s_idem.doctor.broker import broker_findings
 from integr8s_idem.doctor.checking import findings_of
 from integr8s_idem.doctor.clocks import skew_findings
 from integr8s_idem.doctor.remedies import of_setting
-from integr8s_idem.doctor.store import is_too_old, look_at_store, refusal, tried
+from integr8s_idem.doctor.store import is_too_old, look_at_repository, look_at_store, refusal, tried
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
 from integr8s_idem.integrations.dishka import (
@@ -38,6 +40,7 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker import Platform, Service
+from integr8s_idem.worker.retention import BrokerFacts
 from tests.support.doctor import codes, found_in
 
 AWAY = '[kafka]\nbootstrap_servers = "127.0.0.1:1"\n[store]\nurl = "redis://127.0.0.1:1/0"\n'
@@ -251,6 +254,24 @@ async def test_a_store_that_forgets_at_once_is_found() -> None:
 
     assert only.code is Code.STORE_FORGETS
     assert "renew, complete, fail, release" in only.what
+
+
+async def test_a_store_that_is_too_old_or_has_words_of_its_own_is_found() -> None:
+    class Old(MemoryIdempotencyRepository):
+        async def ping(self) -> StoreHealth:
+            return StoreHealth(kind="redis", version="6.0.20", latency=timedelta(0), warnings=("it is tired",))
+
+    found = await look_at_repository(Old(), Settings(), time.time)
+
+    assert [one.code for one in found] == [Code.STORE_SEEN, Code.STORE_VERSION, Code.STORE_WARNING]
+    assert "6.0.20 is older than 6.2" in found[1].what
+
+
+def test_brokers_without_a_topic_to_look_at_are_seen_and_nothing_is_wrong() -> None:
+    found = broker_findings(KafkaSettings(), [], BrokerFacts())
+
+    assert [one.code for one in found] == [Code.BROKER_SEEN, Code.TOPICS_UNKNOWN]
+    assert codes(found) == []
 
 
 async def test_of_a_store_in_memory_the_settings_say_enough() -> None:
