@@ -51,10 +51,13 @@ async def examined(asked: Asked, *, now: Callable[[], float] = time.time) -> lis
 
     async def application() -> list[Finding]:
         nonlocal known
-        known = await look_at_application(asked.platform, settings)
+        known = await look_at_application(asked.platform, settings, now)
         return known.findings
 
     async def store() -> list[Finding]:
+        if not known.uses_store:
+            told = "[store] is not looked at: every store of the application is its own"
+            return [Finding(Code.STORE_SEEN, Severity.INFO, STORE, told, "", "")]
         return await look_at_store(settings, now)
 
     async def brokers() -> list[Finding]:

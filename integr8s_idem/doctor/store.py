@@ -68,9 +68,19 @@ async def look_at_store(settings: Settings, now: Callable[[], float]) -> list[Fi
     try:
         with as_it_is():
             async with open_store(store, key_prefix=settings.idempotency.key_prefix) as repository:
-                health = await repository.ping()
-                found = [*_told(health), *await tried(repository, settings, now)]
-                return _worst([*found, *await _outbox_findings(repository, settings)])
+                return await look_at_repository(repository, settings, now)
+    except StoreError as error:
+        return [refusal(error, settings)]
+
+
+async def look_at_repository(
+    repository: IdempotencyRepository, settings: Settings, now: Callable[[], float]
+) -> list[Finding]:
+    """All about a store that is open, whoever wrote it; as `look_at_store`."""
+    try:
+        health = await repository.ping()
+        found = [*_told(health), *await tried(repository, settings, now)]
+        return _worst([*found, *await _outbox_findings(repository, settings)])
     except StoreError as error:
         return [refusal(error, settings)]
 
@@ -106,7 +116,8 @@ async def _outbox_findings(repository: IdempotencyRepository, settings: Settings
         return []
     from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox
 
-    assert isinstance(repository, SqlIdempotencyRepository)
+    if not isinstance(repository, SqlIdempotencyRepository):
+        return []  # the application's own, in place of that of the settings
     try:
         await SqlOutbox(repository.engine).check()
     except StoreError as error:

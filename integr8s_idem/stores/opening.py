@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 SqlSettings: TypeAlias = MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings
 """Of the stores that have tables."""
 
-_as_it_is: Final[ContextVar[bool]] = ContextVar("integr8s_idem_store_as_it_is", default=False)
+_looked_at: Final[ContextVar[list[IdempotencyRepository] | None]] = ContextVar("integr8s_idem_looked_at", default=None)
 
 
 @contextmanager
-def as_it_is() -> Iterator[None]:
-    """Stores that are opened in this block are left as they are: no table is made, and no file."""
-    before = _as_it_is.set(True)
+def as_it_is() -> Iterator[list[IdempotencyRepository]]:
+    """Stores that are opened in this block are left as they are: no table is made, and no file.  Gives these stores."""
+    opened: list[IdempotencyRepository] = []
+    before = _looked_at.set(opened)
     try:
-        yield
+        yield opened
     finally:
-        _as_it_is.reset(before)
+        _looked_at.reset(before)
 
 
 @asynccontextmanager
@@ -49,6 +50,15 @@ async def open_store(settings: StoreSettings, *, key_prefix: str) -> AsyncIterat
     Raises:
         StoreConfigurationError: What this kind needs is not installed.
     """
+    async with _store(settings, key_prefix) as store:
+        looked_at = _looked_at.get()
+        if looked_at is not None:
+            looked_at.append(store)
+        yield store
+
+
+@asynccontextmanager
+async def _store(settings: StoreSettings, key_prefix: str) -> AsyncIterator[IdempotencyRepository]:
     match settings:
         case MemoryStoreSettings():
             from integr8s_idem.stores.memory import MemoryIdempotencyRepository
@@ -95,7 +105,7 @@ async def _sql(settings: SqlSettings) -> AsyncIterator[IdempotencyRepository]:
     async with open_engine(settings) as engine:
         from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate
 
-        if isinstance(settings, SqliteStoreSettings) and not _as_it_is.get():
+        if isinstance(settings, SqliteStoreSettings) and _looked_at.get() is None:
             # A file of one machine: nobody else would make its tables.
             await migrate(engine)
         yield SqlIdempotencyRepository(

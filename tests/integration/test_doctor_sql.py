@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 from examples.bookings import DatabaseProvider, bookings
 from examples.bookings import platform as bookings_platform
@@ -20,6 +21,7 @@ from integr8s_idem import Platform, Service
 from integr8s_idem.config import PostgresqlStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.doctor.access import access_of
 from integr8s_idem.doctor.application import look_at_application
+from integr8s_idem.doctor.store import look_at_repository
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
 from integr8s_idem.findings import Code, Finding, Severity
@@ -32,7 +34,7 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.stores.opening import open_store
-from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, settings_engine, sql_engine
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, metadata, migrate, settings_engine, sql_engine
 from integr8s_idem.stores.sql.outbox import put
 from tests.support.doctor import codes, found_in, found_in_store
 from tests.support.postgres import PostgresServer
@@ -313,6 +315,21 @@ async def test_a_file_that_is_no_database_is_found(tmp_path: Path) -> None:
     found = await found_in_store(SqliteStoreSettings(kind="sqlite", path=str(file)))
 
     assert codes(found) == ["store-refused"]
+
+
+async def test_a_sqlite_file_without_a_write_ahead_log_is_found(tmp_path: Path) -> None:
+    settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"))
+    async with open_store(settings, key_prefix="idempotency") as store:
+        await store.ping()
+    with sqlite3.connect(settings.path) as file:
+        file.execute("PRAGMA journal_mode = DELETE")
+    file.close()
+    engine = create_async_engine(f"sqlite+aiosqlite:///{settings.path}")  # one of an application, which is not ours
+
+    found = await look_at_repository(SqlIdempotencyRepository(engine), Settings(store=settings), time.time)
+    await engine.dispose()
+
+    assert "store-journal" in codes(found)
 
 
 async def test_sqlite_in_memory_is_found(tmp_path: Path) -> None:

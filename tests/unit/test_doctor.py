@@ -9,24 +9,38 @@ import os
 import pickle
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dishka import Provider, Scope, provide
 from typer.testing import CliRunner
 
 import integr8s_idem.doctor.examination as examination
+from integr8s_idem import EventRouter, IdempotencyRepository
 from integr8s_idem.cli.app import app
-from integr8s_idem.config import MemoryStoreSettings, RedisStoreSettings, Settings
+from integr8s_idem.config import KafkaSettings, MemoryStoreSettings, RedisStoreSettings, Settings
 from integr8s_idem.doctor import as_json, as_text, status_of
+from integr8s_idem.doctor.broker import broker_findings
 from integr8s_idem.doctor.checking import findings_of
 from integr8s_idem.doctor.clocks import skew_findings
 from integr8s_idem.doctor.remedies import of_setting
-from integr8s_idem.doctor.store import is_too_old, look_at_store, refusal, tried
+from integr8s_idem.doctor.store import is_too_old, look_at_repository, look_at_store, refusal, tried
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
+from integr8s_idem.integrations.dishka import (
+    AsyncContainer,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker import Platform, Service
+from integr8s_idem.worker.retention import BrokerFacts
 from tests.support.doctor import codes, found_in
 
 AWAY = '[kafka]\nbootstrap_servers = "127.0.0.1:1"\n[store]\nurl = "redis://127.0.0.1:1/0"\n'
@@ -164,6 +178,65 @@ async def test_a_container_that_cannot_be_made_is_a_finding(tmp_path: Path) -> N
     assert "broker-unavailable" in codes(found)
 
 
+def guarded_by(repository: type[MemoryIdempotencyRepository], *more: Service) -> Platform:
+    """An application whose service `billing` has a store of its own."""
+
+    class OwnStore(Provider):
+        @provide(scope=Scope.APP, override=True)
+        def store(self) -> IdempotencyRepository:
+            return repository()
+
+    def container(settings: Settings) -> AsyncContainer:
+        return make_async_container(
+            IdempotencyProvider(),
+            KafkaProvider(),
+            IdempotentDispatcherProvider(EventRouter()),
+            OwnStore(),
+            context={Settings: settings, ServiceName: ServiceName("billing")},
+        )
+
+    return Platform(Service("billing", container=container), *more)
+
+
+async def test_a_store_of_the_applications_own_is_looked_at_in_place_of_ours(tmp_path: Path) -> None:
+    found = await found_in(AWAY, tmp_path, guarded_by(MemoryIdempotencyRepository))
+
+    assert "store-unavailable" not in codes(found)
+    assert "store of service billing" in [one.where for one in found if one.code is Code.STORE_SEEN]
+
+
+async def test_what_is_wrong_with_a_store_of_the_applications_own_is_found(tmp_path: Path) -> None:
+    found = await found_in(AWAY, tmp_path, guarded_by(Forgetful))
+
+    assert ("store of service billing", Code.STORE_FORGETS) in [(one.where, one.code) for one in found]
+
+
+async def test_a_store_of_the_applications_own_that_breaks_is_a_finding_about_it(tmp_path: Path) -> None:
+    class Broken(MemoryIdempotencyRepository):
+        async def ping(self) -> StoreHealth:
+            raise KeyError("latency")
+
+    found = await found_in(AWAY, tmp_path, guarded_by(Broken))
+
+    (broken,) = [one for one in found if one.code is Code.APPLICATION_BROKEN]
+    assert broken.what == "Broken fails by KeyError: 'latency'"
+
+
+async def test_ours_is_looked_at_beside_one_of_the_applications_own(tmp_path: Path) -> None:
+    found = await found_in(AWAY, tmp_path, guarded_by(MemoryIdempotencyRepository, Service("audit", guarded_by_ours)))
+
+    assert "store-unavailable" in codes(found)
+
+
+def guarded_by_ours(settings: Settings) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(EventRouter()),
+        context={Settings: settings, ServiceName: ServiceName("audit")},
+    )
+
+
 class Forgetful(MemoryIdempotencyRepository):
     """Takes records and drops them."""
 
@@ -181,6 +254,24 @@ async def test_a_store_that_forgets_at_once_is_found() -> None:
 
     assert only.code is Code.STORE_FORGETS
     assert "renew, complete, fail, release" in only.what
+
+
+async def test_a_store_that_is_too_old_or_has_words_of_its_own_is_found() -> None:
+    class Old(MemoryIdempotencyRepository):
+        async def ping(self) -> StoreHealth:
+            return StoreHealth(kind="redis", version="6.0.20", latency=timedelta(0), warnings=("it is tired",))
+
+    found = await look_at_repository(Old(), Settings(), time.time)
+
+    assert [one.code for one in found] == [Code.STORE_SEEN, Code.STORE_VERSION, Code.STORE_WARNING]
+    assert "6.0.20 is older than 6.2" in found[1].what
+
+
+def test_brokers_without_a_topic_to_look_at_are_seen_and_nothing_is_wrong() -> None:
+    found = broker_findings(KafkaSettings(), [], BrokerFacts())
+
+    assert [one.code for one in found] == [Code.BROKER_SEEN, Code.TOPICS_UNKNOWN]
+    assert codes(found) == []
 
 
 async def test_of_a_store_in_memory_the_settings_say_enough() -> None:
