@@ -64,12 +64,12 @@ async def run(server: PostgresServer, *statements: str) -> None:
 
 @pytest.fixture
 async def database(postgres: PostgresServer) -> PostgresServer:
-    """With tables as a migration makes them, and a user who may do nothing yet."""
+    """With tables as a migration makes them, and no user of ours yet."""
     async with engine_on(postgres) as engine:
         async with engine.begin() as connection:
             await connection.run_sync(metadata.drop_all)
         await migrate(engine)
-    await run(postgres, "DROP ROLE IF EXISTS worker", "CREATE ROLE worker LOGIN")
+    await run(postgres, "DROP ROLE IF EXISTS worker")
     return postgres
 
 
@@ -91,7 +91,7 @@ async def test_nothing_is_found_in_a_sound_database(database: PostgresServer) ->
 
 
 async def test_a_server_that_gives_up_safety_is_found(database: PostgresServer) -> None:
-    await run(database, "ALTER ROLE worker SET synchronous_commit = off", *granted())
+    await run(database, *granted(), "ALTER ROLE worker SET synchronous_commit = off")
 
     found = await found_by(database, "worker")
 

@@ -10,6 +10,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from examples import dict_store
+from examples.dict_store import DictStore
 from integr8s_idem.config import settings_warnings
 from integr8s_idem.config.loading import load_settings
 from integr8s_idem.worker.deadletters import BODY_BYTES, BODY_SHA256, DROPPED, PREFIX, DeadLetter
@@ -88,6 +90,22 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 
         for pattern in patterns:
             assert any(ROOT.glob(pattern.rstrip("/"))), f"{name_of(page)} names {pattern}"
+
+
+def test_the_page_walks_through_the_store_of_the_examples() -> None:
+    page = (ROOT / "docs" / "how-to" / "write-a-store.md").read_text(encoding="utf-8")
+    walk = page[page.index("## The example, step by step") : page.index("## What the suite checks")]
+    named = re.findall(r"`(_?[a-z]+(?:_[a-z]+)*|Row)`", walk)
+
+    assert [name for name in named if not hasattr(DictStore, name) and not hasattr(dict_store, name)] == ["warnings"]
+    assert {"Row", "_alive", "_reserve", "_take", "_keep", "_owned", "_settle_one", "_under"} <= set(named)
+
+
+def test_what_an_operator_sets_names_every_kind_of_store() -> None:
+    page = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
+    told = page[page.index("## What an operator sets") : page.index("## What to watch")]
+
+    assert [name for name in ("Redis", "PostgreSQL", "MySQL", "SQLite", "DynamoDB") if f"| {name} " not in told] == []
 
 
 def test_the_rule_about_dead_letters_names_every_header_and_no_other() -> None:

@@ -356,7 +356,8 @@ def test_the_rights_are_printed_for_the_user_and_prefix_of_the_settings() -> Non
 def test_the_grants_of_postgresql_name_the_user_as_sql_wants_it() -> None:
     Path("settings.toml").write_text('[store]\nkind = "postgresql"\nusername = "Bill-ing"\n')
 
-    assert typed("--acl").stdout.splitlines()[:2] == [
+    assert typed("--acl").stdout.splitlines()[:3] == [
+        "CREATE ROLE \"Bill-ing\" LOGIN PASSWORD 'PASSWORD';",
         'GRANT SELECT, INSERT, UPDATE, DELETE ON idempotency_records TO "Bill-ing";',
         'GRANT SELECT, UPDATE ON idempotency_store TO "Bill-ing";',
     ]

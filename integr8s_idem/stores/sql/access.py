@@ -29,6 +29,7 @@ def _of_postgresql(user: str) -> list[str]:
     dialect: Any = postgresql.dialect  # SQLAlchemy gives it no types
     quoted = dialect().identifier_preparer.quote(user)
     return [
+        f"CREATE ROLE {quoted} LOGIN PASSWORD 'PASSWORD';",
         *(f"GRANT {rights} ON {table} TO {quoted};" for table, rights in _RIGHTS.items()),
         _WHERE_TRANSACTIONAL,
         *(f"GRANT {rights} ON {table} TO {quoted};" for table, rights in _OUTBOX.items()),
