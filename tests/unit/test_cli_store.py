@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import integr8s_idem.stores.sql
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import SqliteStoreSettings
 from integr8s_idem.records import Completion, Reserved
@@ -133,6 +134,7 @@ def test_a_database_that_does_not_answer_is_told_and_the_status_is_1() -> None:
 
 @pytest.mark.parametrize("missing", ["sqlalchemy", "aiosqlite"])
 def test_without_the_extra_the_error_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integr8s_idem.stores, "sql", integr8s_idem.stores.sql)  # what is imported anew does not stay
     for name in [name for name in sys.modules if name.startswith(("integr8s_idem.stores.sql", missing))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
