@@ -6,13 +6,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from dishka import AsyncContainer
 
 from integr8s_idem.config import Settings
 from integr8s_idem.dispatcher import EventDispatcher
-from integr8s_idem.doctor.store import STORE, is_to_be_made, look_at_repository, refusal
+from integr8s_idem.doctor.store import OUTBOX, STORE, is_to_be_made, look_at_repository, refusal
 from integr8s_idem.errors import StoreError
 from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.stores import IdempotencyRepository
@@ -22,8 +21,6 @@ from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import topics_read
 from integr8s_idem.worker.retention import TTL, Reading
 from integr8s_idem.worker.running import CLOSE_SECONDS, reading_of, section_of
-
-OUTBOX: Final = "outbox"
 
 
 @dataclass

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.addresses import redacted
-from integr8s_idem.doctor.application import OUTBOX, ApplicationLook, look_at_application
+from integr8s_idem.doctor.application import ApplicationLook, look_at_application
 from integr8s_idem.doctor.broker import look_at_brokers
 from integr8s_idem.doctor.checking import findings_of
 from integr8s_idem.doctor.remedies import of_setting
-from integr8s_idem.doctor.store import STORE, look_at_store
+from integr8s_idem.doctor.store import OUTBOX, STORE, look_at_store
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.worker import Platform

@@ -23,6 +23,7 @@ from integr8s_idem.stores.opening import SqlSettings, as_it_is, open_store
 T = TypeVar("T")
 
 STORE: Final = "store"
+OUTBOX: Final = "outbox"
 _LEASE: Final = timedelta(seconds=30)
 _TTL: Final = timedelta(minutes=1)
 _LOOK_SECONDS: Final = 2.0
@@ -48,7 +49,6 @@ _COST: Final[Mapping[Code, str]] = {
     Code.STORE_CREDENTIALS: "no worker starts",
     Code.STORE_REFUSED: "no worker starts",
 }
-_OUTBOX: Final = "outbox"
 _OUTBOX_COST: Final = "no worker starts whose handlers commit together with their records, and their events stay here"
 _PAUSED: Final = "workers wait, and handle nothing meanwhile"
 
@@ -124,7 +124,7 @@ async def _outbox_findings(repository: IdempotencyRepository, settings: Settings
         refused = refusal(error, settings)
         if refused.code is Code.STORE_PERMISSION:
             return []
-        return [replace(refused, where=_OUTBOX, cost=_OUTBOX_COST if refused.cost else "")]
+        return [replace(refused, where=OUTBOX, cost=_OUTBOX_COST if refused.cost else "")]
     return []
 
 
