@@ -141,10 +141,11 @@ def _show(known: dict[str, Campaign], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({name: {"target": known[name].target, **vars(record)} for name, record in records.items()}))
         return
+    width = max(map(len, records))
     for name, record in records.items():
         campaign = known[name]
         print(
-            f"{name:<16} {_size(campaign, record):>12,} of {campaign.target:>12,} {campaign.counts:<10} "
+            f"{name:<{width}} {_size(campaign, record):>12,} of {campaign.target:>12,} {campaign.counts:<10} "
             f"{record.seconds / MINUTE:>6,.0f} min  violations {len(record.violations)}"
         )
 
