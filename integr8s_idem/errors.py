@@ -3,6 +3,7 @@
 IdempotencyError
 ├── KeyReusedError              one key, two payloads: a bug in the producer or in the key
 ├── InProgressError             somebody is doing this work now; its outcome is not known   (retryable)
+│   └── IdempotencyConflictError    the same, and the caller has waited as long as it wanted to
 ├── PreviouslyFailedError       this work was given up earlier; its record blocks it
 ├── LeaseLostError              our reservation was taken over, or might have been          (retryable)
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
@@ -92,6 +93,22 @@ class InProgressError(IdempotencyError):
         return (
             f"{self.key} is being worked on by {self.owner or 'another worker'} (attempt {self.attempt}); "
             f"its lease ends in {_seconds(self.retry_after)}. Ask again then. {self.read_more}"
+        )
+
+
+class IdempotencyConflictError(InProgressError):
+    """Somebody else was still at it when the longest wait was over."""
+
+    def __init__(self, key: str, attempt: int, retry_after: timedelta, owner: str, waited: timedelta) -> None:
+        super().__init__(key, attempt, retry_after, owner)
+        self.args = (*self.args, waited)
+        self.waited = waited
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key} is still being worked on by {self.owner or 'another worker'} (attempt {self.attempt}) after a "
+            f"wait of {_seconds(self.waited)}; its lease ends in {_seconds(self.retry_after)}. Ask again then, or wait "
+            f"longer. {self.read_more}"
         )
 
 

@@ -50,7 +50,7 @@ class Seal:
 
     async def _complete(self, value: object, reserved: Reserved, transaction: Transaction) -> None:
         work = self._work
-        if not await transaction.complete(self._ledger.completion(reserved, value, work.ttl, work.event_type)):
+        if not await transaction.complete(self._ledger.outcome_of(work, reserved, value)):
             self.refused = True
             raise self._ledger.lost(work, reserved, "another worker")
 
@@ -75,6 +75,6 @@ async def run_joined(
         generation = work.key.generation
         attempt = Attempt(verdict.key, verdict.attempt, verdict.fence, float("inf"), work.key.label, generation)
         value = await function(attempt)
-        if not (await records.complete([ledger.completion(verdict, value, work.ttl, work.event_type)]))[0]:
+        if not (await records.complete([ledger.outcome_of(work, verdict, value)]))[0]:
             raise ledger.lost(work, verdict)
     return Executed(value, verdict.attempt)

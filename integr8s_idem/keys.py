@@ -77,12 +77,12 @@ class Key:
         Raises:
             InvalidKeyError: It is empty, or no string.
         """
-        return Key(":" + _escape(_given(text), safe=_SAFE + ":"), _label(text))
+        return Key(":" + escaped(_given(text), safe=_SAFE + ":"), _label(text))
 
     @staticmethod
     def of_event(handler: str, event_type: str, how: str, value: str) -> Key:
         """A key made from an event; `handler` keeps two handlers of one event apart."""
-        return Key(":".join(map(_escape, (handler, event_type, how, value))), _label(f"{event_type}:{value}"))
+        return Key(":".join(map(escaped, (handler, event_type, how, value))), _label(f"{event_type}:{value}"))
 
     @property
     def label(self) -> str:
@@ -129,7 +129,7 @@ class KeySpace:
     @property
     def root(self) -> str:
         """What all full keys of this space start with."""
-        scope = _escape(self.scope)
+        scope = escaped(self.scope)
         if len(scope) > LONGEST_SCOPE:
             scope = "#" + hashlib.sha256(scope.encode()).hexdigest()
         return f"{self.prefix}:{scope}:"
@@ -218,14 +218,15 @@ def _label(text: str) -> str:
     return f"{text[: LONGEST_LABEL - 30]}…#{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
-def _escape(component: str, *, safe: str = _SAFE) -> str:
+def escaped(component: str, *, safe: str = _SAFE) -> str:
+    """`component` as a part of a key: what separates parts, and what is no printable ASCII, is percent-encoded."""
     # Lone surrogates reach us through JSON escapes; they are as good a difference as any.
     return quote(component, safe=safe, errors="surrogatepass")
 
 
 def downstream_key(key: str, name: str) -> str:
     """A key for something done downstream on behalf of `key`: the same at every attempt, at most 255 characters."""
-    text = f"{key}:{_escape(name)}"
+    text = f"{key}:{escaped(name)}"
     return text if len(text) <= MAX_KEY_LENGTH else hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -46,6 +46,9 @@ FIRST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
 """Seconds between two tries to write an outcome, growing from the first to the longest."""
 
+AT_ONCE: Final = timedelta(milliseconds=1)
+"""Remembered so long, by the store's clock, is forgotten before the next look."""
+
 RETENTION_IN_LEASES: Final = 10
 """A record that nobody settles is kept for this many leases at least, so that attempts of a crashing event count."""
 
@@ -97,6 +100,12 @@ class Ledger:
         """The record of a success.  A result that is too large or cannot be written is dropped and counted."""
         stored, dropped = self._result_to_keep(value, event_type)
         return Completion(reservation=reserved, ttl=self._ttl(ttl), result=stored, result_dropped=dropped)
+
+    def outcome_of(self, work: Work, reserved: Reserved, value: object) -> Completion:
+        """The record of `work` that has returned `value`, for as long as it wants to be remembered."""
+        if work.forgotten:
+            return Completion(reservation=reserved, ttl=AT_ONCE)
+        return self.completion(reserved, value, work.ttl, work.event_type)
 
     def failure(self, reserved: Reserved, error: str, ttl: timedelta | None) -> Failure:
         """The record of work that is given up."""

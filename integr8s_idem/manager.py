@@ -16,10 +16,11 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from integr8s_idem.config import IdempotencyConfig, OnInProgress
+from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress
 from integr8s_idem.errors import (
     ApplicationError,
     CorruptRecordError,
+    IdempotencyConflictError,
     InProgressError,
     KeyReusedError,
     PreviouslyFailedError,
@@ -77,6 +78,8 @@ class IdempotencyManager:
         self.observer = observer
         self.scope = scope
         self.owner = (owner or f"{scope}@{socket.gethostname()}:{os.getpid()}")[:128]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._in_scopes: dict[str, IdempotencyManager] = {}
         self._leases = LeaseKeeper(repository, scope, observer)
         self._ledger = Ledger(self.config, repository, observer, scope, self.owner)
         self.passes = Passes(self.config, self._ledger, self._leases, observer)
@@ -86,6 +89,19 @@ class IdempotencyManager:
     def space(self) -> KeySpace:
         """Where its keys live in the store."""
         return self._ledger.space
+
+    @property
+    def running_loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that it works in, if it has begun to and the loop still runs."""
+        return self._loop if self._loop is not None and self._loop.is_running() else None
+
+    def in_scope(self, scope: str) -> IdempotencyManager:
+        """The same manager for the work of another scope; closed together with this one."""
+        if scope == self.scope:
+            return self
+        if scope not in self._in_scopes:
+            self._in_scopes[scope] = IdempotencyManager(self.config, self.repository, self.observer, scope=scope)
+        return self._in_scopes[scope]
 
     def checked_ttl(self, ttl: timedelta) -> timedelta:
         """`ttl`, if outcomes kept for so long protect anything.
@@ -209,6 +225,7 @@ class IdempotencyManager:
         ttl: timedelta | None = None,
         on_in_progress: OnInProgress | None = None,
         wait_timeout: timedelta | None = None,
+        on_failure: OnFailure | None = None,
     ) -> T:
         """Do the work of `key` once; every other caller gets the first one's result.
 
@@ -220,9 +237,11 @@ class IdempotencyManager:
             on_in_progress: What to do while somebody else does it; as configured if `None`.
                 `skip` returns `None`: the outcome is unknown.
             wait_timeout: Longest wait for a running twin; as configured if `None`.
+            on_failure: What a failed run means for the next caller; as configured if `None`.
 
         Raises:
-            InProgressError: Somebody else is at it, and the wait was too long or not wanted.
+            InProgressError: Somebody else is at it, and a wait was not wanted; as `IdempotencyConflictError`
+                if it was too long.
             ApplicationError: Asked from within the run of this very key, which would wait for itself.
             KeyReusedError: The key is known with another payload.
             PreviouslyFailedError: It was given up earlier.
@@ -239,7 +258,8 @@ class IdempotencyManager:
                 raise ApplicationError(f"{function!r} is no async function; what it did has been done")
             return await running
 
-        work = Work(self.space.key(key), fingerprint, None if ttl is None else self.checked_ttl(ttl))
+        checked = None if ttl is None else self.checked_ttl(ttl)
+        work = Work(self.space.key(key), fingerprint, checked, on_failure=on_failure)
         return await self.run_work(
             work, ignoring_the_attempt, returns=function, on_in_progress=on_in_progress, wait_timeout=wait_timeout
         )
@@ -275,19 +295,26 @@ class IdempotencyManager:
         """The value of `work`, by as many passes as it takes.  Raises as `run` does."""
         policy = OnInProgress(on_in_progress or self.config.on_in_progress)
         longest = self.config.wait_timeout if wait_timeout is None else wait_timeout
-        give_up_at = asyncio.get_running_loop().time() + longest.total_seconds()
+        loop = self._loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + longest.total_seconds()
         looks = 0
         while True:
             outcome = await one_pass()
+            if work.forgotten and isinstance(outcome, Completed):
+                outcome = _on_its_way_out(outcome)
             if not isinstance(outcome, InProgress):
                 return self._value_of(outcome, work, returns)
             if policy is OnInProgress.SKIP:
                 self.observer.count(Signal.DUPLICATE_BLOCKED)
                 return None  # type: ignore[return-value]  # what `skip` asks for
             self.passes.refuse_to_wait_for_itself(outcome, work)
-            left = give_up_at - asyncio.get_running_loop().time()
-            if policy is OnInProgress.RAISE or left <= 0:
+            if policy is OnInProgress.RAISE:
                 raise InProgressError(work.key.label, outcome.attempt, outcome.retry_after, outcome.owner)
+            left = give_up_at - loop.time()
+            if left <= 0:
+                raise IdempotencyConflictError(
+                    work.key.label, outcome.attempt, outcome.retry_after, outcome.owner, longest
+                )
             await self.passes.wait_for_change(outcome, at_most=left, looks=looks)
             looks += 1
 
@@ -303,6 +330,8 @@ class IdempotencyManager:
 
     async def close(self) -> None:
         """Let writes that are under way end, and stop renewing."""
+        for sibling in self._in_scopes.values():
+            await sibling.close()
         await self._ledger.close()
         self._leases.close()
 
@@ -323,6 +352,13 @@ class IdempotencyManager:
                 raise CorruptRecordError(label, outcome.reason)
             case InProgress():
                 raise InProgressError(label, outcome.attempt, outcome.retry_after, outcome.owner)
+
+
+def _on_its_way_out(done: Completed) -> InProgress:
+    """Work that is not remembered, just over: its record goes within a moment, unless others keep theirs."""
+    return InProgress(
+        key=done.key, attempt=done.attempt, retry_after=timedelta(seconds=1), owner="a run that has just ended"
+    )
 
 
 def replayed_value(label: str, completed: Completed, function: Callable[..., object]) -> Any:

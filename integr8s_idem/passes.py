@@ -221,14 +221,14 @@ class Passes:
                 return Executed(await function(attempt, Seal(self._ledger, work, None)), attempt.number)
         except Exception as error:  # noqa: BLE001  # handed on as the outcome
             self.observer.count(Signal.HANDLER_FAILED, work.event_type)
-            return HandlerFailed(error, attempt.number, self._hopeless(error, attempt.number))
+            return HandlerFailed(error, attempt.number, self._hopeless(work, error, attempt.number))
 
-    def _hopeless(self, error: Exception, attempt: int) -> bool:
+    def _hopeless(self, work: Work, error: Exception, attempt: int) -> bool:
         if isinstance(error, TransactionAbortedError):
             return False  # no run has failed
         return (
             isinstance(error, PermanentError)
-            or self.config.on_failure is OnFailure.BLOCK
+            or (work.on_failure or self.config.on_failure) is OnFailure.BLOCK
             or attempt >= self.config.max_attempts
         )
 
@@ -303,13 +303,13 @@ class Passes:
     ) -> HandlerFailed:
         self.observer.count(Signal.HANDLER_FAILED, work.event_type)
         reserved = lease.reservation
-        if self._hopeless(error, reserved.attempt):
+        if self._hopeless(work, error, reserved.attempt):
             return await self._fail(work, reserved, error, lease.deadline, wait_for_store)
         await self._ledger.try_to_release(work, reserved)
         return HandlerFailed(error, reserved.attempt, given_up=False)
 
     async def _complete(self, work: Work, lease: HeldLease, value: object, wait_for_store: WaitForStore | None) -> None:
-        completion = self._ledger.completion(lease.reservation, value, work.ttl, work.event_type)
+        completion = self._ledger.outcome_of(work, lease.reservation, value)
 
         async def write(ours: Reserved) -> bool:
             return await self._ledger.complete(replace(completion, reservation=ours))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
+from integr8s_idem.config import OnFailure
 from integr8s_idem.errors import StoreError
 from integr8s_idem.events import Message
 from integr8s_idem.keys import Key, downstream_key, first_generation_key
@@ -73,6 +74,10 @@ class Work:
     """For metrics: one of a closed set, or empty."""
     known: bool = False
     """Whether the store has answered once: hits and misses are counted by work, not by look."""
+    on_failure: OnFailure | None = None
+    """What a failed run means; as configured if `None`."""
+    forgotten: bool = False
+    """Not remembered once it is done: others wait for its end, and then run themselves."""
     unguarded_runs: int = 0
     """Runs without a reservation, counted here because no record does."""
     token: bytes = field(default_factory=lambda: secrets.token_bytes(16))

@@ -17,9 +17,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncIterable, Callable, Iterable
-from contextvars import ContextVar
 from datetime import timedelta
-from typing import Annotated, Any, NewType, ParamSpec, TypeVar, get_type_hints
+from typing import Annotated, Any, NewType, ParamSpec, TypeVar, cast, get_type_hints
 
 from dishka import (
     STRICT_VALIDATION,
@@ -36,6 +35,7 @@ from dishka.integrations.base import default_parse_dependency, wrap_injection
 from redis.asyncio import Redis
 
 from integr8s_idem.config import IdempotencyConfig, Settings
+from integr8s_idem.current import CURRENT
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
@@ -279,9 +279,6 @@ def _needs_of(function: HandlerFunction) -> _Needs:
     return _Needs(function, parameters)
 
 
-_current: ContextVar[AsyncContainer] = ContextVar("integr8s_idem_request_container")
-
-
 def _context(call: HandlerCall) -> dict[Any, Any]:
     return {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
 
@@ -309,12 +306,12 @@ def _transactional_invoker(
 async def _call(
     request: AsyncContainer, needs: dict[HandlerFunction, _Needs], handler: RegisteredHandler, call: HandlerCall
 ) -> Any:
-    token = _current.set(request)
+    token = CURRENT.set(request)
     try:
         found: dict[str, Any] = await request.get(needs[handler.function].key)
         return await handler.function(call.event, **found)
     finally:
-        _current.reset(token)
+        CURRENT.reset(token)
 
 
 def inject(function: Callable[P, T]) -> Callable[P, T]:
@@ -323,7 +320,10 @@ def inject(function: Callable[P, T]) -> Callable[P, T]:
     Handlers of a router need it not.
     """
     return wrap_injection(
-        func=function, is_async=True, container_getter=lambda _args, _kwargs: _current.get(), remove_depends=True
+        func=function,
+        is_async=True,
+        container_getter=lambda _args, _kwargs: cast("AsyncContainer", CURRENT.get()),
+        remove_depends=True,
     )
 
 
@@ -337,11 +337,11 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
 
     async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
         async with scope_of_a_call(container(_context(call))) as request:
-            token = _current.set(request)
+            token = CURRENT.set(request)
             try:
                 return await wrapped[handler.function](call.event)
             finally:
-                _current.reset(token)
+                CURRENT.reset(token)
 
     dispatcher.invoke_with(invoke)
 

@@ -1,0 +1,97 @@
+"""Plain functions in threads, and the event loop that guards them.
+
+The guard is asynchronous; a plain `def` is not.  Its caller's thread lends itself: the loop, in another thread,
+reserves and settles, and what is guarded runs where it was called, with that thread's locals and locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import copy_context
+from queue import SimpleQueue
+from typing import Any, Final, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+Here: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Awaited on the loop, it runs a function in the thread that waits for the loop, and gives what it returns."""
+
+_Job: TypeAlias = Callable[[], None]
+
+
+class _Loop:
+    """One event loop in a thread of ours, begun when the first plain function needs it."""
+
+    def __init__(self) -> None:
+        self._begin_anew()
+        os.register_at_fork(after_in_child=self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        # Threads do not survive a fork.
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def get(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="integr8s-idem", daemon=True).start()
+            return self._loop
+
+
+_OURS: Final = _Loop()
+
+
+def own_loop() -> asyncio.AbstractEventLoop:
+    """The loop for plain functions of programs that have none."""
+    return _OURS.get()
+
+
+def in_a_loop() -> bool:
+    """Whether this thread runs an event loop, which a call that waits would stop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[Any, Any, T]]) -> T:
+    """Run `guard` on `loop`, lend it this thread, and return what it returns.
+
+    If this thread is interrupted, the guard is cancelled, and gives back what it holds.
+    """
+    jobs: SimpleQueue[_Job | None] = SimpleQueue()
+    guarding = asyncio.run_coroutine_threadsafe(guard(lambda function: _hand_over(function, jobs)), loop)
+    guarding.add_done_callback(lambda _: jobs.put(None))
+    try:
+        while (job := jobs.get()) is not None:
+            job()
+    except BaseException:
+        guarding.cancel()
+        raise
+    return guarding.result()
+
+
+async def _hand_over(function: Callable[[], Any], jobs: SimpleQueue[_Job | None]) -> Any:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+    context = copy_context()
+
+    def tell(settle: Callable[[Any], None], value: object) -> None:
+        if not done.done():  # the guard may have given up meanwhile
+            settle(value)
+
+    def job() -> None:
+        try:
+            value = context.run(function)
+        except Exception as error:  # noqa: BLE001  # raised where it is awaited
+            loop.call_soon_threadsafe(tell, done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(tell, done.set_result, value)
+
+    jobs.put(job)
+    return await done

@@ -1,0 +1,196 @@
+"""`@idempotent`: a function that does its work once per key, wherever it is called.
+
+@idempotent(key="refund:{order_id}", ttl=timedelta(days=1), lock_timeout=timedelta(seconds=10))
+async def refund(order_id: str, amount: Decimal) -> Refund: ...
+
+await refund("7", Decimal("30"))      # does it
+await refund("7", Decimal("30"))      # the same Refund, and nothing is done
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar, cast
+
+from integr8s_idem.arguments import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
+from integr8s_idem.callers import Here, in_a_loop, own_loop, wait_for
+from integr8s_idem.config import OnFailure, OnInProgress
+from integr8s_idem.current import CURRENT, Container
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.work import Attempt, Work
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def idempotent(
+    *,
+    key: KeySource,
+    ttl: timedelta | None = None,
+    lock_timeout: timedelta | None = None,
+    scope: str | None = None,
+    fingerprint: FingerprintSource | None = None,
+    re_execute_on_read: bool = False,
+    on_failure: OnFailure | None = None,
+    manager: IdempotencyManager | None = None,
+    container: Container | None = None,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Do the work of a function once per key; every other caller gets the first one's result.
+
+    For `async def` and `def`, functions and methods.  A plain `def` runs in the thread that calls it, and that
+    must not be the event loop's.  A result comes back as the type that the function's return annotation names.
+
+    The manager is that of an argument of the call, if one is an `IdempotencyManager` (as `FromDishka[...]` fills
+    it in); that of the decorator; that of `container`; or that of the container of the event being handled.
+
+    Args:
+        key: Names the work: a template over the parameters (`"refund:{order.id}"`), dotted fields
+            (`["order.id", "currency"]`), or a function of the arguments.
+        ttl: How long the outcome is remembered, by the store's clock; as configured if `None`.
+        lock_timeout: How long to wait for a running twin; as configured if `None`.
+        scope: Who does the work, if not the manager's scope.
+        fingerprint: What a second use of the key must bring again: dotted fields, or what a function of the
+            arguments returns.  Without it equal keys mean equal work.
+        re_execute_on_read: Remember no outcome: a later call runs again, but never while another one runs.
+        on_failure: What a failed run means for the next call; as configured if `None`.
+        manager: Guards the function.
+        container: A Dishka `AsyncContainer` that has a manager.
+
+    Raises:
+        InvalidKeyError: At decoration: the key names what the function does not take.
+        ApplicationError: At decoration: contradicting arguments, or a generator, which returns before its work.
+            At a call: nobody has named a manager, the call asks for the key that it is itself working on, or
+            a plain function is called in the event loop's thread.
+        IdempotencyConflictError: At a call: a twin is running still after `lock_timeout`.
+        IdempotencyError: At a call: as `IdempotencyManager.run`.
+    """
+    if manager is not None and container is not None:
+        raise ApplicationError("@idempotent takes a manager or a container that has one, not both")
+    if re_execute_on_read and ttl is not None:
+        raise ApplicationError("re_execute_on_read remembers no outcome, so a ttl means nothing to it: leave one out")
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        name = getattr(function, "__qualname__", repr(function))
+        _refuse_generators(function, name)
+        signature = inspect.signature(function)
+        guard = _Guard(
+            function,
+            name,
+            signature,
+            key_maker(key, signature, name),
+            fingerprint_maker(fingerprint, signature, name),
+            ttl,
+            lock_timeout,
+            scope,
+            re_execute_on_read,
+            on_failure,
+            manager,
+            container,
+        )
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def guarded(*args: P.args, **kwargs: P.kwargs) -> Any:
+                return await guard.run(args, kwargs)
+
+            return cast("Callable[P, T]", guarded)
+
+        @functools.wraps(function)
+        def guarded_plain(*args: P.args, **kwargs: P.kwargs) -> T:
+            return cast("T", guard.run_plain(args, kwargs))
+
+        return guarded_plain
+
+    return decorate
+
+
+def _refuse_generators(function: Callable[..., object], name: str) -> None:
+    if isinstance(function, staticmethod | classmethod):
+        raise ApplicationError(f"put @idempotent below @{type(function).__name__} of {name}, nearest to the function")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ApplicationError(f"{name} is a generator, which returns before its work is done: it cannot be guarded")
+
+
+@dataclass(frozen=True, slots=True)
+class _Guard:
+    """One decorated function and how it is guarded."""
+
+    function: Callable[..., Any]
+    name: str
+    signature: inspect.Signature
+    key: Callable[[Arguments], str]
+    fingerprint: Callable[[Arguments], bytes | None]
+    ttl: timedelta | None
+    lock_timeout: timedelta | None
+    scope: str | None
+    forgotten: bool
+    on_failure: OnFailure | None
+    manager: IdempotencyManager | None
+    container: Container | None
+
+    async def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = Arguments(self.signature, args, kwargs)
+
+        async def work(_: Attempt) -> Any:
+            return await self.function(*args, **kwargs)
+
+        return await self._run(await self._manager_of(call), call, work)
+
+    def run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if in_a_loop():
+            raise ApplicationError(
+                f"{self.name} is a plain function, and its guard would stop the event loop that it is called in: "
+                f"write `await asyncio.to_thread({self.name.rpartition('.')[2]}, …)`, or make it an async def"
+            )
+        call = Arguments(self.signature, args, kwargs)
+        manager = self._known(call) or wait_for(own_loop(), lambda _: self._manager_of(call))
+
+        async def guard(here: Here) -> Any:
+            async def work(_: Attempt) -> Any:
+                return await here(functools.partial(self.function, *args, **kwargs))
+
+            return await self._run(manager, call, work)
+
+        return wait_for(manager.running_loop or own_loop(), guard)
+
+    async def _run(
+        self, manager: IdempotencyManager, call: Arguments, work: Callable[[Attempt], Awaitable[Any]]
+    ) -> Any:
+        if self.scope is not None:
+            manager = manager.in_scope(self.scope)
+        ttl = None if self.ttl is None else manager.checked_ttl(self.ttl)
+        asked = Work(
+            manager.space.key(self.key(call)),
+            self.fingerprint(call),
+            ttl,
+            on_failure=self.on_failure,
+            forgotten=self.forgotten,
+        )
+        return await manager.run_work(
+            asked, work, returns=self.function, on_in_progress=self._policy(manager), wait_timeout=self.lock_timeout
+        )
+
+    def _policy(self, manager: IdempotencyManager) -> OnInProgress:
+        """To skip is no answer here: a caller wants a value of the type that the function names."""
+        asked = self.lock_timeout is not None or manager.config.on_in_progress is OnInProgress.SKIP
+        return OnInProgress.WAIT if asked else manager.config.on_in_progress
+
+    def _known(self, call: Arguments) -> IdempotencyManager | None:
+        given = (value for value in call.named.values() if isinstance(value, IdempotencyManager))
+        return next(given, self.manager)
+
+    async def _manager_of(self, call: Arguments) -> IdempotencyManager:
+        if (known := self._known(call)) is not None:
+            return known
+        container = self.container or CURRENT.get(None)
+        if container is None:
+            raise ApplicationError(
+                f"nobody has named a manager for {self.name}: write @idempotent(…, manager=manager), or "
+                "container=container, or give the function a parameter of type IdempotencyManager"
+            )
+        return cast("IdempotencyManager", await container.get(IdempotencyManager))

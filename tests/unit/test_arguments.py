@@ -1,0 +1,161 @@
+"""Keys and fingerprints made of the arguments of a call."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from integr8s_idem.arguments import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
+from integr8s_idem.errors import InvalidKeyError
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclass
+class Order:
+    id: int
+    customer: dict[str, object]
+
+
+def place(order: Order, amount: object = 1, /, *more: object, note: str = "", **rest: object) -> None: ...
+
+
+def _called(function: Callable[..., object], *args: object, **kwargs: object) -> Arguments:
+    return Arguments(inspect.signature(function), args, kwargs)
+
+
+def _key(source: KeySource, function: Callable[..., object], *args: object, **kwargs: object) -> str:
+    return key_maker(source, inspect.signature(function), "place")(_called(function, *args, **kwargs))
+
+
+def _fingerprint(source: FingerprintSource, function: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    return fingerprint_maker(source, inspect.signature(function), "place")(_called(function, *args, **kwargs))
+
+
+ORDER = Order(7, {"name": "Ada", "id": 3})
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ("order:{order.id}", "order:7"),
+        ("order:{order.customer.name}", "order:Ada"),
+        ("{amount}", "30"),
+        ("{{{amount}}}", "{30}"),
+        (["order.id", "amount"], "order.id=7,amount=30"),
+        (lambda order, amount, **_: f"{order.id}/{amount}", "7/30"),
+    ],
+)
+def test_a_key_is_made_by_a_template_by_fields_or_by_a_function(source: KeySource, key: str) -> None:
+    assert _key(source, place, ORDER, 30, note="x") == key
+
+
+def test_a_key_is_the_same_however_the_arguments_are_given() -> None:
+    def pay(order_id: str, amount: int = 30) -> None: ...
+
+    calls = [
+        _called(pay, "7"),
+        _called(pay, order_id="7"),
+        _called(pay, "7", 30),
+        _called(pay, amount=30, order_id="7"),
+    ]
+    make = key_maker("{order_id}:{amount}", inspect.signature(pay), "pay")
+    assert {make(call) for call in ways} == {"7:30"}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (UUID(int=5), "00000000-0000-0000-0000-000000000005"),
+        (Decimal("30.00"), "30.00"),
+        (date(2026, 11, 21), "2026-11-21"),
+        (Colour.RED, "red"),
+        ("a b", "a%20b"),
+        ("é", "%C3%A9"),
+    ],
+)
+def test_values_with_one_text_each_stand_in_a_key(value: object, text: str) -> None:
+    assert _key("{amount}", place, ORDER, value) == text
+
+
+@pytest.mark.parametrize("value", [None, True, 1.5, object(), b"x", ["a"], {"a": 1}, ORDER])
+def test_a_value_without_a_text_of_its_own_makes_no_key(value: object) -> None:
+    with pytest.raises(InvalidKeyError, match="amount is to be part of a key"):
+        _key("{amount}", place, ORDER, value)
+
+
+def test_an_empty_value_makes_no_key() -> None:
+    with pytest.raises(InvalidKeyError, match="note is to be part of a key, and it is empty"):
+        _key("{note}", place, ORDER)
+
+
+@pytest.mark.parametrize("source", ["{order.nothing}", "{order.customer.nothing}", ["order.nothing.more"]])
+def test_a_field_that_is_not_there_makes_no_key(source: KeySource) -> None:
+    with pytest.raises(InvalidKeyError, match="nothing is not there"):
+        _key(source, place, ORDER)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{ordr.id}", r"'ordr.id' is to be part of a key, and the parameters of place are order, amount, more, note"),
+        (["ordr"], "the parameters of place are"),
+        ("refund", "names no argument"),
+        ("", "names no argument"),
+        ([], "no field was named"),
+        ("{}", "the parameters of place are"),
+        ("{order[0]}", "the parameters of place are"),
+        ("{order.}", "the parameters of place are"),
+        ("{order!r}", "names only"),
+        ("{amount:>9}", "names only"),
+        ("{amount", "cannot be read"),
+        ("{amount}{note}", "follow each other"),
+        ("{amount}and{note}", "follow each other"),
+    ],
+)
+def test_what_could_never_make_a_good_key_is_refused_beforehand(source: KeySource, why: str) -> None:
+    with pytest.raises(InvalidKeyError, match=why):
+        key_maker(source, inspect.signature(place), "place")
+
+
+PARTS = st.text(alphabet="ab1:-_.,=%{} é/", min_size=1, max_size=4)
+
+
+@given(
+    template=st.sampled_from(["{a}:{b}", "{a}-{b}", "x{a}.-{b}y", "{a}and-{b}", ["a", "b"]]),
+    one=st.tuples(PARTS, PARTS),
+    other=st.tuples(PARTS, PARTS),
+)
+def test_no_two_calls_have_one_key(template: KeySource, one: tuple[str, str], other: tuple[str, str]) -> None:
+    def work(a: str, b: str) -> None: ...
+
+    assert (_key(template, work, *one) == _key(template, work, *other)) == (one == other)
+
+
+def test_a_fingerprint_tells_one_payload_from_another() -> None:
+    first = _fingerprint(["amount", "order.customer"], place, ORDER, 30)
+    assert len(first) == 16
+    assert first == _fingerprint(["amount", "order.customer"], place, Order(8, {"id": 3, "name": "Ada"}), 30, note="x")
+    assert first != _fingerprint(["amount", "order.customer"], place, ORDER, 31)
+    assert _fingerprint(lambda order, *_: order, place, ORDER) == _fingerprint(lambda order, *_: order, place, ORDER, 5)
+
+
+def test_without_a_source_there_is_no_fingerprint() -> None:
+    assert fingerprint_maker(None, inspect.signature(place), "place")(_called(place, ORDER)) is None
+
+
+def test_what_cannot_be_written_makes_no_fingerprint() -> None:
+    with pytest.raises(InvalidKeyError, match="no fingerprint can be made"):
+        _fingerprint(["amount"], place, ORDER, object())

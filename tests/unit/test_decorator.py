@@ -1,0 +1,482 @@
+"""`@idempotent`: once per key, wherever a function is called."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import typing
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from dishka import Provider, Scope, make_async_container
+from pydantic import BaseModel
+
+from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
+from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress
+from integr8s_idem.decorator import idempotent
+from integr8s_idem.errors import (
+    ApplicationError,
+    IdempotencyConflictError,
+    InvalidKeyError,
+    KeyReusedError,
+    PreviouslyFailedError,
+)
+from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.guarded import guarded
+
+
+class Refund(BaseModel):
+    order_id: str
+    amount: Decimal
+
+
+@dataclass
+class Receipt:
+    number: int
+
+
+def _manager(**config: Any) -> IdempotencyManager:
+    return IdempotencyManager(IdempotencyConfig(**config), MemoryIdempotencyRepository(), scope="billing")
+
+
+@virtual_time
+async def test_a_second_call_gets_the_first_ones_result_as_its_type() -> None:
+    manager, runs = guarded().manager, []
+
+    @idempotent(key="refund:{order_id}", manager=manager)
+    async def refund(order_id: str, amount: Decimal) -> Refund:
+        runs.append(order_id)
+        return Refund(order_id=order_id, amount=amount)
+
+    first = await refund("7", Decimal("30.00"))
+    again = await refund(amount=Decimal(1), order_id="7")
+    other = await refund("8", Decimal(1))
+
+    assert first == again == Refund(order_id="7", amount=Decimal("30.00"))
+    assert other.order_id == "8"
+    assert runs == ["7", "8"]
+    record = await manager.get("refund:7")
+    assert record is not None
+    assert record.status is IdempotencyStatus.COMPLETED
+
+
+@virtual_time
+@pytest.mark.parametrize("value", [None, 0, "", False, [], {}, b"", 0.0])
+async def test_falsy_results_come_back_as_what_they_are(value: object) -> None:
+    runs = []
+
+    @idempotent(key="{name}", manager=guarded().manager)
+    async def work(name: str) -> Any:
+        runs.append(name)
+        return value
+
+    assert await work("x") == value
+    again = await work("x")
+    assert again == value
+    assert type(again) is type(value)
+    assert runs == ["x"]
+
+
+@virtual_time
+async def test_a_dataclass_comes_back_as_one() -> None:
+    @idempotent(key="{number}", manager=guarded().manager)
+    async def work(number: int) -> Receipt | None:
+        return Receipt(number)
+
+    assert await work(5) == await work(5) == Receipt(5)
+
+
+@virtual_time
+async def test_a_twin_waits_for_the_running_one_and_no_longer_than_it_may() -> None:
+    manager = guarded().manager
+    runs = []
+
+    @idempotent(key="{name}", manager=manager, lock_timeout=timedelta(seconds=10))
+    async def work(name: str, seconds: float) -> int:
+        runs.append(name)
+        await asyncio.sleep(seconds)
+        return len(runs)
+
+    assert list(await asyncio.gather(work("short", 5), work("short", 5))) == [1, 1]
+
+    slow = asyncio.create_task(work("long", 15))
+    await asyncio.sleep(0.1)
+    with pytest.raises(IdempotencyConflictError, match="after a wait of 10 s"):
+        await work("long", 15)
+    assert await slow == 2
+
+
+@virtual_time
+async def test_a_lock_timeout_of_nothing_is_a_conflict_at_once() -> None:
+    @idempotent(key="{name}", manager=guarded().manager, lock_timeout=timedelta())
+    async def work(name: str) -> None:
+        await asyncio.sleep(5)
+
+    first = asyncio.create_task(work("x"))
+    await asyncio.sleep(1)
+    with pytest.raises(IdempotencyConflictError):
+        await work("x")
+    assert asyncio.get_running_loop().time() == pytest.approx(1)
+    await first
+
+
+@virtual_time
+async def test_where_workers_skip_a_call_waits_since_it_wants_a_value() -> None:
+    manager = guarded(on_in_progress=OnInProgress.SKIP).manager
+
+    @idempotent(key="{name}", manager=manager)
+    async def work(name: str) -> str:
+        await asyncio.sleep(1)
+        return name
+
+    assert list(await asyncio.gather(work("x"), work("x"))) == ["x", "x"]
+
+
+@virtual_time
+async def test_a_failure_is_raised_unchanged_and_the_next_call_tries_again() -> None:
+    runs = []
+
+    @idempotent(key="{name}", manager=guarded().manager)
+    async def work(name: str) -> int:
+        runs.append(name)
+        if len(runs) == 1:
+            raise OSError("no")
+        return len(runs)
+
+    with pytest.raises(OSError, match="no"):
+        await work("x")
+    assert await work("x") == 2
+
+
+@virtual_time
+async def test_a_failure_that_blocks_is_told_to_the_next_call() -> None:
+    @idempotent(key="{name}", manager=guarded().manager, on_failure=OnFailure.BLOCK)
+    async def work(name: str) -> None:
+        raise OSError(name)
+
+    with pytest.raises(OSError, match="x"):
+        await work("x")
+    with pytest.raises(PreviouslyFailedError, match="OSError: x"):
+        await work("x")
+
+
+@virtual_time
+async def test_another_payload_under_the_same_key_is_refused() -> None:
+    @idempotent(key="{order_id}", fingerprint=["amount"], manager=guarded().manager)
+    async def pay(order_id: str, amount: Decimal) -> str:
+        return order_id
+
+    await pay("7", Decimal(30))
+    await pay("7", Decimal(30))
+    with pytest.raises(KeyReusedError):
+        await pay("7", Decimal(31))
+
+
+@virtual_time
+async def test_what_is_executed_again_on_read_runs_each_time_and_never_twice_at_once() -> None:
+    manager, running, most, runs = guarded().manager, 0, 0, 0
+
+    @idempotent(key="report:{name}", manager=manager, re_execute_on_read=True)
+    async def report(name: str) -> int:
+        nonlocal running, most, runs
+        running, runs = running + 1, runs + 1
+        most = max(most, running)
+        await asyncio.sleep(1)
+        running -= 1
+        return runs
+
+    assert sorted(await asyncio.gather(*(report("x") for _ in range(5)))) == [1, 2, 3, 4, 5]
+    assert await report("x") == 6
+    assert most == 1
+
+
+@virtual_time
+async def test_what_is_executed_again_may_run_any_number_of_times() -> None:
+    @idempotent(key="{name}", manager=guarded(max_attempts=2).manager, re_execute_on_read=True)
+    async def work(name: str) -> str:
+        return name
+
+    for _ in range(10):
+        assert await work("x") == "x"
+
+
+@virtual_time
+async def test_what_others_remember_is_not_executed_again_and_says_why() -> None:
+    manager = guarded().manager
+    await idempotent(key="{name}", manager=manager)(_echo)("x")
+
+    again = idempotent(key="{name}", manager=manager, re_execute_on_read=True, lock_timeout=timedelta(seconds=3))(_echo)
+    with pytest.raises(IdempotencyConflictError, match="a run that has just ended"):
+        await again("x")
+
+
+async def _echo(name: str) -> str:
+    return name
+
+
+@virtual_time
+async def test_scopes_keep_the_same_key_apart() -> None:
+    manager = guarded().manager
+    one, other = (idempotent(key="{name}", manager=manager, scope=scope)(_echo) for scope in ("one", "other"))
+    await one("x")
+    await other("x")
+
+    assert await manager.get("x") is None
+    assert await manager.in_scope("one").get("x") is not None
+    assert await manager.in_scope("other").get("x") is not None
+
+
+@virtual_time
+async def test_methods_are_guarded_as_functions_are() -> None:
+    manager = guarded().manager
+
+    class Billing:
+        def __init__(self, tenant: str) -> None:
+            self.tenant = tenant
+            self.charged: list[str] = []
+
+        @idempotent(key="{self.tenant}:{order_id}", manager=manager)
+        async def charge(self, order_id: str) -> str:
+            self.charged.append(order_id)
+            return self.tenant
+
+        @classmethod
+        @idempotent(key="class:{order_id}", manager=manager)
+        async def charge_all(cls, order_id: str) -> str:
+            return cls.__name__ + order_id
+
+        @staticmethod
+        @idempotent(key="static:{order_id}", manager=manager)
+        async def charge_none(order_id: str) -> str:
+            return order_id
+
+    ours, theirs = Billing("ours"), Billing("theirs")
+    assert [await ours.charge("1"), await ours.charge("1"), await theirs.charge("1")] == ["ours", "ours", "theirs"]
+    assert (ours.charged, theirs.charged) == (["1"], ["1"])
+    assert await Billing.charge_all("1") == "Billing1"
+    assert await Billing.charge_none("1") == "1"
+
+
+@virtual_time
+async def test_guarded_calls_within_guarded_calls_do_not_disturb_each_other() -> None:
+    manager, runs = guarded().manager, []
+
+    @idempotent(key="inner:{name}", manager=manager)
+    async def inner(name: str) -> str:
+        runs.append(f"inner {name}")
+        return name
+
+    @idempotent(key="outer:{name}", manager=manager)
+    async def outer(name: str) -> list[str]:
+        runs.append(f"outer {name}")
+        return [*await asyncio.gather(inner(name), inner("other")), await inner(name)]
+
+    assert await outer("x") == await outer("x") == ["x", "other", "x"]
+    assert sorted(runs) == ["inner other", "inner x", "outer x"]
+
+
+@virtual_time
+async def test_a_call_that_asks_for_its_own_key_is_refused_rather_than_waited_for() -> None:
+    @idempotent(key="{name}", manager=guarded().manager)
+    async def work(name: str) -> None:
+        await work(name)
+
+    with pytest.raises(ApplicationError, match="x was asked for within its own run"):
+        await work("x")
+
+
+def test_signature_names_and_annotations_survive() -> None:
+    async def refund(order_id: str, amount: Decimal = Decimal(1), *, note: str = "") -> Refund:
+        """Pays back."""
+        raise NotImplementedError
+
+    wrapped = idempotent(key="{order_id}")(refund)
+    assert inspect.signature(wrapped) == inspect.signature(refund)
+    assert typing.get_type_hints(wrapped) == typing.get_type_hints(refund)
+    assert (wrapped.__name__, wrapped.__doc__, wrapped.__module__) == ("refund", "Pays back.", __name__)
+    assert inspect.iscoroutinefunction(wrapped)
+
+
+def test_what_cannot_be_guarded_is_refused_at_decoration() -> None:
+    def numbers(name: str) -> typing.Iterator[int]:
+        yield 1
+
+    async def more(name: str) -> typing.AsyncIterator[int]:
+        yield 1
+
+    for generator in (numbers, more):
+        with pytest.raises(ApplicationError, match="is a generator, which returns before its work is done"):
+            idempotent(key="{name}")(generator)
+    with pytest.raises(ApplicationError, match="put @idempotent below @staticmethod"):
+        idempotent(key="{name}")(staticmethod(_echo))
+    with pytest.raises(InvalidKeyError, match="parameters of _echo are name"):
+        idempotent(key="{nam}")(_echo)
+    with pytest.raises(ApplicationError, match="a ttl means nothing"):
+        idempotent(key="{name}", re_execute_on_read=True, ttl=timedelta(days=1))
+    with pytest.raises(ApplicationError, match="not both"):
+        idempotent(key="{name}", manager=_manager(), container=make_async_container())
+
+
+async def test_without_a_manager_a_call_says_how_to_name_one() -> None:
+    with pytest.raises(ApplicationError, match="nobody has named a manager for _echo"):
+        await idempotent(key="{name}")(_echo)("x")
+
+
+# Where the manager comes from.
+
+
+@virtual_time
+async def test_a_manager_among_the_arguments_comes_first() -> None:
+    decorated, given = guarded().manager, guarded().manager
+
+    @idempotent(key="{name}", manager=decorated)
+    async def work(name: str, manager: IdempotencyManager) -> str:
+        return name
+
+    await work("x", given)
+    assert await given.get("x") is not None
+    assert await decorated.get("x") is None
+
+
+async def test_a_container_gives_the_manager() -> None:
+    provider = Provider(scope=Scope.APP)
+    provider.provide(_manager, provides=IdempotencyManager)
+    container = make_async_container(provider)
+
+    @idempotent(key="{name}", container=container)
+    async def work(name: str) -> str:
+        return name
+
+    await work("x")
+    assert await (await container.get(IdempotencyManager)).get("x") is not None
+    await container.close()
+
+
+# Plain functions.
+
+
+def test_a_plain_function_runs_once_in_its_callers_thread() -> None:
+    ran_in: list[str] = []
+
+    @idempotent(key="{name}", manager=_manager())
+    def work(name: str) -> Receipt:
+        ran_in.append(threading.current_thread().name)
+        return Receipt(len(name))
+
+    assert work("abc") == work("abc") == Receipt(3)
+    assert ran_in == [threading.current_thread().name]
+
+
+def test_a_plain_method_and_falsy_results_replay() -> None:
+    class Billing:
+        runs = 0
+
+        @idempotent(key="{order_id}", manager=_manager())
+        def charge(self, order_id: str) -> int | None:
+            self.runs += 1
+            return None
+
+    billing = Billing()
+    assert billing.charge("1") is billing.charge("1") is None
+    assert billing.runs == 1
+
+
+def test_of_many_threads_one_runs_a_plain_function_and_all_have_its_result() -> None:
+    begun, go, runs = threading.Event(), threading.Event(), []
+
+    @idempotent(key="{name}", manager=_manager(), lock_timeout=timedelta(seconds=60))
+    def work(name: str) -> int:
+        runs.append(name)
+        begun.set()
+        assert go.wait(60)
+        return len(runs)
+
+    with ThreadPoolExecutor(16) as threads:
+        results = [threads.submit(work, "x") for _ in range(16)]
+        assert begun.wait(60)
+        go.set()
+        assert [result.result(60) for result in results] == [1] * 16
+
+
+def test_a_plain_functions_failure_is_raised_where_it_was_called() -> None:
+    runs = []
+
+    @idempotent(key="{name}", manager=_manager())
+    def work(name: str) -> int:
+        runs.append(name)
+        if len(runs) == 1:
+            raise OSError("no")
+        return len(runs)
+
+    with pytest.raises(OSError, match="no"):
+        work("x")
+    assert work("x") == 2
+
+
+def test_a_plain_function_that_is_interrupted_gives_its_key_back() -> None:
+    manager, runs = _manager(), []
+
+    @idempotent(key="{name}", manager=manager, lock_timeout=timedelta(seconds=60))
+    def work(name: str) -> int:
+        runs.append(name)
+        if len(runs) == 1:
+            raise KeyboardInterrupt
+        return len(runs)
+
+    with pytest.raises(KeyboardInterrupt):
+        work("x")
+    assert work("x") == 2
+
+
+def test_guarded_plain_functions_call_each_other_and_never_themselves() -> None:
+    manager = _manager()
+
+    @idempotent(key="inner:{name}", manager=manager)
+    def inner(name: str) -> str:
+        return name
+
+    @idempotent(key="outer:{name}", manager=manager)
+    def outer(name: str) -> str:
+        return inner(name) + inner(name)
+
+    @idempotent(key="{name}", manager=manager)
+    def itself(name: str) -> None:
+        itself(name)
+
+    assert outer("x") == "xx"
+    with pytest.raises(ApplicationError, match="within its own run"):
+        itself("x")
+
+
+async def test_a_plain_function_is_refused_in_the_loops_thread_and_works_beside_it() -> None:
+    manager = _manager()
+
+    @idempotent(key="{name}", manager=manager)
+    def work(name: str) -> str:
+        return threading.current_thread().name
+
+    with pytest.raises(ApplicationError, match=r"await asyncio.to_thread\(work, …\)"):
+        work("x")
+    await manager.run("other", _nothing)
+    first = await asyncio.to_thread(work, "x")
+    assert first == await asyncio.to_thread(work, "x") != threading.current_thread().name
+
+
+async def _nothing() -> None: ...
+
+
+def test_a_plain_function_finds_its_manager_in_a_container() -> None:
+    provider = Provider(scope=Scope.APP)
+    provider.provide(_manager, provides=IdempotencyManager)
+
+    @idempotent(key="{name}", container=make_async_container(provider))
+    def work(name: str) -> str:
+        return name
+
+    assert work("x") == work("x") == "x"
