@@ -72,7 +72,7 @@ def test_a_key_is_the_same_however_the_arguments_are_given() -> None:
         _called(pay, amount=30, order_id="7"),
     ]
     make = key_maker("{order_id}:{amount}", inspect.signature(pay), "pay")
-    assert {make(call) for call in ways} == {"7:30"}
+    assert {make(call) for call in calls} == {"7:30"}
 
 
 @pytest.mark.parametrize(
