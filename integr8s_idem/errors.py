@@ -11,7 +11,8 @@ IdempotencyError
 ├── HandlerExitError            a handler called sys.exit()                                  (retryable)
 ├── TransactionAbortedError     the database gave up a transaction: a deadlock, a conflict    (retryable)
 ├── PermanentError              raised by handlers: trying again cannot help
-│   └── CrashedTooOftenError    earlier runs ended without a word, as often as attempts are allowed
+│   ├── CrashedTooOftenError    earlier runs ended without a word, as often as attempts are allowed
+│   └── StepInterruptedError    a step that must not be done twice was begun, and how it ended is not known
 ├── InvalidKeyError             nothing usable to make a key of
 ├── ResultDroppedError          the work is done; its result was too large to keep
 ├── ResultDecodeError           a stored result does not fit the type asked for
@@ -236,6 +237,23 @@ class CrashedTooOftenError(PermanentError):
         return (
             f"{self.attempts} runs ended without a word: the process crashed, stalled or was killed each time. "
             f"{self.read_more}"
+        )
+
+
+class StepInterruptedError(PermanentError):
+    """An `at_most_once` step of an earlier run was begun, and may have had its effect: it is not done again."""
+
+    def __init__(self, step: str, key: str, reason: str) -> None:
+        super().__init__(step, key, reason)
+        self.step = step
+        self.key = key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step} of {self.key} was begun by an earlier run and may have had its effect: "
+            f"{_sentence(self.reason)} Being at_most_once it is not done again. Find out whether it happened; a replay "
+            f"does it anew. {self.read_more}"
         )
 
 

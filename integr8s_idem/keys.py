@@ -139,6 +139,11 @@ class KeySpace:
         key = given if isinstance(given, Key) else Key.of(given)
         return key.hidden() if self.hash_keys else key
 
+    def step(self, full: str, name: str, slot: int) -> Key:
+        """The key of a step of the work whose full key is `full`; `name` is what people see."""
+        # No component holds a semicolon, and no generation begins with a letter.
+        return Key(f"{full.removeprefix(self.root)};s{slot}", name)
+
     def full(self, key: Key) -> str:
         """The key as the store sees it: printable ASCII, at most `MAX_KEY_LENGTH` bytes."""
         full = self.root + key.text

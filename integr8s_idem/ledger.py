@@ -210,7 +210,7 @@ class Ledger:
         task.add_done_callback(self._background.discard)
 
     def _result_to_keep(self, value: object, event_type: str) -> tuple[StoredResult | None, bool]:
-        if not self._config.enable_result_caching:
+        if not self._config.enable_result_caching and not isinstance(value, StoredResult):
             return None, False
         try:
             stored = encode_result(value)

@@ -42,6 +42,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.results import decode_result, return_type_of
+from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository, JoinedRepository, JoiningRepository
 from integr8s_idem.telemetry import SILENT, Observer, Signal
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, WaitForStore, Work
@@ -191,6 +192,20 @@ class IdempotencyManager:
         return self._ledger.completion(reserved, result, ttl)
 
     # Doing work once.
+
+    def steps(self) -> Steps:
+        """The steps of the run that calls this: parts of its work that a later run does not repeat.
+
+        Raises:
+            ApplicationError: Nothing of this manager's is under way here.
+        """
+        run = self.passes.current_run()
+        if run is None:
+            raise ApplicationError("steps are parts of work that is under way: ask for them within manager.run(…)")
+        if run.steps is None:
+            run.steps = Steps(self.space, self.passes, self.repository, run)
+        assert isinstance(run.steps, Steps)
+        return run.steps
 
     @asynccontextmanager
     async def in_transaction(self, held: Any) -> AsyncIterator[None]:

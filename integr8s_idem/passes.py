@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnKeyReused, OnStoreError
@@ -41,6 +41,27 @@ _AROUND: ContextVar[frozenset[asyncio.Future[None]]] = ContextVar(
 """Each by the future that is done when it ends.  Tasks inherit it from the code that begins them."""
 
 
+@dataclass(slots=True, eq=False)
+class Run:
+    """One run of some work that is under way."""
+
+    work: Work
+    attempt: Attempt
+    commits_itself: bool
+    """Its outcome commits with a transaction of the application's."""
+    lease: HeldLease | None = None
+    """`None` in a transaction of the caller's, which holds the record itself."""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the work has returned."""
+    steps: object = None
+    """Its steps, once it has asked for them."""
+
+
+_RUN: ContextVar[tuple[Passes, Run] | None] = ContextVar(
+    "the innermost run that the current code is part of", default=None
+)
+
+
 class Passes:
     """Makes passes on behalf of one manager, and knows which of them are under way in this process."""
 
@@ -50,6 +71,11 @@ class Passes:
         self._ledger = ledger
         self._leases = leases
         self._running: dict[str, asyncio.Future[None]] = {}
+
+    def current_run(self) -> Run | None:
+        """The innermost run that the current code is part of, if it is one of this manager's."""
+        found = _RUN.get()
+        return found[1] if found is not None and found[0] is self else None
 
     async def execute(
         self,
@@ -104,7 +130,8 @@ class Passes:
         """As `execute`, in a transaction of the caller's; what `function` raises is raised."""
 
         async def under_way(attempt: Attempt) -> T:
-            with self._under_way(attempt.key), self.observer.phase(Phase.HANDLE, work.event_type):
+            run = Run(work, attempt, True)
+            with self._under_way(run), self.observer.phase(Phase.HANDLE, work.event_type):
                 return await function(attempt)
 
         outcome = await run_joined(self._ledger, records, work, under_way)
@@ -202,7 +229,7 @@ class Passes:
                         span.link(verdict.trace)
             case KeyReused():
                 self.observer.count(Signal.KEY_REUSED, work.event_type)
-                if self.config.on_key_reused is OnKeyReused.RUN:
+                if (work.on_key_reused or self.config.on_key_reused) is OnKeyReused.RUN:
                     # Downstream it is other work: with the same key, what it publishes would be dropped there.
                     return await self._unguarded(work, function, downstream_key(verdict.key, verdict.offered.hex()))
             case Corrupt():
@@ -250,21 +277,25 @@ class Passes:
             reserved.key, reserved.attempt, reserved.fence, lease.deadline, work.key.label, work.key.generation
         )
         try:
-            with self._under_way(reserved.key):
-                return await self._run(work, function, attempt, lease, seal, wait_for_store)
+            run = Run(work, attempt, seals_itself, lease)
+            with self._under_way(run):
+                return await self._run(run, function, lease, seal, wait_for_store)
         finally:
             # The key may have been reserved anew under it: the next run needs a reservation of its own.
             work.token = secrets.token_bytes(16)
 
     @contextmanager
-    def _under_way(self, key: str) -> Iterator[None]:
-        """Others of this process who ask for `key` are told when the run is over; itself it must not wait for."""
+    def _under_way(self, run: Run) -> Iterator[None]:
+        """Others of this process who ask for its key are told when the run is over; itself it must not wait for."""
+        key = run.attempt.key
         ended = self._running[key] = asyncio.get_running_loop().create_future()
-        around = _AROUND.get()
+        around, outer = _AROUND.get(), _RUN.get()
         _AROUND.set(around | {ended})
+        _RUN.set((self, run))
         try:
             yield
         finally:
+            _RUN.set(outer)
             if self._running.get(key) is ended:
                 del self._running[key]
             ended.set_result(None)
@@ -272,13 +303,13 @@ class Passes:
 
     async def _run(
         self,
-        work: Work,
+        run: Run,
         function: Callable[[Attempt, Seal], Awaitable[T]],
-        attempt: Attempt,
         lease: HeldLease,
         seal: Seal,
         wait_for_store: WaitForStore | None,
     ) -> Outcome[T]:
+        work, attempt = run.work, run.attempt
         try:
             async with lease:
                 with self.observer.phase(Phase.HANDLE, work.event_type):
@@ -294,6 +325,8 @@ class Passes:
                 await self._ledger.try_to_release(work, lease.reservation)
                 raise
             return await self._handler_failed(work, lease, error, wait_for_store)
+        for tell in run.at_end:
+            tell()
         if not seal.written:
             await self._complete(work, lease, value, wait_for_store)
         return Executed(value, attempt.number)

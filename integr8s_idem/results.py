@@ -27,9 +27,13 @@ LONGEST_PLACE: Final = 200
 def encode_result(value: object) -> StoredResult:
     """`value` as bytes; `None`, `0`, `""` and their kin come back as what they are.
 
+    A `StoredResult` stays as it is, for those who read it themselves.
+
     Raises:
         ValueError: There is no way to write it (pydantic's serialization error is one).
     """
+    if isinstance(value, StoredResult):
+        return value
     if isinstance(value, bytes):
         return StoredResult(value, OCTETS)
     # NaN and infinity as constants: no standard JSON, but they come back as what they were.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from integr8s_idem.config import OnFailure
+from integr8s_idem.config import OnFailure, OnKeyReused
 from integr8s_idem.errors import StoreError
 from integr8s_idem.events import Message
 from integr8s_idem.keys import Key, downstream_key, first_generation_key
@@ -76,6 +76,8 @@ class Work:
     """Whether the store has answered once: hits and misses are counted by work, not by look."""
     on_failure: OnFailure | None = None
     """What a failed run means; as configured if `None`."""
+    on_key_reused: OnKeyReused | None = None
+    """What the key with another fingerprint means; as configured if `None`."""
     forgotten: bool = False
     """Not remembered once it is done: others wait for its end, and then run themselves."""
     unguarded_runs: int = 0

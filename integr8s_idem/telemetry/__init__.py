@@ -63,6 +63,7 @@ class Signal(str, Enum):
     REBALANCE = "idempotency_rebalances"
     PARTITION_DAMAGED = "idempotency_damaged_partitions"
     STALE_COMPLETION = "idempotency_stale_completions"
+    STEP_ORPHANED = "idempotency_steps_orphaned"
 
 
 class Gauge(str, Enum):

@@ -1,0 +1,473 @@
+"""Steps: what an earlier run has done is not done again, and a later run goes on where it stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from integr8s_idem.config import OnKeyReused
+from integr8s_idem.errors import (
+    ApplicationError,
+    LeaseLostError,
+    PermanentError,
+    PreviouslyFailedError,
+    ResultDroppedError,
+    StepInterruptedError,
+)
+from integr8s_idem.keys import Key
+from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.steps import Once, Steps
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.work import Attempt, HandlerFailed, Outcome, Work
+from tests.support.flaky_store import FlakyStore
+from tests.support.guarded import guarded
+
+
+@dataclass
+class Reservation:
+    number: int
+
+
+class Effects:
+    """What has happened outside, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    async def reserve(self, order: str) -> Reservation:
+        self.seen.append(f"reserve {order}")
+        return Reservation(len(self.seen))
+
+    async def ship(self, reservation: Reservation) -> None:
+        self.seen.append(f"ship {reservation.number}")
+
+
+VERBS = ("reserve", "renew", "complete", "fail", "release", "get")
+
+
+class Process:
+    """A worker process on a store that others share.  Once dead, nothing of it reaches the store any more."""
+
+    def __init__(self, store: FlakyStore, **config: Any) -> None:
+        self.here = guarded(FlakyStore(store.inner), **config)
+        self.died = asyncio.Event()
+
+    async def unit(self, body: Callable[[Steps], Awaitable[Any]], key: str = "order:1") -> Any:
+        """Run `body` as the unit `key`."""
+
+        async def unit() -> Any:
+            return await body(self.here.manager.steps())
+
+        return await self.here.manager.run(key, unit)
+
+    async def die(self, *_: object) -> None:
+        """The process is killed: it goes no further, and tells nobody."""
+        self.here.store.held = {verb: asyncio.Event() for verb in VERBS}
+        self.died.set()
+        await asyncio.Event().wait()
+
+    async def runs_until_it_dies(self, body: Callable[[Steps], Awaitable[Any]], key: str = "order:1") -> None:
+        running = asyncio.ensure_future(self.unit(body, key))
+        await self.died.wait()
+        await asyncio.sleep(31)
+        _FORGOTTEN.append(running)
+
+
+_FORGOTTEN: list[Any] = []
+"""Tasks of dead processes."""
+
+
+@virtual_time
+async def test_a_run_after_a_crash_has_the_results_and_goes_on_where_the_first_one_stopped() -> None:
+    store, effects = guarded().store, Effects()
+    first, second = Process(store), Process(store)
+
+    async def dying(steps: Steps) -> None:
+        await steps.run("reserve", effects.reserve, "1")
+        await first.die()
+
+    async def whole(steps: Steps) -> str:
+        reservation = await steps.run("reserve", effects.reserve, "1")
+        assert reservation == Reservation(1)
+        await steps.run("ship", effects.ship, reservation)
+        return "shipped"
+
+    await first.runs_until_it_dies(dying)
+    assert await second.unit(whole) == "shipped"
+    assert effects.seen == ["reserve 1", "ship 1"]
+
+
+@virtual_time
+async def test_a_run_after_a_failure_does_not_repeat_what_is_done() -> None:
+    process, effects, fails = Process(guarded().store), Effects(), [OSError("no carrier")]
+
+    async def ship(reservation: Reservation) -> None:
+        if fails:
+            raise fails.pop()
+        await effects.ship(reservation)
+
+    async def unit(steps: Steps) -> None:
+        reservation = await steps.run("reserve", effects.reserve, "1")
+        await steps.run("ship", ship, reservation)
+
+    with pytest.raises(OSError, match="no carrier"):
+        await process.unit(unit)
+    await process.unit(unit)
+    assert effects.seen == ["reserve 1", "ship 1"]
+
+
+@virtual_time
+@pytest.mark.parametrize("value", [None, 0, "", False, [], b"", b"x", {"a": 1}])
+async def test_what_a_step_returned_comes_back_as_what_it_was(value: object) -> None:
+    process, seen, fails = Process(guarded().store), [], [OSError("the end")]
+
+    async def step() -> Any:
+        seen.append("done")
+        return value
+
+    async def unit(steps: Steps) -> Any:
+        got = await steps.run("one", step)
+        if fails:
+            raise fails.pop()
+        return got
+
+    with pytest.raises(OSError, match="the end"):
+        await process.unit(unit)
+    got = await process.unit(unit)
+    assert (got, type(got), seen) == (value, type(value), ["done"])
+
+
+@virtual_time
+async def test_steps_are_remembered_though_results_of_units_are_not_kept() -> None:
+    process, effects, fails = Process(guarded().store, enable_result_caching=False), Effects(), [OSError("the end")]
+
+    async def unit(steps: Steps) -> None:
+        assert await steps.run("reserve", effects.reserve, "1") == Reservation(1)
+        if fails:
+            raise fails.pop()
+
+    with pytest.raises(OSError, match="the end"):
+        await process.unit(unit)
+    await process.unit(unit)
+    assert effects.seen == ["reserve 1"]
+
+
+@virtual_time
+async def test_a_step_that_died_in_its_midst_is_done_again() -> None:
+    store, seen = guarded().store, []
+    first, second = Process(store), Process(store)
+
+    async def half() -> None:
+        seen.append("half")
+        await first.die()
+
+    async def step() -> None:
+        seen.append("whole")
+
+    await first.runs_until_it_dies(lambda steps: steps.run("one", half))
+    await second.unit(lambda steps: steps.run("one", step))
+    assert seen == ["half", "whole"]
+
+
+@virtual_time
+async def test_a_step_at_most_once_that_died_in_its_midst_is_not_done_again_and_ends_the_unit() -> None:
+    store, seen = guarded().store, []
+    first, second, third = Process(store), Process(store), Process(store)
+
+    async def half() -> None:
+        seen.append("half")
+        await first.die()
+
+    async def unit(steps: Steps) -> None:
+        await steps.run("one", half, once="at_most_once")
+
+    await first.runs_until_it_dies(unit)
+    with pytest.raises(StepInterruptedError, match="step one of order:1 was begun by an earlier run"):
+        await second.unit(unit)
+    with pytest.raises(PreviouslyFailedError, match="StepInterruptedError"):
+        await third.unit(unit)
+    assert seen == ["half"]
+
+
+@virtual_time
+async def test_a_step_at_most_once_that_failed_is_not_done_again() -> None:
+    process, seen = Process(guarded().store), []
+
+    async def step() -> None:
+        seen.append("done")
+        raise OSError("half way")
+
+    async def unit(steps: Steps) -> None:
+        await steps.run("one", step, once=Once.AT_MOST_ONCE)
+
+    with pytest.raises(OSError, match="half way"):
+        await process.unit(unit)
+    with pytest.raises(StepInterruptedError, match="OSError: half way"):
+        await process.unit(unit)
+    assert seen == ["done"]
+
+
+@virtual_time
+async def test_a_step_at_most_once_that_is_done_is_remembered_like_any() -> None:
+    process, effects, fails = Process(guarded().store), Effects(), [OSError("the end")]
+
+    async def unit(steps: Steps) -> None:
+        assert await steps.run("reserve", effects.reserve, "1", once="at_most_once") == Reservation(1)
+        if fails:
+            raise fails.pop()
+
+    with pytest.raises(OSError, match="the end"):
+        await process.unit(unit)
+    await process.unit(unit)
+    assert effects.seen == ["reserve 1"]
+
+
+@virtual_time
+async def test_steps_side_by_side_are_found_again_in_any_order() -> None:
+    store, seen = guarded().store, []
+    first, second = Process(store), Process(store)
+
+    async def step(name: str) -> str:
+        seen.append(name)
+        return name.upper()
+
+    async def dying(steps: Steps) -> None:
+        await asyncio.gather(*(steps.run(name, step, name) for name in "abc"))
+        await first.die()
+
+    async def whole(steps: Steps) -> list[str]:
+        return list(await asyncio.gather(*(steps.run(name, step, name) for name in "dcba")))
+
+    await first.runs_until_it_dies(dying)
+    assert await second.unit(whole) == ["D", "C", "B", "A"]
+    assert sorted(seen) == ["a", "b", "c", "d"]
+
+
+@virtual_time
+async def test_more_steps_than_a_page_are_found_again() -> None:
+    store, seen = guarded().store, []
+    first, second = Process(store), Process(store)
+
+    async def step(number: int) -> int:
+        seen.append(number)
+        return number
+
+    async def dying(steps: Steps) -> None:
+        for number in range(40):
+            await steps.run(f"number-{number}", step, number)
+        await first.die()
+
+    async def whole(steps: Steps) -> int:
+        return sum([await steps.run(f"number-{number}", step, number) for number in range(41)])
+
+    await first.runs_until_it_dies(dying)
+    assert await second.unit(whole) == sum(range(41))
+    assert seen == list(range(41))
+
+
+@virtual_time
+async def test_a_run_that_was_taken_over_begins_no_more_steps() -> None:
+    store, effects = guarded().store, Effects()
+    zombie, other = Process(store), Process(store)
+    stalled, go_on = asyncio.Event(), asyncio.Event()
+
+    async def stalling(steps: Steps) -> None:
+        reservation = await steps.run("reserve", effects.reserve, "1")
+        zombie.here.store.held = {"renew": asyncio.Event()}
+        # As a process does that is stopped as a whole: no clock of its own ends it.
+        lease = zombie.here.manager.passes.current_run().lease  # type: ignore[union-attr]
+        lease._fence.reschedule(None)  # type: ignore[union-attr]
+        stalled.set()
+        await go_on.wait()
+        await steps.run("ship", effects.ship, reservation)
+
+    async def whole(steps: Steps) -> None:
+        await steps.run("ship", effects.ship, await steps.run("reserve", effects.reserve, "1"))
+
+    asleep = asyncio.ensure_future(zombie.unit(stalling))
+    await stalled.wait()
+    await asyncio.sleep(31)
+    await other.unit(whole)
+    go_on.set()
+    with pytest.raises(LeaseLostError):
+        await asleep
+    assert effects.seen == ["reserve 1", "ship 1"]
+
+
+@virtual_time
+async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
+    store, seen = guarded().store, []
+    zombie, other = Process(store), Process(store)
+    begun = asyncio.Event()
+
+    async def slow() -> str:
+        seen.append("slow")
+        zombie.here.store.held = {"renew": asyncio.Event()}
+        outer = zombie.here.manager._leases._held
+        for lease in outer:
+            lease._fence.reschedule(None)
+        begun.set()
+        await asyncio.sleep(35)
+        return "done by the zombie"
+
+    async def unit(steps: Steps) -> str:
+        return await steps.run("one", slow)
+
+    asleep = asyncio.ensure_future(zombie.unit(unit))
+    await begun.wait()
+    await asyncio.sleep(31)
+    # Its lease has ended as well, so the step is taken over rather than waited for without end.
+    assert await other.unit(unit) == "done by the zombie"
+    assert seen == ["slow", "slow"]
+    with pytest.raises(LeaseLostError):
+        await asleep
+
+
+@virtual_time
+async def test_a_step_that_the_code_knows_no_more_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    store, effects = guarded().store, Effects()
+    first, second = Process(store), Process(store)
+
+    async def dying(steps: Steps) -> None:
+        await steps.run("reserve", effects.reserve, "1")
+        await first.die()
+
+    async def renamed(steps: Steps) -> None:
+        await steps.run("reserve-stock", effects.reserve, "1")
+
+    await first.runs_until_it_dies(dying)
+    with caplog.at_level(logging.WARNING):
+        await second.unit(renamed)
+    assert "without asking for what an earlier run has done as step reserve" in caplog.text
+    assert second.here.observer.counts[Signal.STEP_ORPHANED] == 1
+
+
+@virtual_time
+async def test_nothing_is_reported_where_all_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    process, effects, fails = Process(guarded().store), Effects(), [OSError("the end")]
+
+    async def unit(steps: Steps) -> None:
+        await steps.run("reserve", effects.reserve, "1")
+        if fails:
+            raise fails.pop()
+
+    with pytest.raises(OSError, match="the end"):
+        await process.unit(unit)
+    await process.unit(unit)
+    assert "without asking" not in caplog.text
+
+
+@virtual_time
+async def test_a_replay_goes_on_behind_what_was_done_and_does_anew_what_was_interrupted() -> None:
+    here, effects = guarded(), Effects()
+    fails: list[Exception] = [PermanentError("no carrier")]
+
+    async def ship(reservation: Reservation) -> None:
+        if fails:
+            raise fails.pop()
+        await effects.ship(reservation)
+
+    async def unit(_: Attempt) -> None:
+        steps = here.manager.steps()
+        reservation = await steps.run("reserve", effects.reserve, "1")
+        await steps.run("ship", ship, reservation, once="at_most_once")
+
+    async def generation(number: int) -> Outcome[None]:
+        return await here.manager.execute(Work(Key.of("order:1").in_generation(number)), unit)
+
+    assert isinstance(await generation(0), HandlerFailed)
+    assert not isinstance(await generation(1), HandlerFailed)
+    assert effects.seen == ["reserve 1", "ship 1"]
+
+
+@virtual_time
+async def test_a_result_too_large_to_keep_is_told_to_the_later_run() -> None:
+    process, fails = Process(guarded().store, max_result_size_bytes=100), [OSError("the end")]
+
+    async def step() -> str:
+        return "x" * 200
+
+    async def unit(steps: Steps) -> None:
+        await steps.run("one", step)
+        if fails:
+            raise fails.pop()
+
+    with pytest.raises(OSError, match="the end"):
+        await process.unit(unit)
+    with pytest.raises(ResultDroppedError):
+        await process.unit(unit)
+
+
+@virtual_time
+async def test_a_store_that_is_down_for_a_while_is_waited_for_and_costs_no_attempt() -> None:
+    process, effects = Process(guarded().store), Effects()
+    store = process.here.store
+
+    async def unit(steps: Steps) -> None:
+        store.down = {"reserve", "complete", "get"}
+        asyncio.get_running_loop().call_later(5, store.down.clear)
+        reservation = await steps.run("reserve", effects.reserve, "1")
+        store.down = {"complete"}
+        asyncio.get_running_loop().call_later(5, store.down.clear)
+        await steps.run("ship", effects.ship, reservation)
+
+    await process.unit(unit)
+    assert effects.seen == ["reserve 1", "ship 1"]
+
+
+@virtual_time
+async def test_where_reused_keys_run_a_step_still_takes_no_place_of_another() -> None:
+    store, seen = guarded().store, []
+    process = Process(store, on_key_reused=OnKeyReused.RUN)
+
+    async def step(name: str) -> str:
+        seen.append(name)
+        return name
+
+    space = process.here.manager.space
+    foreign = space.step(space.full(space.key("order:1")), "", 0)
+    await process.here.manager.run(foreign, lambda: step("foreign"), fingerprint=b"f" * 16)
+
+    assert await process.unit(lambda steps: steps.run("mine", step, "mine")) == "mine"
+    assert seen == ["foreign", "mine"]
+    record = await process.here.manager.get(space.step(space.full(space.key("order:1")), "", 1))
+    assert record is not None
+    assert record.status is IdempotencyStatus.COMPLETED
+
+
+@virtual_time
+async def test_misuse_is_told() -> None:
+    process, effects = Process(guarded().store), Effects()
+
+    async def twice(steps: Steps) -> None:
+        await steps.run("reserve", effects.reserve, "1")
+        await steps.run("reserve", effects.reserve, "2")
+
+    def plain(_: str) -> None: ...
+
+    with pytest.raises(ApplicationError, match="two steps of order:1 are named reserve"):
+        await process.unit(twice)
+    with pytest.raises(ApplicationError, match="has 1 to 100 characters"):
+        await process.unit(lambda steps: steps.run("", effects.reserve, "1"), "order:2")
+    with pytest.raises(ApplicationError, match="is no async function"):
+        await process.unit(lambda steps: steps.run("plain", plain, "1"), "order:3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is not a valid Once"):
+        await process.unit(lambda steps: steps.run("x", effects.reserve, "1", once="twice"), "order:4")
+    with pytest.raises(ApplicationError, match="steps are parts of work that is under way"):
+        process.here.manager.steps()
+
+
+@virtual_time
+async def test_one_run_has_one_set_of_steps() -> None:
+    here = guarded()
+
+    async def unit() -> bool:
+        return here.manager.steps() is here.manager.steps()
+
+    assert await here.manager.run("order:1", unit)
