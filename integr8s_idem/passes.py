@@ -221,15 +221,16 @@ class Passes:
                 return Executed(await function(attempt, Seal(self._ledger, work, None)), attempt.number)
         except Exception as error:  # noqa: BLE001  # handed on as the outcome
             self.observer.count(Signal.HANDLER_FAILED, work.event_type)
-            return HandlerFailed(error, attempt.number, self._hopeless(error, attempt.number))
+            return HandlerFailed(error, attempt.number, self._hopeless(work, error, attempt.number))
 
-    def _hopeless(self, error: Exception, attempt: int) -> bool:
+    def _hopeless(self, work: Work, error: Exception, attempt: int) -> bool:
         if isinstance(error, TransactionAbortedError):
+            work.aborted_runs += 1
             return False  # no run has failed
         return (
             isinstance(error, PermanentError)
             or self.config.on_failure is OnFailure.BLOCK
-            or attempt >= self.config.max_attempts
+            or attempt - work.aborted_runs >= self.config.max_attempts
         )
 
     async def _perform(
@@ -251,7 +252,7 @@ class Passes:
         )
         try:
             with self._under_way(reserved.key):
-                return await self._run(work, function, attempt, lease, seal, wait_for_store)
+                return await self._run(work, function, attempt, lease, seal, wait_for_store, seals_itself)
         finally:
             # The key may have been reserved anew under it: the next run needs a reservation of its own.
             work.token = secrets.token_bytes(16)
@@ -278,6 +279,7 @@ class Passes:
         lease: HeldLease,
         seal: Seal,
         wait_for_store: WaitForStore | None,
+        seals_itself: bool,
     ) -> Outcome[T]:
         try:
             async with lease:
@@ -287,6 +289,11 @@ class Passes:
             self._ledger.release_later(work, lease.reservation)
             raise
         except Exception as error:
+            if lease.lost and seals_itself and not seal.refused:
+                # It had one lease's time, and was too slow: like any failure, or it would run for ever.
+                slow = self._ledger.lost(work, lease.reservation)
+                slow.__cause__ = error
+                return await self._handler_failed(work, lease, slow, wait_for_store)
             if lease.lost or seal.refused:
                 self.observer.count(Signal.RESERVATION_LOST, work.event_type)
                 raise self._ledger.lost(work, lease.reservation, "another worker" if seal.refused else "") from error
@@ -303,9 +310,9 @@ class Passes:
     ) -> HandlerFailed:
         self.observer.count(Signal.HANDLER_FAILED, work.event_type)
         reserved = lease.reservation
-        if self._hopeless(error, reserved.attempt):
+        if self._hopeless(work, error, reserved.attempt):
             return await self._fail(work, reserved, error, lease.deadline, wait_for_store)
-        await self._ledger.try_to_release(work, reserved)
+        await self._ledger.try_to_release(work, reserved, wait_for_store, lease.deadline)
         return HandlerFailed(error, reserved.attempt, given_up=False)
 
     async def _complete(self, work: Work, lease: HeldLease, value: object, wait_for_store: WaitForStore | None) -> None:
