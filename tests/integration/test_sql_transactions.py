@@ -318,9 +318,9 @@ async def test_on_sqlite_a_handler_takes_its_key_when_it_can_write(file: Path) -
 
     @waiting.on(OrderPlaced)
     async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
-        await charge(session, event)
         begun.set()
         await go_on.wait()
+        await charge(session, event)
 
     async with open_ledger_shop(f"sqlite+aiosqlite:///{file}", waiting) as shop:
         first, second = OrderPlaced(order_id="1"), OrderPlaced(order_id="2")
