@@ -178,7 +178,7 @@ class IdempotentEventDispatcher(EventDispatcher):
             invoke=self._invoke,
             publisher=self._publisher,
             timeout=self._timeout,
-            transactional=self.outbox is not None,
+            outbox=self.outbox,
         )
 
 

@@ -40,6 +40,7 @@ from integr8s_idem.routing import (
     call_with_event,
     name_of,
 )
+from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Transaction, WaitForStore, Work
 
@@ -115,8 +116,10 @@ class GuardedHandling(Handling):
         return self._manager.space.full(self._work.key.in_generation(0))
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
-        if self.handler.transactional:
-            return await self._manager.passes.execute_sealed(self._work, self._sealed, wait_for_store=wait_for_store)
+        if self.handler.outbox is not None:
+            async with self.handler.outbox.turn():
+                passes = self._manager.passes
+                return await passes.execute_sealed(self._work, self._sealed, wait_for_store=wait_for_store)
 
         async def work(attempt: Attempt) -> Any:
             return await self.handler.work(self.event, attempt, patient=wait_for_store is not None)
@@ -131,7 +134,7 @@ class GuardedHandling(Handling):
 
     async def run(self) -> Any:
         """The value, new or remembered; waits for a twin and raises as `IdempotencyManager.run` does."""
-        if self.handler.transactional:
+        if self.handler.outbox is not None:
             return await self._manager.settled(self._work, self.attempt, self.handler.function)
 
         async def work(attempt: Attempt) -> Any:
@@ -248,10 +251,10 @@ class IdempotentEventHandler(EventHandler):
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
         timeout: timedelta | None = None,
-        transactional: bool = False,
+        outbox: Outbox | None = None,
     ) -> None:
         """`resolver`: how keys are made, by event id if not given; `ttl`: how long outcomes are remembered;
-        `transactional`: `invoke` opens a transaction that holds what the handler writes and its outcome."""
+        `outbox`: `invoke` opens a transaction that holds what the handler writes, its events and its outcome."""
         super().__init__(
             function,
             name=name,
@@ -266,7 +269,7 @@ class IdempotentEventHandler(EventHandler):
         self.manager = manager
         self.resolver = resolver or KeyResolver()
         self.ttl = None if ttl is None else manager.checked_ttl(ttl)
-        self.transactional = transactional
+        self.outbox = outbox
 
     async def work_sealed(self, event: BaseEvent, attempt: Attempt, seal: Seal) -> Any:
         """The handler, what it leaves behind and its outcome, and the commit of all of them."""

@@ -184,14 +184,26 @@ class Ledger:
         """The error for a reservation that is no longer ours."""
         return LeaseLostError(work.key.label, reserved.attempt, reserved.lease, self._scope, owner)
 
-    async def try_to_release(self, work: Work, reserved: Reserved) -> None:
-        """Give the key back.  If that fails, its lease ends by itself."""
+    async def try_to_release(
+        self, work: Work, reserved: Reserved, wait_for_store: WaitForStore | None = None, deadline: float = 0.0
+    ) -> None:
+        """Give the key back.  If that fails, its lease ends by itself.
+
+        `wait_for_store`: awaited while the store gives no answer; then it is tried again, up to the end of the
+        lease at `deadline`, by the event loop's clock.
+        """
         with self._observer.phase(Phase.RELEASE, work.event_type):
-            try:
-                released = await self._releases.ask(reserved)
-            except StoreError:
-                self._observer.count(Signal.STORE_ERROR, work.event_type)
-                return
+            while True:
+                try:
+                    released = await self._releases.ask(reserved)
+                    break
+                except StoreError as error:
+                    self._observer.count(Signal.STORE_ERROR, work.event_type)
+                    if wait_for_store is None or not isinstance(error, StoreUnavailableError):
+                        return
+                    await wait_for_store(error)
+                if asyncio.get_running_loop().time() > deadline:
+                    return
         if not released:
             self._observer.count(Signal.RESERVATION_LOST, work.event_type)
 

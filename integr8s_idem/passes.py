@@ -252,11 +252,12 @@ class Passes:
 
     def _hopeless(self, work: Work, error: Exception, attempt: int) -> bool:
         if isinstance(error, TransactionAbortedError):
+            work.aborted_runs += 1
             return False  # no run has failed
         return (
             isinstance(error, PermanentError)
             or (work.on_failure or self.config.on_failure) is OnFailure.BLOCK
-            or attempt >= self.config.max_attempts
+            or attempt - work.aborted_runs >= self.config.max_attempts
         )
 
     async def _perform(
@@ -318,6 +319,11 @@ class Passes:
             self._ledger.release_later(work, lease.reservation)
             raise
         except Exception as error:
+            if lease.lost and run.commits_itself and not seal.refused:
+                # It had one lease's time, and was too slow: like any failure, or it would run for ever.
+                slow = self._ledger.lost(work, lease.reservation)
+                slow.__cause__ = error
+                return await self._handler_failed(work, lease, slow, wait_for_store)
             if lease.lost or seal.refused:
                 self.observer.count(Signal.RESERVATION_LOST, work.event_type)
                 raise self._ledger.lost(work, lease.reservation, "another worker" if seal.refused else "") from error
@@ -338,7 +344,7 @@ class Passes:
         reserved = lease.reservation
         if self._hopeless(work, error, reserved.attempt):
             return await self._fail(work, reserved, error, lease.deadline, wait_for_store)
-        await self._ledger.try_to_release(work, reserved)
+        await self._ledger.try_to_release(work, reserved, wait_for_store, lease.deadline)
         return HandlerFailed(error, reserved.attempt, given_up=False)
 
     async def _complete(self, work: Work, lease: HeldLease, value: object, wait_for_store: WaitForStore | None) -> None:

@@ -82,6 +82,8 @@ class Work:
     """Not remembered once it is done: others wait for its end, and then run themselves."""
     unguarded_runs: int = 0
     """Runs without a reservation, counted here because no record does."""
+    aborted_runs: int = 0
+    """Runs that the database has ended and rolled back: they are attempts, but no failures."""
     token: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     """Kept while `reserve` gets no answer, so that a lost answer finds its reservation; then made anew."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -31,6 +32,13 @@ class Outbox(Protocol):
 
     Time is the database's clock.  Raises (all methods): StoreError as for every verb of a store.
     """
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Entered around each run of a handler whose transaction is to hold its outcome, before its key is reserved.
+
+        Where a database lets one write at a time, its handlers wait here rather than with a lease that runs out.
+        """
+        ...
 
     async def arrived(self, at_most: float) -> None:
         """Return when a transaction of this process has left something, or after `at_most` seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from integr8s_idem.errors import (
     ApplicationError,
     LeaseLostError,
     StoreConfigurationError,
+    StoreError,
     TransactionAbortedError,
 )
 from integr8s_idem.integrations.dishka import FromDishka
-from integr8s_idem.records import Completed, IdempotencyStatus
+from integr8s_idem.records import Completed, Failed, IdempotencyStatus
 from integr8s_idem.stores.sql import migrate, sql_engine
 from integr8s_idem.work import Executed, HandlerFailed
 from integr8s_idem.worker import EventPublisher
@@ -263,6 +265,118 @@ async def test_a_conflict_of_transactions_is_no_failure_of_the_handler(
         async with shop.store.engine.begin() as connection:
             assert (await connection.execute(text("SELECT amount FROM balance"))).scalar_one() == 11
             await connection.execute(text("DROP TABLE balance"))
+
+
+async def test_savepoints_are_the_handlers_own(url: str) -> None:
+    nesting = EventRouter()
+
+    @nesting.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
+        async with session.begin_nested():
+            await charge(session, event)
+        undone = await session.begin_nested()
+        await charge(session, event)
+        await undone.rollback()
+
+    async with open_ledger_shop(url, nesting) as shop:
+        assert await shop.attempt(OrderPlaced()) == Executed(None, 1)
+        assert await shop.charged() == ["1"]
+
+
+async def test_a_handler_that_outlasts_its_lease_has_failed_and_is_given_up_in_the_end(url: str) -> None:
+    slow = EventRouter()
+
+    @slow.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
+        await charge(session, event)
+        await asyncio.Event().wait()
+
+    settings = Settings(idempotency=IdempotencyConfig(max_attempts=2, processing_timeout_seconds=1))
+    async with open_ledger_shop(url, slow, settings=settings) as shop:
+        event = OrderPlaced()
+
+        first, second, third = [await shop.attempt(event) for _ in range(3)]
+
+        assert isinstance(first, HandlerFailed)
+        assert isinstance(first.error, LeaseLostError)
+        assert (first.attempt, first.given_up) == (1, False)
+        assert isinstance(second, HandlerFailed)
+        assert (second.attempt, second.given_up) == (2, True)
+        assert isinstance(third, Failed)
+        assert "longer than its lease of 1 s" in third.error
+        assert await shop.charged() == []
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "shop.db"
+
+
+async def test_on_sqlite_a_handler_takes_its_key_when_it_can_write(file: Path) -> None:
+    """The one that waits for the other would use up its lease by that."""
+    waiting, begun, go_on = EventRouter(), asyncio.Event(), asyncio.Event()
+
+    @waiting.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
+        begun.set()
+        await go_on.wait()
+        await charge(session, event)
+
+    async with open_ledger_shop(f"sqlite+aiosqlite:///{file}", waiting) as shop:
+        first, second = OrderPlaced(order_id="1"), OrderPlaced(order_id="2")
+        running = asyncio.create_task(shop.attempt(first))
+        await begun.wait()
+        behind = asyncio.create_task(shop.attempt(second))
+        await asyncio.sleep(0.3)  # time enough to reserve, if it wanted to
+        assert await shop.statuses() == {first.event_id: "processing"}
+
+        go_on.set()
+        assert await running == await behind == Executed(None, 1)
+
+
+async def test_on_sqlite_a_file_that_another_process_holds_is_no_failure_of_the_handler(file: Path) -> None:
+    held, other = EventRouter(), sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+
+    @held.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession], attempt: FromDishka[Attempt]) -> int:
+        if attempt.number == 1:
+            other.execute("BEGIN IMMEDIATE")
+            asyncio.get_running_loop().call_later(3, other.rollback)  # longer than the session waits
+        await charge(session, event)
+        return attempt.number
+
+    settings = Settings(idempotency=IdempotencyConfig(max_attempts=1))
+    async with open_ledger_shop(f"sqlite+aiosqlite:///{file}", held, settings=settings) as shop:
+        [handling] = shop.dispatcher.handlings(OrderPlaced())
+
+        async def wait_for_store(_: StoreError) -> None:
+            await asyncio.sleep(0.1)
+
+        outcome = await handling.attempt(wait_for_store=wait_for_store)
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, TransactionAbortedError)
+        assert not outcome.given_up
+        assert await handling.attempt() == Executed(2, 2)
+        assert await shop.charged() == ["1"]
+    other.close()
+
+
+async def test_on_sqlite_a_second_transaction_within_a_handler_is_told_not_waited_for(file: Path) -> None:
+    second, opened = EventRouter(), list[LedgerShop]()
+
+    @second.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
+        await charge(session, event)
+        async with AsyncSession(opened[0].sessions.engine) as other:
+            await charge(other, event)
+
+    async with open_ledger_shop(f"sqlite+aiosqlite:///{file}", second) as shop:
+        opened.append(shop)
+        outcome = await shop.attempt(OrderPlaced())
+        assert isinstance(outcome, HandlerFailed)
+        with pytest.raises(ApplicationError, match="would wait for itself"):
+            raise outcome.error
 
 
 @pytest.mark.parametrize("isolation", [None, "REPEATABLE READ", "SERIALIZABLE"])

@@ -13,6 +13,7 @@ from integr8s_idem.errors import (
     StoreConfigurationError,
     StoreError,
     StoreUnavailableError,
+    TransactionAbortedError,
 )
 from integr8s_idem.keys import Key
 from integr8s_idem.records import Completed, IdempotencyStatus
@@ -317,3 +318,31 @@ async def test_a_duplicate_of_work_whose_completion_is_pending_waits_for_it() ->
     assert await second == "receipt-1"
     assert isinstance(await here.manager.reserve("order:1"), Completed)
     assert job.runs == 1
+
+
+@virtual_time
+async def test_a_key_is_given_back_though_the_store_is_down_for_a_while() -> None:
+    here = guarded()
+    work, job = Work(Key.of("order:1")), Job(errors=[OSError("no")])
+
+    async def wait_for_store(_: StoreError) -> None:
+        await asyncio.sleep(1)
+        here.store.down.clear()
+
+    here.store.down = {"release"}
+    await here.manager.execute(work, job.with_attempt, wait_for_store=wait_for_store)
+    again = await here.manager.execute(work, job.with_attempt)
+
+    assert again == Executed("receipt-1", 2)
+    assert asyncio.get_running_loop().time() == pytest.approx(1)
+
+
+@virtual_time
+async def test_runs_that_the_database_has_rolled_back_are_no_failures() -> None:
+    here = guarded(max_attempts=2)
+    aborted = [TransactionAbortedError("order:1", "a deadlock") for _ in range(4)]
+    work, job = Work(Key.of("order:1")), Job(errors=[*aborted, OSError("one"), OSError("two")])
+
+    outcomes = [await here.manager.execute(work, job.with_attempt) for _ in range(6)]
+
+    assert [outcome.given_up for outcome in outcomes if isinstance(outcome, HandlerFailed)] == [False] * 5 + [True]

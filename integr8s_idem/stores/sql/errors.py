@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -73,6 +74,9 @@ _SQLITE_PASSING: Final = {
     "disk is full": "the disk of the SQLite file is full",
     "disk I/O error": "the disk of the SQLite file fails",
 }
+
+_SQLITE_CODE: Final = 0xFF
+"""An error of SQLite is in the last byte; what is before that says more about it."""
 
 _MYSQL_REFUSED: Final = {
     1044: "this database user may not use that database",
@@ -155,6 +159,8 @@ def gave_up(error: BaseException) -> str:
         if savepoint_gone(error) and (error.statement or "").startswith("ROLLBACK TO"):
             return "the database has rolled all of it back, not only what was behind the savepoint"
         return _MYSQL_PASSING[number] if number in _MYSQL_GIVEN_UP else ""
+    if getattr(error.orig, "sqlite_errorcode", 0) & _SQLITE_CODE == sqlite3.SQLITE_BUSY:
+        return _SQLITE_PASSING["locked"]
     state = str(getattr(error.orig, "sqlstate", None) or "")
     return _PASSING[state] if state in _GIVEN_UP else ""
 

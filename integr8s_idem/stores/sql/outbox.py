@@ -12,7 +12,7 @@ import json
 import secrets
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from integr8s_idem.stores.sql.engine import alone, reading, writing
 from integr8s_idem.stores.sql.errors import MIGRATE, guarded
 from integr8s_idem.stores.sql.rows import escaped, microseconds, unescaped
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets, outbox
+from integr8s_idem.stores.sql.sqlite_engine import among_handlers
 
 PAGE: Final = 500
 """Rows that a relay reads at once."""
@@ -53,6 +54,9 @@ class SqlOutbox:
         """A transaction has left something."""
         self._arrived.set()
 
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        return among_handlers(self._engine)
+
     async def arrived(self, at_most: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(at_most):
@@ -64,7 +68,11 @@ class SqlOutbox:
         has_rows = exists().where(outbox.c.bucket == buckets.c.bucket)
         free = select(buckets.c.bucket).where(buckets.c.claimed_until <= now, has_rows).order_by(buckets.c.bucket)
         token = secrets.token_bytes(16)
-        async with guarded("claim", self._timeout, self._dialect.name), writing(self._engine) as connection:
+        async with (
+            self.turn(),
+            guarded("claim", self._timeout, self._dialect.name),
+            writing(self._engine) as connection,
+        ):
             found = tuple((await connection.scalars(free.with_for_update(skip_locked=True, of=buckets), times)).all())
             if not found:
                 return None
@@ -86,7 +94,11 @@ class SqlOutbox:
     async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
         now, times = self._dialect.now, self._dialect.times()
         ours = self._of(claim.buckets).where(buckets.c.token == claim.token)
-        async with guarded("done", self._timeout, self._dialect.name), writing(self._engine) as connection:
+        async with (
+            self.turn(),
+            guarded("done", self._timeout, self._dialect.name),
+            writing(self._engine) as connection,
+        ):
             if ids:
                 # The broker has them whoever owns the bucket by now.
                 await connection.execute(self._forgetting(sorted(ids)))

@@ -34,6 +34,7 @@ from integr8s_idem.stores.sql.health import health_of
 from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
 from integr8s_idem.stores.sql.savepoints import savepoint, uncommitted
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
+from integr8s_idem.stores.sql.sqlite_engine import among_handlers
 
 _same: Final[WeakSet[Engine]] = WeakSet()
 """Engines of the application's that were found to lead to the store's database."""
@@ -181,7 +182,10 @@ class SqlIdempotencyRepository:
             StoreError: As for every verb.
         """
         found: Any = statements.expired(self._dialect, most)
-        async with self._asking("purge", together=bool(self._dialect.by_key)) as connection:
+        async with (
+            among_handlers(self.engine),
+            self._asking("purge", together=bool(self._dialect.by_key)) as connection,
+        ):
             if self._dialect.by_key:
                 # MySQL takes no LIMIT in a subquery.
                 found = sorted((await connection.execute(found)).scalars())

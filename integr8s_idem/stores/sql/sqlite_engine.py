@@ -6,15 +6,17 @@ import asyncio
 import os
 import sqlite3
 from collections import defaultdict
-from collections.abc import MutableMapping
-from typing import Any, Final
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, make_url
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.errors import ApplicationError, StoreConfigurationError
 
 READS_ONLY: Final = "integr8s_idem_reads_only"
 """Execution option of a transaction that will not write: it waits for no writer."""
@@ -24,16 +26,21 @@ _WAL_TRIES: Final = 100
 _TURN: Final = "integr8s_idem_turn"
 """Where a connection keeps the lock that it holds."""
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[str, asyncio.Lock]] = WeakKeyDictionary()
+_Turns: TypeAlias = WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[str, "_Turn"]]
+
+_turns: _Turns = WeakKeyDictionary()
 """One for each SQLite file.  SQLite's own waiting is unfair: a writer of this process would starve among its
 siblings, and time out although each of them takes a moment only."""
+
+_handlers: _Turns = WeakKeyDictionary()
+"""Another one for each file, among the handlers whose transactions hold their outcomes."""
 
 
 def sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
     _refuse_memory(make_url(url))
     arguments = {"timeout": lock_timeout_seconds, "factory": _Connection}
     engine = create_async_engine(url, pool_size=pool_size, connect_args=arguments)
-    file = os.path.realpath(str(make_url(url).database))
+    file = _file_of(make_url(url))
 
     @event.listens_for(engine.sync_engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
@@ -51,10 +58,10 @@ def sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -
             connection.exec_driver_sql("BEGIN")
             return
         driver: Any = connection.connection.dbapi_connection
-        turns = _turns.setdefault(asyncio.get_running_loop(), defaultdict(asyncio.Lock))[file]
-        driver.run_async(lambda _: turns.acquire())
+        turn = _turn(_turns, file)
+        driver.run_async(lambda _: turn.begin(lock_timeout_seconds))
         info = connection.info
-        info[_TURN] = turns
+        info[_TURN] = turn
         try:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
         except BaseException:
@@ -67,6 +74,65 @@ def sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -
     event.listen(engine.sync_engine, "checkin", lambda _, record: _end_turn(record.info))
     event.listen(engine.sync_engine, "invalidate", lambda _, record, error: _end_turn(record.info))
     return engine
+
+
+@asynccontextmanager
+async def among_handlers(engine: AsyncEngine) -> AsyncIterator[None]:
+    """Take turns with the handlers of this process whose transactions hold their outcomes, if they write to SQLite.
+
+    One of them at a time: the others could write nothing, and would wait while their leases run.  What else is in
+    no hurry waits in the same line: with handlers that follow each other closely it would never find a gap.
+    """
+    if engine.dialect.name != "sqlite":
+        yield
+        return
+    turn = _turn(_handlers, _file_of(engine.url))
+    await turn.begin(None)
+    try:
+        yield
+    finally:
+        turn.end()
+
+
+class _Turn:
+    """Who of this process may write."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._whose: asyncio.Task[Any] | None = None
+
+    async def begin(self, longest: float | None) -> None:
+        """Wait for it, for `longest` seconds.
+
+        Raises:
+            ApplicationError: It is the turn of the very code that asks.
+            OperationalError: The wait was too long: told as that for another process is.
+        """
+        if self._lock.locked() and self._whose is asyncio.current_task():
+            raise ApplicationError(
+                "this code is in a transaction of the SQLite file already, and would wait for itself: end that one "
+                "first, or write by the same session"
+            )
+        try:
+            async with asyncio.timeout(longest):
+                await self._lock.acquire()
+        except TimeoutError:
+            busy = sqlite3.OperationalError("database is locked by another transaction of this process")
+            busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise OperationalError("BEGIN IMMEDIATE", {}, busy) from None
+        self._whose = asyncio.current_task()
+
+    def end(self) -> None:
+        self._whose = None
+        self._lock.release()
+
+
+def _turn(turns: _Turns, file: str) -> _Turn:
+    return turns.setdefault(asyncio.get_running_loop(), defaultdict(_Turn))[file]
+
+
+def _file_of(url: URL) -> str:
+    return os.path.realpath(str(url.database))
 
 
 def _refuse_memory(url: URL) -> None:
@@ -99,9 +165,9 @@ def _end_turn_of(connection: Connection) -> None:
 
 def _end_turn(info: MutableMapping[Any, Any]) -> None:
     """Let the next writer of this process begin, if it was the turn of the connection that this belongs to."""
-    turns = info.pop(_TURN, None)
-    if turns is not None:
-        turns.release()
+    turn = info.pop(_TURN, None)
+    if turn is not None:
+        turn.end()
 
 
 class _Connection(sqlite3.Connection):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from sqlalchemy import event
 from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import SessionTransaction
 
 from integr8s_idem.errors import ApplicationError, TransactionAbortedError
 from integr8s_idem.events import Message
@@ -108,7 +109,9 @@ class SqlTransaction:
                 return TransactionAbortedError(label, said)
         return None
 
-    def _begun(self, session: object, transaction: object, connection: Connection) -> None:
+    def _begun(self, session: object, transaction: SessionTransaction | None, connection: Connection) -> None:
+        if transaction is not None and transaction.nested:
+            return  # a savepoint of the handler's: a second mark would take the place of the first, and go with it
         refuse_unbegun(connection)
         self._watch(connection)
         self._mark(connection)
