@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -48,6 +48,7 @@ from integr8s_idem.telemetry import SILENT, Observer, Signal
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, WaitForStore, Work
 
 T = TypeVar("T")
+K = TypeVar("K", bound="str | Key")
 
 _JOINED: ContextVar[tuple[IdempotencyManager, JoinedRepository] | None] = ContextVar(
     "the transaction that the current code has joined", default=None
@@ -186,6 +187,55 @@ class IdempotencyManager:
     async def count_active(self) -> int:
         """How many keys of this scope hold a lease now."""
         return await self.repository.count_active(self.space.root)
+
+    # Batches: for those who have many pieces of work in hand and settle them one by one.
+
+    async def acquire_batch(
+        self, keys: Iterable[K], *, fingerprint: Callable[[K], bytes | None] | None = None
+    ) -> dict[K, Verdict]:
+        """Ask to do the work of many keys, in one round trip.  A key that is given twice is asked for once.
+
+        The leases are not renewed: settle within `processing_timeout_seconds`, or `renew` before that.
+
+        Args:
+            keys: In the order in which the verdicts are given back.
+            fingerprint: 16 bytes that name the payload of a key.
+
+        Returns:
+            The verdict for each key.  Do those that are `Reserved`, with the attempt and the fence in it, and hand
+            it to `confirm_batch` or `release_batch`.  `InProgress` is somebody else's, with unknown outcome: do not
+            acknowledge it.  An unreadable record is `Corrupt` in its place.
+
+        Raises:
+            StoreError: As for every verb.  What was reserved nevertheless is free when its lease ends.
+        """
+        asked = list(dict.fromkeys(keys))
+        works = [Work(self.space.key(key), fingerprint(key) if fingerprint else None) for key in asked]
+        verdicts = await asyncio.gather(*(self._ledger.reserve(self._ledger.request(work)) for work in works))
+        return dict(zip(asked, verdicts, strict=True))
+
+    async def confirm_batch(
+        self, done: Iterable[Reserved] | Mapping[Reserved, object], *, ttl: timedelta | None = None
+    ) -> list[bool]:
+        """Remember that work is done, in one round trip.  `False`: the reservation is no longer ours.
+
+        `done`: any part of what was acquired; as a mapping, with what each returned.
+
+        Raises:
+            StoreError: As for every verb.  Confirming again does no harm.
+        """
+        results: Mapping[Reserved, object] = done if isinstance(done, Mapping) else dict.fromkeys(done)
+        if ttl is not None:
+            self.checked_ttl(ttl)
+        return await asyncio.gather(*(self.complete(reserved, result, ttl=ttl) for reserved, result in results.items()))
+
+    async def release_batch(self, rest: Iterable[Reserved]) -> list[bool]:
+        """Give work back undone, in one round trip; the attempts stay counted.  `False`: it is no longer ours.
+
+        Raises:
+            StoreError: As for every verb.  What was not given back is free when its lease ends.
+        """
+        return await self.release(*rest)
 
     def completion(self, reserved: Reserved, result: object = None, ttl: timedelta | None = None) -> Completion:
         """What to hand to `complete_many`.  A result that is too large or cannot be written is dropped and counted."""
