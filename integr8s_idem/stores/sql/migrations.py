@@ -97,14 +97,14 @@ async def _is_current(engine: AsyncEngine) -> bool:
         return await connection.run_sync(lambda one: version_of(one) == VERSION and not _missing(one))
 
 
-async def check_schema(engine: AsyncEngine, operation: str) -> None:
+async def check_schema(engine: AsyncEngine, operation: str, timeout: timedelta = _PATIENCE) -> None:
     """Refuse `operation` on a database that is not of this code's version.
 
     Raises:
         StoreConfigurationError: It is older or newer, or has no tables of ours that say so.
         StoreUnavailableError: It does not answer.
     """
-    async with guarded(operation, _PATIENCE, engine.dialect.name), reading(engine) as connection:
+    async with guarded(operation, timeout, engine.dialect.name), reading(engine) as connection:
         found = await connection.run_sync(version_of)
     if found == 0:
         raise StoreConfigurationError(operation, NO_VERSION, Code.SCHEMA_MISSING)

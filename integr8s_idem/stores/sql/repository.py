@@ -55,7 +55,9 @@ class SqlIdempotencyRepository:
     database's, read once per statement.  Expired rows are as good as absent at once; `purge` takes them away.
 
     The engine is the caller's: the repository never disposes of it.  `sql_engine` makes one that is fit for it.
-    The tables must be there: `integr8s-idem store migrate` makes them.
+    The tables must be there: `integr8s-idem store migrate` makes them.  `ping` alone looks of which version they are,
+    as a worker does at its start: call it before the first of your own calls.  No other verb asks, and tables of a
+    newer version would be read and written as if they were of this one.
 
     Args:
         engine: An engine of SQLAlchemy; `sql_engine` makes one from settings.
@@ -214,6 +216,12 @@ class SqlIdempotencyRepository:
         return int(count)
 
     async def ping(self) -> StoreHealth:
+        """Whether the database takes writes and its tables are of our version, and what its settings would lose.
+
+        Raises:
+            StoreConfigurationError: They are not there, older or newer.
+            StoreError: As for every verb.
+        """
         async with self._asking("ping") as connection:
             return await health_of(connection, self._dialect)
 
@@ -221,7 +229,7 @@ class SqlIdempotencyRepository:
         """The records as seen and written by the transaction that `held`, a session or connection, is in.
 
         Raises:
-            ApplicationError: It is neither.
+            ApplicationError: It is neither, or a connection that is not open.
         """
         if isinstance(held, async_scoped_session):
             held = held()
@@ -230,6 +238,8 @@ class SqlIdempotencyRepository:
                 "a transaction is joined by SQLAlchemy's AsyncSession or AsyncConnection, "
                 f"and not {type(held).__name__}"
             )
+        if isinstance(held, AsyncConnection):
+            _refuse_closed(held)
         return JoinedSqlRepository(self, held)
 
     async def _read(self, operation: str, ask: Callable[..., Executable], *arguments: Any) -> Sequence[Any]:
@@ -263,10 +273,11 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         """The connection that the transaction is on.
 
         Raises:
-            ApplicationError: There is no transaction in the database, although SQLAlchemy says so.
+            ApplicationError: It is closed, or there is no transaction in the database, although SQLAlchemy says so.
             StoreConfigurationError: It leads to another database than the store's.
         """
         connection = self._held if isinstance(self._held, AsyncConnection) else await self._held.connection()
+        _refuse_closed(connection)
         if dialect_of(connection.dialect.name) is not self._dialect:
             raise StoreConfigurationError("join", _ELSEWHERE)
         await begun(connection)
@@ -311,3 +322,11 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         undone = savepoint(connection, operation) if operation == "reserve" else nullcontext()
         async with undone, joining(operation, self.engine.dialect.name):
             yield connection
+
+
+def _refuse_closed(connection: AsyncConnection) -> None:
+    if connection.sync_connection is None or connection.closed:
+        raise ApplicationError(
+            "the connection whose transaction is to be joined is not open: enter its block first, and close it "
+            "behind that of the transaction"
+        )
