@@ -35,9 +35,6 @@ from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_
 from integr8s_idem.stores.sql.savepoints import savepoint, uncommitted
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
 
-_same: Final[WeakSet[Engine]] = WeakSet()
-"""Engines of the application's that were found to lead to the store's database."""
-
 _Mark: TypeAlias = tuple[str, int]
 """Key and fence of a reservation."""
 
@@ -78,6 +75,8 @@ class SqlIdempotencyRepository:
         self._dialect = dialect_of(engine.dialect.name)
         self._reserving = bulk.reserving(self._dialect)
         self._settling = {status: bulk.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
+        # Engines of the application's that were found to lead to the database of this one.
+        self._same: WeakSet[Engine] = WeakSet()
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
@@ -252,7 +251,8 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
     def __init__(
         self, records: SqlIdempotencyRepository, held: AsyncSession | AsyncConnection | async_scoped_session[Any]
     ) -> None:
-        super().__init__(records.engine)
+        # There is one for each delivery: statements that are compiled, and engines that are known, stay its parent's.
+        vars(self).update(vars(records))
         self._held = held
 
     async def connection(self) -> AsyncConnection:
@@ -267,10 +267,10 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
             raise StoreConfigurationError("join", _ELSEWHERE)
         await begun(connection)
         theirs = connection.engine.sync_engine
-        if theirs.url != self.engine.url and theirs not in _same:
+        if theirs.url != self.engine.url and theirs not in self._same:
             # By another name it may be the same.  The pools are two: ours is not used up by those who wait here.
             await self._compare(connection)
-            _same.add(theirs)
+            self._same.add(theirs)
         return connection
 
     @asynccontextmanager
