@@ -18,10 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.findings import Code
+from integr8s_idem.stores.sql.completeness import missing_indexes, missing_tables, unmade
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import guarded
-from integr8s_idem.stores.sql.completeness import missing_indexes, missing_tables, unmade
 from integr8s_idem.stores.sql.health import NO_VERSION, check_version, new_identity
 from integr8s_idem.stores.sql.schema import BUCKETS, VERSION, buckets, store
 
