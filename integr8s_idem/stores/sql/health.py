@@ -39,7 +39,6 @@ async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealt
         raise StoreConfigurationError("ping", NO_VERSION, Code.SCHEMA_MISSING)
     check_version(row.version)
     version, warnings = await _LOOKS[dialect.name](connection)
-    warnings += await _look_at_indexes(connection)
     return StoreHealth(
         kind=dialect.name, version=version, latency=latency, warnings=tuple(warnings), identity=row.identity
     )
@@ -69,7 +68,8 @@ def new_identity() -> str:
     return secrets.token_hex(16)
 
 
-async def _look_at_indexes(connection: AsyncConnection) -> list[StoreWarning]:
+async def look_at_indexes(connection: AsyncConnection) -> list[StoreWarning]:
+    """Which of them are missing; takes a dozen round trips."""
     missing = await connection.run_sync(missing_indexes)
     if not missing:
         return []

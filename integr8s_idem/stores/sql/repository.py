@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
 from weakref import WeakSet
@@ -30,7 +31,7 @@ from integr8s_idem.stores.sql.begun import begun
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import alone, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
-from integr8s_idem.stores.sql.health import health_of
+from integr8s_idem.stores.sql.health import health_of, look_at_indexes
 from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
 from integr8s_idem.stores.sql.savepoints import savepoint, uncommitted
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
@@ -75,6 +76,7 @@ class SqlIdempotencyRepository:
         self._dialect = dialect_of(engine.dialect.name)
         self._reserving = bulk.reserving(self._dialect)
         self._settling = {status: bulk.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
+        self._has_indexes = False
         # Engines of the application's that were found to lead to the database of this one.
         self._same: WeakSet[Engine] = WeakSet()
 
@@ -210,7 +212,13 @@ class SqlIdempotencyRepository:
 
     async def ping(self) -> StoreHealth:
         async with self._asking("ping") as connection:
-            return await health_of(connection, self._dialect)
+            health = await health_of(connection, self._dialect)
+            if self._has_indexes:
+                return health
+            # Until they have been seen: an index does not get lost while workers run, and they ask often.
+            missing = await look_at_indexes(connection)
+        self._has_indexes = not missing
+        return replace(health, warnings=(*health.warnings, *missing))
 
     def joined(self, held: Any) -> JoinedSqlRepository:
         """The records as seen and written by the transaction that `held`, a session or connection, is in.
