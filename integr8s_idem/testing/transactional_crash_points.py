@@ -50,8 +50,8 @@ class CrashingOutbox:
     async def claim(self, length: timedelta) -> Claim | None:
         return await self._plan.around("claim", lambda: self._inner.claim(length))
 
-    async def read(self, claim: Claim, *, besides: Sequence[int] = ()) -> list[Waiting]:
-        return await self._inner.read(claim, besides=besides)
+    async def read(self, claim: Claim, *, after: int = 0, besides: Sequence[str] = ()) -> list[Waiting]:
+        return await self._inner.read(claim, after=after, besides=besides)
 
     async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
         if not ids:

@@ -108,6 +108,8 @@ async def test_a_server_that_gives_up_safety_is_found(database: PostgresServer) 
         ("DROP TABLE idempotency_records", "schema-missing"),
         ("ALTER TABLE idempotency_records DROP COLUMN trace", "schema-older"),
         ("ALTER TABLE idempotency_records SET UNLOGGED", "store-not-persistent"),
+        ("DROP INDEX idempotency_records_expires_at", "schema-incomplete"),
+        ("DROP INDEX idempotency_outbox_bucket", "schema-incomplete"),
     ],
 )
 async def test_a_schema_that_is_not_ours_is_found(database: PostgresServer, statement: str, code: str) -> None:

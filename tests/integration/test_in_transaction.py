@@ -363,3 +363,22 @@ async def test_a_session_of_a_database_without_our_tables_is_a_mistake(
             await manager.run("refund:1", Refund(session))
 
     await elsewhere.dispose()
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+async def test_a_session_that_fits_one_store_is_not_taken_for_that_of_another(
+    engine: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
+) -> None:
+    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
+    await migrate(elsewhere)
+    other = IdempotencyManager(repository=SqlIdempotencyRepository(elsewhere), scope="refunds")
+    ours = sql_engine(f"sqlite+aiosqlite:///{tmp_path}/./shop.db")
+    async with session_of(ours) as session, manager.in_transaction(session):
+        await manager.run("refund:1", Refund(session))
+
+    async with session_of(ours) as session, other.in_transaction(session):
+        with pytest.raises(StoreConfigurationError, match="in another database than the store"):
+            await other.run("refund:2", Refund(session))
+
+    await ours.dispose()
+    await elsewhere.dispose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
 from weakref import WeakSet
@@ -30,14 +31,11 @@ from integr8s_idem.stores.sql.begun import begun
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import alone, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
-from integr8s_idem.stores.sql.health import health_of
+from integr8s_idem.stores.sql.health import health_of, look_at_indexes
 from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
 from integr8s_idem.stores.sql.savepoints import savepoint, uncommitted
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
 from integr8s_idem.stores.sql.sqlite_engine import among_handlers
-
-_same: Final[WeakSet[Engine]] = WeakSet()
-"""Engines of the application's that were found to lead to the store's database."""
 
 _Mark: TypeAlias = tuple[str, int]
 """Key and fence of a reservation."""
@@ -81,6 +79,9 @@ class SqlIdempotencyRepository:
         self._dialect = dialect_of(engine.dialect.name)
         self._reserving = bulk.reserving(self._dialect)
         self._settling = {status: bulk.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
+        self._has_indexes = False
+        # Engines of the application's that were found to lead to the database of this one.
+        self._same: WeakSet[Engine] = WeakSet()
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
@@ -223,7 +224,13 @@ class SqlIdempotencyRepository:
             StoreError: As for every verb.
         """
         async with self._asking("ping") as connection:
-            return await health_of(connection, self._dialect)
+            health = await health_of(connection, self._dialect)
+            if self._has_indexes:
+                return health
+            # Until they have been seen: an index does not get lost while workers run, and they ask often.
+            missing = await look_at_indexes(connection)
+        self._has_indexes = not missing
+        return replace(health, warnings=(*health.warnings, *missing))
 
     def joined(self, held: Any) -> JoinedSqlRepository:
         """The records as seen and written by the transaction that `held`, a session or connection, is in.
@@ -266,7 +273,8 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
     def __init__(
         self, records: SqlIdempotencyRepository, held: AsyncSession | AsyncConnection | async_scoped_session[Any]
     ) -> None:
-        super().__init__(records.engine)
+        # There is one for each delivery: statements that are compiled, and engines that are known, stay its parent's.
+        vars(self).update(vars(records))
         self._held = held
 
     async def connection(self) -> AsyncConnection:
@@ -282,10 +290,10 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
             raise StoreConfigurationError("join", _ELSEWHERE)
         await begun(connection)
         theirs = connection.engine.sync_engine
-        if theirs.url != self.engine.url and theirs not in _same:
+        if theirs.url != self.engine.url and theirs not in self._same:
             # By another name it may be the same.  The pools are two: ours is not used up by those who wait here.
             await self._compare(connection)
-            _same.add(theirs)
+            self._same.add(theirs)
         return connection
 
     @asynccontextmanager
