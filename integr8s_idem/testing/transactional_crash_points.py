@@ -16,6 +16,7 @@ The points around the database's commit are where the application commits, in th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,9 @@ class CrashingOutbox:
     def __init__(self, inner: Outbox, plan: CrashPlan) -> None:
         self._inner = inner
         self._plan = plan
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        return self._inner.turn()
 
     async def arrived(self, at_most: float) -> None:
         await self._inner.arrived(at_most)
