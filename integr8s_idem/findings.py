@@ -55,6 +55,7 @@ class Code(str, Enum):
     SCHEMA_OLDER = "schema-older"
     SCHEMA_NEWER = "schema-newer"
     SCHEMA_OTHER = "schema-other"
+    SCHEMA_INCOMPLETE = "schema-incomplete"
     CLOCK_SKEW = "clock-skew"
 
     BROKER_SEEN = "broker-seen"

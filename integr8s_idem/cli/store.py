@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -79,8 +80,9 @@ def purge_command(
             async with open_engine(store) as engine:
                 from integr8s_idem.stores.sql import SqlIdempotencyRepository, check_schema
 
-                await check_schema(engine, "purge")
-                repository, purged = SqlIdempotencyRepository(engine), 0
+                timeout = timedelta(seconds=store.timeout_seconds)
+                await check_schema(engine, "purge", timeout)
+                repository, purged = SqlIdempotencyRepository(engine, timeout=timeout), 0
                 while more := await repository.purge(batch):
                     purged += more
                 return purged

@@ -11,6 +11,7 @@ from integr8s_idem.config.addresses import url_holds_password
 from integr8s_idem.config.environment import same_name
 from integr8s_idem.config.policies import OnInProgress, OnStoreError
 from integr8s_idem.config.sections import (
+    MOST_RESULT_BYTES,
     AnyRedisSettings,
     DynamodbStoreSettings,
     MemoryStoreSettings,
@@ -210,7 +211,7 @@ def _warned_globally(settings: Settings) -> Iterator[SettingsMistake]:
         )
     if isinstance(settings.store, MemoryStoreSettings):
         yield SettingsMistake(
-            "store.kind", '= "memory" forgets everything at exit and knows nothing of other processes'
+            "store.kind", '= "memory" is of one process: it forgets all at exit, and knows nothing of other processes'
         )
     yield from _warned_of_policies("idempotency", idempotency.on_in_progress, idempotency.on_store_error)
     least, most = _SESSION_BOUNDS
@@ -218,24 +219,45 @@ def _warned_globally(settings: Settings) -> Iterator[SettingsMistake]:
         yield SettingsMistake(
             "kafka.session_timeout_seconds",
             f"= {_plain(kafka.session_timeout_seconds)} is outside of the {_plain(least)} to {_plain(most)} seconds "
-            "that brokers allow by default",
+            "that brokers allow by default: with these they let no worker into its group",
         )
     if kafka.auto_offset_reset == "latest":
         yield SettingsMistake(
-            "kafka.auto_offset_reset", '= "latest" skips events that came before a group had its first offset'
+            "kafka.auto_offset_reset",
+            '= "latest" begins a new group at the end of its topics: events that came before that are skipped',
         )
     if kafka.sasl_password is not None and not kafka.security_protocol.startswith("SASL"):
         yield SettingsMistake(
-            "kafka.sasl_password", f'is not used with security_protocol = "{kafka.security_protocol}"; write SASL_SSL?'
+            "kafka.sasl_password",
+            f'is not used with security_protocol = "{kafka.security_protocol}": the brokers are not told who we are; '
+            "write SASL_SSL?",
         )
     yield from _warned_of_store(settings.store)
+    yield from _warned_of_results(settings)
+
+
+def _warned_of_results(settings: Settings) -> Iterator[SettingsMistake]:
+    own = settings.idempotency
+    # The default is more than that, too: who has set nothing has not asked for so much.
+    asked = own.enable_result_caching and "max_result_size_bytes" in own.model_fields_set
+    if isinstance(settings.store, DynamodbStoreSettings) and asked and own.max_result_size_bytes > MOST_RESULT_BYTES:
+        yield SettingsMistake(
+            "idempotency.max_result_size_bytes",
+            f"= {own.max_result_size_bytes} is more than the {MOST_RESULT_BYTES} bytes that an item of DynamoDB has "
+            "for a result and its media type: a larger one is dropped, and a duplicate gets no answer; lower it, "
+            "return a reference, or take another kind of store",
+        )
 
 
 def _warned_of_store(store: StoreSettings) -> Iterator[SettingsMistake]:
     if isinstance(store, RedisSentinelStoreSettings | PostgresqlStoreSettings | MysqlStoreSettings) and not store.tls:
         for name in ("tls_ca_file", "tls_cert_file"):
             if getattr(store, name) is not None:
-                yield SettingsMistake(f"store.{name}", "is not used without store.tls = true")
+                yield SettingsMistake(
+                    f"store.{name}",
+                    "is not used without store.tls = true: what goes to the store and back can be read on the way; "
+                    "set that, or take this out",
+                )
     match store:
         case SqliteStoreSettings() | PostgresqlStoreSettings() | MysqlStoreSettings():
             if store.lock_timeout_seconds >= store.timeout_seconds:
@@ -248,7 +270,11 @@ def _warned_of_store(store: StoreSettings) -> Iterator[SettingsMistake]:
         case RedisStoreSettings(tls_ca_file=str()) | RedisClusterStoreSettings(tls_ca_file=str()):
             for path, url in _urls(store):
                 if not url.startswith("rediss://"):
-                    yield SettingsMistake("store.tls_ca_file", f"is not used: {path} does not start with rediss://")
+                    yield SettingsMistake(
+                        "store.tls_ca_file",
+                        f"is not used, as {path} does not start with rediss://: what goes to the store and back can be "
+                        "read on the way",
+                    )
                     break
 
 
@@ -280,7 +306,10 @@ def _warned_of_policies(
             '= "skip" acknowledges events that are being handled: one whose owner dies is lost',
         )
     if store_error is OnStoreError.OPEN:
-        yield SettingsMistake(f"{path}.on_store_error", '= "open" runs handlers unguarded while the store is down')
+        yield SettingsMistake(
+            f"{path}.on_store_error",
+            '= "open" runs handlers unguarded while the store is down: an event that comes again then runs again',
+        )
 
 
 def _is_among(name: str, services: list[str]) -> bool:
@@ -290,7 +319,7 @@ def _is_among(name: str, services: list[str]) -> bool:
 def _unknown_service(name: str, services: list[str]) -> SettingsMistake:
     near = get_close_matches(name, services, n=1)
     hint = f"did you mean services.{near[0]}?" if near else f"known are {', '.join(services)}"
-    return SettingsMistake(f"services.{name}", f"is no service of this application; {hint}")
+    return SettingsMistake(f"services.{name}", f"is no service of this application: nothing reads it; {hint}")
 
 
 def misspelled_services(sections: object, services: list[str], origins: Mapping[Path, str]) -> list[SettingsMistake]:

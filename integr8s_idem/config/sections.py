@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
@@ -240,6 +240,11 @@ class MysqlStoreSettings(Section):
     """Key of our certificate."""
     purge_interval_seconds: Interval = 60
     """How often a worker takes expired records away; 0 for never."""
+
+
+MOST_RESULT_BYTES: Final = 400 * 1_024 - 2_048
+"""Of a result with its media type in DynamoDB: an item may have 400 KiB, names included; the rest of a record has less
+than 2."""
 
 
 class DynamodbStoreSettings(Section):

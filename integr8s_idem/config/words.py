@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from integr8s_idem.errors import SettingsMistake
 
 _LONGEST_PATH: Final = 200
 _LONGEST_MESSAGE: Final = 2_000
+_EXTRAS: Final[Mapping[str, str]] = {"dynamodb": "dynamodb", "mysql": "mysql", "postgresql": "sql", "sqlite": "sql"}
+"""What brings the driver of a kind of store."""
 
 
 def said(path: str, message: str) -> SettingsMistake:
@@ -18,6 +21,11 @@ def said(path: str, message: str) -> SettingsMistake:
 def installing(extra: str) -> str:
     """How to get an extra: as the README says, since there is no package to be had by its name."""
     return f"install the extra {extra}: pip install '.[{extra}]' in the checkout"
+
+
+def needing(kind: str, error: ModuleNotFoundError) -> str:
+    """That a store of `kind` lacks what `error` names, and how to get it."""
+    return f'a store of kind "{kind}" needs {error.name}; {installing(_EXTRAS.get(kind, "all"))}'
 
 
 def shown(text: str, longest: int) -> str:

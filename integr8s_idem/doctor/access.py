@@ -11,6 +11,7 @@ from integr8s_idem.config import (
     RedisStoreSettings,
     Settings,
 )
+from integr8s_idem.config.words import needing
 from integr8s_idem.errors import ApplicationError
 
 
@@ -23,7 +24,7 @@ def access_of(settings: Settings) -> str:
     try:
         return _access_of(settings)
     except ModuleNotFoundError as error:
-        raise ApplicationError(f'a store of kind "{settings.store.kind}" needs {error.name}') from error
+        raise ApplicationError(needing(settings.store.kind, error)) from error
 
 
 def _access_of(settings: Settings) -> str:

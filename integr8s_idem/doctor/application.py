@@ -11,7 +11,8 @@ from dishka import AsyncContainer
 
 from integr8s_idem.config import Settings
 from integr8s_idem.dispatcher import EventDispatcher
-from integr8s_idem.doctor.store import OUTBOX, STORE, is_to_be_made, look_at_repository, refusal
+from integr8s_idem.doctor.files import is_to_be_made
+from integr8s_idem.doctor.store import OUTBOX, STORE, look_at_repository, refusal
 from integr8s_idem.errors import StoreError
 from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.stores import IdempotencyRepository

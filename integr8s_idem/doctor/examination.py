@@ -12,7 +12,7 @@ from integr8s_idem.config.addresses import redacted
 from integr8s_idem.doctor.application import ApplicationLook, look_at_application
 from integr8s_idem.doctor.broker import look_at_brokers
 from integr8s_idem.doctor.checking import findings_of
-from integr8s_idem.doctor.remedies import of_setting
+from integr8s_idem.doctor.remedies import of_mistake, of_warning
 from integr8s_idem.doctor.store import OUTBOX, STORE, look_at_store
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.findings import Code, Finding, Severity
@@ -44,7 +44,7 @@ async def examined(asked: Asked, *, now: Callable[[], float] = time.time) -> lis
     try:
         settings = asked.settings()
     except SettingsError as error:
-        return [_of_settings(Code.SETTINGS_MISTAKE, Severity.ERROR, mistake) for mistake in error.mistakes]
+        return [_mistaken(mistake) for mistake in error.mistakes]
     told_by_brokers: set[str] = set()
 
     known = ApplicationLook()
@@ -68,7 +68,7 @@ async def examined(asked: Asked, *, now: Callable[[], float] = time.time) -> lis
     found = await findings_of({"application": application})
     found += await findings_of({"store": store, "brokers": brokers})
     warnings = [
-        _of_settings(Code.SETTINGS_WARNING, Severity.WARNING, warning)
+        _warned(warning)
         for warning in settings_warnings(settings, asked.services)
         if warning.path not in told_by_brokers
     ]
@@ -82,9 +82,14 @@ def _told_once(found: list[Finding]) -> list[Finding]:
     return [finding for finding in found if finding.where != OUTBOX or finding.code not in told]
 
 
-def _of_settings(code: Code, severity: Severity, mistake: SettingsMistake) -> Finding:
-    what, mend = of_setting(mistake.path, mistake.message)
-    return Finding(code, severity, mistake.path, what, "", mend)
+def _mistaken(mistake: SettingsMistake) -> Finding:
+    what, mend = of_mistake(mistake.path, mistake.message)
+    return Finding(Code.SETTINGS_MISTAKE, Severity.ERROR, mistake.path, what, "no worker starts", mend)
+
+
+def _warned(warning: SettingsMistake) -> Finding:
+    what, cost, mend = of_warning(warning.path, warning.message)
+    return Finding(Code.SETTINGS_WARNING, Severity.WARNING, warning.path, what, cost, mend)
 
 
 def _secrets(settings: Settings) -> Iterator[str]:

@@ -25,7 +25,7 @@ _MEND: Final[Mapping[Code, str]] = {
     Code.CLOCK_SKEW: "let this machine follow a time server",
 }
 _ELSE: Final = "make [store] fit by what it says"
-_FOREIGN: Final = re.compile(r"answers: |no connection to|no answer from")
+_FOREIGN: Final = re.compile(r"answers: |no connection to|no answer from|what answers is not")
 """Before words that are not ours, in which a semicolon means nothing."""
 _NO_SENTINEL: Final = re.compile(r"unknown command\W*SENTINEL", re.IGNORECASE)
 
@@ -34,11 +34,22 @@ def of_store(code: Code, reason: str) -> tuple[str, str]:
     """What a store's error says is wrong, and what to do."""
     if _NO_SENTINEL.search(reason):
         return reason, "give the addresses of Sentinels in store.sentinels: usually those at port 26379"
-    what, mend = (reason, "") if _FOREIGN.search(reason) else parted(reason)
+    foreign = _FOREIGN.search(reason)
+    what, mend = (reason, "") if foreign else parted(reason)
+    if code is Code.STORE_UNAVAILABLE and not foreign:
+        # It has answered, and is where it should be.
+        return what, mend or "wait until that has passed, or end it there"
     return what, mend or _MEND.get(code, _ELSE)
 
 
-def of_setting(path: str, message: str) -> tuple[str, str]:
+def of_warning(path: str, message: str) -> tuple[str, str, str]:
+    """What a warning says of a setting, what that can cost, and what to do."""
+    said, mend = of_mistake(path, message)
+    what, _, cost = said.rpartition(": ")
+    return (what, cost, mend) if what else (said, "", mend)
+
+
+def of_mistake(path: str, message: str) -> tuple[str, str]:
     """What is wrong with a setting, and what to do."""
     what, mend = parted(message)
     return what, mend or f"change {path}"

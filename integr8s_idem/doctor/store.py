@@ -8,11 +8,11 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Final, TypeVar
 
 from integr8s_idem.config import MemoryStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.doctor.clocks import skew_findings
+from integr8s_idem.doctor.files import is_to_be_made, look_at_absent_file
 from integr8s_idem.doctor.remedies import of_store
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
@@ -61,14 +61,13 @@ async def look_at_store(settings: Settings, now: Callable[[], float]) -> list[Fi
     store = settings.store
     if isinstance(store, MemoryStoreSettings):
         return []  # the settings say all there is to say
-    if await is_to_be_made(settings):
-        assert isinstance(store, SqliteStoreSettings)
-        told = f"{store.path} is not there yet"
-        return [Finding(Code.STORE_SEEN, Severity.INFO, STORE, told, "", "it is made at the first start")]
+    if isinstance(store, SqliteStoreSettings) and await is_to_be_made(settings):
+        return [await look_at_absent_file(store)]
     try:
         with as_it_is():
             async with open_store(store, key_prefix=settings.idempotency.key_prefix) as repository:
-                return await look_at_repository(repository, settings, now)
+                found = await look_at_repository(repository, settings, now)
+                return [_left_to_a_worker(finding) for finding in found]
     except StoreError as error:
         return [refusal(error, settings)]
 
@@ -91,10 +90,11 @@ def _worst(found: list[Finding]) -> list[Finding]:
     return [finding for finding in found if finding.severity is Severity.ERROR or finding.code not in errors]
 
 
-async def is_to_be_made(settings: Settings) -> bool:
-    """Whether the store is a SQLite file that is not there yet: to look into it would make it."""
-    store = settings.store
-    return isinstance(store, SqliteStoreSettings) and not await asyncio.to_thread(Path(store.path).exists)
+def _left_to_a_worker(finding: Finding) -> Finding:
+    """What a worker sets by itself in a file of the settings, and the doctor has left as it is."""
+    if finding.code is not Code.STORE_JOURNAL:
+        return finding
+    return replace(finding, severity=Severity.INFO, cost="", mend="a worker sets WAL at its start")
 
 
 def refusal(error: StoreError, settings: Settings, where: str = STORE) -> Finding:

@@ -19,7 +19,7 @@ from integr8s_idem.config import (
     SqliteStoreSettings,
     StoreSettings,
 )
-from integr8s_idem.config.words import installing
+from integr8s_idem.config.words import needing
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.stores import IdempotencyRepository
 
@@ -34,7 +34,8 @@ _looked_at: Final[ContextVar[list[IdempotencyRepository] | None]] = ContextVar("
 
 @contextmanager
 def as_it_is() -> Iterator[list[IdempotencyRepository]]:
-    """Stores that are opened in this block are left as they are: no table is made, and no file.  Gives these stores."""
+    """Stores that are opened in this block are left as they are: no table is made, no file, and nothing is set
+    that stays in one.  Gives these stores."""
     opened: list[IdempotencyRepository] = []
     before = _looked_at.set(opened)
     try:
@@ -125,12 +126,9 @@ async def open_engine(settings: SqlSettings) -> AsyncIterator[AsyncEngine]:
     try:
         from integr8s_idem.stores.sql import settings_engine
 
-        engine = settings_engine(settings)
+        engine = settings_engine(settings, as_it_is=_looked_at.get() is not None)
     except ModuleNotFoundError as error:
-        extra = "mysql" if isinstance(settings, MysqlStoreSettings) else "sql"
-        raise StoreConfigurationError(
-            "start", f'a store of kind "{settings.kind}" needs {error.name}; {installing(extra)}'
-        ) from error
+        raise StoreConfigurationError("start", needing(settings.kind, error)) from error
     try:
         yield engine
     finally:
@@ -161,8 +159,6 @@ async def open_dynamo(settings: DynamodbStoreSettings) -> AsyncIterator[Any]:
     try:
         from integr8s_idem.stores.dynamodb import dynamo_client
     except ModuleNotFoundError as error:
-        raise StoreConfigurationError(
-            "start", f'a store of kind "{settings.kind}" needs {error.name}; {installing("dynamodb")}'
-        ) from error
+        raise StoreConfigurationError("start", needing(settings.kind, error)) from error
     async with dynamo_client(settings) as client:
         yield client

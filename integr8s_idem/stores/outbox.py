@@ -17,6 +17,8 @@ class Waiting:
 
     id: int
     message: Message
+    fault: str = ""
+    """Why it cannot be published: its row is damaged, and `message` holds what of it could be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,12 @@ class Claim:
 
     token: bytes
     buckets: tuple[int, ...]
+    last: int
+    """The last message that was there: the claim is for those up to it.
+
+    A transaction may commit a lower id while they are read, but whoever saw it committed before writing the next
+    message of its key got a higher one: read up to here, that never overtakes it.
+    """
 
 
 class Outbox(Protocol):
@@ -45,19 +53,28 @@ class Outbox(Protocol):
         ...
 
     async def claim(self, length: timedelta) -> Claim | None:
-        """All buckets that hold something and are nobody's, for `length`; `None` if there are none."""
-        ...
-
-    async def read(self, claim: Claim, *, besides: Sequence[int] = ()) -> list[Waiting]:
-        """The first messages of the buckets, in the order in which they are to be published.
+        """All buckets that hold something and are nobody's; `None` if there are none.
 
         Args:
-            besides: Rows to leave out, since they cannot be published now.
+            length: For how long they are ours, from now by the database's clock, unless `done` says how much more.
+        """
+        ...
+
+    async def read(self, claim: Claim, *, after: int = 0, besides: Sequence[str] = ()) -> list[Waiting]:
+        """The next messages of the buckets up to `claim.last`, in the order in which they are to be published.
+
+        Args:
+            after: The message to go on behind.
+            besides: Topics to leave out.
         """
         ...
 
     async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
-        """Forget messages that the broker has, and keep the buckets for `length` more.  `False`: they are not ours."""
+        """Forget messages that the broker has.  `False`: the buckets are not ours any more.
+
+        Args:
+            length: For how long they stay ours, from now; zero gives them up.
+        """
         ...
 
     async def check(self) -> None:

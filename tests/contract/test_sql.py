@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import delete, update
+from sqlalchemy import delete, literal, update
 
+from integr8s_idem.errors import CorruptRecordError
+from integr8s_idem.records import Corrupt, Reserved
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import writing
-from integr8s_idem.stores.sql.schema import records
+from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, records
 from integr8s_idem.testing.contract import HistorySize, RepositoryContract, StoreUnderTest
+from integr8s_idem.testing.store_under_test import take, wish
 from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
+
+DAMAGES = {
+    "owner_not_ascii": {"owner": "ü"},
+    "owner_half_an_escape": {"owner": "\\x"},
+    "lease_that_never_ends": {"lease_until": 2**62},
+    "expiry_that_never_comes": {"expires_at": 2**62},
+    "attempt_below_zero": {"attempt": -1},
+    "status_unknown": {"status": 9},
+    "settled_at_no_time": {"status": COMPLETED},
+    "result_without_a_type": {"status": COMPLETED, "settled_at": 1, "result": b"1"},
+    "content_type_half_an_escape": {"status": COMPLETED, "settled_at": 1, "result": b"1", "content_type": "\\u12"},
+    "error_half_an_escape": {"status": FAILED, "settled_at": 1, "error": "\\x"},
+}
+LOOSELY_TYPED = {
+    "lease_no_number": {"lease_until": "x"},
+    "expiry_a_huge_float": {"expires_at": 9e30},
+    "fence_no_number": {"fence": "abc"},
+    "result_a_text": {"status": COMPLETED, "settled_at": 1, "result": "1", "content_type": "a"},
+    "fingerprint_a_text": {"fingerprint": "abc"},
+}
+"""What SQLite takes whatever the type of the column."""
+
+
+class SqlContract(RepositoryContract):
+    """And what is damaged in a column only."""
+
+    @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+    async def test_a_damaged_row_spoils_no_batch(self, store: StoreUnderTest, damage: dict[str, object]) -> None:
+        assert isinstance(store.repository, SqlIdempotencyRepository)
+        root = f"contract:{uuid.uuid4().hex}:"
+        bad, good = root + "bad", root + "good"
+        await take(store, bad, fingerprint=b"f" * 16)
+        values = {name: literal(value) for name, value in damage.items()}  # as it is, whatever the column's type
+        async with writing(store.repository.engine) as connection:
+            await connection.execute(update(records).where(records.c.key == bad).values(values))
+
+        first, second = await store.repository.reserve([wish(bad, fingerprint=b"f" * 16), wish(good)])
+
+        assert isinstance(first, Corrupt)
+        assert first.reason
+        assert isinstance(second, Reserved)
+        with pytest.raises(CorruptRecordError):
+            await store.repository.get([good, bad])
+        assert [record.key async for record in store.repository.scan(root)] == [good]
+        assert await store.repository.delete([bad]) == 1
 
 
 @asynccontextmanager
@@ -51,7 +100,7 @@ def mariadb() -> Iterator[MariadbServer]:
         yield server
 
 
-class TestPostgreSQL(RepositoryContract):
+class TestPostgreSQL(SqlContract):
     @pytest.fixture
     async def store(self, postgres: PostgresServer) -> AsyncIterator[StoreUnderTest]:
         async with store_on(postgres.url) as store:
@@ -59,7 +108,7 @@ class TestPostgreSQL(RepositoryContract):
 
 
 @pytest.mark.skipif(bool(missing_programs()), reason=missing_programs())
-class TestMariaDB(RepositoryContract):
+class TestMariaDB(SqlContract):
     histories = HistorySize(histories=30)
 
     @pytest.fixture
@@ -68,7 +117,13 @@ class TestMariaDB(RepositoryContract):
             yield store
 
 
-class TestSQLite(RepositoryContract):
+class TestSQLite(SqlContract):
+    @pytest.mark.parametrize("damage", LOOSELY_TYPED.values(), ids=LOOSELY_TYPED)
+    async def test_a_value_of_another_type_spoils_no_batch(
+        self, store: StoreUnderTest, damage: dict[str, object]
+    ) -> None:
+        await self.test_a_damaged_row_spoils_no_batch(store, damage)
+
     @pytest.fixture
     async def store(self, tmp_path: Path) -> AsyncIterator[StoreUnderTest]:
         async with store_on(f"sqlite+aiosqlite:///{tmp_path / 'idem.db'}") as store:

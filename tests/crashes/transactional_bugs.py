@@ -43,8 +43,10 @@ def _forgets_first() -> None:
     """The relay deletes what it has read, and publishes it then."""
     read = SqlOutbox.read
 
-    async def read_and_delete(self: SqlOutbox, claim: Claim, *, besides: Sequence[int] = ()) -> list[Waiting]:
-        found = await read(self, claim, besides=besides)
+    async def read_and_delete(
+        self: SqlOutbox, claim: Claim, *, after: int = 0, besides: Sequence[str] = ()
+    ) -> list[Waiting]:
+        found = await read(self, claim, after=after, besides=besides)
         await self.done(claim, [one.id for one in found], timedelta(seconds=5))
         return found
 

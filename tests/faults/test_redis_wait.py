@@ -22,7 +22,7 @@ from tests.support.fault_proxy import Stall
 from tests.support.redis_pair import Pair, lagging_pair
 from tests.support.redis_shop import make_client, open_redis_shop
 
-SHORT = r"0 of the 1 replicas that must have each write confirmed it within 0\.2 s; .* lower wait_replicas"
+SHORT = r"0 of the 1 replicas that must have each write confirmed it within 0\.2 s: .*; bring .* lower wait_replicas"
 
 
 @pytest.fixture

@@ -116,8 +116,10 @@ async def test_more_replicas_than_there_are_cannot_be_waited_for(cluster: RedisC
     (only,) = await found_in_store(settings)
 
     assert (only.code, only.severity) == (Code.STORE_TOO_FEW_REPLICAS, Severity.ERROR)
+    assert only.mend == "bring the replicas back, or lower wait_replicas in [store]"
 
 
+@pytest.mark.scenario(50)
 @pytest.mark.parametrize("full_coverage", ["yes", "no"])
 async def test_a_cluster_that_lacks_a_slot_is_found(full_coverage: str) -> None:
     """One server that was given all slots but one: no records of ours can be kept under that."""

@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -108,6 +108,8 @@ async def test_a_server_that_gives_up_safety_is_found(database: PostgresServer) 
         ("DROP TABLE idempotency_records", "schema-missing"),
         ("ALTER TABLE idempotency_records DROP COLUMN trace", "schema-older"),
         ("ALTER TABLE idempotency_records SET UNLOGGED", "store-not-persistent"),
+        ("DROP INDEX idempotency_records_expires_at", "schema-incomplete"),
+        ("DROP INDEX idempotency_outbox_bucket", "schema-incomplete"),
     ],
 )
 async def test_a_schema_that_is_not_ours_is_found(database: PostgresServer, statement: str, code: str) -> None:
@@ -284,6 +286,44 @@ async def test_an_absent_sqlite_file_is_no_mistake_and_is_not_made(tmp_path: Pat
 
     assert codes(found) == []
     assert not file.exists()
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "file", "/proc"])
+async def test_a_sqlite_file_that_no_worker_can_make_is_found(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").touch()
+    settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / folder / "idem.db"))
+
+    (only,) = await found_in_store(settings)
+
+    assert (only.code, only.severity, only.where) == (Code.STORE_REFUSED, Severity.ERROR, "store.path")
+    assert only.cost == "no worker starts"
+
+
+async def test_a_look_at_a_sqlite_file_leaves_its_journal_as_it_was(tmp_path: Path) -> None:
+    settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"))
+    async with open_store(settings, key_prefix="idempotency") as store:
+        await store.ping()
+    with closing(sqlite3.connect(settings.path)) as file:
+        file.execute("PRAGMA journal_mode = DELETE")
+
+    found = await found_in_store(settings)
+
+    with closing(sqlite3.connect(settings.path)) as file:
+        assert file.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    assert codes(found) == []
+    assert [one.mend for one in found if one.code is Code.STORE_JOURNAL] == ["a worker sets WAL at its start"]
+
+
+async def test_a_sqlite_file_that_another_process_holds_is_found_with_what_to_do_about_it(tmp_path: Path) -> None:
+    settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"), lock_timeout_seconds=0.1)
+    async with open_store(settings, key_prefix="idempotency") as store:
+        await store.ping()
+    with closing(sqlite3.connect(settings.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        (only,) = await found_in_store(settings)
+
+    assert only.code is Code.STORE_UNAVAILABLE
+    assert only.mend == "let it end, or raise store.lock_timeout_seconds"
 
 
 async def test_nothing_is_found_in_a_sqlite_file_of_ours(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 
+from integr8s_idem.config.sections import MOST_RESULT_BYTES
 from integr8s_idem.records import (
     Completed,
     Completion,
@@ -19,7 +20,6 @@ from integr8s_idem.records import (
     TraceLink,
 )
 from integr8s_idem.stores.dynamodb import DynamoIdempotencyRepository, dynamo_client
-from integr8s_idem.stores.dynamodb.items import MOST_RESULT_BYTES
 from integr8s_idem.testing.store_under_test import LEASE, RETENTION, TTL, new_key, wish
 from tests.support.dynamodb.clocks import VirtualClock
 from tests.support.dynamodb.fixtures import Table

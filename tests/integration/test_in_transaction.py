@@ -300,6 +300,30 @@ async def test_what_holds_no_transaction_is_refused_at_once(
             pass
 
 
+async def test_a_connection_that_is_not_open_is_refused_at_once(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    closed = await engine.connect()
+    await closed.close()
+
+    for held in (closed, engine.connect()):
+        with pytest.raises(ApplicationError, match="is not open"):
+            async with manager.in_transaction(held):
+                pass
+
+
+async def test_a_connection_that_is_closed_too_early_is_told(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+    connection = await engine.connect()
+    refund = Refund(connection)
+
+    async with manager.in_transaction(connection):
+        await connection.close()
+        with pytest.raises(ApplicationError, match="is not open"):
+            await manager.run("refund:1", refund)
+
+    assert refund.runs == 0
+
+
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 async def test_a_session_set_of_a_task_will_do(engine: AsyncEngine, manager: IdempotencyManager) -> None:
     sessions = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
@@ -338,4 +362,23 @@ async def test_a_session_of_a_database_without_our_tables_is_a_mistake(
         with pytest.raises(StoreConfigurationError, match="in another database than the store"):
             await manager.run("refund:1", Refund(session))
 
+    await elsewhere.dispose()
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+async def test_a_session_that_fits_one_store_is_not_taken_for_that_of_another(
+    engine: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
+) -> None:
+    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
+    await migrate(elsewhere)
+    other = IdempotencyManager(repository=SqlIdempotencyRepository(elsewhere), scope="refunds")
+    ours = sql_engine(f"sqlite+aiosqlite:///{tmp_path}/./shop.db")
+    async with session_of(ours) as session, manager.in_transaction(session):
+        await manager.run("refund:1", Refund(session))
+
+    async with session_of(ours) as session, other.in_transaction(session):
+        with pytest.raises(StoreConfigurationError, match="in another database than the store"):
+            await other.run("refund:2", Refund(session))
+
+    await ours.dispose()
     await elsewhere.dispose()

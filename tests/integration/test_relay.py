@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.config import KafkaSettings
@@ -19,6 +20,7 @@ from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import writing
 from integr8s_idem.stores.sql.outbox import put
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets
+from integr8s_idem.stores.sql.schema import outbox as outbox_table
 from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.relay import Relay
 from tests.support.conditions import eventually
@@ -131,6 +133,103 @@ async def test_a_message_that_cannot_go_holds_up_its_own_key_only(engine: AsyncE
         await eventually(lambda: len(broker.published) == 6)
 
     assert broker.ids(b"k") == ["event-0", "event-1", "event-2", "event-3"]
+
+
+async def test_many_messages_that_cannot_go_hold_up_no_other_topic(engine: AsyncEngine) -> None:
+    broker = Broker()
+    broker.broken = {f"event-{number}" for number in range(600)}
+    await leave(engine, *(message(number, f"key-{number}".encode()) for number in range(600)))
+    await leave(engine, replace(message(1000), topic="payments"))
+
+    async with relays(engine, broker):
+        await eventually(lambda: broker.published)
+
+    assert broker.ids() == ["event-1000"]
+
+
+async def test_many_messages_that_cannot_go_hold_up_no_other_key_of_their_topic(engine: AsyncEngine) -> None:
+    broker = Broker()
+    broker.broken = {f"event-{number}" for number in range(1200)}
+    await leave(engine, *(message(number, f"key-{number}".encode()) for number in range(1200)))
+    await leave(engine, message(2000, b"other"), message(2001, b"key-0"))
+
+    async with relays(engine, broker) as [outbox]:
+        await eventually(lambda: broker.published)
+        assert broker.ids() == ["event-2000"]
+        broker.broken = set()
+        outbox.notice()
+        await eventually(lambda: len(broker.published) == 1202)
+
+    assert broker.ids(b"key-0") == ["event-0", "event-2001"]
+
+
+class Answering(Broker):
+    """Whoever hears the first message writes `then`."""
+
+    def __init__(self, then: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.then = then
+        self.answers = True
+
+    async def send_message(self, message: Message) -> None:
+        if self.answers:
+            self.answers = False
+            await self.then()
+        await super().send_message(message)
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)  # SQLite has one writer at a time
+async def test_a_message_that_is_committed_late_is_not_overtaken_by_what_its_commit_led_to(engine: AsyncEngine) -> None:
+    async with engine.connect() as late:
+        await put(late, [message(1)])
+        await leave(engine, message(2, b"other"))
+
+        async def commit_and_go_on() -> None:
+            await late.commit()
+            await leave(engine, message(3))
+
+        broker = Answering(commit_and_go_on)
+        async with relays(engine, broker):
+            await eventually(lambda: len(broker.published) == 3)
+
+    assert broker.ids() == ["event-2", "event-1", "event-3"]
+
+
+DAMAGED = {"headers_no_json": {"headers": b"\x00"}, "headers_no_pairs": {"headers": b"[7]"}, "id": {"event_id": "\\x"}}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+async def test_a_damaged_row_is_named_and_holds_up_its_own_key_only(
+    engine: AsyncEngine, damage: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = Broker()
+    await leave(engine, message(1), message(2), message(3, b"other"))
+    async with engine.begin() as connection:
+        damaged = (await connection.execute(select(outbox_table.c.id).order_by(outbox_table.c.id))).scalars().first()
+        await connection.execute(update(outbox_table).where(outbox_table.c.id == damaged).values(damage))
+
+    async with relays(engine, broker) as [outbox]:
+        await eventually(lambda: broker.published and "damaged" in caplog.text)
+        assert broker.ids() == ["event-3"]
+        assert f"row {damaged} of the outbox is damaged" in caplog.text
+        async with engine.begin() as connection:
+            await connection.execute(delete(outbox_table).where(outbox_table.c.id == damaged))
+        outbox.notice()
+        await eventually(lambda: len(broker.published) == 2)
+
+    assert broker.ids() == ["event-3", "event-2"]
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("column", ["message_key", "value", "headers"])
+async def test_a_row_of_sqlite_with_a_text_for_bytes_stops_nothing(engine: AsyncEngine, column: str) -> None:
+    broker = Broker()
+    await leave(engine, message(1), message(2, b"other"))
+    async with engine.begin() as connection:
+        await connection.execute(text(f"UPDATE idempotency_outbox SET {column} = 'k' WHERE event_id = 'event-1'"))
+
+    async with relays(engine, broker):
+        await eventually(lambda: "event-2" in broker.ids())
 
 
 async def test_the_next_relay_goes_on_where_a_dead_one_stopped_with_the_same_ids(engine: AsyncEngine) -> None:

@@ -114,3 +114,14 @@ async def test_who_gets_no_connection_in_time_is_told_so(server: Server) -> None
     (verdict,) = await store.reserve([wish(new_key())])
     assert isinstance(verdict, Reserved)
     await engine.dispose()
+
+
+@pytest.mark.parametrize("server", [PostgresServer], indirect=True)  # MySQL counts in whole seconds
+async def test_the_shortest_lock_timeout_of_postgresql_is_a_millisecond_and_not_none(server: Server) -> None:
+    engine = sql_engine(server.url, lock_timeout_seconds=0.0004)
+
+    async with engine.connect() as connection:
+        told = await connection.scalar(text("SHOW lock_timeout"))
+
+    await engine.dispose()
+    assert told == "1ms"

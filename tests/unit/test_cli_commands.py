@@ -64,7 +64,8 @@ def test_good_settings_are_ok_and_their_warnings_are_shown() -> None:
     assert answer.exit_code == 0
     assert answer.stdout.splitlines() == [
         "settings.toml: ok",
-        '  warning  store.kind  = "memory" forgets everything at exit and knows nothing of other processes',
+        '  warning  store.kind  = "memory" is of one process: it forgets all at exit, and knows nothing of other '
+        "processes",
     ]
 
 

@@ -163,7 +163,7 @@ def test_warnings_about_settings_are_logged_at_start(capsys: pytest.CaptureFixtu
 
     run(asked(), FakeGroup())
 
-    assert "services.shipping is no service of this application" in capsys.readouterr().out
+    assert "services.shipping is no service of this application: nothing reads it" in capsys.readouterr().out
 
 
 def test_on_a_terminal_there_is_a_table_and_lines_for_people_above_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sqlite3
 import sys
 from datetime import timedelta
@@ -130,6 +131,18 @@ def test_a_database_that_does_not_answer_is_told_and_the_status_is_1() -> None:
     assert answer.exit_code == 1
     assert "no connection to postgresql" in answer.stderr
     assert "canary" not in answer.stderr
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_database_that_says_nothing_is_given_up_after_the_time_of_the_settings(kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"{kind}://u@127.0.0.1:{silent.getsockname()[1]}/x"
+        Path("settings.toml").write_text(f'[store]\nkind = "{kind}"\nurl = "{url}"\ntimeout_seconds = 0.3\n')
+
+        answer = typed("purge")
+
+    assert answer.exit_code == 1
+    assert f"no answer from {kind} within 0.3 s" in told(answer)
 
 
 @pytest.mark.parametrize("missing", ["sqlalchemy", "aiosqlite"])

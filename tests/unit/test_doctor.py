@@ -25,7 +25,7 @@ from integr8s_idem.doctor import as_json, as_text, status_of
 from integr8s_idem.doctor.broker import broker_findings
 from integr8s_idem.doctor.checking import findings_of
 from integr8s_idem.doctor.clocks import skew_findings
-from integr8s_idem.doctor.remedies import of_setting
+from integr8s_idem.doctor.remedies import of_mistake, of_warning
 from integr8s_idem.doctor.store import is_too_old, look_at_repository, look_at_store, refusal, tried
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
@@ -138,6 +138,7 @@ async def test_settings_that_contradict_each_other_are_found(tmp_path: Path) -> 
     found = await found_in(text, tmp_path)
 
     assert codes(found) == ["settings-mistake", "settings-mistake"]
+    assert [one.cost for one in found] == ["no worker starts"] * 2
     assert [one.where for one in found] == [
         "kafka.heartbeat_interval_seconds",
         "services.billing.handler_timeout_seconds",
@@ -417,6 +418,7 @@ def test_rights_of_what_is_not_installed_are_not_printed(monkeypatch: pytest.Mon
 
     assert answer.exit_code == 64
     assert 'a store of kind "mysql" needs integr8s_idem.stores.sql.access' in answer.stderr
+    assert "pip install '.[mysql]'" in answer.stderr
 
 
 def test_rights_are_printed_for_machines() -> None:
@@ -440,6 +442,11 @@ def test_a_policy_for_machines_is_the_policy() -> None:
             "run: it",
         ),
         (StoreUnavailableError("ping", "no answer; or a late one"), "no answer", "or a late one"),
+        (
+            StoreUnavailableError("ping", "Redis is loading its data"),
+            "Redis is loading its data",
+            "wait until that has passed, or end it there",
+        ),
         (
             StoreUnavailableError("ping", "no connection to mysql: a; b"),
             "no connection to mysql: a; b",
@@ -467,7 +474,13 @@ def test_no_refusal_is_without_something_to_do(code: Code) -> None:
     ("message", "mend"), [("= 5 exceeds 3: why; lower it", "lower it"), ("must be text", "change kafka.client_id")]
 )
 def test_a_mistake_of_the_settings_says_apart_what_to_do(message: str, mend: str) -> None:
-    assert of_setting("kafka.client_id", message)[1] == mend
+    assert of_mistake("kafka.client_id", message)[1] == mend
+
+
+def test_a_warning_of_the_settings_says_apart_what_it_costs() -> None:
+    message = "= 5 is less than 3: events run again; raise it"
+
+    assert of_warning("kafka.client_id", message) == ("= 5 is less than 3", "events run again", "raise it")
 
 
 def test_a_store_without_users_has_no_rights_to_print() -> None:

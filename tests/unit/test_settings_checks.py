@@ -14,6 +14,7 @@ from integr8s_idem.config import (
     check_settings,
     settings_warnings,
 )
+from integr8s_idem.doctor.remedies import of_warning
 
 LONG = {"default_ttl_seconds": 691_200}
 
@@ -190,7 +191,10 @@ def test_contradictions_are_said_at_once() -> None:
 def test_what_may_surprise_is_a_warning_and_no_refusal(tables: dict[str, Any], path: str) -> None:
     settings = made(**({"idempotency": LONG} | tables))
 
-    assert [warning.path for warning in settings_warnings(settings)] == [path]
+    [warning] = settings_warnings(settings)
+    assert warning.path == path
+    what, cost, mend = of_warning(warning.path, warning.message)
+    assert all((what, cost, mend))
     assert check_settings(settings) == []
 
 
@@ -207,14 +211,25 @@ def test_settings_that_outlive_the_topics_give_no_warning() -> None:
     assert settings_warnings(made(idempotency={"default_ttl_seconds": 604_800})) == []
 
 
+def test_results_that_an_item_of_dynamodb_cannot_hold_are_warned_of_where_they_are_asked_for() -> None:
+    def warned(**idempotency: object) -> list[str]:
+        settings = made(idempotency=LONG | idempotency, store={"kind": "dynamodb"})
+        return [warning.path for warning in settings_warnings(settings)]
+
+    assert warned(max_result_size_bytes=407_553) == ["idempotency.max_result_size_bytes"]
+    assert warned(max_result_size_bytes=407_552) == []
+    assert warned(max_result_size_bytes=407_553, enable_result_caching=False) == []
+    assert warned() == []
+
+
 def test_a_section_of_a_service_that_the_application_has_not_is_a_warning() -> None:
     settings = made(idempotency=LONG, services={"biling": {}, "k8s_worker": {}, "audit": {}})
 
     warnings = settings_warnings(settings, ["billing", "k8s-worker"])
 
     assert {warning.path: warning.message for warning in warnings} == {
-        "services.biling": "is no service of this application; did you mean services.billing?",
-        "services.audit": "is no service of this application; known are billing, k8s-worker",
+        "services.biling": "is no service of this application: nothing reads it; did you mean services.billing?",
+        "services.audit": "is no service of this application: nothing reads it; known are billing, k8s-worker",
     }
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
+from integr8s_idem.config.sections import MOST_RESULT_BYTES
 from integr8s_idem.records import Completion, Failure, Reserved
 from integr8s_idem.stores.dynamodb.items import (
     COMPLETED,
     FAILED,
-    MOST_RESULT_BYTES,
     PROCESSING,
     Item,
     microseconds,

@@ -35,9 +35,6 @@ PROCESSING: Final = 1
 COMPLETED: Final = 2
 FAILED: Final = 3
 
-MOST_RESULT_BYTES: Final = 400 * 1_024 - 2_048
-"""Of a result with its media type: an item may have 400 KiB, names included; the rest of a record has less than 2."""
-
 KEPT_LONGER: Final = 3_600 * SECOND
 """Between a record's end and its deletion: more than any two clocks differ that AWS accepts, so that fences grow."""
 

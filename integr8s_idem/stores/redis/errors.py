@@ -46,8 +46,8 @@ class TooFewReplicasError(RedisError):
     def __init__(self, wanted: int, confirmed: object, timeout: timedelta) -> None:
         super().__init__(
             f"{confirmed} of the {wanted} replicas that must have each write confirmed it within "
-            f"{timeout.total_seconds():g} s; the primary has it, and it may be repeated. "
-            "Bring the replicas back, or lower wait_replicas in [store]"
+            f"{timeout.total_seconds():g} s: the primary has it, and it may be repeated; "
+            "bring the replicas back, or lower wait_replicas in [store]"
         )
 
 

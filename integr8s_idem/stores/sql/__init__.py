@@ -1,4 +1,4 @@
-"""Records in a table of PostgreSQL or SQLite, by SQLAlchemy; alone, or in the transaction of the business."""
+"""Records in a table of PostgreSQL, MySQL, MariaDB or SQLite: alone, or in the transaction of the business."""
 
 from integr8s_idem.stores.sql.engine import reading, settings_engine, sql_engine, writing
 from integr8s_idem.stores.sql.migrations import check_schema, ddl, migrate, migrate_in

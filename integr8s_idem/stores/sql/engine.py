@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings, SqliteStoreSettings
+from integr8s_idem.config.words import needing
+from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.server_engines import BEGINS, mysql_engine, postgresql_engine
 from integr8s_idem.stores.sql.sqlite_engine import READS_ONLY, sqlite_engine
 from integr8s_idem.stores.sql.tls import tls_context
+
+_DRIVERS: Final[Mapping[str, str]] = {"mysql": "aiomysql", "postgresql": "asyncpg", "sqlite": "aiosqlite"}
 
 
 def sql_engine(
@@ -34,33 +39,52 @@ def sql_engine(
     which they asked.
 
     Args:
+        url: As in the settings; it need name no driver, and the one that it names gives way to ours.
         tls: What connections to a server are wrapped in; a server that has none is not talked to.
 
     Raises:
-        StoreConfigurationError: A SQLite database in memory, of which each connection would have its own.
+        StoreConfigurationError: A kind of database that is no store, or whose driver is not installed; a SQLite
+            database in memory, of which each connection would have its own.
         sqlalchemy.exc.ArgumentError: `url` is none.
     """
-    backend = make_url(url).get_backend_name()
-    if backend == "sqlite":
-        return sqlite_engine(url, pool_size, lock_timeout_seconds)
-    if backend in {"mysql", "mariadb"}:
-        return mysql_engine(url, pool_size, lock_timeout_seconds, pool_timeout_seconds, tls)
-    return postgresql_engine(url, pool_size, lock_timeout_seconds, pool_timeout_seconds, tls)
+    ours = _with_our_driver(make_url(url))
+    kind = ours.get_backend_name()
+    try:
+        if kind == "sqlite":
+            return sqlite_engine(ours, pool_size, lock_timeout_seconds)
+        make = mysql_engine if kind == "mysql" else postgresql_engine
+        return make(ours, pool_size, lock_timeout_seconds, pool_timeout_seconds, tls)
+    except ModuleNotFoundError as error:
+        raise StoreConfigurationError("start", needing(kind, error)) from error
 
 
-def settings_engine(settings: MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings) -> AsyncEngine:
+def _with_our_driver(url: URL) -> URL:
+    # A scheme names no driver, or the one of another program.
+    name = url.get_backend_name()
+    dialect = dialect_of({"postgres": "postgresql"}.get(name, name))
+    return url.set(drivername=f"{dialect.name}+{_DRIVERS[dialect.name]}")
+
+
+def settings_engine(
+    settings: MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings, *, as_it_is: bool = False
+) -> AsyncEngine:
     """The engine of a store, by its section of the settings.
 
+    Args:
+        as_it_is: Set nothing that stays in a file.
+
     Raises:
-        StoreConfigurationError: A file for TLS cannot be used.
+        StoreConfigurationError: A file for TLS cannot be used, or a driver is not installed.
     """
     if isinstance(settings, SqliteStoreSettings):
-        url = URL.create("sqlite+aiosqlite", database=settings.path)
+        url = URL.create("sqlite", database=settings.path)
+        if as_it_is:
+            return sqlite_engine(_with_our_driver(url), 1, settings.lock_timeout_seconds, as_it_is=True)
         return sql_engine(url, lock_timeout_seconds=settings.lock_timeout_seconds)
     password = settings.password
-    # Their scheme names no driver, or the one of another program.
-    driver = "mysql+aiomysql" if isinstance(settings, MysqlStoreSettings) else "postgresql+asyncpg"
-    url = make_url(settings.url).set(drivername=driver)
+    url = make_url(settings.url)
+    if isinstance(settings, MysqlStoreSettings):
+        url = url.set(drivername="mysql")
     if settings.username is not None:
         url = url.set(username=settings.username)
     if password is not None:

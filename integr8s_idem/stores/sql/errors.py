@@ -69,10 +69,13 @@ _SQLITE_FOUND: Final = {
     "has no column": Code.SCHEMA_OLDER,
 }
 _SQLITE_PASSING: Final = {
-    "locked": "another process writes into the SQLite file longer than we wait",
-    "readonly": "the SQLite file is read-only",
-    "disk is full": "the disk of the SQLite file is full",
-    "disk I/O error": "the disk of the SQLite file fails",
+    "locked": (
+        "another process writes into the SQLite file longer than we wait; "
+        "let it end, or raise store.lock_timeout_seconds"
+    ),
+    "readonly": "the SQLite file is read-only; let this user write it",
+    "disk is full": "the disk of the SQLite file is full; make room on it",
+    "disk I/O error": "the disk of the SQLite file fails; look at the disk, and at the log of the system",
 }
 
 _SQLITE_CODE: Final = 0xFF
@@ -199,12 +202,15 @@ async def guarded(operation: str, timeout: timedelta, kind: str) -> AsyncIterato
         StoreUnavailableError: No answer in time, no connection, or a refusal that passes.
         StoreConfigurationError: A refusal that does not pass by waiting.
     """
-    seconds = timeout.total_seconds()
+    seconds, clock = timeout.total_seconds(), asyncio.get_running_loop().time
+    begun = clock()
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as limit:
             yield
     except TimeoutError as error:
-        raise StoreUnavailableError(operation, f"no answer from {kind} within {seconds:g} s") from error
+        # Drivers have limits of their own, to connect in, which may end before ours.
+        waited = seconds if limit.expired() else round(clock() - begun, 1)
+        raise StoreUnavailableError(operation, f"no answer from {kind} within {waited:g} s") from error
     except PoolTimeoutError as error:
         raise StoreUnavailableError(operation, f"all connections to {kind} are in use") from error
     except DBAPIError as error:

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import StoreHealth
+from integr8s_idem.stores.sql.completeness import missing_indexes
 from integr8s_idem.stores.sql.dialects import Dialect
 from integr8s_idem.stores.sql.errors import MIGRATE
 from integr8s_idem.stores.sql.schema import VERSION, store
@@ -65,6 +66,15 @@ def check_version(found: int, operation: str = "start") -> None:
 def new_identity() -> str:
     """A name for what a store holds from now on."""
     return secrets.token_hex(16)
+
+
+async def look_at_indexes(connection: AsyncConnection) -> list[StoreWarning]:
+    """Which of them are missing; takes a dozen round trips."""
+    missing = await connection.run_sync(missing_indexes)
+    if not missing:
+        return []
+    what, cost = f"indexes are missing: {', '.join(missing)}", "whole tables are read, and it grows slower every day"
+    return [StoreWarning(Code.SCHEMA_INCOMPLETE, what, cost, MIGRATE)]
 
 
 async def _look_at_postgresql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:

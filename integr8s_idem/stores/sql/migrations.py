@@ -7,24 +7,23 @@ one.  The tables of schema.py are those of today.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.resources import files
 from typing import Final
 
-from sqlalchemy import Index, Table, inspect, select, text, update
+from sqlalchemy import inspect, select, text, update
 from sqlalchemy.engine import Connection, Dialect
 from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.schema import CreateIndex, CreateTable
 
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.findings import Code
+from integr8s_idem.stores.sql.completeness import missing_indexes, missing_tables, unmade
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import guarded
 from integr8s_idem.stores.sql.health import NO_VERSION, check_version, new_identity
-from integr8s_idem.stores.sql.schema import BUCKETS, VERSION, buckets, metadata, store
+from integr8s_idem.stores.sql.schema import BUCKETS, VERSION, buckets, store
 
 _EMPTY: Final = {"mariadb": "x''", "mysql": "x''", "postgresql": "''::bytea", "sqlite": "x''"}
 """No bytes."""
@@ -97,14 +96,14 @@ async def _is_current(engine: AsyncEngine) -> bool:
         return await connection.run_sync(lambda one: version_of(one) == VERSION and not _missing(one))
 
 
-async def check_schema(engine: AsyncEngine, operation: str) -> None:
+async def check_schema(engine: AsyncEngine, operation: str, timeout: timedelta = _PATIENCE) -> None:
     """Refuse `operation` on a database that is not of this code's version.
 
     Raises:
         StoreConfigurationError: It is older or newer, or has no tables of ours that say so.
         StoreUnavailableError: It does not answer.
     """
-    async with guarded(operation, _PATIENCE, engine.dialect.name), reading(engine) as connection:
+    async with guarded(operation, timeout, engine.dialect.name), reading(engine) as connection:
         found = await connection.run_sync(version_of)
     if found == 0:
         raise StoreConfigurationError(operation, NO_VERSION, Code.SCHEMA_MISSING)
@@ -145,35 +144,16 @@ def _write_version(connection: Connection, version: int) -> None:
 
 
 def _put_back(connection: Connection) -> None:
-    for step in _unmade(connection):
+    for step in unmade(connection):
         connection.execute(step)
     _add_buckets(connection)
 
 
 def _missing(connection: Connection) -> list[str]:
-    """What a database of our version lacks, by name; of an absent table, what belongs to it is no news."""
-    unmade = [step.element for step in _unmade(connection)]
-    tables = [one.name for one in unmade if isinstance(one, Table)]
-    indexes = [
-        str(one.name) for one in unmade if isinstance(one, Index) and getattr(one.table, "name", "") not in tables
-    ]
+    """What a database of our version lacks, by name."""
+    tables, indexes = missing_tables(connection), missing_indexes(connection)
     rows = [f"rows of {buckets.name}"] if buckets.name not in tables and _absent_buckets(connection) else []
     return [*tables, *indexes, *rows]
-
-
-def _table_of(index: Index) -> str:
-    assert index.table is not None
-    return index.table.name
-
-
-def _unmade(connection: Connection) -> Iterator[CreateTable | CreateIndex]:
-    found = inspect(connection)
-    for table in metadata.sorted_tables:
-        there = found.has_table(table.name)
-        if not there:
-            yield CreateTable(table)
-        names = {one["name"] for one in found.get_indexes(table.name)} if there else set()
-        yield from (CreateIndex(index) for index in table.indexes if index.name not in names)
 
 
 def _absent_buckets(connection: Connection) -> list[int]:

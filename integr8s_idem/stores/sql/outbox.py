@@ -64,6 +64,7 @@ class SqlOutbox:
         self._arrived.clear()
 
     async def claim(self, length: timedelta) -> Claim | None:
+        """As in the Protocol; `length` is cut to microseconds, and counts from the statement that takes them."""
         now, times = self._dialect.now, self._dialect.times()
         has_rows = exists().where(outbox.c.bucket == buckets.c.bucket)
         free = select(buckets.c.bucket).where(buckets.c.claimed_until <= now, has_rows).order_by(buckets.c.bucket)
@@ -79,12 +80,13 @@ class SqlOutbox:
             until = now + microseconds(length)
             taken = self._of(found).values(token=token, claimed_until=until)
             await connection.execute(taken, times)
-        return Claim(token, found)
+            newest = select(_row.id).where(_row.bucket.in_(found)).order_by(_row.id.desc()).limit(1)
+            last = await connection.scalar(newest)
+        return Claim(token, found, last or 0)
 
-    async def read(self, claim: Claim, *, besides: Sequence[int] = ()) -> list[Waiting]:
-        asked = (
-            select(outbox).where(_row.bucket.in_(claim.buckets), _row.id.not_in(besides)).order_by(_row.id).limit(PAGE)
-        )
+    async def read(self, claim: Claim, *, after: int = 0, besides: Sequence[str] = ()) -> list[Waiting]:
+        wanted = (_row.bucket.in_(claim.buckets), _row.id > after, _row.id <= claim.last, _row.topic.not_in(besides))
+        asked = select(outbox).where(*wanted).order_by(_row.id).limit(PAGE)
         async with (
             guarded("read", self._timeout, self._dialect.name),
             alone(self._engine, reads_only=True) as connection,
@@ -161,6 +163,27 @@ def _row_of(message: Message) -> dict[str, Any]:
 
 
 def _waiting(row: Any) -> Waiting:
+    """The message of a row; of one that is damaged, whatever keeps the order of its key."""
+    topic, key = str(row.topic), _key_of(row)
+    try:
+        value, event_id = bytes(memoryview(row.value)), unescaped(row.event_id)
+        return Waiting(row.id, Message(topic, key, value, _headers(row), event_id, row.event_type))
+    except _UNREADABLE as error:
+        told = f"its columns are not those of a message ({type(error).__name__}: {error})"
+        return Waiting(row.id, Message(topic, key, b"", [], str(row.event_id), str(row.event_type)), told)
+
+
+_UNREADABLE: Final = (AttributeError, LookupError, TypeError, ValueError, RecursionError)
+"""What comes of a row with values that this code does not write."""
+
+
+def _key_of(row: Any) -> bytes | None:
+    key = row.message_key
+    return key if key is None or isinstance(key, bytes) else str(key).encode()
+
+
+def _headers(row: Any) -> list[tuple[str, bytes]]:
     headers = [(name, base64.b64decode(value)) for name, value in json.loads(bytes(row.headers))]
-    key = None if row.message_key is None else bytes(row.message_key)
-    return Waiting(row.id, Message(row.topic, key, bytes(row.value), headers, unescaped(row.event_id), row.event_type))
+    if not all(isinstance(name, str) for name, _ in headers):
+        raise TypeError("the name of a header is no text")
+    return headers

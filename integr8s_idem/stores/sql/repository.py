@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
 from weakref import WeakSet
@@ -30,14 +31,11 @@ from integr8s_idem.stores.sql.begun import begun
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import alone, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
-from integr8s_idem.stores.sql.health import health_of
+from integr8s_idem.stores.sql.health import health_of, look_at_indexes
 from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
 from integr8s_idem.stores.sql.savepoints import savepoint, uncommitted
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
 from integr8s_idem.stores.sql.sqlite_engine import among_handlers
-
-_same: Final[WeakSet[Engine]] = WeakSet()
-"""Engines of the application's that were found to lead to the store's database."""
 
 _Mark: TypeAlias = tuple[str, int]
 """Key and fence of a reservation."""
@@ -55,7 +53,9 @@ class SqlIdempotencyRepository:
     database's, read once per statement.  Expired rows are as good as absent at once; `purge` takes them away.
 
     The engine is the caller's: the repository never disposes of it.  `sql_engine` makes one that is fit for it.
-    The tables must be there: `integr8s-idem store migrate` makes them.
+    The tables must be there: `integr8s-idem store migrate` makes them.  `ping` alone looks of which version they are,
+    as a worker does at its start: call it before the first of your own calls.  No other verb asks, and tables of a
+    newer version would be read and written as if they were of this one.
 
     Args:
         engine: An engine of SQLAlchemy; `sql_engine` makes one from settings.
@@ -79,6 +79,9 @@ class SqlIdempotencyRepository:
         self._dialect = dialect_of(engine.dialect.name)
         self._reserving = bulk.reserving(self._dialect)
         self._settling = {status: bulk.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
+        self._has_indexes = False
+        # Engines of the application's that were found to lead to the database of this one.
+        self._same: WeakSet[Engine] = WeakSet()
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
@@ -214,14 +217,26 @@ class SqlIdempotencyRepository:
         return int(count)
 
     async def ping(self) -> StoreHealth:
+        """Whether the database takes writes and its tables are of our version, and what its settings would lose.
+
+        Raises:
+            StoreConfigurationError: They are not there, older or newer.
+            StoreError: As for every verb.
+        """
         async with self._asking("ping") as connection:
-            return await health_of(connection, self._dialect)
+            health = await health_of(connection, self._dialect)
+            if self._has_indexes:
+                return health
+            # Until they have been seen: an index does not get lost while workers run, and they ask often.
+            missing = await look_at_indexes(connection)
+        self._has_indexes = not missing
+        return replace(health, warnings=(*health.warnings, *missing))
 
     def joined(self, held: Any) -> JoinedSqlRepository:
         """The records as seen and written by the transaction that `held`, a session or connection, is in.
 
         Raises:
-            ApplicationError: It is neither.
+            ApplicationError: It is neither, or a connection that is not open.
         """
         if isinstance(held, async_scoped_session):
             held = held()
@@ -230,6 +245,8 @@ class SqlIdempotencyRepository:
                 "a transaction is joined by SQLAlchemy's AsyncSession or AsyncConnection, "
                 f"and not {type(held).__name__}"
             )
+        if isinstance(held, AsyncConnection):
+            _refuse_closed(held)
         return JoinedSqlRepository(self, held)
 
     async def _read(self, operation: str, ask: Callable[..., Executable], *arguments: Any) -> Sequence[Any]:
@@ -256,25 +273,27 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
     def __init__(
         self, records: SqlIdempotencyRepository, held: AsyncSession | AsyncConnection | async_scoped_session[Any]
     ) -> None:
-        super().__init__(records.engine)
+        # There is one for each delivery: statements that are compiled, and engines that are known, stay its parent's.
+        vars(self).update(vars(records))
         self._held = held
 
     async def connection(self) -> AsyncConnection:
         """The connection that the transaction is on.
 
         Raises:
-            ApplicationError: There is no transaction in the database, although SQLAlchemy says so.
+            ApplicationError: It is closed, or there is no transaction in the database, although SQLAlchemy says so.
             StoreConfigurationError: It leads to another database than the store's.
         """
         connection = self._held if isinstance(self._held, AsyncConnection) else await self._held.connection()
+        _refuse_closed(connection)
         if dialect_of(connection.dialect.name) is not self._dialect:
             raise StoreConfigurationError("join", _ELSEWHERE)
         await begun(connection)
         theirs = connection.engine.sync_engine
-        if theirs.url != self.engine.url and theirs not in _same:
+        if theirs.url != self.engine.url and theirs not in self._same:
             # By another name it may be the same.  The pools are two: ours is not used up by those who wait here.
             await self._compare(connection)
-            _same.add(theirs)
+            self._same.add(theirs)
         return connection
 
     @asynccontextmanager
@@ -311,3 +330,11 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         undone = savepoint(connection, operation) if operation == "reserve" else nullcontext()
         async with undone, joining(operation, self.engine.dialect.name):
             yield connection
+
+
+def _refuse_closed(connection: AsyncConnection) -> None:
+    if connection.sync_connection is None or connection.closed:
+        raise ApplicationError(
+            "the connection whose transaction is to be joined is not open: enter its block first, and close it "
+            "behind that of the transaction"
+        )

@@ -31,10 +31,17 @@ _STATUS: Final = {
     COMPLETED: IdempotencyStatus.COMPLETED,
     FAILED: IdempotencyStatus.FAILED,
 }
+_NUMBERS: Final = ("attempt", "fence", "previous", "lease_until", "settled_at", "expires_at")
+_UNREADABLE: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
+"""What comes of a row with values that this code does not write."""
+
 HELD_PAUSE: Final = timedelta(seconds=1)
 """After which to ask again for a row that a transaction holds."""
 
 CENTURY: Final = timedelta(days=36_500)
+
+_LAST: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(microseconds=1)
+"""The last time that there is."""
 
 
 def escaped(text: str) -> str:
@@ -53,6 +60,13 @@ def microseconds(length: timedelta) -> int:
 
 def verdict_of(request: ReserveRequest, row: Any, now: int) -> Verdict:
     """What a row that `reserve` has left behind says to `request`."""
+    try:
+        return _verdict(request, row, now)
+    except _UNREADABLE as error:
+        return Corrupt(key=request.key, reason=_told(error))
+
+
+def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
     fault = _fault(row)
     if fault:
         return Corrupt(key=request.key, reason=fault)
@@ -96,6 +110,13 @@ def held_elsewhere(request: ReserveRequest) -> InProgress:
 
 def record_of(row: Any) -> IdempotencyRecord | Corrupt:
     """A row for people and tools."""
+    try:
+        return _record(row)
+    except _UNREADABLE as error:
+        return Corrupt(key=row.key, reason=_told(error))
+
+
+def _record(row: Any) -> IdempotencyRecord | Corrupt:
     fault = _fault(row)
     if fault:
         return Corrupt(key=row.key, reason=fault)
@@ -137,7 +158,15 @@ def _fault(row: Any) -> str:
         return f"its status is {row.status}, which this version does not know"
     if row.status != PROCESSING and row.settled_at is None:
         return "it is settled, and does not say when"
+    for name in _NUMBERS:
+        found = getattr(row, name)
+        if found is not None and not (isinstance(found, int) and 0 <= found <= _LAST):
+            return f"its {name} is {found!r:.40}, which cannot be"
     return ""
+
+
+def _told(error: Exception) -> str:
+    return f"its columns are not those of a record ({type(error).__name__}: {error})"
 
 
 def _result(row: Any) -> StoredResult | None:

@@ -69,12 +69,19 @@ _ID: Final = BigInteger().with_variant(Integer, "sqlite")
 """Counted up by the database; SQLite does so for an INTEGER only, which has 64 bits there."""
 
 
+class _AsItIs(LargeBinary):
+    """SQLite gives back whatever is there: where that are no bytes, one row is damaged, and not the batch."""
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> None:
+        return None
+
+
 def _bytes(length: int) -> TypeEngine[Any]:
     """A few bytes, within the row."""
-    return _of_mysql(LargeBinary(length), VARBINARY(length))
+    return _of_mysql(LargeBinary(length).with_variant(_AsItIs(length), "sqlite"), VARBINARY(length))
 
 
-_BODY: Final = _of_mysql(LargeBinary(), mysql.LONGBLOB())
+_BODY: Final = _of_mysql(LargeBinary().with_variant(_AsItIs(), "sqlite"), mysql.LONGBLOB())
 """As many bytes as a result may have."""
 
 _STORY: Final = _of_mysql(Text(), mysql.MEDIUMTEXT())

@@ -31,7 +31,8 @@ def postgresql_engine(
     tls: ssl.SSLContext | None,
 ) -> AsyncEngine:
     said_first = {
-        "lock_timeout": str(int(lock_timeout_seconds * 1000)),
+        # Whole milliseconds; 0 would be no limit.
+        "lock_timeout": str(max(1, math.ceil(lock_timeout_seconds * 1000))),
         # Of statements without a transaction, too.
         "default_transaction_isolation": "read committed",
         # A plan made when the table was empty would read all of it for each row, until statistics come round.

@@ -36,7 +36,10 @@ _handlers: _Turns = WeakKeyDictionary()
 """Another one for each file, among the handlers whose transactions hold their outcomes."""
 
 
-def sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -> AsyncEngine:
+def sqlite_engine(
+    url: str | URL, pool_size: int, lock_timeout_seconds: float, *, as_it_is: bool = False
+) -> AsyncEngine:
+    """`as_it_is`: a file that has no write-ahead log gets none."""
     _refuse_memory(make_url(url))
     arguments = {"timeout": lock_timeout_seconds, "factory": _Connection}
     engine = create_async_engine(url, pool_size=pool_size, connect_args=arguments)
@@ -47,7 +50,8 @@ def sqlite_engine(url: str | URL, pool_size: int, lock_timeout_seconds: float) -
         # The driver begins transactions late and behind our back; with None it leaves them to us.
         connection.isolation_level = None
         cursor = connection.cursor()
-        _switch_to_wal(connection, cursor)
+        if not as_it_is:
+            _switch_to_wal(connection, cursor)
         for pragma in ("synchronous = FULL", "foreign_keys = ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
