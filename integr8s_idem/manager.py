@@ -358,6 +358,23 @@ class IdempotencyManager:
         wait_timeout: timedelta | None = None,
     ) -> T:
         """The value of `work`, by as many passes as it takes.  Raises as `run` does."""
+        outcome = await self.outcome(work, one_pass, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
+        return self._value_of(outcome, work, returns)
+
+    async def outcome(
+        self,
+        work: Work,
+        one_pass: Callable[[], Awaitable[Outcome[T]]],
+        *,
+        on_in_progress: OnInProgress | None = None,
+        wait_timeout: timedelta | None = None,
+    ) -> Outcome[T]:
+        """What comes of `work`, by as many passes as it takes.  `InProgress` only where the policy is to skip.
+
+        Raises:
+            InProgressError: Somebody else is at it, and a wait was not wanted, or too long.
+            LeaseLostError, StoreError, ApplicationError: As `run`.
+        """
         policy = OnInProgress(on_in_progress or self.config.on_in_progress)
         longest = self.config.wait_timeout if wait_timeout is None else wait_timeout
         loop = self._loop = asyncio.get_running_loop()
@@ -368,10 +385,10 @@ class IdempotencyManager:
             if work.forgotten and isinstance(outcome, Completed):
                 outcome = _on_its_way_out(outcome)
             if not isinstance(outcome, InProgress):
-                return self._value_of(outcome, work, returns)
+                return outcome
             if policy is OnInProgress.SKIP:
                 self.observer.count(Signal.DUPLICATE_BLOCKED)
-                return None  # type: ignore[return-value]  # what `skip` asks for
+                return outcome
             self.passes.refuse_to_wait_for_itself(outcome, work)
             if policy is OnInProgress.RAISE:
                 raise InProgressError(work.key.label, outcome.attempt, outcome.retry_after, outcome.owner)
@@ -416,7 +433,7 @@ class IdempotencyManager:
             case Corrupt():
                 raise CorruptRecordError(label, outcome.reason)
             case InProgress():
-                raise InProgressError(label, outcome.attempt, outcome.retry_after, outcome.owner)
+                return None  # type: ignore[return-value]  # what `skip` asks for
 
 
 def _on_its_way_out(done: Completed) -> InProgress:

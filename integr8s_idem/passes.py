@@ -257,7 +257,7 @@ class Passes:
         return (
             isinstance(error, PermanentError)
             or (work.on_failure or self.config.on_failure) is OnFailure.BLOCK
-            or attempt - work.aborted_runs >= self.config.max_attempts
+            or (work.gives_up and attempt - work.aborted_runs >= self.config.max_attempts)
         )
 
     async def _perform(

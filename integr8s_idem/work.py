@@ -76,6 +76,8 @@ class Work:
     """Whether the store has answered once: hits and misses are counted by work, not by look."""
     on_failure: OnFailure | None = None
     """What a failed run means; as configured if `None`."""
+    gives_up: bool = True
+    """Whether runs that failed as often as is allowed block the key."""
     on_key_reused: OnKeyReused | None = None
     """What the key with another fingerprint means; as configured if `None`."""
     forgotten: bool = False

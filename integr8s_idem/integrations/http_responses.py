@@ -1,0 +1,145 @@
+"""Responses of HTTP, captured, remembered and given again; and those that say why a request was not done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from starlette.types import Message, Send
+
+from integr8s_idem.records import StoredResult
+
+MEDIA_TYPE: Final = "application/http"
+"""Of a stored response: a line of JSON with status and headers, then the body."""
+
+REPLAYED: Final = (b"idempotency-replayed", b"true")
+
+PASSING: Final = frozenset({"connection", "date", "keep-alive", "server", "set-cookie", "trailer", "transfer-encoding"})
+"""Headers that belong to one connection, one moment or one client, and are not given again."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(slots=True)
+class Response:
+    """One response as ASGI has it."""
+
+    status: int
+    headers: Headers
+    body: bytes = b""
+
+    async def send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": False})
+
+    def stored(self, unstored_headers: Collection[str]) -> StoredResult:
+        """For the store, without the headers that are not to be given again."""
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in self.headers
+            if name.decode("latin-1").lower() not in unstored_headers
+        ]
+        return StoredResult(json.dumps([self.status, headers]).encode() + b"\n" + self.body, MEDIA_TYPE)
+
+
+def response_of(stored: StoredResult) -> Response:
+    """The response in `stored`, marked as one that is given again.
+
+    Raises:
+        ValueError: There is none in it.
+    """
+    if stored.content_type != MEDIA_TYPE:
+        raise ValueError(f"it is {stored.content_type[:80]!r}, and no response")
+    head, _, body = stored.body.partition(b"\n")
+    status, headers = json.loads(head)
+    told = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    return Response(status, [*told, REPLAYED], body)
+
+
+@dataclass(slots=True)
+class Captured:
+    """Takes the place of `send`: keeps a response until it may leave.
+
+    One that streams goes out as it comes: to hold it back would change what it is.
+    """
+
+    send: Send
+    longest_body: int
+    """Bytes that are kept; of a longer body all goes out at once."""
+    streams: str = ""
+    """Why it cannot be given again, if that is so."""
+    passing: bool = False
+    """Whether it goes out as it comes."""
+    complete: bool = False
+    _start: Message | None = None
+    _body: bytearray = field(default_factory=bytearray)
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+        elif message["type"] == "http.response.body":
+            self.complete = not message.get("more_body", False)
+        else:
+            self.streams = f"it uses {message['type']}"
+        if self.passing:
+            await self.send(message)
+        elif message["type"] == "http.response.body":
+            await self._keep(message)
+        elif self.streams:
+            await self._let_go()
+            await self.send(message)
+
+    async def _keep(self, message: Message) -> None:
+        self._body += message.get("body", b"")
+        if not self.complete and not self._sized:
+            self.streams = "it streams, and says no content-length"
+        if self.streams or len(self._body) > self.longest_body:
+            await self._let_go()
+
+    @property
+    def _sized(self) -> bool:
+        assert self._start is not None, "a body comes after its start"
+        return any(name.lower() == b"content-length" for name, _ in self._start.get("headers", ()))
+
+    async def _let_go(self) -> None:
+        self.passing = True
+        if self._start is not None:
+            await self.send(self._start)
+            if self._body:
+                await self.send(
+                    {"type": "http.response.body", "body": bytes(self._body), "more_body": not self.complete}
+                )
+        self._body.clear()
+
+    @property
+    def status(self) -> int | None:
+        """Of a response that has come to its end."""
+        return int(self._start["status"]) if self._start is not None and self.complete else None
+
+    @property
+    def response(self) -> Response | None:
+        """The whole response, if it is held back."""
+        if self.status is None or self.passing:
+            return None
+        assert self._start is not None
+        return Response(self.status, list(self._start.get("headers", ())), bytes(self._body))
+
+
+def problem(
+    status: int, title: str, detail: str, *, section: str, headers: Mapping[str, str] | None = None, **more: Any
+) -> Response:
+    """A response as RFC 9457 has it; `section` of the page on HTTP says what to do."""
+    link = f"docs/how-to/guard-http.md#{section}"
+    body = {"type": f"urn:integr8s-idem:{section}", "title": title, "status": status, "detail": detail, **more}
+    told = {
+        "content-type": "application/problem+json",
+        "link": f'<{link}>; rel="describedby"',
+        **(headers or {}),
+    }
+    encoded = json.dumps(body).encode()
+    told["content-length"] = str(len(encoded))
+    return Response(
+        status, [(name.encode(), value.encode("latin-1", "replace")) for name, value in told.items()], encoded
+    )

@@ -1,0 +1,397 @@
+"""The `Idempotency-Key` header: what the draft asks for, and what goes wrong between a request and its retry."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
+from integr8s_idem.config import IdempotencyConfig
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, _again
+from integr8s_idem.records import Completed, StoredResult
+from tests.support.flaky_store import FlakyStore
+
+KEY = {"Idempotency-Key": '"8e03978e-40d5-43dd-bc93-6894a57f9324"'}
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass
+class Shop:
+    """An application behind the middleware, and how often it was asked."""
+
+    client: httpx.AsyncClient
+    manager: IdempotencyManager
+    store: FlakyStore
+    bodies: list[bytes] = field(default_factory=list)
+
+    async def order(
+        self, body: bytes = b"{}", path: str = "/orders", headers: dict[str, str] | None = None
+    ) -> httpx.Response:
+        return await self.client.post(path, content=body, headers={**KEY, **(headers or {})})
+
+
+async def _created(request: Request) -> Response:
+    return JSONResponse({"order": 1}, status_code=201, headers={"Location": "/orders/1", "Set-Cookie": "a=b"})
+
+
+@asynccontextmanager
+async def shop(
+    answer: Answer = _created, *, config: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[Shop]:
+    store = FlakyStore(MemoryIdempotencyRepository())
+    manager = IdempotencyManager(IdempotencyConfig(**(config or {})), store, scope="shop")
+
+    async def endpoint(request: Request) -> Response:
+        opened.bodies.append(await request.body())
+        return await answer(request)
+
+    methods = ["GET", "POST", "PATCH", "PUT"]
+    app = Starlette(routes=[Route(path, endpoint, methods=methods) for path in ("/orders", "/orders/{order}/refund")])
+    app.add_middleware(IdempotencyKeyMiddleware, manager=manager, **options)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+        opened = Shop(client, manager, store)
+        yield opened
+
+
+def _problem(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    told: dict[str, Any] = response.json()
+    assert told["status"] == status
+    assert 'rel="describedby"' in response.headers["link"]
+    return told
+
+
+async def test_a_retry_gets_the_first_response_again_and_nothing_is_done() -> None:
+    async with shop() as here:
+        first, again = await here.order(), await here.order()
+
+        assert (first.status_code, again.status_code) == (201, 201)
+        assert first.content == again.content == b'{"order":1}'
+        assert again.headers["location"] == "/orders/1"
+        assert again.headers["content-type"] == first.headers["content-type"]
+        assert "idempotency-replayed" not in first.headers
+        assert again.headers["idempotency-replayed"] == "true"
+        assert len(here.bodies) == 1
+
+
+async def test_headers_of_one_client_are_not_given_again() -> None:
+    async with shop() as here:
+        assert (await here.order()).headers["set-cookie"] == "a=b"
+        assert "set-cookie" not in (await here.order()).headers
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        '""',
+        "8e03978e",
+        '"8e03978e',
+        "'8e03978e'",
+        '"a" "b"',
+        '"a";x=1',
+        '"ä"',
+        '"' + "x" * 256 + '"',
+        "?1",
+        "1",
+        ":YQ==:",
+    ],
+)
+async def test_a_malformed_key_is_refused(value: str) -> None:
+    async with shop() as here:
+        response = await here.client.post("/orders", headers=[(b"Idempotency-Key", value.encode("latin-1"))])
+        assert _problem(response, 400)["title"] == "Idempotency-Key is malformed"
+        assert not here.bodies
+
+
+async def test_two_keys_are_refused() -> None:
+    async with shop() as here:
+        headers = [("Idempotency-Key", '"a"'), ("Idempotency-Key", '"b"')]
+        _problem(await here.client.post("/orders", headers=headers), 400)
+
+
+async def test_a_missing_key_is_refused_where_one_is_required() -> None:
+    async with shop(required=True) as here:
+        assert _problem(await here.client.post("/orders"), 400)["title"] == "Idempotency-Key is missing"
+        assert (await here.client.get("/orders")).status_code == 201
+        assert len(here.bodies) == 1
+
+
+async def test_without_a_key_a_request_is_done_each_time_where_none_is_required() -> None:
+    async with shop() as here:
+        await here.client.post("/orders")
+        await here.client.post("/orders")
+        assert len(here.bodies) == 2
+
+
+@pytest.mark.parametrize(("value", "key"), [('"a b"', "a b"), (r'"a\"b\\c"', r'a"b\c'), (' "x" ', "x")])
+async def test_a_key_is_a_string_of_rfc_8941(value: str, key: str) -> None:
+    async with shop() as here:
+        await here.client.post("/orders", headers={"Idempotency-Key": value})
+        [record] = [record async for record in here.store.scan("")]
+        assert record.key.endswith(f":{quote(quote(key))}")
+
+
+async def test_bare_keys_will_do_where_that_is_set() -> None:
+    async with shop(bare_keys=True) as here:
+        for _ in range(2):
+            await here.client.post("/orders", headers={"Idempotency-Key": "8e03978e"})
+        await here.client.post("/orders", headers={"Idempotency-Key": '"8e03978e"'})
+        assert len(here.bodies) == 1
+
+
+async def test_another_payload_under_the_same_key_is_refused() -> None:
+    async with shop() as here:
+        await here.order(b'{"amount": 1}')
+        told = _problem(await here.order(b'{"amount": 2}'), 422)
+        assert told["title"] == "Idempotency-Key is already used"
+        _problem(await here.order(b'{"amount": 1}', path="/orders?x=1"), 422)
+        assert len(here.bodies) == 1
+
+
+async def test_a_retry_that_comes_too_early_is_told_to_come_again() -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: Request) -> Response:
+        begun.set()
+        await go_on.wait()
+        return PlainTextResponse("done")
+
+    async with shop(slow) as here:
+        first = asyncio.create_task(here.order())
+        await begun.wait()
+        early = await here.order()
+        _problem(early, 409)
+        assert early.headers["retry-after"] == "1"
+        go_on.set()
+        assert (await first).text == (await here.order()).text == "done"
+        assert len(here.bodies) == 1
+
+
+async def test_a_retry_waits_for_the_first_response_where_that_is_set() -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: Request) -> Response:
+        begun.set()
+        await go_on.wait()
+        return PlainTextResponse("done")
+
+    async with shop(slow, wait=timedelta(seconds=60)) as here:
+        first = asyncio.create_task(here.order())
+        await begun.wait()
+        retry = asyncio.create_task(here.order())
+        go_on.set()
+        assert (await first).text == (await retry).text == "done"
+        assert len(here.bodies) == 1
+
+
+async def test_keys_are_bound_to_caller_method_and_path() -> None:
+    async with shop() as here:
+        await here.order()
+        await here.order(headers={"Authorization": "Bearer other"})
+        await here.order(path="/orders/1/refund")
+        await here.client.patch("/orders", content=b"{}", headers=KEY)
+        assert len(here.bodies) == 4
+        await here.order(headers={"Authorization": "Bearer other"})
+        assert len(here.bodies) == 4
+
+
+async def test_who_asks_is_said_by_the_application() -> None:
+    async def user_of(connection: HTTPConnection) -> str:
+        return connection.headers["x-user"]
+
+    async with shop(identity=user_of) as here:
+        await here.order(headers={"X-User": "ada", "Authorization": "Bearer 1"})
+        await here.order(headers={"X-User": "ada", "Authorization": "Bearer 2"})
+        await here.order(headers={"X-User": "bob", "Authorization": "Bearer 1"})
+        assert len(here.bodies) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "runs"),
+    [(200, 1), (204, 1), (302, 1), (400, 1), (404, 1), (422, 1), (408, 2), (409, 2), (429, 2), (500, 2), (503, 2)],
+)
+async def test_outcomes_are_remembered_and_errors_that_pass_are_not(status: int, runs: int) -> None:
+    async def answer(request: Request) -> Response:
+        return Response(status_code=status)
+
+    async with shop(answer) as here:
+        assert (await here.order()).status_code == (await here.order()).status_code == status
+        assert len(here.bodies) == runs
+
+
+async def test_which_statuses_are_remembered_is_a_setting() -> None:
+    async def answer(request: Request) -> Response:
+        return Response(status_code=500)
+
+    async with shop(answer, stored=lambda _: True) as here:
+        await here.order()
+        assert (await here.order()).headers["idempotency-replayed"] == "true"
+        assert len(here.bodies) == 1
+
+
+async def test_a_request_that_fails_may_be_retried_as_often_as_it_takes() -> None:
+    async def answer(request: Request) -> Response:
+        if len(here.bodies) < 10:
+            raise RuntimeError("no")
+        return PlainTextResponse("done")
+
+    async with shop(answer, config={"max_attempts": 3}) as here:
+        assert [(await here.order()).status_code for _ in range(9)] == [500] * 9
+        assert (await here.order()).text == "done"
+
+
+async def test_a_request_body_comes_whole_and_one_that_is_too_long_is_refused() -> None:
+    async with shop(max_request_bytes=1000) as here:
+        await here.order(b"x" * 1000)
+        assert here.bodies == [b"x" * 1000]
+        _problem(await here.order(b"x" * 1001), 413)
+
+
+async def test_a_response_too_large_to_keep_leaves_the_protection() -> None:
+    async def answer(request: Request) -> Response:
+        return PlainTextResponse("x" * 2000)
+
+    async with shop(answer, config={"max_result_size_bytes": 1000}) as here:
+        assert (await here.order()).text == "x" * 2000
+        assert "its response is gone" in _problem(await here.order(), 409)["title"]
+        assert len(here.bodies) == 1
+
+
+async def test_a_response_that_streams_goes_out_as_it_comes_and_is_not_remembered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def parts() -> AsyncIterator[str]:
+        yield "a"
+        yield "b"
+
+    async def answer(request: Request) -> Response:
+        return StreamingResponse(parts())
+
+    async with shop(answer) as here:
+        with caplog.at_level(logging.WARNING):
+            assert (await here.order()).text == "ab"
+        assert "was not remembered, and a retry does it again: it streams" in caplog.text
+        assert (await here.order()).text == "ab"
+        assert len(here.bodies) == 2
+
+
+async def test_a_response_of_several_parts_that_says_its_length_is_remembered() -> None:
+    async def parts() -> AsyncIterator[str]:
+        yield "a"
+        yield "b"
+
+    async def answer(request: Request) -> Response:
+        return StreamingResponse(parts(), headers={"content-length": "2"})
+
+    async with shop(answer) as here:
+        assert (await here.order()).text == (await here.order()).text == "ab"
+        assert len(here.bodies) == 1
+
+
+async def test_the_response_leaves_when_it_is_remembered() -> None:
+    async with shop() as here:
+        here.store.held["complete"] = asyncio.Event()
+        first = asyncio.create_task(here.order())
+        while not here.store.calls["complete"]:  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.01)
+        assert not first.done()
+        here.store.held["complete"].set()
+        assert (await first).status_code == 201
+
+
+async def test_while_the_store_is_down_nothing_is_done() -> None:
+    async with shop() as here:
+        here.store.down = {"reserve"}
+        response = await here.order()
+        assert "was not processed" in _problem(response, 503)["detail"]
+        assert response.headers["retry-after"] == "1"
+        assert not here.bodies
+        here.store.down = set()
+        assert (await here.order()).status_code == 201
+
+
+async def test_what_is_done_is_told_though_it_cannot_be_remembered() -> None:
+    async with shop(config={"processing_timeout_seconds": 0.3, "default_ttl_seconds": 60}) as here:
+        here.store.down = {"complete"}
+        assert (await here.order()).status_code == 201
+
+
+async def test_only_the_paths_that_are_named_are_guarded() -> None:
+    async with shop(paths=["/orders/{order}/refund"], required=True) as here:
+        assert (await here.client.post("/orders")).status_code == 201
+        assert (await here.client.post("/orders/7/refund")).status_code == 400
+
+
+async def test_within_dishkas_middleware_it_would_remember_too_early_and_says_so() -> None:
+    manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="shop")
+
+    async def never(*_: object) -> None:
+        raise AssertionError
+
+    middleware = IdempotencyKeyMiddleware(never, manager)
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": {"dishka_container": object()}}
+    with pytest.raises(ApplicationError, match="add it after setup_dishka"):
+        await middleware(scope, never, never)  # type: ignore[arg-type]
+
+
+async def test_a_client_that_goes_in_the_midst_of_its_body_has_asked_for_nothing() -> None:
+    store = FlakyStore(MemoryIdempotencyRepository())
+    manager = IdempotencyManager(repository=store, scope="shop")
+
+    async def never(*_: object) -> None:
+        raise AssertionError
+
+    messages: list[dict[str, object]] = [
+        {"type": "http.request", "body": b"half", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    headers = [(b"idempotency-key", b'"a"')]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
+    await IdempotencyKeyMiddleware(never, manager)(scope, receive, never)
+    assert not store.calls
+
+
+def test_a_stored_result_that_is_no_response_is_told_and_not_done_again(caplog: pytest.LogCaptureFixture) -> None:
+    done = Completed(key="k", attempt=1, completed_at=datetime.now(UTC), result=StoredResult(b"{}"))
+    assert _again(done).status == 409
+    assert "the response stored for k cannot be read" in caplog.text
+
+
+def test_it_needs_a_manager_or_a_container() -> None:
+    with pytest.raises(ApplicationError, match="needs a manager, or a container"):
+        IdempotencyKeyMiddleware(Starlette())
+
+
+async def test_a_thousand_requests_with_fifty_keys_run_fifty() -> None:
+    async def answer(request: Request) -> Response:
+        await asyncio.sleep(0.01)
+        return PlainTextResponse(request.headers["idempotency-key"])
+
+    async with shop(answer, wait=timedelta(seconds=60)) as here:
+        keys = [f'"{number % 50}"' for number in range(1000)]
+        asked = (here.client.post("/orders", headers={"Idempotency-Key": key}) for key in keys)
+        responses = await asyncio.gather(*asked)
+        assert [response.text for response in responses] == keys
+        assert len(here.bodies) == 50
