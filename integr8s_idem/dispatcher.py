@@ -10,6 +10,7 @@ import asyncio
 from datetime import timedelta
 from typing import Any
 
+from integr8s_idem.envelopes import Codec
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handling import EventHandler, Handling, IdempotentEventHandler
 from integr8s_idem.keys import KeyResolver, KeyStrategy
@@ -58,9 +59,12 @@ class EventDispatcher:
         observer: Observer = SILENT,
         timeout: timedelta | None = None,
         max_attempts: int = 5,
+        codec: Codec | None = None,
     ) -> None:
-        """`timeout`: longest run of one handler; `max_attempts`: tries before an event is given up."""
+        """`timeout`: longest run of one handler; `max_attempts`: tries before an event is given up;
+        `codec`: how events lie in messages, if the settings have no name for it."""
         self.router = router
+        self.codec = codec
         self.observer = observer
         self._scope = scope
         self._invoke = invoke
@@ -139,8 +143,10 @@ class IdempotentEventDispatcher(EventDispatcher):
         publisher: Publisher | None = None,
         timeout: timedelta | None = None,
         outbox: Outbox | None = None,
+        codec: Codec | None = None,
     ) -> None:
-        """`resolver`: how keys are made, by event id if not given; `ttl`: how long outcomes are remembered.
+        """`resolver`: how keys are made, by event id if not given; `ttl`: how long outcomes are remembered;
+        `codec`: how events lie in messages, if the settings have no name for it.
 
         Args:
             outbox: Makes the handlers transactional.  `invoke` runs each in a database transaction and awaits
@@ -165,6 +171,7 @@ class IdempotentEventDispatcher(EventDispatcher):
             observer=manager.observer,
             timeout=timeout,
             max_attempts=manager.config.max_attempts,
+            codec=codec,
         )
 
     def wrap(self, registered: RegisteredHandler) -> IdempotentEventHandler:

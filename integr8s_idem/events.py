@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isinf
@@ -20,6 +20,7 @@ import uuid_utils
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
+from integr8s_idem.envelopes import Codec, Headers
 from integr8s_idem.errors import ApplicationError, EventError, UndecodableEventError
 
 MAX_ID_LENGTH: Final = 1024
@@ -186,11 +187,13 @@ class EventDecoder:
     once in its object, no NaN or infinity, no lone surrogates.  Two readers of such a body see one event.
     """
 
-    def __init__(self, events: Iterable[type[BaseEvent]]) -> None:
+    def __init__(self, events: Iterable[type[BaseEvent]], codec: Codec | None = None) -> None:
+        """`codec`: how an event lies in a message, if the body is not simply the event."""
         self._events: Mapping[str, type[BaseEvent]] = {event_type_of(event): event for event in events}
+        self._codec = codec
 
-    def decode(self, body: bytes | None) -> BaseEvent:
-        """The event in `body`.
+    def decode(self, body: bytes | None, headers: Headers = ()) -> BaseEvent:
+        """The event in a message.
 
         Raises:
             UndecodableEventError: With one of the reasons `empty`, `malformed`, `missing_id`,
@@ -198,7 +201,14 @@ class EventDecoder:
         """
         if not body:
             raise UndecodableEventError("empty", "the message has no body")
-        envelope = _envelope_of(body)
+        if self._codec is None:
+            event = self._class_for(read_json(body))
+            return _validated(event.model_validate_json, body)
+        fields = _fields_in(self._codec, body, headers)
+        return _validated(self._class_for(fields).model_validate, fields)
+
+    def _class_for(self, fields: object) -> type[BaseEvent]:
+        envelope = _envelope_in(fields)
         event = self._events.get(envelope.event_type)
         if event is None:
             known = ", ".join(sorted(self._events)) or "none"
@@ -206,22 +216,48 @@ class EventDecoder:
                 "unknown_type", f"event_type {envelope.event_type[:80]!r} is not one of those handled here: {known}"
             )
         _check_version(event, envelope.event_version)
-        try:
-            return event.model_validate_json(body)
-        except ValidationError as error:
-            reason = "malformed" if _first(error)["type"] == "json_invalid" else "invalid"
-            raise UndecodableEventError(reason, _first_mistake(error)) from None
+        return event
 
 
-def _envelope_of(body: bytes) -> _Envelope:
+InputT = TypeVar("InputT")
+
+
+def _validated(validate: Callable[[InputT], BaseEvent], given: InputT) -> BaseEvent:
     try:
-        return _Envelope.model_validate(_STRICT_JSON.decode(body.decode()))
+        return validate(given)
+    except ValidationError as error:
+        reason = "malformed" if _first(error)["type"] == "json_invalid" else "invalid"
+        raise UndecodableEventError(reason, _first_mistake(error)) from None
+
+
+def _fields_in(codec: Codec, body: bytes, headers: Headers) -> dict[str, Any]:
+    try:
+        return dict(codec.fields(body, headers))
+    except UndecodableEventError:
+        raise
+    except Exception as error:  # a codec is the user's code, and what it reads is anybody's
+        raise UndecodableEventError("malformed", f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _envelope_in(fields: object) -> _Envelope:
+    try:
+        return _Envelope.model_validate(fields)
     except ValidationError as error:
         first = _first(error)
         reason = _ENVELOPE_REASONS.get(first["loc"], "malformed")
         if first["type"] in _OTHER_REASONS:
             reason = _OTHER_REASONS[first["type"]]
         raise UndecodableEventError(reason, _first_mistake(error)) from None
+
+
+def read_json(body: bytes) -> Any:
+    """I-JSON, strictly.
+
+    Raises:
+        UndecodableEventError: It is none.
+    """
+    try:
+        return _STRICT_JSON.decode(body.decode())
     except UnicodeDecodeError as error:
         raise UndecodableEventError("malformed", f"no UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:

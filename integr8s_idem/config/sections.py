@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints
 
 from integr8s_idem.config.addresses import (
     brokers,
@@ -27,6 +27,7 @@ from integr8s_idem.config.policies import (
     Seconds,
     Section,
 )
+from integr8s_idem.envelopes import Envelope
 
 ClusterUrl: TypeAlias = Annotated[str, AfterValidator(cluster_url)]
 SentinelAddress: TypeAlias = Annotated[str, AfterValidator(sentinel_address)]
@@ -305,6 +306,10 @@ class ServiceSettings(Section):
     """Consumer group; the service's name if not given."""
     topics: Annotated[tuple[TopicName, ...], Field(min_length=1)] | None = None
     """Topics to read; those of the router's events if not given."""
+    envelope: Envelope = "native"
+    """How events lie in messages: native (the body is the event), cloudevents (1.0), or wrapped (in data)."""
+    event_id_header: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,100}$")] | None = None
+    """Kafka header that names the event, instead of its event_id."""
     ordering: Literal["partition", "key", "none"] = "partition"
     """What is handled in order: a partition, the events of one Kafka key, or nothing."""
     concurrency: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 64

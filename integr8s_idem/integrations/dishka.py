@@ -37,6 +37,7 @@ from redis.asyncio import Redis
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.current import CURRENT
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.envelopes import Codec
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.integrations.closing import scope_of_a_call
@@ -137,9 +138,11 @@ class DispatcherProvider(Provider):
     attempt = from_context(Attempt, scope=Scope.REQUEST)
     outgoing = from_context(Outgoing, scope=Scope.REQUEST)
 
-    def __init__(self, router: EventRouter) -> None:
+    def __init__(self, router: EventRouter, *, codec: Codec | None = None) -> None:
+        """`codec`: how events lie in messages, if the settings have no name for it."""
         super().__init__()
         self.router = router
+        self.codec = codec
         self._needs = {handler.function: _needs_of(handler.function) for handler in router.handlers}
         for needs in self._needs.values():
             self.provide(needs.make, provides=needs.key, scope=Scope.REQUEST)
@@ -166,6 +169,7 @@ class DispatcherProvider(Provider):
             observer=observer,
             timeout=handler_timeout(settings, service),
             max_attempts=settings.idempotency_for(service).max_attempts,
+            codec=self.codec,
         )
 
     def invoker(self, container: AsyncContainer) -> Invoke:
@@ -185,6 +189,7 @@ class IdempotentDispatcherProvider(DispatcherProvider):
         custom_key: Callable[[Any], str] | None = None,
         ttl: timedelta | None = None,
         transaction: type | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """How keys are made, and how long outcomes are remembered: the settings' ttl if not given.
 
@@ -194,11 +199,12 @@ class IdempotentDispatcherProvider(DispatcherProvider):
             transaction: Makes handlers transactional: what they write by the `AsyncSession` or `AsyncConnection`
                 of their REQUEST scope, their outgoing events and their outcome commit together.  Which of the two
                 it is; its provider commits behind its `yield`.  Needs a store in the same SQL database.
+            codec: How events lie in messages, if the settings have no name for it.
 
         Raises:
             InvalidKeyError: Strategy, fields and custom key contradict each other or the router's events.
         """
-        super().__init__(router)
+        super().__init__(router, codec=codec)
         self._transactions = Transactions(transaction) if transaction is not None else None
         if self._transactions is not None:
             self.provide(self._transactions.make, provides=self._transactions.key, scope=Scope.REQUEST)
@@ -225,6 +231,7 @@ class IdempotentDispatcherProvider(DispatcherProvider):
             publisher=publisher,
             timeout=handler_timeout(settings, service),
             outbox=self._transactions.open(manager.repository) if self._transactions is not None else None,
+            codec=self.codec,
         )
 
     def invoker(self, container: AsyncContainer) -> Invoke:

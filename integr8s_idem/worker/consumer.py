@@ -18,8 +18,9 @@ from aiokafka.errors import KafkaError
 
 from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.dispatcher import EventDispatcher
+from integr8s_idem.envelopes import Codec, IdFromHeader, codec_of
 from integr8s_idem.errors import ApplicationError, StoreUnavailableError
-from integr8s_idem.events import EventDecoder, event_type_of
+from integr8s_idem.events import EventDecoder, event_type_of, read_json
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
@@ -126,7 +127,7 @@ class ServiceWorker:
             name,
             self.group,
             dispatcher,
-            EventDecoder(dispatcher.router.events),
+            EventDecoder(dispatcher.router.events, codec_for(service, dispatcher)),
             publisher,
             self._gate,
             asyncio.Semaphore(service.concurrency),
@@ -410,6 +411,16 @@ class ServiceWorker:
             self.observer.measure(Gauge.IN_FLIGHT, self._pressure.in_flight)
             for topic in self.topics:
                 self.observer.measure(Gauge.CONSUMER_LAG, self._holdings.lag(consumer, topic), topic)
+
+
+def codec_for(service: ServiceSettings, dispatcher: EventDispatcher) -> Codec | None:
+    """How the service reads messages: by the application's codec, or by its settings; `None` for bodies as they are."""
+    codec = dispatcher.codec
+    if codec is None and (service.envelope != "native" or service.event_id_header is not None):
+        codec = codec_of(service.envelope, read_json)
+    if codec is not None and service.event_id_header is not None:
+        return IdFromHeader(codec, service.event_id_header)
+    return codec
 
 
 def topics_read(section: ServiceSettings, dispatcher: EventDispatcher, publisher: EventPublisher) -> tuple[str, ...]:

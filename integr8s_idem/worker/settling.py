@@ -96,7 +96,7 @@ class Settler:
         generation = 0
         try:
             generation = generation_of(record)
-            event = self.decoder.decode(record.value)
+            event = self.decoder.decode(record.value, record.headers)
         except UndecodableEventError as error:
             self.observer.count(Signal.UNDECODABLE, reason=error.reason)
             await self._dead_letter(delivery, DeadLetter(error.reason, error, generation=generation))

@@ -1,0 +1,189 @@
+"""Events in other envelopes than our own: CloudEvents 1.0, the `data` of a wrapper, a codec of one's own."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any, Literal
+
+import pytest
+
+from integr8s_idem import BaseEvent
+from integr8s_idem.envelopes import CloudEventsCodec, Codec, Headers, IdFromHeader, NativeCodec, WrappedCodec
+from integr8s_idem.errors import UndecodableEventError
+from integr8s_idem.events import EventDecoder, encode_event, read_json
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order.placed"] = "order.placed"
+    order_id: str
+    amount: Decimal = Decimal(0)
+
+
+CLOUD, WRAPPED, NATIVE = CloudEventsCodec(read_json), WrappedCodec(read_json), NativeCodec(read_json)
+DATA = {"order_id": "7", "amount": "30.00"}
+ATTRIBUTES = {
+    "specversion": "1.0",
+    "id": "a1",
+    "source": "/shop",
+    "type": "order.placed",
+    "time": "2026-11-21T10:00:00Z",
+    "subject": "order-7",
+}
+STRUCTURED = [("content-type", b"application/cloudevents+json; charset=UTF-8")]
+
+
+def _decoded(codec: Codec, body: bytes, headers: Headers = ()) -> OrderPlaced:
+    event = EventDecoder([OrderPlaced], codec).decode(body, headers)
+    assert isinstance(event, OrderPlaced)
+    return event
+
+
+def _binary(**changes: str | None) -> list[tuple[str, bytes]]:
+    attributes = {**ATTRIBUTES, **changes}
+    found = [(f"ce_{name}", value.encode()) for name, value in attributes.items() if value is not None]
+    return [*found, ("content-type", b"application/json")]
+
+
+def _structured(**changes: Any) -> bytes:
+    told = {**ATTRIBUTES, "data": DATA, **changes}
+    return json.dumps({name: value for name, value in told.items() if value is not None}).encode()
+
+
+def _check(event: OrderPlaced) -> None:
+    assert (event.event_id, event.order_id, event.amount) == ("/shop#a1", "7", Decimal("30.00"))
+    assert event.timestamp == datetime(2026, 11, 21, 10, tzinfo=UTC)
+    assert (event.aggregate_id, event.metadata.service_name) == ("order-7", "/shop")
+
+
+def test_a_cloud_event_in_binary_mode_is_read() -> None:
+    _check(_decoded(CLOUD, json.dumps(DATA).encode(), _binary()))
+
+
+def test_a_cloud_event_in_structured_mode_is_read() -> None:
+    _check(_decoded(CLOUD, _structured(), STRUCTURED))
+
+
+def test_data_in_base64_is_read() -> None:
+    encoded = base64.b64encode(json.dumps(DATA).encode()).decode()
+    _check(_decoded(CLOUD, _structured(data=None, data_base64=encoded), STRUCTURED))
+
+
+def test_header_names_are_compared_without_case() -> None:
+    headers = [(name.upper(), value) for name, value in _binary()]
+    _check(_decoded(CLOUD, json.dumps(DATA).encode(), headers))
+
+
+def test_one_id_of_two_sources_names_two_events() -> None:
+    body = json.dumps(DATA).encode()
+    ids = {_decoded(CLOUD, body, _binary(source=source)).event_id for source in ("/shop", "/till")}
+    assert len(ids) == 2
+
+
+def test_what_is_optional_may_be_missing() -> None:
+    event = _decoded(CLOUD, json.dumps(DATA).encode(), _binary(time=None, subject=None))
+    assert event.aggregate_id is None
+
+
+def test_data_cannot_take_the_place_of_attributes() -> None:
+    body = json.dumps({**DATA, "event_id": "mine", "event_type": "other"}).encode()
+    assert _decoded(CLOUD, body, _binary()).event_id == "/shop#a1"
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "reason"),
+    [
+        (b"{}", [], "malformed"),
+        (b"{}", _binary(id=None), "missing_id"),
+        (b"{}", _binary(id=""), "missing_id"),
+        (b"{}", _binary(source=None), "malformed"),
+        (b"{}", _binary(specversion="0.3"), "unsupported_version"),
+        (b"{}", _binary(type="order.lost"), "unknown_type"),
+        (b"{}", _binary(), "invalid"),
+        (b"[]", _binary(), "malformed"),
+        (b"not json", _binary(), "malformed"),
+        (b'{"order_id": "7", "order_id": "8"}', _binary(), "malformed"),
+        (b"not json", STRUCTURED, "malformed"),
+        (_structured(id=7), STRUCTURED, "missing_id"),
+        (_structured(data=[1]), STRUCTURED, "malformed"),
+        (_structured(data=None, data_base64="%"), STRUCTURED, "malformed"),
+        (_structured(data=None, data_base64=7), STRUCTURED, "malformed"),
+        (b"[]", [("content-type", b"application/cloudevents-batch+json")], "malformed"),
+        (b"x", [("content-type", b"application/cloudevents+avro")], "malformed"),
+        (b"{}", [("ce_id", b"\xff"), ("ce_type", b"a"), ("ce_source", b"b"), ("ce_specversion", b"1.0")], "missing_id"),
+        (b"", _binary(), "empty"),
+    ],
+)
+def test_what_is_no_cloud_event_of_ours_says_why(body: bytes, headers: Headers, reason: str) -> None:
+    with pytest.raises(UndecodableEventError) as told:
+        _decoded(CLOUD, body, headers)
+    assert told.value.reason == reason
+
+
+def test_a_wrapped_event_is_read() -> None:
+    body = {
+        "id": "evt-1",
+        "type": "order.placed",
+        "version": "1",
+        "source": "order-service",
+        "occurredAt": "2025-10-13T10:00:00Z",
+        "data": DATA,
+    }
+    event = _decoded(WRAPPED, json.dumps(body).encode())
+    assert (event.event_id, event.order_id, event.event_version) == ("evt-1", "7", "1")
+    assert event.timestamp == datetime(2025, 10, 13, 10, tzinfo=UTC)
+    assert event.metadata.service_name == "order-service"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"type": "order.placed", "data": DATA}, "missing_id"),
+        ({"id": "1", "data": DATA}, "unknown_type"),
+        ({"id": "1", "type": "order.placed", "version": "2", "data": DATA}, "unsupported_version"),
+        ({"id": "1", "type": "order.placed", "data": "x"}, "malformed"),
+        ({"id": "1", "type": "order.placed"}, "invalid"),
+        ([], "malformed"),
+    ],
+)
+def test_what_is_no_wrapped_event_says_why(body: object, reason: str) -> None:
+    with pytest.raises(UndecodableEventError) as told:
+        _decoded(WRAPPED, json.dumps(body).encode())
+    assert told.value.reason == reason
+
+
+def test_a_header_may_name_the_event() -> None:
+    codec = IdFromHeader(NATIVE, "Message-Id")
+    event = OrderPlaced(order_id="7")
+    read = _decoded(codec, encode_event(event), [("message-id", b"first"), ("MESSAGE-ID", b"m-1")])
+    assert (read.event_id, read.order_id) == ("m-1", "7")
+    with pytest.raises(UndecodableEventError, match="no header message-id"):
+        _decoded(codec, encode_event(event))
+
+
+class Packed:
+    """As a user of a binary format writes it."""
+
+    def fields(self, body: bytes, headers: Headers) -> Mapping[str, Any]:
+        number, cents = struct.unpack("!iq", body)
+        return {
+            "event_id": f"packed-{number}",
+            "event_type": "order.placed",
+            "order_id": str(number),
+            "amount": Decimal(cents) / 100,
+        }
+
+
+def test_a_codec_of_ones_own_reads_any_format() -> None:
+    event = _decoded(Packed(), struct.pack("!iq", 7, 3000))
+    assert (event.event_id, event.order_id, event.amount) == ("packed-7", "7", Decimal(30))
+
+
+def test_an_error_of_a_codec_makes_the_message_undecodable() -> None:
+    with pytest.raises(UndecodableEventError, match="error: unpack requires") as told:
+        _decoded(Packed(), b"short")
+    assert told.value.reason == "malformed"
