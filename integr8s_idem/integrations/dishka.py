@@ -45,6 +45,7 @@ from integr8s_idem.integrations.transactions import Transactions
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.routing import EventRouter, HandlerCall, HandlerFunction, Invoke, Outgoing, RegisteredHandler
+from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.opening import open_store
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
@@ -178,7 +179,10 @@ class DispatcherProvider(Provider):
 
 
 class IdempotentDispatcherProvider(DispatcherProvider):
-    """An `IdempotentEventDispatcher`: each handler runs once per key.  Needs `IdempotencyProvider` beside it."""
+    """An `IdempotentEventDispatcher`: each handler runs once per key.  Needs `IdempotencyProvider` beside it.
+
+    Handlers run in a REQUEST scope that holds their `Steps` besides.
+    """
 
     def __init__(
         self,
@@ -233,6 +237,10 @@ class IdempotentDispatcherProvider(DispatcherProvider):
             outbox=self._transactions.open(manager.repository) if self._transactions is not None else None,
             codec=self.codec,
         )
+
+    @provide(scope=Scope.REQUEST)
+    def steps(self, manager: IdempotencyManager) -> Steps:
+        return manager.steps()
 
     def invoker(self, container: AsyncContainer) -> Invoke:
         if self._transactions is None:

@@ -12,6 +12,7 @@ from dishka.exceptions import ExitError, ImplicitOverrideDetectedError, NoFactor
 
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.config.sections import MemoryStoreSettings
+from integr8s_idem.decorator import idempotent
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.events import BaseEvent
@@ -32,6 +33,7 @@ from integr8s_idem.keys import KeyStrategy
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import Completed, Completion
 from integr8s_idem.routing import EventRouter, Outgoing
+from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.work import Attempt, Executed, HandlerFailed
@@ -408,4 +410,83 @@ async def test_setup_dishka_gives_handlers_of_a_dispatcher_made_by_hand_their_de
     assert isinstance(second, Completed)
     assert found == [(await container.get(Payments), 1)]
     await manager.close()
+    await container.close()
+
+
+async def test_a_handlers_scope_has_its_steps() -> None:
+    done: list[str] = []
+    fails = [OSError("once")]
+
+    async def step(name: str) -> str:
+        done.append(name)
+        return name.upper()
+
+    async def charge(event: OrderPlaced, steps: FromDishka[Steps]) -> str:
+        first = await steps.run("first", step, "a")
+        if fails:
+            raise fails.pop()
+        return first + await steps.run("second", step, "b")
+
+    container = container_for(router_of(charge))
+    (handling,) = (await container.get(EventDispatcher)).handlings(OrderPlaced())
+
+    assert isinstance(await handling.attempt(), HandlerFailed)
+    assert await handling.attempt() == Executed("AB", 2)
+    assert done == ["a", "b"]
+    await container.close()
+
+
+def test_a_plain_service_has_no_steps() -> None:
+    async def charge(event: OrderPlaced, steps: FromDishka[Steps]) -> None:
+        """Cannot be made."""
+
+    with pytest.raises(NoFactoryError, match="Steps"):
+        make_async_container(
+            KafkaProvider(),
+            DispatcherProvider(router_of(charge)),
+            context=CONTEXT,
+            validation_settings=STRICT_VALIDATION,
+        )
+
+
+@inject
+@idempotent(key="above:{order_id}")
+async def injected_above(order_id: str, payments: FromDishka[Payments]) -> str:
+    _ran.append(order_id)
+    return type(payments).__name__
+
+
+@idempotent(key="below:{order_id}")
+@inject
+async def injected_below(order_id: str, payments: FromDishka[Payments]) -> str:
+    _ran.append(order_id)
+    return type(payments).__name__
+
+
+@inject
+@idempotent(key="given:{order_id}")
+async def given_a_manager(order_id: str, manager: FromDishka[IdempotencyManager]) -> str:
+    _ran.append(order_id)
+    return manager.scope
+
+
+_ran: list[str] = []
+
+
+@pytest.mark.parametrize(
+    ("function", "result"),
+    [(injected_above, "Payments"), (injected_below, "Payments"), (given_a_manager, "billing")],
+)
+async def test_inject_works_above_and_below_idempotent(function: Callable[..., Any], result: str) -> None:
+    _ran.clear()
+    found: list[str] = []
+
+    async def charge(event: OrderPlaced) -> None:
+        found.extend([await function("7"), await function(order_id="7")])
+
+    container = container_for(router_of(charge))
+    await (await container.get(EventDispatcher)).dispatch(OrderPlaced())
+
+    assert found == [result, result]
+    assert _ran == ["7"]
     await container.close()
