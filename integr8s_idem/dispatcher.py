@@ -93,6 +93,7 @@ class EventDispatcher:
             observer=self.observer,
             timeout=self._timeout,
             max_attempts=self._max_attempts,
+            batch=registered.batch,
         )
 
     @property
@@ -186,6 +187,7 @@ class IdempotentEventDispatcher(EventDispatcher):
             publisher=self._publisher,
             timeout=self._timeout,
             outbox=self.outbox,
+            batch=registered.batch,
         )
 
 

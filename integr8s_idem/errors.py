@@ -9,6 +9,7 @@ IdempotencyError
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
 ├── HandlerCancelledError       a handler ended with a cancellation that nobody asked for   (retryable)
 ├── HandlerExitError            a handler called sys.exit()                                  (retryable)
+├── PartialFailureError         raised by batch handlers: some of the events have failed
 ├── TransactionAbortedError     the database gave up a transaction: a deadlock, a conflict    (retryable)
 ├── PermanentError              raised by handlers: trying again cannot help
 │   ├── CrashedTooOftenError    earlier runs ended without a word, as often as attempts are allowed
@@ -35,7 +36,7 @@ pickling and copying.  Each has a section in docs/reference/errors.md.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -203,6 +204,20 @@ class HandlerExitError(IdempotencyError):
             f"handler {self.handler} called sys.exit(): taken for a failure, the process goes on. "
             f"Raise an error instead. {self.read_more}"
         )
+
+
+class PartialFailureError(IdempotencyError):
+    """Raised by a batch handler: some of its events have failed, and the others are done."""
+
+    def __init__(self, failures: Mapping[int, Exception], results: Sequence[object] | None = None) -> None:
+        """`failures`: by the index of the event in the batch; `results`: one for each event, if there are any."""
+        super().__init__(failures, results)
+        self.failures = failures
+        self.results = results
+
+    def __str__(self) -> str:
+        told = "; ".join(f"{index}: {type(error).__name__}: {error}" for index, error in sorted(self.failures.items()))
+        return f"{len(self.failures)} events of a batch have failed: {told[:500]}. {self.read_more}"
 
 
 class TransactionAbortedError(IdempotencyError):

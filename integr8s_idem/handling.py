@@ -24,11 +24,15 @@ from integr8s_idem.errors import (
     PublishError,
 )
 from integr8s_idem.events import BaseEvent, Message
+from integr8s_idem.gathering import Gatherer, Member
 from integr8s_idem.joining import Seal
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import InProgress
 from integr8s_idem.routing import (
+    Batch,
+    BatchCall,
+    BatchSize,
     HandlerCall,
     HandlerFunction,
     Invoke,
@@ -158,13 +162,15 @@ class EventHandler:
         observer: Observer = SILENT,
         timeout: timedelta | None = None,
         max_attempts: int = 5,
+        batch: BatchSize | None = None,
     ) -> None:
         self.function = async_function(function)
         self.name = name or name_of(function)
         self.scope = scope
         self.observer = observer
         self.max_attempts = max_attempts
-        self._registered = RegisteredHandler(event, self.name, function)
+        self._registered = RegisteredHandler(event, self.name, function, batch)
+        self._gatherer = Gatherer(batch, self._call_batch, self.name) if batch is not None else None
         self.invoke = invoke
         self._publisher = publisher
         self._timeout = timeout
@@ -188,14 +194,21 @@ class EventHandler:
     async def work(self, event: BaseEvent, attempt: Attempt, *, patient: bool = False) -> Any:
         """The handler, the closing of its scope, the publishing of what it leaves behind."""
         outgoing = Outgoing()
-        result = await self._call(HandlerCall(event, attempt, outgoing))
+        if self._gatherer is not None:
+            result = await self._gatherer.join(Member(event, attempt, outgoing))
+        else:
+            result = await self._call(HandlerCall(event, attempt, outgoing))
         events = outgoing.finished(event, attempt.key, self.scope)
         if events:
             await self._publish(events, patient)
         self.observer.count(Signal.HANDLED, event.event_type)
         return result
 
-    async def _call(self, call: HandlerCall) -> Any:
+    async def _call_batch(self, members: Sequence[Member]) -> Any:
+        batch = Batch([member.attempt for member in members], [member.outgoing for member in members])
+        return await self._call(BatchCall([member.event for member in members], batch))
+
+    async def _call(self, call: HandlerCall | BatchCall) -> Any:
         if self._timeout is None:
             return await self._invoke(call)
         try:
@@ -206,7 +219,7 @@ class EventHandler:
                 raise HandlerTimeoutError(self.name, self._timeout) from error
             raise
 
-    async def _invoke(self, call: HandlerCall) -> Any:
+    async def _invoke(self, call: HandlerCall | BatchCall) -> Any:
         task = asyncio.current_task()
         before = task.cancelling() if task is not None else 0
         try:
@@ -252,6 +265,7 @@ class IdempotentEventHandler(EventHandler):
         publisher: Publisher | None = None,
         timeout: timedelta | None = None,
         outbox: Outbox | None = None,
+        batch: BatchSize | None = None,
     ) -> None:
         """`resolver`: how keys are made, by event id if not given; `ttl`: how long outcomes are remembered;
         `outbox`: `invoke` opens a transaction that holds what the handler writes, its events and its outcome."""
@@ -265,7 +279,13 @@ class IdempotentEventHandler(EventHandler):
             observer=manager.observer,
             timeout=timeout,
             max_attempts=manager.config.max_attempts,
+            batch=batch,
         )
+        if batch is not None and outbox is not None:
+            raise ApplicationError(
+                f"{self.name} takes batches, whose events settle one by one: it cannot commit with their outcomes. "
+                "Leave out transaction=…, or take the events one by one"
+            )
         self.manager = manager
         self.resolver = resolver or KeyResolver()
         self.ttl = None if ttl is None else manager.checked_ttl(ttl)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from integr8s_idem.errors import ApplicationError
@@ -69,6 +70,35 @@ BeforeCommit = Callable[[Any, Transaction], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
+class BatchSize:
+    """How many events a batch handler is given at once, and how long the first of them waits for others."""
+
+    most: int
+    wait: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What each event of a batch has to itself, in their order."""
+
+    attempts: Sequence[Attempt]
+    outgoing: Sequence[Outgoing]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCall:
+    """What one run of a batch handler is given."""
+
+    events: Sequence[BaseEvent]
+    batch: Batch
+
+    @property
+    def argument(self) -> list[BaseEvent]:
+        """What the handler is called with."""
+        return list(self.events)
+
+
+@dataclass(frozen=True, slots=True)
 class HandlerCall:
     """What one run of a handler is given."""
 
@@ -77,6 +107,11 @@ class HandlerCall:
     outgoing: Outgoing
     before_commit: BeforeCommit | None = None
     """For handlers whose outcome commits together with what they write; whoever calls the handler awaits it."""
+
+    @property
+    def argument(self) -> BaseEvent:
+        """What the handler is called with."""
+        return self.event
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +122,21 @@ class RegisteredHandler:
     name: str
     """Part of its keys: changing it makes old events new."""
     function: HandlerFunction
+    batch: BatchSize | None = None
+    """Of one that takes many events at once."""
 
     @property
     def event_type(self) -> str:
         return event_type_of(self.event)
 
 
-Invoke = Callable[[RegisteredHandler, HandlerCall], Awaitable[Any]]
+Invoke = Callable[[RegisteredHandler, HandlerCall | BatchCall], Awaitable[Any]]
 """Calls a handler, opening and closing whatever it needs.  `integrations.dishka` has one with a REQUEST scope."""
 
 
-async def call_with_event(handler: RegisteredHandler, call: HandlerCall) -> Any:
-    """Call a handler that takes nothing but its event."""
-    return await handler.function(call.event)
+async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
+    """Call a handler that takes nothing but its event, or its events."""
+    return await handler.function(call.argument)
 
 
 def name_of(function: HandlerFunction) -> str:
@@ -156,6 +193,42 @@ class EventRouter:
         def register(function: FunctionT) -> FunctionT:
             for event in events:
                 self._add(RegisteredHandler(event, name or name_of(function), async_function(function)))
+            return function
+
+        return register
+
+    def on_batch(
+        self,
+        event: type[BaseEvent],
+        *,
+        max_size: int = 100,
+        max_wait: timedelta = timedelta(milliseconds=20),
+        name: str | None = None,
+    ) -> Callable[[FunctionT], FunctionT]:
+        """Declare a handler of many events at once: it takes a list of them.
+
+        Each keeps its own key, and comes once.  It returns `None`, or a result for each; `PartialFailureError` says
+        that some have failed.  Any other error fails all of them, and each is tried again alone.
+
+        Args:
+            max_size: Most events of a call.  A worker has at most `concurrency` of them at hand; with the ordering
+                `partition` it is one of each partition, so that `key` or `none` goes with batches.
+            max_wait: How long the first event waits for others.
+            name: As for `on`.
+
+        Raises:
+            ApplicationError: No class of events, no size, or a second handler of that name for it.
+        """
+        if not _is_event_class(event):
+            raise ApplicationError(f"{event!r} is no class of events; write @router.on_batch(OrderPlaced)")
+        if max_size < 1 or max_wait < timedelta():
+            raise ApplicationError(
+                f"a batch has at least one event, and waits no less than nothing, not {max_size} and {max_wait}"
+            )
+
+        def register(function: FunctionT) -> FunctionT:
+            batch = BatchSize(max_size, max_wait)
+            self._add(RegisteredHandler(event, name or name_of(function), async_function(function), batch))
             return function
 
         return register

@@ -44,7 +44,16 @@ from integr8s_idem.integrations.closing import scope_of_a_call
 from integr8s_idem.integrations.transactions import Transactions
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.routing import EventRouter, HandlerCall, HandlerFunction, Invoke, Outgoing, RegisteredHandler
+from integr8s_idem.routing import (
+    Batch,
+    BatchCall,
+    EventRouter,
+    HandlerCall,
+    HandlerFunction,
+    Invoke,
+    Outgoing,
+    RegisteredHandler,
+)
 from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.opening import open_store
@@ -131,13 +140,15 @@ class KafkaProvider(Provider):
 class DispatcherProvider(Provider):
     """A plain `EventDispatcher`: for handlers that are repeatable by nature.
 
-    Handlers run in a REQUEST scope that holds their `BaseEvent`, `Attempt` and `Outgoing`.
+    Handlers run in a REQUEST scope that holds their `BaseEvent`, `Attempt` and `Outgoing`; those of batches in one that
+    holds their `Batch`.
     """
 
     scope = Scope.APP
     event = from_context(BaseEvent, scope=Scope.REQUEST)
     attempt = from_context(Attempt, scope=Scope.REQUEST)
     outgoing = from_context(Outgoing, scope=Scope.REQUEST)
+    batch = from_context(Batch, scope=Scope.REQUEST)
 
     def __init__(self, router: EventRouter, *, codec: Codec | None = None) -> None:
         """`codec`: how events lie in messages, if the settings have no name for it."""
@@ -294,12 +305,14 @@ def _needs_of(function: HandlerFunction) -> _Needs:
     return _Needs(function, parameters)
 
 
-def _context(call: HandlerCall) -> dict[Any, Any]:
+def _context(call: HandlerCall | BatchCall) -> dict[Any, Any]:
+    if isinstance(call, BatchCall):
+        return {Batch: call.batch}
     return {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
 
 
 def _invoker(container: AsyncContainer, needs: dict[HandlerFunction, _Needs]) -> Invoke:
-    async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
+    async def invoke(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
         async with scope_of_a_call(container(_context(call))) as request:
             return await _call(request, needs, handler, call)
 
@@ -309,7 +322,8 @@ def _invoker(container: AsyncContainer, needs: dict[HandlerFunction, _Needs]) ->
 def _transactional_invoker(
     container: AsyncContainer, needs: dict[HandlerFunction, _Needs], transactions: Transactions
 ) -> Invoke:
-    async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
+    async def invoke(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
+        assert isinstance(call, HandlerCall), "a batch handler has no transaction: it is refused when it is made"
         async with transactions.scope(container(_context(call)), call) as begun:
             result = await _call(begun.request, needs, handler, call)
             await begun.seal(result)
@@ -319,12 +333,15 @@ def _transactional_invoker(
 
 
 async def _call(
-    request: AsyncContainer, needs: dict[HandlerFunction, _Needs], handler: RegisteredHandler, call: HandlerCall
+    request: AsyncContainer,
+    needs: dict[HandlerFunction, _Needs],
+    handler: RegisteredHandler,
+    call: HandlerCall | BatchCall,
 ) -> Any:
     token = CURRENT.set(request)
     try:
         found: dict[str, Any] = await request.get(needs[handler.function].key)
-        return await handler.function(call.event, **found)
+        return await handler.function(call.argument, **found)
     finally:
         CURRENT.reset(token)
 
@@ -350,11 +367,11 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
     """
     wrapped = {handler.function: _filled(handler.function) for handler in dispatcher.router.handlers}
 
-    async def invoke(handler: RegisteredHandler, call: HandlerCall) -> Any:
+    async def invoke(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
         async with scope_of_a_call(container(_context(call))) as request:
             token = CURRENT.set(request)
             try:
-                return await wrapped[handler.function](call.event)
+                return await wrapped[handler.function](call.argument)
             finally:
                 CURRENT.reset(token)
 

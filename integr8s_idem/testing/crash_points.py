@@ -47,7 +47,7 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.routing import HandlerCall, Invoke, RegisteredHandler, call_with_event
+from integr8s_idem.routing import BatchCall, HandlerCall, Invoke, RegisteredHandler, call_with_event
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.worker import EventPublisher
@@ -263,7 +263,7 @@ class CrashingPublisher(EventPublisher):
 def crashing_invoke(plan: CrashPlan, invoke: Invoke = call_with_event) -> Invoke:
     """A way to call handlers, as `invoke` does, with a point before and one after each."""
 
-    async def call(handler: RegisteredHandler, what: HandlerCall) -> Any:
+    async def call(handler: RegisteredHandler, what: HandlerCall | BatchCall) -> Any:
         plan.reached(CrashPoint.BEFORE_HANDLER)
         result = await invoke(handler, what)
         plan.reached(CrashPoint.AFTER_HANDLER)

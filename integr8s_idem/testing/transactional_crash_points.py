@@ -21,7 +21,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from integr8s_idem.routing import BeforeCommit, HandlerCall, Invoke, RegisteredHandler
+from integr8s_idem.routing import BatchCall, BeforeCommit, HandlerCall, Invoke, RegisteredHandler
 from integr8s_idem.stores.outbox import Claim, Outbox, Waiting
 from integr8s_idem.stores.sql import SqlIdempotencyRepository
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, crashing_invoke
@@ -75,8 +75,8 @@ class CrashingOutbox:
 def crashing_transaction(plan: CrashPlan, invoke: Invoke) -> Invoke:
     """As `crashing_invoke`, for `invoke` that runs handlers in transactions: with points around their outcome."""
 
-    async def call(handler: RegisteredHandler, what: HandlerCall) -> Any:
-        if what.before_commit is None:
+    async def call(handler: RegisteredHandler, what: HandlerCall | BatchCall) -> Any:
+        if isinstance(what, BatchCall) or what.before_commit is None:
             return await invoke(handler, what)
         return await invoke(handler, replace(what, before_commit=_crashing(plan, what.before_commit)))
 

@@ -1,0 +1,233 @@
+"""Batch handlers: many events in one call, each with its own key, lease and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import pytest
+from dishka import FromDishka, Provider, Scope, provide
+
+from integr8s_idem import BaseEvent, EventRouter
+from integr8s_idem.config import Settings
+from integr8s_idem.config.sections import MemoryStoreSettings
+from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.errors import ApplicationError, PartialFailureError
+from integr8s_idem.integrations.dishka import (
+    DispatcherProvider,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.records import Completed
+from integr8s_idem.routing import Batch
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.work import Executed, HandlerFailed, Outcome
+from tests.support.guarded import Guarded, guarded
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str
+
+
+class OrderIndexed(BaseEvent):
+    event_type: Literal["order_indexed"] = "order_indexed"
+    order_id: str
+
+
+class Index:
+    """Takes batches, and can be told to fail."""
+
+    def __init__(self, size: int = 100, wait: float = 1.0) -> None:
+        self.batches: list[list[str]] = []
+        self.fails: dict[str, Exception] = {}
+        self.all_fail: list[Exception] = []
+        self.router = EventRouter()
+        self.router.on_batch(OrderPlaced, max_size=size, max_wait=timedelta(seconds=wait))(self.index)
+
+    async def index(self, events: Sequence[OrderPlaced]) -> list[str]:
+        names = [event.order_id for event in events]
+        self.batches.append(names)
+        await asyncio.sleep(0.1)
+        if self.all_fail:
+            raise self.all_fail.pop()
+        failures = {number: self.fails[name] for number, name in enumerate(names) if name in self.fails}
+        results = [name.upper() for name in names]
+        if failures:
+            raise PartialFailureError(failures, results)
+        return results
+
+
+def _events(*names: str) -> list[OrderPlaced]:
+    return [OrderPlaced(event_id=f"id-{name}", order_id=name) for name in names]
+
+
+async def _attempts(here: Guarded, index: Index, events: Sequence[OrderPlaced]) -> list[Outcome[Any]]:
+    dispatcher = IdempotentEventDispatcher(index.router, here.manager)
+    handlings = [handling for event in events for handling in dispatcher.handlings(event)]
+    return list(await asyncio.gather(*(handling.attempt() for handling in handlings)))
+
+
+@virtual_time
+async def test_events_that_come_together_are_handled_together_and_each_has_its_result() -> None:
+    here, index = guarded(), Index()
+    assert await _attempts(here, index, _events("a", "b", "c")) == [
+        Executed("A", 1),
+        Executed("B", 1),
+        Executed("C", 1),
+    ]
+    assert index.batches == [["a", "b", "c"]]
+    assert (here.store.calls["reserve"], here.store.calls["complete"]) == (1, 1)
+
+
+@virtual_time
+async def test_a_batch_is_full_at_its_size_and_goes_at_its_time() -> None:
+    here, index = guarded(), Index(size=2, wait=5)
+    await _attempts(here, index, _events("a", "b", "c"))
+    assert index.batches == [["a", "b"], ["c"]]
+    assert asyncio.get_running_loop().time() == pytest.approx(5.1)
+
+
+@virtual_time
+async def test_duplicates_never_reach_the_handler() -> None:
+    here, index = guarded(), Index()
+    await _attempts(here, index, _events("a"))
+    again = await _attempts(here, index, _events("a", "b"))
+    assert isinstance(again[0], Completed)
+    assert index.batches == [["a"], ["b"]]
+
+
+@virtual_time
+async def test_of_a_batch_some_may_fail_and_the_others_are_done() -> None:
+    here, index = guarded(), Index()
+    index.fails["b"] = OSError("no")
+    outcomes = await _attempts(here, index, _events("a", "b", "c"))
+    assert [type(outcome) for outcome in outcomes] == [Executed, HandlerFailed, Executed]
+    assert isinstance(outcomes[1], HandlerFailed)
+    assert str(outcomes[1].error) == "no"
+
+    index.fails.clear()
+    again = await _attempts(here, index, _events("a", "b", "c"))
+    assert [type(outcome) for outcome in again] == [Completed, Executed, Completed]
+
+
+@virtual_time
+async def test_a_batch_that_fails_is_tried_again_one_by_one() -> None:
+    here, index = guarded(), Index()
+    index.all_fail.append(OSError("all"))
+    index.fails["b"] = OSError("no")
+    first = await _attempts(here, index, _events("a", "b", "c"))
+    assert {type(outcome) for outcome in first} == {HandlerFailed}
+    again = await _attempts(here, index, _events("a", "b", "c"))
+    assert [type(outcome) for outcome in again] == [Executed, HandlerFailed, Executed]
+    assert index.batches[1:] == [["a"], ["b"], ["c"]]
+
+
+@virtual_time
+async def test_a_result_for_each_event_is_wanted_or_none() -> None:
+    router = EventRouter()
+
+    @router.on_batch(OrderPlaced)
+    async def wrong(events: Sequence[OrderPlaced]) -> list[int]:
+        return [1]
+
+    dispatcher = IdempotentEventDispatcher(router, guarded().manager)
+    handlings = [handling for event in _events("a", "b") for handling in dispatcher.handlings(event)]
+    outcomes = await asyncio.gather(*(handling.attempt() for handling in handlings))
+    for outcome in outcomes:
+        assert isinstance(outcome, HandlerFailed)
+        assert "was given 2 events and returned list" in str(outcome.error)
+
+
+@virtual_time
+async def test_one_that_is_cancelled_leaves_the_others_their_batch() -> None:
+    here, index = guarded(), Index()
+    dispatcher = IdempotentEventDispatcher(index.router, here.manager)
+    tasks = [asyncio.create_task(dispatcher.handlings(event)[0].attempt()) for event in _events("a", "b", "c")]
+    await asyncio.sleep(0.5)
+    tasks[0].cancel()
+    await asyncio.sleep(0.55)
+    tasks[1].cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(ends[0], asyncio.CancelledError)
+    assert isinstance(ends[1], asyncio.CancelledError)
+    assert ends[2] == Executed("C", 1)
+    assert index.batches == [["b", "c"]]
+
+
+@virtual_time
+async def test_a_batch_that_nobody_waits_for_any_more_stops() -> None:
+    here, ended = guarded(), list[str]()
+    router = EventRouter()
+
+    @router.on_batch(OrderPlaced, max_size=2)
+    async def slow(events: Sequence[OrderPlaced]) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("stopped")
+
+    dispatcher = IdempotentEventDispatcher(router, here.manager)
+    tasks = [asyncio.create_task(dispatcher.handlings(event)[0].attempt()) for event in _events("a", "b")]
+    await asyncio.sleep(1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(0.01)
+    assert ended == ["stopped"]
+
+
+@virtual_time
+async def test_a_plain_service_has_batches_too() -> None:
+    index = Index()
+    dispatcher = EventDispatcher(index.router)
+    handlings = [handling for event in _events("a", "b") for handling in dispatcher.handlings(event)]
+    assert await asyncio.gather(*(handling.attempt() for handling in handlings)) == [Executed("A", 1), Executed("B", 1)]
+    assert index.batches == [["a", "b"]]
+
+
+def test_misuse_is_told() -> None:
+    router = EventRouter()
+    with pytest.raises(ApplicationError, match="is no class of events"):
+        router.on_batch(str)  # type: ignore[arg-type]
+    with pytest.raises(ApplicationError, match="at least one event"):
+        router.on_batch(OrderPlaced, max_size=0)
+    with pytest.raises(ApplicationError, match="is no async function"):
+        router.on_batch(OrderPlaced)(lambda_like)  # type: ignore[type-var]
+
+
+def lambda_like(events: list[OrderPlaced]) -> None:
+    """No async function."""
+
+
+class Search:
+    """An application's own."""
+
+
+async def test_a_batch_handler_has_a_scope_with_what_its_events_have_to_themselves() -> None:
+    router, seen = EventRouter(), list[Any]()
+
+    @router.on_batch(OrderPlaced, max_size=2)
+    async def index(events: list[OrderPlaced], search: FromDishka[Search], batch: FromDishka[Batch]) -> list[str]:
+        seen.append((search, [attempt.number for attempt in batch.attempts]))
+        return [event.order_id for event in events]
+
+    class Mine(Provider):
+        search = provide(Search, scope=Scope.APP)
+
+    context: dict[Any, Any] = {
+        Settings: Settings(store=MemoryStoreSettings(kind="memory")),
+        ServiceName: ServiceName("search"),
+    }
+    providers: tuple[DispatcherProvider, ...] = (IdempotentDispatcherProvider(router),)
+    container = make_async_container(IdempotencyProvider(), KafkaProvider(), *providers, Mine(), context=context)
+    dispatcher = await container.get(EventDispatcher)
+    handlings = [handling for event in _events("a", "b") for handling in dispatcher.handlings(event)]
+    assert await asyncio.gather(*(handling.attempt() for handling in handlings)) == [Executed("a", 1), Executed("b", 1)]
+    assert seen == [(await container.get(Search), [1, 1])]
+    await container.close()
