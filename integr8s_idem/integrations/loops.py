@@ -1,0 +1,105 @@
+"""Loops of one's own over Kafka's records: what those of aiokafka and of confluent-kafka have in common.
+
+`aiokafka.py` and `confluent.py` beside it have `guarded(consumer, manager, …)`.
+
+A loop takes its records one after the other.  It commits behind them from time to time, and never past a record that
+is not done: one whose work fails is fetched again, and so is what lies behind it in its partition.  A record that
+somebody else works on is waited for.  What our worker has besides: work side by side, retries with pauses, dead
+letters, draining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Protocol, TypeAlias
+
+from integr8s_idem.envelopes import header
+from integr8s_idem.errors import CorruptRecordError, InvalidKeyError, KeyReusedError, PreviouslyFailedError
+from integr8s_idem.keys import fingerprint
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.records import Completed, Corrupt, Failed, KeyReused
+from integr8s_idem.work import Executed, HandlerFailed, Outcome, Work
+
+FIRST_PAUSE: Final = 0.2
+LONGEST_PAUSE: Final = 30.0
+"""Seconds before a record whose work has failed is fetched again, growing from the first to the longest."""
+
+COMMIT_INTERVAL: Final = timedelta(seconds=1)
+
+
+class Record(Protocol):
+    """One message as the broker gave it."""
+
+    @property
+    def topic(self) -> str: ...
+    @property
+    def partition(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def value(self) -> bytes | None: ...
+    @property
+    def headers(self) -> Sequence[tuple[str, bytes]]: ...
+
+
+KeyOf: TypeAlias = Callable[[Any], str]
+"""Names the work of a record."""
+
+
+def by_header(name: str) -> KeyOf:
+    """By a header that the producer has made once for each event: copies that it sends are found, too."""
+
+    def key_of(record: Record) -> str:
+        found = header(record.headers, name.lower())
+        if not found:
+            place = f"{record.topic}[{record.partition}]@{record.offset}"
+            raise InvalidKeyError(f"{place} has no header {name} to make a key of")
+        return found
+
+    return key_of
+
+
+def by_position(record: Record) -> str:
+    """By topic, partition and offset: what is delivered again is found, and a copy that a producer sends is not."""
+    return f"{record.topic}:{record.partition}:{record.offset}"
+
+
+def work_of(manager: IdempotencyManager, record: Record, key: KeyOf, ttl: timedelta | None) -> Work:
+    """The work of `record`; its body is what a second use of the key must bring again."""
+    checked = None if ttl is None else manager.checked_ttl(ttl)
+    return Work(manager.space.key(key(record)), fingerprint(record.value or b""), checked)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How the work of a record has ended."""
+
+    settled: bool
+    """It may be committed."""
+    done: Executed[Any] | Completed | None = None
+    error: Exception | None = None
+
+
+def end_of(work: Work, outcome: Outcome[Any]) -> End:
+    """What an outcome means to a loop; `InProgress` is none."""
+    label = work.key.label
+    match outcome:
+        case Executed() | Completed():
+            return End(True, done=outcome)
+        case HandlerFailed():
+            return End(outcome.given_up, error=outcome.error)
+        case Failed():
+            return End(True, error=PreviouslyFailedError(label, outcome.attempt, outcome.error))
+        case KeyReused():
+            return End(True, error=KeyReusedError(label, outcome.stored, outcome.offered))
+        case Corrupt():
+            return End(True, error=CorruptRecordError(label, outcome.reason))
+        case _:
+            raise AssertionError(f"{outcome} is no end")
+
+
+def pause_after(failures: int) -> float:
+    """Seconds to wait after so many failures in a row."""
+    return min(FIRST_PAUSE * 2.0 ** min(failures - 1, 20), LONGEST_PAUSE)
