@@ -290,16 +290,24 @@ class Passes:
         """Others of this process who ask for its key are told when the run is over; itself it must not wait for."""
         key = run.attempt.key
         ended = self._running[key] = asyncio.get_running_loop().create_future()
+        try:
+            with self.within(run):
+                yield
+        finally:
+            if self._running.get(key) is ended:
+                del self._running[key]
+            ended.set_result(None)
+
+    @contextmanager
+    def within(self, run: Run) -> Iterator[None]:
+        """The code in the block is part of `run`, which is under way."""
         around, outer = _AROUND.get(), _RUN.get()
-        _AROUND.set(around | {ended})
+        _AROUND.set(around | {self._running[run.attempt.key]})
         _RUN.set((self, run))
         try:
             yield
         finally:
             _RUN.set(outer)
-            if self._running.get(key) is ended:
-                del self._running[key]
-            ended.set_result(None)
             _AROUND.set(around)
 
     async def _run(

@@ -1,0 +1,285 @@
+"""FastStream: subscribers of Kafka whose messages are handled once.  The only file that knows FastStream.
+
+    broker = KafkaBroker(…, middlewares=[IdempotencyMiddleware(manager, key=by_header("event_id"))])
+
+    @broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
+    @broker.publisher("receipts")
+    async def charge(order: Order) -> Receipt: ...
+
+A record is completed after the handler, the scope that Dishka has opened for it (the business commit), and what
+`@publisher` sends, and before FastStream acknowledges the message.  A duplicate does not reach the handler: what the
+first run returned is returned again, so that `@publisher` sends again what may be missing.
+
+A failure is answered by a pause and a negative acknowledgement, so that the message comes again, whatever the policy
+does with errors; a run that is given up is acknowledged.  With `AckPolicy.ACK_FIRST`, which is FastStream's default for
+Kafka, messages are acknowledged before they are handled: that is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Final
+
+from faststream import AckPolicy, BaseMiddleware
+from faststream.exceptions import AckMessage, HandlerException, NackMessage, StopConsume
+from faststream.message import StreamMessage
+from faststream.response import Response
+
+from integr8s_idem.errors import ApplicationError, LeaseLostError, ResultDroppedError, StoreError
+from integr8s_idem.integrations.loops import KeyOf, by_header, by_position, end_of, pause_after
+from integr8s_idem.keys import Key, escaped, fingerprint
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.open_runs import OpenRun
+from integr8s_idem.records import Completed, InProgress, StoredResult
+from integr8s_idem.results import decode_result, encode_result
+from integr8s_idem.work import HandlerFailed, Work
+
+__all__ = ["IdempotencyMiddleware", "by_header", "by_position"]
+
+logger = logging.getLogger(__name__)
+
+GivenUp = Callable[[Any, Exception], Awaitable[None]]
+"""Takes a record of Kafka's that is given up, for example to a topic of dead letters."""
+
+
+class IdempotencyMiddleware:
+    """Guards all subscribers of a broker."""
+
+    def __init__(
+        self,
+        manager: IdempotencyManager,
+        *,
+        key: KeyOf = by_position,
+        ttl: timedelta | None = None,
+        given_up: GivenUp | None = None,
+    ) -> None:
+        """
+        Args:
+            manager: Its scope should be the service's: subscribers of two groups must not share it.
+            key: Names the work of a record; see `by_header` and `by_position`.
+            ttl: How long an outcome is remembered, by the store's clock; longer than the topic keeps messages.
+            given_up: Takes records whose work has failed for good.  They are acknowledged, with it or without.
+        """
+        self.manager = manager
+        self.key = key
+        self.ttl = ttl
+        self.given_up = given_up
+        self.failures: dict[Any, int] = {}
+        """In a row, by subscriber."""
+
+    def __call__(self, msg: Any, /, *, context: Any) -> _Guard:
+        return _Guard(self, msg, context=context)
+
+    def check(self, broker: Any) -> None:
+        """To be called before the broker starts: `app.on_startup(lambda: guard.check(broker))`.
+
+        Raises:
+            AckPolicyError: A subscriber acknowledges messages before they are handled, or by itself.
+        """
+        for subscriber in broker.subscribers:
+            refuse_policy(subscriber)
+
+
+class AckPolicyError(ApplicationError, StopConsume):
+    """A subscriber's policy would acknowledge what is not done; it is stopped rather than let lose messages."""
+
+
+_SAFE: Final = frozenset({AckPolicy.ACK, AckPolicy.REJECT_ON_ERROR, AckPolicy.NACK_ON_ERROR})
+
+
+def refuse_policy(subscriber: Any) -> None:
+    """Refuse a subscriber that acknowledges otherwise than after the record of its message is completed.
+
+    Raises:
+        AckPolicyError: It does.
+    """
+    policy = getattr(subscriber, "ack_policy", None)
+    if policy not in _SAFE:
+        told = policy.name if isinstance(policy, AckPolicy) else repr(policy)
+        raise AckPolicyError(
+            f"a subscriber with AckPolicy.{told} acknowledges messages that are not handled yet, and a crash loses "
+            "them: write ack_policy=AckPolicy.NACK_ON_ERROR"
+        )
+
+
+class _Guard(BaseMiddleware[Any, Any]):
+    """One message, or one batch of them, on its way."""
+
+    def __init__(self, settings: IdempotencyMiddleware, msg: Any, *, context: Any) -> None:
+        super().__init__(msg, context=context)
+        self._settings = settings
+        self._manager = settings.manager
+        self._subscriber: Any = context.get_local("handler_")
+        self._runs: list[tuple[OpenRun, Any]] = []
+        """What this message has begun, with its records."""
+        self._value: Any = None
+
+    async def consume_scope(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
+        refuse_policy(self._subscriber)
+        if isinstance(msg.raw_message, tuple):
+            return await self._consume_batch(call_next, msg)
+        ended = await self._begin(msg.raw_message)
+        if isinstance(ended, Completed):
+            return _replayed(ended)
+        if ended is not None:
+            await self._give_up(msg.raw_message, ended)
+            raise AckMessage
+        self._value = await self._work(call_next, msg)
+        return self._value
+
+    async def _consume_batch(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
+        """Those of a batch that are not done go on to the handler."""
+        records: tuple[Any, ...] = msg.raw_message
+        ends = await asyncio.gather(*map(self._begin, records), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        ours = [index for index, end in enumerate(ends) if end is None]
+        for record, end in zip(records, ends, strict=True):
+            if isinstance(end, Exception):
+                await self._give_up(record, end)
+        if not ours:
+            raise AckMessage
+        rest = copy.copy(msg)
+        rest.raw_message = tuple(records[index] for index in ours)
+        for name in ("body", "batch_headers"):
+            parts: Sequence[Any] = getattr(msg, name)
+            if len(parts) == len(records):
+                setattr(rest, name, [parts[index] for index in ours])
+        return await self._work(call_next, rest)
+
+    async def _begin(self, record: Any) -> Completed | Exception | None:
+        """`None`: it is ours to do.  Otherwise its outcome, or the error that it was given up with."""
+        loop = asyncio.get_running_loop()
+        work = self._work_of(record)
+        give_up_at, looks = loop.time() + self._manager.config.wait_timeout.total_seconds(), 0
+        while True:
+            run = OpenRun(self._manager, work)
+            try:
+                outcome = await run.begin()
+            except StoreError as error:
+                logger.warning("%s", error)
+                await self._again()
+            if outcome is None:
+                self._runs.append((run, record))
+                return None
+            if not isinstance(outcome, InProgress):
+                end = end_of(work, outcome)
+                return end.done if isinstance(end.done, Completed) else end.error
+            if loop.time() > give_up_at:
+                await self._again()
+            await self._manager.passes.wait_for_change(outcome, looks=looks)
+            looks += 1
+
+    def _work_of(self, record: Any) -> Work:
+        name = self._subscriber.calls.name or "handler"
+        text = f":{escaped('faststream')}:{escaped(name)}:{escaped(self._settings.key(record))}"
+        ttl = None if self._settings.ttl is None else self._manager.checked_ttl(self._settings.ttl)
+        key = Key(text, f"{name} {self._settings.key(record)}")
+        return Work(self._manager.space.key(key), fingerprint(record.value or b""), ttl)
+
+    async def _work(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
+        with self._runs[0][0].within() if len(self._runs) == 1 else nullcontext():
+            try:
+                return await call_next(msg)
+            except asyncio.CancelledError:
+                for run, _ in self._runs:
+                    run.raise_if_lost()
+                raise
+
+    async def after_processed(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_val: BaseException | None = None,
+        exc_tb: TracebackType | None = None,
+    ) -> bool | None:
+        """Settle, once the handler's scope is closed and what it publishes is out."""
+        runs, self._runs = self._runs, []
+        if not runs:
+            return False
+        if exc_val is None or isinstance(exc_val, AckMessage):
+            await self._finish(runs)
+        elif isinstance(exc_val, Exception):
+            await self._fail(runs, exc_val)
+        else:
+            await asyncio.gather(*(run.abandon() for run, _ in runs))
+        return False
+
+    async def _finish(self, runs: Sequence[tuple[OpenRun, Any]]) -> None:
+        value = _stored(self._value) if len(runs) == 1 else None
+        ends = await asyncio.gather(*(run.finish(value) for run, _ in runs), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, LeaseLostError | StoreError):
+                logger.warning("%s", end)
+            elif isinstance(end, BaseException):
+                raise end
+        if any(isinstance(end, BaseException) for end in ends):
+            await self._again()
+        self._settings.failures.pop(self._subscriber, None)
+
+    async def _fail(self, runs: Sequence[tuple[OpenRun, Any]], error: Exception) -> None:
+        ends = await asyncio.gather(*(run.fail(error) for run, _ in runs), return_exceptions=True)
+        given_up = 0
+        for (_, record), end in zip(runs, ends, strict=True):
+            if isinstance(end, HandlerFailed) and end.given_up:
+                given_up += 1
+                await self._give_up(record, error)
+        if given_up == len(runs):
+            raise AckMessage from error
+        logger.warning("%s: it comes again", error if isinstance(error, HandlerException) else repr(error))
+        await self._again()
+
+    async def _give_up(self, record: Any, error: Exception) -> None:
+        logger.error("%s is given up: %r", by_position(record), error)
+        if self._settings.given_up is not None:
+            await self._settings.given_up(record, error)
+
+    async def _again(self) -> None:
+        """Have the message come again, after a pause: FastStream itself makes none."""
+        for run, _ in self._runs:
+            await run.abandon()
+        self._runs.clear()
+        failures = self._settings.failures.get(self._subscriber, 0) + 1
+        self._settings.failures[self._subscriber] = failures
+        await asyncio.sleep(pause_after(failures))
+        raise NackMessage
+
+
+_RESPONSE: Final = "; response"
+
+
+def _stored(value: Any) -> Any:
+    """A result as it is kept; of a `Response` its body and its headers."""
+    if not isinstance(value, Response):
+        return value
+    try:
+        body, head = encode_result(value.body), encode_result(value.headers)
+    except Exception:  # noqa: BLE001  # a serializer is the user's code; the work is done, and its result is dropped
+        return value
+    return StoredResult(head.body + b"\n" + body.body, body.content_type + _RESPONSE)
+
+
+def _replayed(done: Completed) -> Any:
+    """What the first run has returned, for FastStream to publish it again.
+
+    Raises:
+        ResultDroppedError: It was too large to keep.
+        ResultDecodeError: It cannot be read.
+    """
+    result = done.result
+    if result is None:
+        if done.result_dropped:
+            raise ResultDroppedError(done.key)
+        return None
+    kind, mark, _ = result.content_type.partition(_RESPONSE)
+    if not mark:
+        return decode_result(done.key, result)
+    head, _, body = result.body.partition(b"\n")
+    headers = decode_result(done.key, StoredResult(head))
+    return Response(decode_result(done.key, StoredResult(body, kind)), headers=headers)

@@ -1,0 +1,124 @@
+"""A run that begins in one place and ends in another: for frameworks that call hooks rather than us calling the work.
+
+    opened = OpenRun(manager, work)
+    outcome = await opened.begin()          # None: the work is ours to do now
+    …                                       # it is done here, by whoever does it
+    outcome = await opened.finish(value)    # remembered
+
+Its pass runs in a task beside, which keeps the lease.  If that is lost, the task that has begun the run is cancelled;
+`raise_if_lost` turns that cancellation into what it means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.passes import Run
+from integr8s_idem.work import Attempt, Outcome, Work
+
+
+class OpenRun:
+    """One pass over some work that is done between two calls."""
+
+    def __init__(self, manager: IdempotencyManager, work: Work) -> None:
+        self.work = work
+        self._manager = manager
+        self._run: Run | None = None
+        self._pass: asyncio.Task[Outcome[Any]] | None = None
+        self._owner: asyncio.Task[Any] | None = None
+        self._lost = False
+
+    @property
+    def attempt(self) -> Attempt:
+        """That of the run."""
+        assert self._run is not None, "the run has begun"
+        return self._run.attempt
+
+    async def begin(self) -> Outcome[Any] | None:
+        """Ask to do the work.  `None`: it is ours, until `finish`, `fail` or `abandon`.
+
+        Raises:
+            StoreError: As for every verb; nothing is begun.
+        """
+        loop = asyncio.get_running_loop()
+        begun: asyncio.Future[None] = loop.create_future()
+        self._end: asyncio.Future[Any] = loop.create_future()
+        self._owner = asyncio.current_task()
+
+        async def work(_: Attempt) -> Any:
+            self._run = self._manager.passes.current_run()
+            begun.set_result(None)
+            return await self._end
+
+        self._pass = loop.create_task(self._manager.execute(self.work, work))
+        either: set[asyncio.Future[Any]] = {self._pass, begun}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.abandon()
+            raise
+        if self._pass.done():
+            return self._pass.result()
+        self._pass.add_done_callback(self._ended)
+        return None
+
+    def _ended(self, ended: asyncio.Task[Outcome[Any]]) -> None:
+        if not self._end.done() and not ended.cancelled() and self._owner is not None:
+            # The lease is lost: whoever does the work has to stop, before somebody else begins it.
+            self._lost = True
+            self._owner.cancel()
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """The code in the block is part of the run: it may ask for its steps, and not for its own key."""
+        assert self._run is not None, "the run has begun"
+        with self._manager.passes.within(self._run):
+            yield
+
+    def raise_if_lost(self) -> None:
+        """To be called where a cancellation has come out of the work.
+
+        Raises:
+            LeaseLostError: It came from us.
+        """
+        if self._lost:
+            assert self._owner is not None
+            assert self._pass is not None
+            self._owner.uncancel()
+            self._pass.result()
+            raise ApplicationError("a run has ended before its work")
+
+    async def finish(self, value: object) -> Outcome[Any]:
+        """The work is done.
+
+        Raises:
+            LeaseLostError: The reservation was lost on the way.
+            StoreError: As for every verb; `ResultNotStoredError` if it could not be remembered.
+        """
+        return await self._settle(lambda: self._end.set_result(value))
+
+    async def fail(self, error: Exception) -> Outcome[Any]:
+        """The work has failed.
+
+        Raises:
+            LeaseLostError: The reservation was lost on the way.
+        """
+        return await self._settle(lambda: self._end.set_exception(error))
+
+    async def _settle(self, tell: Callable[[], None]) -> Outcome[Any]:
+        assert self._pass is not None, "the run has begun"
+        if not self._end.done() and not self._pass.done():
+            tell()
+        return await asyncio.shield(self._pass)
+
+    async def abandon(self) -> None:
+        """Give the key back: whoever does the work was cancelled."""
+        assert self._pass is not None, "the run has begun"
+        self._pass.remove_done_callback(self._ended)
+        self._pass.cancel()
+        await asyncio.wait({self._pass})
