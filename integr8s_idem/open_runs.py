@@ -31,7 +31,7 @@ class OpenRun:
         self._run: Run | None = None
         self._pass: asyncio.Task[Outcome[Any]] | None = None
         self._owner: asyncio.Task[Any] | None = None
-        self._lost = False
+        self._told = self._lost = False
 
     @property
     def attempt(self) -> Attempt:
@@ -39,8 +39,10 @@ class OpenRun:
         assert self._run is not None, "the run has begun"
         return self._run.attempt
 
-    async def begin(self) -> Outcome[Any] | None:
+    async def begin(self, owner: asyncio.Task[Any] | None = None) -> Outcome[Any] | None:
         """Ask to do the work.  `None`: it is ours, until `finish`, `fail` or `abandon`.
+
+        `owner`: the task that does the work, if it is not the one that calls.
 
         Raises:
             StoreError: As for every verb; nothing is begun.
@@ -48,7 +50,7 @@ class OpenRun:
         loop = asyncio.get_running_loop()
         begun: asyncio.Future[None] = loop.create_future()
         self._end: asyncio.Future[Any] = loop.create_future()
-        self._owner = asyncio.current_task()
+        self._owner = owner or asyncio.current_task()
 
         async def work(_: Attempt) -> Any:
             self._run = self._manager.passes.current_run()
@@ -68,7 +70,7 @@ class OpenRun:
         return None
 
     def _ended(self, ended: asyncio.Task[Outcome[Any]]) -> None:
-        if not self._end.done() and not ended.cancelled() and self._owner is not None:
+        if not self._told and not ended.cancelled() and self._owner is not None:
             # The lease is lost: whoever does the work has to stop, before somebody else begins it.
             self._lost = True
             self._owner.cancel()
@@ -112,7 +114,8 @@ class OpenRun:
 
     async def _settle(self, tell: Callable[[], None]) -> Outcome[Any]:
         assert self._pass is not None, "the run has begun"
-        if not self._end.done() and not self._pass.done():
+        self._told = True
+        if not self._end.done():
             tell()
         return await asyncio.shield(self._pass)
 

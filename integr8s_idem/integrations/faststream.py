@@ -10,9 +10,12 @@ A record is completed after the handler, the scope that Dishka has opened for it
 `@publisher` sends, and before FastStream acknowledges the message.  A duplicate does not reach the handler: what the
 first run returned is returned again, so that `@publisher` sends again what may be missing.
 
+What `@publisher` sends has a header `event_id`, derived from the key of the message that it answers, if it has none.
+
 A failure is answered by a pause and a negative acknowledgement, so that the message comes again, whatever the policy
 does with errors; a run that is given up is acknowledged.  With `AckPolicy.ACK_FIRST`, which is FastStream's default for
-Kafka, messages are acknowledged before they are handled: that is refused.
+Kafka, messages are acknowledged before they are handled: that is refused.  A subscriber without a `group_id` reads what
+comes while it listens, in each process anew, and is left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import asyncio
 import copy
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final
@@ -31,7 +34,8 @@ from faststream.exceptions import AckMessage, HandlerException, NackMessage, Sto
 from faststream.message import StreamMessage
 from faststream.response import Response
 
-from integr8s_idem.errors import ApplicationError, LeaseLostError, ResultDroppedError, StoreError
+from integr8s_idem.errors import ApplicationError, InvalidKeyError, LeaseLostError, ResultDroppedError, StoreError
+from integr8s_idem.events import derived_event_id
 from integr8s_idem.integrations.loops import KeyOf, by_header, by_position, end_of, pause_after
 from integr8s_idem.keys import Key, escaped, fingerprint
 from integr8s_idem.manager import IdempotencyManager
@@ -93,6 +97,11 @@ class AckPolicyError(ApplicationError, StopConsume):
 _SAFE: Final = frozenset({AckPolicy.ACK, AckPolicy.REJECT_ON_ERROR, AckPolicy.NACK_ON_ERROR})
 
 
+def in_a_group(subscriber: Any) -> bool:
+    """Whether somebody remembers how far it is: without a `group_id` it reads what comes, and nothing comes again."""
+    return bool(getattr(subscriber, "group_id", None))
+
+
 def refuse_policy(subscriber: Any) -> None:
     """Refuse a subscriber that acknowledges otherwise than after the record of its message is completed.
 
@@ -100,7 +109,7 @@ def refuse_policy(subscriber: Any) -> None:
         AckPolicyError: It does.
     """
     policy = getattr(subscriber, "ack_policy", None)
-    if policy not in _SAFE:
+    if in_a_group(subscriber) and policy not in _SAFE:
         told = policy.name if isinstance(policy, AckPolicy) else repr(policy)
         raise AckPolicyError(
             f"a subscriber with AckPolicy.{told} acknowledges messages that are not handled yet, and a crash loses "
@@ -119,12 +128,18 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._runs: list[tuple[OpenRun, Any]] = []
         """What this message has begun, with its records."""
         self._value: Any = None
+        self._unit = ""
+        """The full key of its one unit of work, from which the ids of what it publishes are derived."""
+        self._published = 0
 
     async def consume_scope(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
+        if not in_a_group(self._subscriber):
+            return await call_next(msg)
         refuse_policy(self._subscriber)
-        if isinstance(msg.raw_message, tuple):
+        if isinstance(msg.raw_message, tuple | list):
             return await self._consume_batch(call_next, msg)
         ended = await self._begin(msg.raw_message)
+        self._name_what_is_published(msg.raw_message)
         if isinstance(ended, Completed):
             return _replayed(ended)
         if ended is not None:
@@ -135,8 +150,9 @@ class _Guard(BaseMiddleware[Any, Any]):
 
     async def _consume_batch(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         """Those of a batch that are not done go on to the handler."""
-        records: tuple[Any, ...] = msg.raw_message
-        ends = await asyncio.gather(*map(self._begin, records), return_exceptions=True)
+        records: Sequence[Any] = msg.raw_message
+        owner = asyncio.current_task()
+        ends = await asyncio.gather(*(self._begin(record, owner) for record in records), return_exceptions=True)
         for end in ends:
             if isinstance(end, BaseException):
                 raise end
@@ -147,22 +163,25 @@ class _Guard(BaseMiddleware[Any, Any]):
         if not ours:
             raise AckMessage
         rest = copy.copy(msg)
-        rest.raw_message = tuple(records[index] for index in ours)
+        rest.raw_message = type(records)(records[index] for index in ours)  # type: ignore[call-arg]
         for name in ("body", "batch_headers"):
             parts: Sequence[Any] = getattr(msg, name)
             if len(parts) == len(records):
                 setattr(rest, name, [parts[index] for index in ours])
         return await self._work(call_next, rest)
 
-    async def _begin(self, record: Any) -> Completed | Exception | None:
+    async def _begin(self, record: Any, owner: asyncio.Task[Any] | None = None) -> Completed | Exception | None:
         """`None`: it is ours to do.  Otherwise its outcome, or the error that it was given up with."""
         loop = asyncio.get_running_loop()
-        work = self._work_of(record)
+        try:
+            work = self._work_of(record)
+        except InvalidKeyError as error:
+            return error
         give_up_at, looks = loop.time() + self._manager.config.wait_timeout.total_seconds(), 0
         while True:
             run = OpenRun(self._manager, work)
             try:
-                outcome = await run.begin()
+                outcome = await run.begin(owner)
             except StoreError as error:
                 logger.warning("%s", error)
                 await self._again()
@@ -176,6 +195,17 @@ class _Guard(BaseMiddleware[Any, Any]):
                 await self._again()
             await self._manager.passes.wait_for_change(outcome, looks=looks)
             looks += 1
+
+    def _name_what_is_published(self, record: Any) -> None:
+        with suppress(InvalidKeyError):
+            self._unit = self._manager.space.full(self._work_of(record).key)
+
+    async def publish_scope(self, call_next: Callable[[Any], Awaitable[Any]], cmd: Any) -> Any:
+        """Name what is sent: the same at every run and replay, so that the next service knows it again."""
+        if self._unit and "event_id" not in cmd.headers:
+            cmd.headers["event_id"] = derived_event_id(self._unit, self._published)
+        self._published += 1
+        return await call_next(cmd)
 
     def _work_of(self, record: Any) -> Work:
         name = self._subscriber.calls.name or "handler"

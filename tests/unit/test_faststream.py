@@ -1,0 +1,340 @@
+"""FastStream's subscribers, each message handled once; on its test broker, which is no Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from dishka import Provider, Scope, make_async_container, provide
+from dishka_faststream import FromDishka, inject, setup_dishka
+from faststream import AckPolicy, BaseMiddleware
+from faststream.kafka import KafkaBroker, KafkaMessage, KafkaResponse, TestKafkaBroker
+from pydantic import BaseModel
+
+from integr8s_idem import IdempotencyManager
+from integr8s_idem.integrations.faststream import AckPolicyError, IdempotencyMiddleware, by_header
+from integr8s_idem.records import IdempotencyStatus
+from tests.support.flaky_store import FlakyStore
+from tests.support.guarded import guarded
+
+
+class Order(BaseModel):
+    order_id: str
+
+
+class Receipt(BaseModel):
+    number: int
+
+
+class Shop:
+    """A broker whose subscribers are guarded, and what came out of it."""
+
+    def __init__(self, **config: Any) -> None:
+        self.here = guarded(**config)
+        self.given_up: list[str] = []
+        self.guard = IdempotencyMiddleware(self.here.manager, key=by_header("event_id"), given_up=self._give_up)
+        self.broker = KafkaBroker(middlewares=[self.guard])
+        self.charged: list[str] = []
+
+    async def _give_up(self, record: Any, error: Exception) -> None:
+        self.given_up.append(str(error))
+
+    @property
+    def store(self) -> FlakyStore:
+        return self.here.store
+
+    @property
+    def manager(self) -> IdempotencyManager:
+        return self.here.manager
+
+    async def place(self, order_id: str = "7", event_id: str = "e-1") -> None:
+        await self.broker.publish(Order(order_id=order_id), "orders", headers={"event_id": event_id})
+
+    async def statuses(self) -> list[IdempotencyStatus]:
+        return [record.status async for record in self.store.scan("")]
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("integr8s_idem.integrations.faststream.pause_after", lambda _: 0.0)
+
+
+class Transaction:
+    """What a scope commits."""
+
+
+def _guarded(shop: Shop, topic: str = "orders", **options: Any) -> Any:
+    return shop.broker.subscriber(topic, group_id="billing", **{"ack_policy": AckPolicy.NACK_ON_ERROR, **options})
+
+
+async def test_a_duplicate_does_not_reach_the_handler_and_its_result_is_published_again() -> None:
+    shop, receipts = Shop(), list[tuple[int, str]]()
+
+    @_guarded(shop)
+    @shop.broker.publisher("receipts")
+    async def charge(order: Order) -> Receipt:
+        shop.charged.append(order.order_id)
+        return Receipt(number=len(shop.charged))
+
+    @_guarded(shop, "receipts")
+    async def receive(receipt: Receipt, message: KafkaMessage) -> None:
+        receipts.append((receipt.number, message.headers["event_id"]))
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+        await shop.place("8", "e-2")
+
+    assert shop.charged == ["7", "8"]
+    # The copy that was published again bears the id of the first, so that the next subscriber does not see it.
+    assert [number for number, _ in receipts] == [1, 2]
+    assert len({event_id for _, event_id in receipts}) == 2
+    assert set(await shop.statuses()) == {IdempotencyStatus.COMPLETED}
+
+
+async def test_what_is_published_again_is_what_the_first_run_returned() -> None:
+    shop, sent = Shop(), list[tuple[Any, Any]]()
+
+    @_guarded(shop)
+    @shop.broker.publisher("receipts")
+    async def charge(order: Order) -> KafkaResponse:
+        return KafkaResponse(Receipt(number=1), headers={"kind": "receipt"})
+
+    async def publish_scope(call_next: Any, cmd: Any) -> Any:
+        sent.append((cmd.body, dict(cmd.headers)))
+        return await call_next(cmd)
+
+    shop.broker.add_middleware(_publishing(publish_scope))
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+
+    answers = [(body if isinstance(body, dict) else body.model_dump(), told) for body, told in sent if "kind" in told]
+    assert len(answers) == 2
+    assert answers[0][0] == answers[1][0] == {"number": 1}
+    assert answers[0][1]["event_id"] == answers[1][1]["event_id"]
+
+
+def _publishing(scope: Any) -> Any:
+    class Watch(BaseMiddleware[Any, Any]):
+        async def publish_scope(self, call_next: Any, cmd: Any) -> Any:
+            return await scope(call_next, cmd)
+
+    return Watch
+
+
+async def test_the_record_is_completed_after_the_scope_has_closed_and_the_answer_is_out() -> None:
+    shop, order = Shop(), list[str]()
+
+    class Mine(Provider):
+        @provide(scope=Scope.REQUEST)
+        async def transaction(self) -> AsyncIterator[Transaction]:
+            yield Transaction()
+            order.append(f"commit, {len(await shop.statuses())} record {(await shop.statuses())[0].value}")
+
+    @_guarded(shop)
+    @shop.broker.publisher("receipts")
+    @inject
+    async def charge(message: Order, transaction: FromDishka[Transaction]) -> dict[str, int]:
+        return {"number": 1}
+
+    async def publish_scope(call_next: Any, cmd: Any) -> Any:
+        if shop.store.calls["reserve"]:
+            order.append(f"publish, {(await shop.statuses())[0].value}")
+        return await call_next(cmd)
+
+    container = make_async_container(Mine())
+    setup_dishka(container, broker=shop.broker)
+    shop.broker.add_middleware(_publishing(publish_scope))
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+    await container.close()
+
+    assert order == ["commit, 1 record processing", "publish, processing"]
+    assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
+
+
+@pytest.mark.parametrize("where", ["handler", "commit", "publish"])
+async def test_a_failure_anywhere_before_the_record_lets_the_message_come_again(where: str) -> None:
+    shop, fails = Shop(), [OSError("once")]
+
+    def fail_at(place: str) -> None:
+        if place == where and fails:
+            raise fails.pop()
+
+    class Mine(Provider):
+        @provide(scope=Scope.REQUEST)
+        async def transaction(self) -> AsyncIterator[Transaction]:
+            yield Transaction()
+            fail_at("commit")
+
+    @_guarded(shop)
+    @shop.broker.publisher("receipts")
+    @inject
+    async def charge(message: Order, transaction: FromDishka[Transaction]) -> dict[str, int]:
+        shop.charged.append(message.order_id)
+        fail_at("handler")
+        return {"number": 1}
+
+    async def publish_scope(call_next: Any, cmd: Any) -> Any:
+        if shop.charged:
+            fail_at("publish")
+        return await call_next(cmd)
+
+    container = make_async_container(Mine())
+    setup_dishka(container, broker=shop.broker)
+    shop.broker.add_middleware(_publishing(publish_scope))
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        assert await shop.statuses() == [IdempotencyStatus.PROCESSING]
+        await shop.place()
+    await container.close()
+    assert shop.charged == ["7", "7"]
+    assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
+
+
+async def test_work_that_is_given_up_is_acknowledged_and_told() -> None:
+    shop = Shop(max_attempts=2)
+
+    @_guarded(shop)
+    async def charge(order: Order) -> None:
+        shop.charged.append(order.order_id)
+        raise OSError("no")
+
+    async with TestKafkaBroker(shop.broker):
+        for _ in range(4):
+            await shop.place()
+    assert shop.charged == ["7", "7"]
+    assert shop.given_up[0] == "no"
+    assert len(shop.given_up) == 3
+
+
+async def test_while_the_store_is_down_nothing_is_handled() -> None:
+    shop = Shop()
+
+    @_guarded(shop)
+    async def charge(order: Order) -> None:
+        shop.charged.append(order.order_id)
+
+    shop.store.down = {"reserve"}
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        assert not shop.charged
+        shop.store.down = set()
+        await shop.place()
+    assert shop.charged == ["7"]
+
+
+async def test_another_payload_under_the_same_id_is_given_up() -> None:
+    shop = Shop()
+
+    @_guarded(shop)
+    async def charge(order: Order) -> None:
+        shop.charged.append(order.order_id)
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place("7")
+        await shop.place("8")
+    assert shop.charged == ["7"]
+    assert "was used" in shop.given_up[0] or "another payload" in shop.given_up[0]
+
+
+@pytest.mark.parametrize("policy", [AckPolicy.ACK_FIRST, AckPolicy.MANUAL])
+async def test_a_policy_that_loses_messages_is_refused(policy: AckPolicy) -> None:
+    shop = Shop()
+
+    @_guarded(shop, ack_policy=policy)
+    async def charge(order: Order) -> None:
+        shop.charged.append(order.order_id)
+
+    with pytest.raises(
+        AckPolicyError, match=f"AckPolicy.{policy.name} acknowledges .* write ack_policy=AckPolicy.NACK_ON"
+    ):
+        shop.guard.check(shop.broker)
+    async with TestKafkaBroker(shop.broker):
+        with pytest.raises(AckPolicyError):
+            await shop.place()
+    assert not shop.charged
+
+
+async def test_fast_streams_default_is_refused_and_others_pass() -> None:
+    shop = Shop()
+    shop.broker.subscriber("orders", group_id="billing")(lambda message: None)
+    with pytest.raises(AckPolicyError, match="ACK_FIRST"):
+        shop.guard.check(shop.broker)
+    good = Shop()
+    for policy in (AckPolicy.ACK, AckPolicy.NACK_ON_ERROR):
+        _guarded(good, policy.name, ack_policy=policy)(lambda message: None)
+    good.guard.check(good.broker)
+
+
+async def test_subscribers_without_a_group_are_left_alone() -> None:
+    shop = Shop()
+
+    @shop.broker.subscriber("orders")
+    async def watch(order: Order) -> None:
+        shop.charged.append(order.order_id)
+
+    shop.guard.check(shop.broker)
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+    assert shop.charged == ["7", "7"]
+    assert not shop.store.calls["reserve"]
+
+
+async def test_of_a_batch_the_handler_gets_what_is_not_done() -> None:
+    shop, batches = Shop(), list[list[str]]()
+
+    @shop.broker.subscriber("orders", group_id="billing", batch=True, ack_policy=AckPolicy.NACK_ON_ERROR)
+    async def charge(orders: list[Order]) -> None:
+        batches.append([order.order_id for order in orders])
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.broker.publish_batch(Order(order_id="1"), topic="orders", headers={"event_id": "e-1"})
+        await shop.broker.publish_batch(Order(order_id="1"), topic="orders", headers={"event_id": "e-1"})
+    assert batches == [["1"]]
+    assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
+
+
+async def test_a_handler_may_have_steps() -> None:
+    shop, done, fails = Shop(), list[str](), [OSError("once")]
+
+    async def step() -> str:
+        done.append("step")
+        return "x"
+
+    @_guarded(shop)
+    async def charge(order: Order) -> None:
+        await shop.manager.steps().run("one", step)
+        if fails:
+            raise fails.pop()
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+    assert done == ["step"]
+
+
+async def test_a_handler_whose_lease_is_lost_is_stopped_and_its_message_comes_again() -> None:
+    shop = Shop(processing_timeout_seconds=0.5)
+    stopped = list[str]()
+
+    @_guarded(shop)
+    async def charge(order: Order) -> None:
+        shop.charged.append(order.order_id)
+        if len(shop.charged) == 1:
+            shop.store.down = {"renew"}
+            try:
+                await asyncio.sleep(60)
+            finally:
+                stopped.append("stopped")
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        assert stopped == ["stopped"]
+        shop.store.down = set()
+        await shop.place()
+    assert shop.charged == ["7", "7"]
