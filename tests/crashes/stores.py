@@ -22,8 +22,10 @@ LOCK_TIMEOUT = 2.0
 async def open_sql_store(url: str, timeout: float) -> AsyncIterator[SqlIdempotencyRepository]:
     """A store in the database of `url`, as SQLAlchemy writes it; its tables are there."""
     engine = sql_engine(url, pool_size=CONNECTIONS, lock_timeout_seconds=LOCK_TIMEOUT)
-    yield SqlIdempotencyRepository(engine, timeout=timedelta(seconds=timeout))
-    await engine.dispose()
+    try:
+        yield SqlIdempotencyRepository(engine, timeout=timedelta(seconds=timeout))
+    finally:
+        await engine.dispose()
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,13 @@ async def open_database(home: Home, name: str, folder: Path) -> AsyncIterator[Da
     if home.server is not None:
         await _on(home, f"CREATE DATABASE {name}")
         url = make_url(home.server.url).set(database=name).render_as_string(hide_password=False)
-    async with open_sql_store(url, timeout=30) as store:
-        await migrate(store.engine)
-        yield Database(url, store)
-    if home.server is not None:
-        await _on(home, f"DROP DATABASE {name} WITH (FORCE)")
+    try:
+        async with open_sql_store(url, timeout=30) as store:
+            await migrate(store.engine)
+            yield Database(url, store)
+    finally:
+        if home.server is not None:
+            await _on(home, f"DROP DATABASE {name} WITH (FORCE)")
 
 
 async def _on(home: Home, statement: str) -> None:
