@@ -3,7 +3,7 @@
 IdempotencyError
 ├── KeyReusedError              one key, two payloads: a bug in the producer or in the key
 ├── InProgressError             somebody is doing this work now; its outcome is not known   (retryable)
-│   └── IdempotencyConflictError    the same, and the caller has waited as long as it wanted to
+│   └── IdempotencyConflictError    the same, after a wait as long as was wanted            (retryable)
 ├── PreviouslyFailedError       this work was given up earlier; its record blocks it
 ├── LeaseLostError              our reservation was taken over, or might have been          (retryable)
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
