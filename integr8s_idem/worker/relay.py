@@ -156,7 +156,7 @@ class _Round:
     refused: set[_Line] = field(default_factory=set)
     """Tried in this round, in vain."""
     stop_at: float = 0.0
-    """When to begin with no further message of the this."""
+    """When to begin with no further message of the page."""
 
     def left_out(self) -> list[str]:
         """Topics of which no more is tried."""

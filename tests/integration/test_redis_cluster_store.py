@@ -250,7 +250,10 @@ async def test_every_primary_that_was_written_to_must_have_its_replicas(
     finally:
         await asyncio.to_thread(cluster.rejoin, replica)
 
-    assert [one.attempt for one in reserved(await strict.reserve(wishes))] == [1] * 100
+    patient = RedisClusterIdempotencyRepository(
+        store.client, wait_replicas=1, wait_timeout=timedelta(seconds=15), timeout=timedelta(seconds=20)
+    )
+    assert [one.attempt for one in reserved(await patient.reserve(wishes))] == [1] * 100
 
 
 async def test_what_fails_while_a_call_is_cancelled_is_seen_by_someone(caplog: pytest.LogCaptureFixture) -> None:
@@ -275,7 +278,9 @@ async def test_the_user_of_the_page_may_do_all_that_the_store_does(cluster: Redi
     for server in cluster.servers:
         server.admin(*rules, "+asking", slots, "+wait")
     slot = BUCKET_SLOTS[bucket_of("idem:k")]
-    settings = cluster.settings(username="worker", password=SECRET, wait_replicas=1)
+    settings = cluster.settings(
+        username="worker", password=SECRET, wait_replicas=1, wait_timeout_seconds=15, timeout_seconds=20
+    )
 
     async with open_store(settings, key_prefix="idem") as store:
         with cluster.half_moved(slot, elsewhere(cluster, slot)):

@@ -140,7 +140,7 @@ def test_every_mistake_is_said_at_once() -> None:
             "has a host or port that cannot be read; write redis://localhost:6379/0",
         ),
         (
-            'store.kind = "redis-cluster"\nstore.urls = ["redis://h:1", "unix:///tmp/r"]',
+            'store.kind = "redis-cluster"\nstore.urls = ["redis://h:1", "unix:///run/redis.sock"]',
             "store.urls",
             "has a socket in it, where a Redis Cluster has none; write redis://localhost:6379",
         ),
