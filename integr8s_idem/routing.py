@@ -130,8 +130,9 @@ class RegisteredHandler:
         return event_type_of(self.event)
 
 
-Invoke = Callable[[RegisteredHandler, HandlerCall | BatchCall], Awaitable[Any]]
-"""Calls a handler, opening and closing whatever it needs.  `integrations.dishka` has one with a REQUEST scope."""
+Invoke = Callable[[RegisteredHandler, Any], Awaitable[Any]]
+"""Calls a handler with its `HandlerCall`, or a batch handler with its `BatchCall`, opening and closing whatever it
+needs.  `integrations.dishka` has one with a REQUEST scope."""
 
 
 async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable, AsyncIterator
 from typing import Any
 
 import pytest
@@ -65,7 +65,7 @@ class Transaction:
     """What a scope commits."""
 
 
-def _guarded(shop: Shop, topic: str = "orders", **options: Any) -> Any:
+def _guarded(shop: Shop, topic: str = "orders", **options: Any) -> Callable[[Any], Any]:
     return shop.broker.subscriber(topic, group_id="billing", **{"ack_policy": AckPolicy.NACK_ON_ERROR, **options})
 
 
