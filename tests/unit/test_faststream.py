@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -66,7 +66,10 @@ class Transaction:
 
 
 def _guarded(shop: Shop, topic: str = "orders", **options: Any) -> Callable[[Any], Any]:
-    return shop.broker.subscriber(topic, group_id="billing", **{"ack_policy": AckPolicy.NACK_ON_ERROR, **options})
+    subscriber: Callable[[Any], Any] = shop.broker.subscriber(
+        topic, group_id="billing", **{"ack_policy": AckPolicy.NACK_ON_ERROR, **options}
+    )
+    return subscriber
 
 
 async def test_a_duplicate_does_not_reach_the_handler_and_its_result_is_published_again() -> None:
