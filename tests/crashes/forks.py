@@ -4,6 +4,8 @@
         worker = await nursery.start(order)
         status = await worker.ended
 
+What a worker does says the module that the nursery is given: by its `Order` and its `run_worker`.
+
 The process that forks has no event loop and no threads, so that a child begins clean.  It ends its children
 when its parent closes the pipe, for whatever reason; children end by themselves when it is gone.
 """
@@ -20,12 +22,12 @@ import sys
 import traceback
 from asyncio.subprocess import PIPE, Process
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.crashes.orders import Order
-from tests.crashes.worker import run_worker
 
 FOLDER = Path(__file__).parents[2]
 
@@ -64,7 +66,8 @@ class Forked:
 class Nursery:
     """Starts workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.crashes.worker") -> None:
+        self._module = module
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._forked: dict[int, Forked] = {}
@@ -72,7 +75,7 @@ class Nursery:
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.crashes.forks", stdin=PIPE, stdout=PIPE, cwd=FOLDER
+            sys.executable, "-m", "tests.crashes.forks", self._module, stdin=PIPE, stdout=PIPE, cwd=FOLDER
         )
         self._reading = asyncio.create_task(self._read())
         return self
@@ -122,7 +125,8 @@ class Nursery:
 class _Forker:
     """The other side: one process, one thread, no event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        self._worker: Any = import_module(module)
         self._children: dict[int, int] = {}
         """Numbers by process id."""
         self._woken, self._wake = os.pipe()
@@ -154,7 +158,7 @@ class _Forker:
 
     def _obey(self, told: dict[str, Any]) -> None:
         if "order" in told:
-            self._fork(told["number"], Order(**told["order"]))
+            self._fork(told["number"], self._worker.Order(**told["order"]))
             return
         for pid, number in self._children.items():
             if number == told["number"]:
@@ -164,7 +168,7 @@ class _Forker:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _live(order, parent)
+            self._live(order, parent)
         self._children[pid] = number
         _say({"number": number, "pid": pid})
 
@@ -175,28 +179,27 @@ class _Forker:
                 return
             _say({"number": self._children.pop(pid), "status": os.waitstatus_to_exitcode(status)})
 
+    def _live(self, order: Order, parent: int) -> None:
+        """The child's life; never returns."""
+        status = 2
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            log = os.open(Path(order.folder) / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nothing, 0)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            status = self._worker.run_worker(order, parent)
+        except BaseException:  # noqa: BLE001  # nothing of the parent's stack may run in the child
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(status)
+
 
 def _say(what: dict[str, Any]) -> None:
     os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def _live(order: Order, parent: int) -> None:
-    """The child's life; never returns."""
-    status = 2
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        log = os.open(Path(order.folder) / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        status = run_worker(order, parent)
-    except BaseException:  # noqa: BLE001  # nothing of the parent's stack may run in the child
-        traceback.print_exc()
-        sys.stderr.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    _Forker().run()
+    _Forker(sys.argv[1]).run()

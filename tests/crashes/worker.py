@@ -40,7 +40,7 @@ def run_worker(order: Order, parent: int) -> int:
 
 
 async def _work(order: Order, parent: int) -> int:
-    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, _ending(order))
+    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, ending(order))
     opening = open_transactional if order.transactional else _open_stand_alone
     async with opening(order, plan) as (dispatcher, publisher, relaying):
         worker = ServiceWorker(
@@ -58,7 +58,7 @@ async def _work(order: Order, parent: int) -> int:
             worker.stop()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
-        beside: list[Coroutine[Any, Any, None]] = [_leave_with(parent)]
+        beside: list[Coroutine[Any, Any, None]] = [leave_with(parent)]
         if order.samples:
             beside.append(sampling(Path(order.samples)))
         tasks = [asyncio.create_task(task) for task in beside]
@@ -70,7 +70,7 @@ async def _work(order: Order, parent: int) -> int:
     return 1 if worker.stuck else 0
 
 
-def _ending(order: Order) -> Callable[[], None]:
+def ending(order: Order) -> Callable[[], None]:
     def stall() -> None:
         (Path(order.folder) / "stalled").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -97,7 +97,7 @@ async def _no_relay() -> AsyncIterator[None]:
     yield
 
 
-async def _leave_with(parent: int) -> None:
+async def leave_with(parent: int) -> None:
     """A worker whose test is gone must not stay behind."""
     while os.getppid() == parent:  # noqa: ASYNC110  # nobody tells us
         await asyncio.sleep(0.5)
