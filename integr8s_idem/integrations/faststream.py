@@ -11,6 +11,7 @@ A record is completed after the handler, the scope that Dishka has opened for it
 first run returned is returned again, so that `@publisher` sends again what may be missing.
 
 What `@publisher` sends has a header `event_id`, derived from the key of the message that it answers, if it has none.
+While the broker does not take it, it is sent again and again: the handler has succeeded, and is not run again for that.
 
 A failure is answered by a pause and a negative acknowledgement, so that the message comes again, whatever the policy
 does with errors; a run that is given up is acknowledged.  With `AckPolicy.ACK_FIRST`, which is FastStream's default for
@@ -29,14 +30,22 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final
 
+from aiokafka.errors import KafkaError, MessageSizeTooLargeError, ProducerClosed
 from faststream import AckPolicy, BaseMiddleware
 from faststream.exceptions import AckMessage, HandlerException, NackMessage, StopConsume
 from faststream.message import StreamMessage
 from faststream.response import Response
 
-from integr8s_idem.errors import ApplicationError, InvalidKeyError, LeaseLostError, ResultDroppedError, StoreError
+from integr8s_idem.errors import (
+    ApplicationError,
+    InvalidKeyError,
+    LeaseLostError,
+    ResultDecodeError,
+    ResultDroppedError,
+    StoreError,
+)
 from integr8s_idem.events import derived_event_id
-from integr8s_idem.integrations.loops import KeyOf, by_header, by_position, end_of, pause_after
+from integr8s_idem.integrations.loops import End, KeyOf, by_header, by_position, end_of, pause_after
 from integr8s_idem.keys import Key, escaped, fingerprint
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.open_runs import OpenRun
@@ -131,35 +140,35 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._unit = ""
         """The full key of its one unit of work, from which the ids of what it publishes are derived."""
         self._published = 0
+        self._is_ours = False
+        """Whether what is published answers a message of ours."""
 
     async def consume_scope(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         if not in_a_group(self._subscriber):
             return await call_next(msg)
         refuse_policy(self._subscriber)
+        self._is_ours = True
         if isinstance(msg.raw_message, tuple | list):
             return await self._consume_batch(call_next, msg)
         ended = await self._begin(msg.raw_message)
         self._name_what_is_published(msg.raw_message)
-        if isinstance(ended, Completed):
-            return _replayed(ended)
+        if ended is not None and isinstance(ended.done, Completed):
+            return _replayed(ended.done)
         if ended is not None:
-            await self._give_up(msg.raw_message, ended)
+            await self._give_up(msg.raw_message, ended.error)
             raise AckMessage
         self._value = await self._work(call_next, msg)
         return self._value
 
     async def _consume_batch(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
-        """Those of a batch that are not done go on to the handler."""
+        """Those of a batch that are not done go on to the handler, each once."""
         records: Sequence[Any] = msg.raw_message
-        owner = asyncio.current_task()
-        ends = await asyncio.gather(*(self._begin(record, owner) for record in records), return_exceptions=True)
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-        ours = [index for index, end in enumerate(ends) if end is None]
-        for record, end in zip(records, ends, strict=True):
-            if isinstance(end, Exception):
-                await self._give_up(record, end)
+        places = self._places_of_different_work(records)
+        ends = await self._begin_all([records[at] for at in places])
+        ours = [at for at, end in zip(places, ends, strict=True) if end is None]
+        for at, end in zip(places, ends, strict=True):
+            if end is not None and end.error is not None:
+                await self._give_up(records[at], end.error)
         if not ours:
             raise AckMessage
         rest = copy.copy(msg)
@@ -170,13 +179,35 @@ class _Guard(BaseMiddleware[Any, Any]):
                 setattr(rest, name, [parts[index] for index in ours])
         return await self._work(call_next, rest)
 
-    async def _begin(self, record: Any, owner: asyncio.Task[Any] | None = None) -> Completed | Exception | None:
-        """`None`: it is ours to do.  Otherwise its outcome, or the error that it was given up with."""
+    def _places_of_different_work(self, records: Sequence[Any]) -> list[int]:
+        """Copies in one batch are settled with the first: to ask for them as well would be to wait for ourselves."""
+        first: dict[Any, int] = {}
+        for at, record in enumerate(records):
+            try:
+                work = self._work_of(record)
+            except InvalidKeyError:
+                first[at] = at  # nobody knows what it is a copy of
+            else:
+                first.setdefault((work.key, work.fingerprint), at)
+        return list(first.values())
+
+    async def _begin_all(self, records: Sequence[Any]) -> list[End | None]:
+        """As `_begin`, of each.  If one cannot be asked for, none is begun."""
+        owner = asyncio.current_task()
+        ends = await asyncio.gather(*(self._begin(record, owner) for record in records), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                await self._abandon()
+                raise end
+        return [end for end in ends if not isinstance(end, BaseException)]
+
+    async def _begin(self, record: Any, owner: asyncio.Task[Any] | None = None) -> End | None:
+        """`None`: it is ours to do.  Otherwise how it has ended."""
         loop = asyncio.get_running_loop()
         try:
             work = self._work_of(record)
         except InvalidKeyError as error:
-            return error
+            return End(True, error=error)
         give_up_at, looks = loop.time() + self._manager.config.wait_timeout.total_seconds(), 0
         while True:
             run = OpenRun(self._manager, work)
@@ -189,8 +220,7 @@ class _Guard(BaseMiddleware[Any, Any]):
                 self._runs.append((run, record))
                 return None
             if not isinstance(outcome, InProgress):
-                end = end_of(work, outcome)
-                return end.done if isinstance(end.done, Completed) else end.error
+                return end_of(work, outcome)
             if loop.time() > give_up_at:
                 await self._again()
             await self._manager.passes.wait_for_change(outcome, looks=looks)
@@ -202,10 +232,22 @@ class _Guard(BaseMiddleware[Any, Any]):
 
     async def publish_scope(self, call_next: Callable[[Any], Awaitable[Any]], cmd: Any) -> Any:
         """Name what is sent: the same at every run and replay, so that the next service knows it again."""
-        if self._unit and "event_id" not in cmd.headers:
+        if not self._is_ours:
+            return await call_next(cmd)
+        # Messages of one batch share their headers, and must not share an id.
+        if self._unit and "event_id" not in cmd.headers and len(cmd.batch_bodies) == 1:
             cmd.headers["event_id"] = derived_event_id(self._unit, self._published)
         self._published += 1
-        return await call_next(cmd)
+        failures = 0
+        while True:
+            try:
+                return await call_next(cmd)
+            except KafkaError as error:
+                if not _is_the_brokers(error):
+                    raise
+                logger.warning("%s does not take what is published: %r", cmd.destination, error)
+            failures += 1
+            await asyncio.sleep(pause_after(failures))
 
     def _work_of(self, record: Any) -> Work:
         name = self._subscriber.calls.name or "handler"
@@ -230,15 +272,19 @@ class _Guard(BaseMiddleware[Any, Any]):
         exc_tb: TracebackType | None = None,
     ) -> bool | None:
         """Settle, once the handler's scope is closed and what it publishes is out."""
-        runs, self._runs = self._runs, []
-        if not runs:
+        if not self._runs:
             return False
         if exc_val is None or isinstance(exc_val, AckMessage):
-            await self._finish(runs)
-        elif isinstance(exc_val, Exception):
-            await self._fail(runs, exc_val)
+            await self._finish(self._runs)
+        elif isinstance(exc_val, Exception) and not _is_the_brokers(exc_val):
+            await self._fail(self._runs, exc_val)
         else:
-            await asyncio.gather(*(run.abandon() for run, _ in runs))
+            lost = [error for run, _ in self._runs if (error := _lost(run)) is not None]
+            await self._abandon()
+            if lost or isinstance(exc_val, Exception):
+                # Were it let go on, a cancellation of ours would end the subscriber.
+                logger.warning("%s: it comes again", lost[0] if lost else repr(exc_val))
+                await self._again()
         return False
 
     async def _finish(self, runs: Sequence[tuple[OpenRun, Any]]) -> None:
@@ -265,20 +311,38 @@ class _Guard(BaseMiddleware[Any, Any]):
         logger.warning("%s: it comes again", error if isinstance(error, HandlerException) else repr(error))
         await self._again()
 
-    async def _give_up(self, record: Any, error: Exception) -> None:
+    async def _give_up(self, record: Any, error: Exception | None) -> None:
+        assert error is not None, "what is not done has ended by an error"
         logger.error("%s is given up: %r", by_position(record), error)
         if self._settings.given_up is not None:
             await self._settings.given_up(record, error)
 
+    async def _abandon(self) -> None:
+        """Give back what is begun."""
+        runs, self._runs = self._runs, []
+        await asyncio.gather(*(run.abandon() for run, _ in runs))
+
     async def _again(self) -> None:
         """Have the message come again, after a pause: FastStream itself makes none."""
-        for run, _ in self._runs:
-            await run.abandon()
-        self._runs.clear()
+        await self._abandon()
         failures = self._settings.failures.get(self._subscriber, 0) + 1
         self._settings.failures[self._subscriber] = failures
         await asyncio.sleep(pause_after(failures))
         raise NackMessage
+
+
+def _is_the_brokers(error: BaseException) -> bool:
+    """Whether another try may go well, whatever the handler does: no run has failed by it."""
+    return isinstance(error, KafkaError) and not isinstance(error, MessageSizeTooLargeError | ProducerClosed)
+
+
+def _lost(run: OpenRun) -> Exception | None:
+    """Why a run has cancelled its handler's task, if it has."""
+    try:
+        run.raise_if_lost()
+    except Exception as error:  # noqa: BLE001  # to be told
+        return error
+    return None
 
 
 _RESPONSE: Final = "; response"
@@ -299,17 +363,20 @@ def _replayed(done: Completed) -> Any:
     """What the first run has returned, for FastStream to publish it again.
 
     Raises:
-        ResultDroppedError: It was too large to keep.
-        ResultDecodeError: It cannot be read.
+        AckMessage: It was not kept, or cannot be read.  Nothing is missing: a record is completed behind its messages.
     """
     result = done.result
     if result is None:
         if done.result_dropped:
-            raise ResultDroppedError(done.key)
-        return None
+            logger.warning("%s", ResultDroppedError(done.key))
+        raise AckMessage
     kind, mark, _ = result.content_type.partition(_RESPONSE)
-    if not mark:
-        return decode_result(done.key, result)
-    head, _, body = result.body.partition(b"\n")
-    headers = decode_result(done.key, StoredResult(head))
-    return Response(decode_result(done.key, StoredResult(body, kind)), headers=headers)
+    try:
+        if not mark:
+            return decode_result(done.key, result)
+        head, _, body = result.body.partition(b"\n")
+        headers = decode_result(done.key, StoredResult(head))
+        return Response(decode_result(done.key, StoredResult(body, kind)), headers=headers)
+    except ResultDecodeError as error:
+        logger.warning("%s", error)
+        raise AckMessage from error

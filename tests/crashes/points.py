@@ -64,7 +64,10 @@ OF_TRANSACTIONS: Final = frozenset(
 )
 """Points that only transactional handlers and the relay pass by, or that they have of their own."""
 
-POINTS: Final = tuple(point for point in CrashPoint if point not in OF_TRANSACTIONS)
+OF_REQUESTS: Final = frozenset(CrashPoint(name) for name in ("before_response", "in_response", "after_response"))
+"""Points that only applications behind HTTP pass by."""
+
+POINTS: Final = tuple(point for point in CrashPoint if point not in OF_TRANSACTIONS | OF_REQUESTS)
 
 ORDERINGS: Final[tuple[Literal["partition", "key", "none"], ...]] = ("partition", "key", "none")
 

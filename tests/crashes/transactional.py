@@ -20,7 +20,7 @@ from tests.crashes.books import Books, Event, judge_books, judge_end, published_
 from tests.crashes.forks import Nursery
 from tests.crashes.ground import Ground, Topics
 from tests.crashes.judging import judge_letters
-from tests.crashes.points import LIVES, OF_TRANSACTIONS, OFTEN, Trial, run_trials
+from tests.crashes.points import LIVES, OF_REQUESTS, OF_TRANSACTIONS, OFTEN, Trial, run_trials
 from tests.crashes.stores import open_database
 from tests.crashes.transacting import STEPS, tables
 
@@ -35,7 +35,7 @@ SIDE_BY_SIDE: Final = 13
 LEASE: Final = 2.0
 """Seconds; nobody renews it, and a busy machine must not run a job out of it again and again."""
 
-PASSED_BY_NOBODY: Final = frozenset(
+PASSED_BY_NOBODY: Final = OF_REQUESTS | frozenset(
     CrashPoint(name)
     for name in (
         *("before_renew", "in_renew", "after_renew", "before_publish", "after_publish"),
