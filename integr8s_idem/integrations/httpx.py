@@ -26,6 +26,9 @@ FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
 """Seconds between two tries, growing from the first to the longest, where the server names no time."""
 
+LONGEST_BODY: Final = 1_048_576
+"""Bytes of a response that are awaited before it is handed on; no guard remembers more unless it is told to."""
+
 _TRY_AGAIN: Final = frozenset({408, 409, 425, 429, 502, 503, 504})
 """Answers after which the outcome is not known, or is none: with a key it does no harm to ask again."""
 
@@ -64,6 +67,23 @@ class _Retries:
             yield pause
 
 
+def _ends_soon(request: httpx.Request, response: httpx.Response) -> bool:
+    """Whether to wait for the whole body: if it breaks off, the request can be sent again, and gets it anew.
+
+    A response that streams is handed on as it comes.  Nobody remembers it, and it may have no end.
+    """
+    if HEADER not in request.headers or response.is_stream_consumed:
+        return False
+    length = response.headers.get("content-length", "")
+    return length.isdecimal() and int(length) <= LONGEST_BODY
+
+
+def _with_body(response: httpx.Response, body: bytes) -> httpx.Response:
+    """As it came, its body encoded as it was."""
+    stream = httpx.ByteStream(body)
+    return httpx.Response(response.status_code, headers=response.headers, stream=stream, extensions=response.extensions)
+
+
 def _passes(response: httpx.Response) -> bool:
     """Whether to ask again may bring another answer: a conflict that passes says when."""
     return response.status_code in _TRY_AGAIN and (response.status_code != 409 or "retry-after" in response.headers)
@@ -98,15 +118,23 @@ class RetryingTransport(httpx.AsyncBaseTransport):
             pause = next(pauses, None)
             try:
                 response = await self._inner.handle_async_request(request)
+                if pause is None or not _passes(response):
+                    return await self._whole(request, response)
             except httpx.TransportError:
                 if pause is None:
                     raise
             else:
-                if pause is None or not _passes(response):
-                    return response
                 pause = _asked_for(response, pause)
                 await response.aclose()
             await asyncio.sleep(pause)
+
+    async def _whole(self, request: httpx.Request, response: httpx.Response) -> httpx.Response:
+        if not _ends_soon(request, response):
+            return response
+        try:
+            return _with_body(response, b"".join([part async for part in response.aiter_raw()]))
+        finally:
+            await response.aclose()
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -135,15 +163,23 @@ class BlockingRetryingTransport(httpx.BaseTransport):
             pause = next(pauses, None)
             try:
                 response = self._inner.handle_request(request)
+                if pause is None or not _passes(response):
+                    return self._whole(request, response)
             except httpx.TransportError:
                 if pause is None:
                     raise
             else:
-                if pause is None or not _passes(response):
-                    return response
                 pause = _asked_for(response, pause)
                 response.close()
             time.sleep(pause)
+
+    def _whole(self, request: httpx.Request, response: httpx.Response) -> httpx.Response:
+        if not _ends_soon(request, response):
+            return response
+        try:
+            return _with_body(response, b"".join(response.iter_raw()))
+        finally:
+            response.close()
 
     def close(self) -> None:
         self._inner.close()
