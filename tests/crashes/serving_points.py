@@ -26,8 +26,8 @@ from tests.crashes.forks import Forked, Nursery
 from tests.crashes.judging import last_words
 from tests.crashes.serving import SHAPES, TRANSACTIONAL, reserved_port
 from tests.crashes.stores import open_database
-from tests.crashes.subscribing_points import COMMIT, COMPLETE, EFFECT, KINDS, LIVES, RESERVE
-from tests.crashes.tills import TillOrder, allowed, attempts_of, judge_rows
+from tests.crashes.subscribing_points import COMMIT, COMPLETE, EFFECT, KINDS, LEASE, LIVES, RESERVE
+from tests.crashes.tills import TillOrder, allowed, attempts_of, judge_rows, trials_side_by_side
 from tests.crashes.transacting import tables
 from tests.support.homes import Home, open_home
 from tests.support.redis import RedisServer
@@ -35,7 +35,6 @@ from tests.support.redis import RedisServer
 MODULE: Final = "tests.crashes.serving"
 REQUESTS: Final = 3
 """New ones of each life, at once."""
-SIDE_BY_SIDE: Final = 12
 PATIENCE: Final = 60.0
 """Seconds for a request with all its tries."""
 
@@ -80,6 +79,7 @@ class Trial:
             store={"kind": "redis", "url": ground.redis.url, "timeout_seconds": 0.5},
             prefix=f"{name}.",
             folder=str(self._folder),
+            lease=LEASE,
             shape=shape,
         )
 
@@ -231,30 +231,23 @@ async def one_trial(ground: Ground, nursery: Nursery, number: int) -> Figures:
     return figures
 
 
-async def _trials(numbers: range) -> Figures:
-    figures = Figures(kills=0, lost=0, repeats=0)
-    slots = asyncio.Semaphore(SIDE_BY_SIDE)
-    async with open_ground() as ground, Nursery(MODULE) as nursery:
+async def run_on(ground: Ground, nursery: Nursery, numbers: range) -> Figures:
+    """What came of all trials, on servers that are there.
 
-        async def one(number: int) -> None:
-            async with slots:
-                try:
-                    figures.update(await one_trial(ground, nursery, number))
-                except AssertionError as error:
-                    raise ViolationError(f"trial {number}: {error}") from error
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in numbers:
-                    group.create_task(one(number))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
-    return figures
+    Raises:
+        ViolationError: A promise was broken; it names the trial.
+    """
+    return await trials_side_by_side(numbers, lambda number: one_trial(ground, nursery, number))
 
 
 def run(first: int, count: int) -> Figures:
     """The trials numbered `first` to `first + count - 1`."""
-    return asyncio.run(_trials(range(first, first + count)))
+
+    async def trials() -> Figures:
+        async with open_ground() as ground, Nursery(MODULE) as nursery:
+            return await run_on(ground, nursery, range(first, first + count))
+
+    return asyncio.run(trials())
 
 
 CAMPAIGN = Campaign(

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from integr8s_idem import IdempotencyStatus
 from integr8s_idem.testing.crash_points import CrashPoint
@@ -26,7 +26,7 @@ from tests.crashes.jobs import Job
 from tests.crashes.judging import last_words
 from tests.crashes.stores import open_database
 from tests.crashes.subscribing import SHAPES, Shape
-from tests.crashes.tills import TillOrder, allowed, attempts_of, judge_rows, repeats_in
+from tests.crashes.tills import TillOrder, allowed, attempts_of, judge_rows, repeats_in, trials_side_by_side
 from tests.crashes.transacting import tables
 
 MODULE: Final = "tests.crashes.subscribing"
@@ -36,7 +36,8 @@ JOBS: Final = 4
 """New ones of each life."""
 AGAIN: Final = 2
 """Copies of earlier ones that come with each life."""
-SIDE_BY_SIDE: Final = 12
+LEASE: Final = 2.5
+"""Seconds; on a busy machine, too, it is to be lost by deaths alone."""
 PATIENCE: Final = 60.0
 """Seconds for a life; a trial that takes longer is stuck."""
 
@@ -66,35 +67,40 @@ POINTS: Final = way_of(Shape())
 class Trial:
     """One application and its successors."""
 
-    def __init__(self, ground: Ground, nursery: Nursery, name: str, shape: str, kind: str, *, partitions: int) -> None:
+    def __init__(
+        self, ground: Ground, nursery: Nursery, name: str, shape: str, kind: str, *, partitions: int, **changes: Any
+    ) -> None:
+        """`changes`: to its order."""
         self.ground = ground
         self.figures = Figures(kills=0, lost=0, repeats=0)
         self._nursery = nursery
         self._kind = kind
         self._partitions = partitions
         self._shape = SHAPES[shape]
-        self._folder = ground.folder / name
+        self.folder = ground.folder / name
         self._repeatable = 0
-        self._order = TillOrder(
+        self.order = TillOrder(
             bootstrap=ground.broker.bootstrap,
             store=ground.redis_settings,
             prefix=f"{name}.",
-            folder=str(self._folder),
+            folder=str(self.folder),
+            lease=LEASE,
             shape=shape,
+            **changes,
         )
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Topics]:
         """Its topics; with what else it needs."""
-        self._folder.mkdir()
-        name = self._order.key_prefix.replace("-", "_")
+        self.folder.mkdir()
+        name = self.order.key_prefix.replace("-", "_")
         async with (
-            open_database(self.ground.homes[self._kind], name, self._folder) as database,
-            self.ground.topic_set(self._order.prefix, self._partitions) as topics,
+            open_database(self.ground.homes[self._kind], name, self.folder) as database,
+            self.ground.topic_set(self.order.prefix, self._partitions) as topics,
         ):
             async with database.store.engine.begin() as connection:
                 await connection.run_sync(tables.create_all)
-            self._order = replace(self._order, database=database.url)
+            self.order = replace(self.order, database=database.url)
             yield topics
 
     async def die(self, topics: Topics, point: CrashPoint, occurrence: int = 1) -> bool:
@@ -103,35 +109,40 @@ class Trial:
         Raises:
             ViolationError: It is stuck, or ended otherwise.
         """
-        order = replace(self._order, point=point.value, occurrence=occurrence)
-        status = await self._live(topics, order)
+        order = replace(self.order, point=point.value, occurrence=occurrence)
+        status = await self.live(topics, await self._nursery.start(order))
         if status == -signal.SIGKILL:
             self.figures.update({"kills": 1, f"kills:{point.value}": 1})
-            self._repeatable += self._repeats_after(point)
+            self._repeatable += self._repeats_after(point, topics)
             return True
         self.figures.update({"not_reached": 1})
         return False
 
-    def _repeats_after(self, point: CrashPoint) -> int:
+    def _repeats_after(self, point: CrashPoint, topics: Topics) -> int:
+        """How many rows at most."""
         if not repeats_in(way_of(self._shape), point):
             return 0
-        return JOBS + AGAIN if self._shape.batch else 1
+        return len(set(topics.published)) if self._shape.batch else 1
 
     async def settle(self, topics: Topics) -> None:
         """The last life."""
-        await self._live(topics, self._order)
+        await self.live(topics, await self._nursery.start(self.order))
 
-    async def _live(self, topics: Topics, order: TillOrder) -> int:
-        worker = await self._nursery.start(order)
-        give_up_at = time.monotonic() + PATIENCE
+    async def live(self, topics: Topics, worker: Forked) -> int:
+        """The life of `worker`, until all is settled; its exit status.
+
+        Raises:
+            ViolationError: It is stuck, or ended otherwise than by a death or well.
+        """
+        order, give_up_at = worker.order, time.monotonic() + PATIENCE
         while worker.running and not await topics.settled(order.group):
             if time.monotonic() > give_up_at:
                 behind = await topics.behind(order.group)
-                raise ViolationError(f"{order.point}: committed {behind}:\n{last_words(self._folder)}")
+                raise ViolationError(f"{order.point}: committed {behind}:\n{last_words(self.folder)}")
             await asyncio.wait({worker.ended}, timeout=0.15)
         status = await self._ended(worker)
         if status not in (0, -signal.SIGKILL):
-            raise ViolationError(f"{order.point}: ended with {status}:\n{last_words(self._folder)}")
+            raise ViolationError(f"{order.point}: ended with {status}:\n{last_words(self.folder)}")
         return status
 
     async def _ended(self, worker: Forked) -> int:
@@ -140,7 +151,7 @@ class Trial:
         try:
             return await worker.end(signal.SIGTERM)
         except TimeoutError:
-            raise ViolationError(f"does not stop:\n{last_words(self._folder)}") from None
+            raise ViolationError(f"does not stop:\n{last_words(self.folder)}") from None
 
     async def verdict(self, topics: Topics) -> dict[str, list[int]]:
         """By work, the attempts whose row is there, if all is as it must be.
@@ -148,10 +159,10 @@ class Trial:
         Raises:
             ViolationError: Something was lost, repeated for no reason, answered under several ids, or is stuck.
         """
-        rows = await attempts_of(self._order.database)
+        rows = await attempts_of(self.order.database)
         self.figures.update(judge_rows(rows, topics.published, repeatable=self._repeatable))
         await self._judge_answers(topics)
-        records = [record async for record in self.ground.store.scan(f"{self._order.key_prefix}:")]
+        records = [record async for record in self.ground.store.scan(f"{self.order.key_prefix}:")]
         statuses = {record.status for record in records}
         if statuses != {IdempotencyStatus.COMPLETED} or len(records) != len(rows):
             raise ViolationError(f"{len(rows)} jobs are done, and their records are {records}")
@@ -228,30 +239,23 @@ async def one_trial(ground: Ground, nursery: Nursery, number: int) -> Figures:
     return trial.figures
 
 
-async def _trials(numbers: range) -> Figures:
-    figures = Figures(kills=0, lost=0, repeats=0)
-    slots = asyncio.Semaphore(SIDE_BY_SIDE)
-    async with open_ground(kinds=KINDS) as ground, Nursery(MODULE) as nursery:
+async def run_on(ground: Ground, nursery: Nursery, numbers: range) -> Figures:
+    """What came of all trials, on servers that are there.
 
-        async def one(number: int) -> None:
-            async with slots:
-                try:
-                    figures.update(await one_trial(ground, nursery, number))
-                except AssertionError as error:
-                    raise ViolationError(f"trial {number}: {error}") from error
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in numbers:
-                    group.create_task(one(number))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
-    return figures
+    Raises:
+        ViolationError: A promise was broken; it names the trial.
+    """
+    return await trials_side_by_side(numbers, lambda number: one_trial(ground, nursery, number))
 
 
 def run(first: int, count: int) -> Figures:
     """The trials numbered `first` to `first + count - 1`."""
-    return asyncio.run(_trials(range(first, first + count)))
+
+    async def trials() -> Figures:
+        async with open_ground(kinds=KINDS) as ground, Nursery(MODULE) as nursery:
+            return await run_on(ground, nursery, range(first, first + count))
+
+    return asyncio.run(trials())
 
 
 CAMPAIGN = Campaign(

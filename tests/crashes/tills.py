@@ -5,9 +5,10 @@ Nothing but the guard in front of them keeps a row from being two.  `allowed` sa
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +24,9 @@ from tests.crashes.orders import Order
 from tests.crashes.stores import LOCK_TIMEOUT
 from tests.crashes.transacting import entries
 from tests.support.homes import CONNECTIONS
+
+SIDE_BY_SIDE: Final = 12
+"""Trials at once; they mostly wait for sessions and leases to end."""
 
 
 @dataclass(frozen=True)
@@ -138,3 +142,28 @@ def judge_rows(rows: Mapping[str, Sequence[int]], asked: Sequence[str], *, repea
             f"repeated {repeated}, and by the deaths there may be {repeatable}"
         )
     return Figures(events=len(set(asked)), lost=0, repeats=repeats)
+
+
+async def trials_side_by_side(numbers: Iterable[int], trial: Callable[[int], Awaitable[Figures]]) -> Figures:
+    """What came of all of them.
+
+    Raises:
+        ViolationError: A promise was broken; it names the trial.
+    """
+    figures = Figures(kills=0, lost=0, repeats=0)
+    slots = asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def one(number: int) -> None:
+        async with slots:
+            try:
+                figures.update(await trial(number))
+            except AssertionError as error:
+                raise ViolationError(f"trial {number}: {error}") from error
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in numbers:
+                group.create_task(one(number))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
+    return figures

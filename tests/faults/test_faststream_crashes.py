@@ -1,0 +1,137 @@
+"""FastStream applications that kill themselves at named points, on a real Redis and a real Kafka, judged from outside.
+
+All of them share their servers and their time: they mostly wait for sessions and leases to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import pytest
+
+from integr8s_idem import IdempotencyStatus
+from integr8s_idem.testing.crash_points import CrashPoint
+from tests.campaigns.figures import Figures
+from tests.crashes import subscribing_points as points
+from tests.crashes.forks import Nursery
+from tests.crashes.ground import Ground, open_ground
+from tests.crashes.jobs import Job
+from tests.crashes.judging import last_words
+from tests.crashes.subscribing import SHAPES, Shape
+from tests.crashes.subscribing_points import COMMIT, COMPLETE, KINDS, MODULE, POINTS, PUBLISH, Trial, lone_death
+from tests.kafka_faults.tools import need_kafka
+from tests.support.conditions import eventually
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
+
+SIDE_BY_SIDE: Final = 8
+
+ROWS: Final = {
+    # Where it dies: the attempts whose row is there in the end.
+    CrashPoint.BEFORE_RESERVE: [1],
+    CrashPoint.BEFORE_HANDLER: [2],
+    CrashPoint.IN_HANDLER_AFTER_EFFECT: [2],
+    CrashPoint.BEFORE_TRANSACTION_COMMIT: [2],
+    CrashPoint.AFTER_TRANSACTION_COMMIT: [1, 2],
+    CrashPoint.BEFORE_PUBLISH: [1, 2],
+    CrashPoint.AFTER_PUBLISH: [1, 2],
+    CrashPoint.BEFORE_COMPLETE: [1, 2],
+    CrashPoint.AFTER_COMPLETE: [1],
+    CrashPoint.BEFORE_COMMIT: [1],
+    CrashPoint.AFTER_COMMIT: [1],
+}
+
+OF_EVERY_ORDER: Final = (COMMIT[0], COMMIT[-1], *PUBLISH, COMPLETE[0], COMPLETE[-1])
+"""Points whose order differs from shape to shape, and their neighbours."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of all that ran."""
+
+    lone: Mapping[tuple[str, CrashPoint], list[int] | BaseException]
+    """By shape and point: the attempts whose row is there."""
+    trials: Figures | BaseException
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    need_kafka(own=True)
+    return asyncio.run(all_at_once())
+
+
+async def all_at_once() -> Outcome:
+    slots = asyncio.Semaphore(SIDE_BY_SIDE)
+    plain = next(iter(SHAPES))
+    deaths = [(shape, point) for shape in SHAPES for point in (POINTS if shape == plain else OF_EVERY_ORDER)]
+    async with open_ground(kinds=KINDS) as ground, Nursery(MODULE) as nursery:
+
+        async def lone(shape: str, point: CrashPoint) -> list[int]:
+            async with slots:
+                return (await lone_death(ground, nursery, shape, point))[0]
+
+        trials = asyncio.create_task(points.run_on(ground, nursery, range(points.CAMPAIGN.in_test)))
+        told = await asyncio.gather(*(lone(*death) for death in deaths), return_exceptions=True)
+        (figures,) = await asyncio.gather(trials, return_exceptions=True)
+    return Outcome(dict(zip(deaths, told, strict=True)), figures)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.scenario(115)
+def test_wherever_a_subscriber_dies_its_rows_and_answers_are_there_and_repeat_only_between_commit_and_record(
+    outcome: Outcome, shape: str
+) -> None:
+    told = {point: rows for (of, point), rows in outcome.lone.items() if of == shape}
+
+    for failed in told.values():
+        if isinstance(failed, BaseException):
+            raise failed
+    if not SHAPES[shape].handler_publishes:
+        assert {point: told[point] for point in ROWS if point in told} == {
+            point: rows for point, rows in ROWS.items() if point in told
+        }
+    assert len(told) == len(POINTS if SHAPES[shape] == Shape() else OF_EVERY_ORDER)
+
+
+@pytest.mark.scenario(115)
+def test_subscribers_under_load_that_die_again_and_again_lose_nothing(outcome: Outcome) -> None:
+    figures = outcome.trials
+    if isinstance(figures, BaseException):
+        raise figures
+
+    assert figures["kills"] >= points.CAMPAIGN.shown_in_test
+    assert figures["lost"] == 0
+    assert figures["completed"] == figures["events"] > 0
+
+
+@pytest.mark.scenario(116)
+async def test_while_the_broker_takes_no_answer_nothing_is_acknowledged_and_the_handler_is_not_run_again() -> None:
+    need_kafka(own=True)
+    async with open_ground(kinds=("sqlite",)) as ground, Nursery(MODULE) as nursery:
+        trial = Trial(
+            ground, nursery, "outage", "scope_commits", "sqlite", partitions=1, request_timeout=1.0, max_attempts=1
+        )
+        await _outage(ground, nursery, trial)
+
+
+async def _outage(ground: Ground, nursery: Nursery, trial: Trial) -> None:
+    async with trial.opened() as topics:
+        await topics.publish([Job(work="one")])
+        stalls = replace(trial.order, point=CrashPoint.BEFORE_PUBLISH.value, stalls=True, lease=60.0)
+        worker = await nursery.start(stalls)
+        await eventually((trial.folder / "stalled").exists)
+        ground.broker.kill()
+        worker.send_signal(signal.SIGCONT)
+        await eventually(lambda: "does not take what is published" in last_words(trial.folder))
+
+        (record,) = [record async for record in ground.store.scan("outage:")]
+        assert record.status is IdempotencyStatus.PROCESSING
+        assert record.attempt == 1
+
+        ground.broker.start()
+        assert await trial.live(topics, worker) == 0
+        assert await trial.verdict(topics) == {"one": [1]}
