@@ -44,7 +44,8 @@ async def produce(servers: str, *orders: str) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=servers)
     await producer.start()
     for order in orders:
-        await producer.send_and_wait("orders", order.encode(), headers=[("event_id", order.encode())])
+        headers = [("event_id", order.encode())]
+        await producer.send_and_wait("orders", order.encode(), key=b"customer-1", headers=headers)
     await producer.stop()
 
 

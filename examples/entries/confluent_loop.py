@@ -43,7 +43,7 @@ def consume(servers: str, manager: IdempotencyManager, count: int) -> None:
 def produce(servers: str, *orders: str) -> None:
     producer = Producer({"bootstrap.servers": servers})
     for order in orders:
-        producer.produce("orders", order.encode(), headers=[("event_id", order.encode())])
+        producer.produce("orders", order.encode(), b"customer-1", headers=[("event_id", order.encode())])
     producer.flush()
 
 
