@@ -35,6 +35,45 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.worker import Service, ServiceWorker
 
 ROOT = Path(__file__).parents[2]
+ENTRIES = {
+    "functions": [
+        "paying 30 back for order 7",
+        "True Refund(number=1, amount=Decimal('30'))",
+        "another amount for the same order is refused",
+        "writing the invoice of order 7",
+        "invoice-7.pdf",
+        "invoice-7.pdf",
+    ],
+    "steps": [
+        "reserving the goods of order 7",
+        "the carrier does not answer",
+        "a van for shelf 12, order 7",
+    ],
+    "batches": [
+        "100 handled, 100 duplicates blocked",
+        "100 rows, 100 of them different, 1 refused at first",
+    ],
+    "faststream_orders": ["charging order 7", "mail: receipt-7", "charging order 8", "mail: receipt-8"],
+    "aiokafka_loop": [
+        "charging order-7",
+        "receipt of order-7",
+        "receipt of order-7",
+        "charging order-8",
+        "receipt of order-8",
+    ],
+    "confluent_loop": [
+        "charging order-7",
+        "receipt of order-7",
+        "receipt of order-7",
+        "charging order-8",
+        "receipt of order-8",
+    ],
+    "envelopes": [
+        "charging order 7: event https://shop.example/orders#17",
+        "1 handled, 1 duplicates blocked",
+    ],
+}
+"""What each of the examples' programs prints."""
 WITHOUT_SQL = """
 import runpy, sys
 sys.modules["sqlalchemy"] = None
@@ -138,6 +177,26 @@ def test_a_payment_that_comes_twice_is_booked_once_in_the_handlers_own_transacti
         "bookings: 1 handled, 1 duplicates blocked",
         "mails: 1 handled, 0 duplicates blocked",
     ]
+
+
+def test_every_way_in_has_a_program() -> None:
+    programs = {path.stem for path in (ROOT / "examples" / "entries").glob("*.py")} - {"__init__"}
+
+    assert programs == set(ENTRIES)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_work_of_every_way_in_that_comes_twice_is_done_once(entry: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-m", f"examples.entries.{entry}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ENTRIES[entry]
 
 
 @pytest.mark.parametrize(("module", "status"), [("examples.bookings", 1), ("examples.demo.__main__", 2)])
