@@ -15,6 +15,8 @@ MODULES: Final = (
     "tests.crashes.points",
     "tests.crashes.store_points",
     "tests.crashes.transactional",
+    "tests.crashes.subscribing_points",
+    "tests.crashes.serving_points",
     "tests.crashes.random_kills",
     "tests.fuzz.campaign",
     "tests.kafka_faults.zombies",

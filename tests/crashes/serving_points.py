@@ -255,7 +255,7 @@ CAMPAIGN = Campaign(
     counts="kills",
     says="a FastAPI application behind the guard that killed itself by SIGKILL at a named point, and a client that "
     "asks again; on a real Redis and a real PostgreSQL or SQLite",
-    scenarios=(),
+    scenarios=(119, 120),
     in_test=4,
     at_least=8,
     target=300,

@@ -263,7 +263,7 @@ CAMPAIGN = Campaign(
     counts="kills",
     says="a FastStream application with Dishka that killed itself by SIGKILL at a named point, on a real Redis, a real "
     "Kafka and a real PostgreSQL or SQLite",
-    scenarios=(),
+    scenarios=(117,),
     in_test=len(SHAPES),
     at_least=2 * len(SHAPES),
     target=300,

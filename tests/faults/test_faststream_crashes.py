@@ -81,7 +81,7 @@ async def all_at_once() -> Outcome:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.scenario(115)
+@pytest.mark.scenario(117)
 def test_wherever_a_subscriber_dies_its_rows_and_answers_are_there_and_repeat_only_between_commit_and_record(
     outcome: Outcome, shape: str
 ) -> None:
@@ -97,7 +97,7 @@ def test_wherever_a_subscriber_dies_its_rows_and_answers_are_there_and_repeat_on
     assert len(told) == len(POINTS if SHAPES[shape] == Shape() else OF_EVERY_ORDER)
 
 
-@pytest.mark.scenario(115)
+@pytest.mark.scenario(117)
 def test_subscribers_under_load_that_die_again_and_again_lose_nothing(outcome: Outcome) -> None:
     figures = outcome.trials
     if isinstance(figures, BaseException):
@@ -108,7 +108,7 @@ def test_subscribers_under_load_that_die_again_and_again_lose_nothing(outcome: O
     assert figures["completed"] == figures["events"] > 0
 
 
-@pytest.mark.scenario(116)
+@pytest.mark.scenario(118)
 async def test_while_the_broker_takes_no_answer_nothing_is_acknowledged_and_the_handler_is_not_run_again() -> None:
     need_kafka(own=True)
     async with open_ground(kinds=("sqlite",)) as ground, Nursery(MODULE) as nursery:

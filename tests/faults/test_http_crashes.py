@@ -84,7 +84,7 @@ def rows_of(outcome: Outcome, shape: str) -> dict[CrashPoint, list[int]]:
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != TRANSACTIONAL])
-@pytest.mark.scenario(117)
+@pytest.mark.scenario(119)
 def test_wherever_a_server_dies_its_requests_are_answered_and_repeat_only_between_commit_and_record(
     outcome: Outcome, shape: str
 ) -> None:
@@ -96,12 +96,12 @@ def test_wherever_a_server_dies_its_requests_are_answered_and_repeat_only_betwee
     assert len(told) == len(WAY if shape in WHOLE else OF_EVERY_SHAPE)
 
 
-@pytest.mark.scenario(118)
+@pytest.mark.scenario(120)
 def test_in_the_transaction_of_its_effect_no_request_is_done_twice_wherever_its_server_dies(outcome: Outcome) -> None:
     assert rows_of(outcome, TRANSACTIONAL) == {point: [1] for point in WAY}
 
 
-@pytest.mark.scenario(117, 118)
+@pytest.mark.scenario(119, 120)
 def test_servers_of_many_requests_that_die_again_and_again_lose_none(outcome: Outcome) -> None:
     figures = outcome.trials
     if isinstance(figures, BaseException):
