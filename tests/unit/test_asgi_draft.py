@@ -108,8 +108,9 @@ async def _() -> None:
     async with shop(config={"default_ttl_seconds": 86_400}) as here:
         await sent(here, '"a"')
         [record] = [record async for record in here.store.scan("")]
-        assert record.completed_at is not None
-        assert (record.expires_at - record.completed_at).total_seconds() == 86_400
+        assert record.settled_at is not None
+        assert record.expires_at is not None
+        assert (record.expires_at - record.settled_at).total_seconds() == 86_400
 
 
 @rule("2.4", "MAY", "a fingerprint of the whole payload tells requests apart")
