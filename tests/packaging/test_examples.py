@@ -140,6 +140,26 @@ def test_a_payment_that_comes_twice_is_booked_once_in_the_handlers_own_transacti
     ]
 
 
+def test_a_request_that_is_retried_is_answered_from_the_first() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "examples.guarded_api"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines() == [
+        "a: 201 order 1",
+        "a: 201 order 1 (replayed)",
+        "a: 422 Idempotency-Key is already used",
+        "b: 409 A request is outstanding for this Idempotency-Key",
+        "b: 201 order 2",
+        "placed: 2",
+    ]
+
+
 @pytest.mark.parametrize(("module", "status"), [("examples.bookings", 1), ("examples.demo.__main__", 2)])
 def test_an_example_without_its_extra_says_what_to_install(module: str, status: int) -> None:
     code = WITHOUT_SQL.format(module=module)
