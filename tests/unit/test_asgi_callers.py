@@ -226,3 +226,10 @@ async def test_what_is_no_request_goes_through_untouched(kind: str) -> None:
     guarded = IdempotencyKeyMiddleware(app, _manager(), identity=anyone, required=True)
     await guarded(scope, receive, send)  # type: ignore[arg-type]
     assert seen == [scope, receive, send]
+
+
+async def test_a_key_is_the_same_before_and_behind_a_proxy_that_takes_its_prefix_away() -> None:
+    manager = _manager()
+    app = IdempotencyKeyMiddleware(_mounted(None, None), manager, identity=anyone)
+    assert "idempotency-replayed" not in (await _asked(app, "/api/orders", "/api")).headers
+    assert (await _asked(app, "/orders", "/api")).headers["idempotency-replayed"] == "true"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -289,4 +291,49 @@ async def test_a_key_that_was_given_up_is_not_said_to_be_processed() -> None:
     async with shop(answer, config={"on_failure": "block"}) as here:
         assert (await here.order()).status_code == 500
         assert problem_in(await here.order(), 409)["title"] == "The request was given up"
+        assert len(here.bodies) == 1
+
+
+async def test_a_request_that_another_worker_took_over_is_not_said_to_be_done() -> None:
+    """A zombie: its effect may stand, and what the other one does is the outcome."""
+
+    async def answer(request: Request) -> Response:
+        [asked] = here.store.requests
+        await here.store.inner.delete([asked.key])
+        await here.store.inner.reserve([replace(asked, token=b"another workers ", owner="another")])
+        return PlainTextResponse("done")
+
+    async with shop(answer) as here:
+        response = await here.order()
+        assert "may be retried" in problem_in(response, 503)["detail"]
+        problem_in(await here.order(), 409)
+        assert len(here.bodies) == 1
+
+
+async def test_a_request_that_is_cancelled_may_be_retried_at_once() -> None:
+    begun = asyncio.Event()
+
+    async def answer(request: Request) -> Response:
+        if not begun.is_set():
+            begun.set()
+            await asyncio.Event().wait()
+        return PlainTextResponse("done")
+
+    async with shop(answer) as here:
+        first = asyncio.create_task(here.order())
+        await begun.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await here.manager.close()
+        assert (await here.order()).text == "done"
+        assert len(here.bodies) == 2
+
+
+async def test_within_its_own_request_a_key_is_refused_rather_than_waited_for() -> None:
+    async def answer(request: Request) -> Response:
+        return PlainTextResponse(str((await here.order()).status_code))
+
+    async with shop(answer, wait=timedelta(seconds=60)) as here:
+        assert (await here.order()).text == "500"
         assert len(here.bodies) == 1
