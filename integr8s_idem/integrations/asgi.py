@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 Identity: TypeAlias = Callable[[HTTPConnection], str | Awaitable[str]]
 """Says who asks: keys of two callers never meet."""
 
-_TOO_LARGE: Final = object()
+_NOT_KEPT: Final = object()
 """A result that no store takes: it is dropped, and the protection stays."""
 
 _QUOTED: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
@@ -235,8 +235,8 @@ class IdempotencyKeyMiddleware:
         captured = await request.run(manager.config.max_result_size_bytes)
         if captured.status is None or captured.streams or not self._stored(captured.status):
             raise _NoOutcomeError(captured.streams)
-        if captured.response is None:
-            return _TOO_LARGE
+        if captured.response is None or not manager.config.enable_result_caching:
+            return _NOT_KEPT
         return captured.response.stored(self._unstored_headers)
 
     async def _end(self, request: _Request, outcome: Outcome[object]) -> None:

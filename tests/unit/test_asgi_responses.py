@@ -337,3 +337,12 @@ async def test_within_its_own_request_a_key_is_refused_rather_than_waited_for() 
     async with shop(answer, wait=timedelta(seconds=60)) as here:
         assert (await here.order()).text == "500"
         assert len(here.bodies) == 1
+
+
+async def test_where_results_are_not_kept_no_response_is() -> None:
+    async with shop(config={"enable_result_caching": False}) as here:
+        assert (await here.order()).status_code == 201
+        assert "its response is gone" in problem_in(await here.order(), 409)["title"]
+        [record] = [record async for record in here.store.scan("")]
+        assert record.result is None
+        assert len(here.bodies) == 1
