@@ -35,9 +35,9 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.worker import Service, ServiceWorker
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_SQL = """
+WITHOUT = """
 import runpy, sys
-sys.modules["sqlalchemy"] = None
+sys.modules[{missing!r}] = None
 sys.argv = sys.argv[:1]
 runpy.run_module({module!r}, run_name="__main__")
 """
@@ -160,12 +160,20 @@ def test_a_request_that_is_retried_is_answered_from_the_first() -> None:
     ]
 
 
-@pytest.mark.parametrize(("module", "status"), [("examples.bookings", 1), ("examples.demo.__main__", 2)])
-def test_an_example_without_its_extra_says_what_to_install(module: str, status: int) -> None:
-    code = WITHOUT_SQL.format(module=module)
+@pytest.mark.parametrize(
+    ("module", "missing", "extras", "status"),
+    [
+        ("examples.bookings", "sqlalchemy", "'.[embedded,sql]'", 1),
+        ("examples.demo.__main__", "sqlalchemy", "'.[embedded,sql]'", 2),
+        ("examples.guarded_api", "fastapi", "fastapi '.[httpx]'", 1),
+        ("examples.guarded_api", "httpx", "fastapi '.[httpx]'", 1),
+    ],
+)
+def test_an_example_without_its_extra_says_what_to_install(module: str, missing: str, extras: str, status: int) -> None:
+    code = WITHOUT.format(module=module, missing=missing)
 
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     assert ended.returncode == status
-    assert "pip install '.[embedded,sql]' in the checkout" in ended.stderr
+    assert f"pip install {extras} in the checkout" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import httpx
@@ -233,3 +234,32 @@ async def test_a_key_is_the_same_before_and_behind_a_proxy_that_takes_its_prefix
     app = IdempotencyKeyMiddleware(_mounted(None, None), manager, identity=anyone)
     assert "idempotency-replayed" not in (await _asked(app, "/api/orders", "/api")).headers
     assert (await _asked(app, "/orders", "/api")).headers["idempotency-replayed"] == "true"
+
+
+def test_no_two_of_caller_path_and_key_make_one_record() -> None:
+    manager = _manager()
+    guarded = IdempotencyKeyMiddleware(Starlette(), manager, identity=anyone)
+    parts = [
+        "",
+        "a",
+        "a:a",
+        "a:",
+        ":a",
+        ":",
+        "a:POST:/a",
+        "a:POST:/a:a",
+        "%3A",
+        "a%3Aa",
+        "-",
+        "a/a",
+        "é",
+        "\u0430",
+        "#a",
+    ]
+
+    def record(who: str, path: str, key: str) -> str:
+        scope = {"type": "http", "method": "POST", "path": f"/{path}", "headers": [], "query_string": b""}
+        return manager.space.full(guarded._work(manager, HTTPConnection(scope), who, key, b"").key)
+
+    asked = list(itertools.product(parts, repeat=3))
+    assert len({record(*parts) for parts in asked}) == len(asked)
