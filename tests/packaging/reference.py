@@ -22,7 +22,7 @@ PACKAGE: Final = "integr8s_idem"
 PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "front": ("",),
     "functions-and-loops": ("decorator", "offsets", "integrations.aiokafka", "integrations.confluent"),
-    "http": ("integrations.asgi", "integrations.httpx"),
+    "http": ("integrations.asgi", "integrations.openapi", "integrations.httpx"),
     "faststream": ("integrations.faststream",),
     "dishka": ("integrations.dishka",),
     "messages": ("envelopes",),
