@@ -1,4 +1,4 @@
-"""The rules of draft-ietf-httpapi-idempotency-key-header (revision 06), a row each; people's responsibilities have none.
+"""The rules of draft-ietf-httpapi-idempotency-key-header, revision 06, a row each; people's duties have none.
 
 Sections are those of the draft, and for the syntax those of RFC 8941.
 """
