@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from integr8s_idem import IdempotencyManager
-from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware
+from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, CrashPoint
 from integr8s_idem.testing.transactional_crash_points import CrashingSqlStore
 from tests.crashes.stores import open_sql_store
@@ -160,7 +160,7 @@ async def _application(order: Order, plan: CrashPlan) -> AsyncIterator[ASGIApp]:
     async with _opened_store(order, plan) as store:
         manager = IdempotencyManager(order.idempotency, store, scope="shop")
         async with SHAPES[order.shape](order, Till(plan, manager), engine) as app:
-            app.add_middleware(IdempotencyKeyMiddleware, manager=manager, required=True)
+            app.add_middleware(IdempotencyKeyMiddleware, manager=manager, identity=anyone, required=True)
             app.add_middleware(Leaving, plan=plan)
             yield app
         await manager.close()

@@ -22,7 +22,7 @@ PACKAGE: Final = "integr8s_idem"
 PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "front": ("",),
     "functions-and-loops": ("decorator", "offsets", "integrations.aiokafka", "integrations.confluent"),
-    "http": ("integrations.asgi", "integrations.httpx"),
+    "http": ("integrations.asgi", "integrations.openapi", "integrations.httpx"),
     "faststream": ("integrations.faststream",),
     "dishka": ("integrations.dishka",),
     "messages": ("envelopes",),
@@ -149,7 +149,8 @@ def _drawn(thing: Any) -> Iterator[str]:
         yield from (*_code(thing), "", *_docstring(thing))
     else:
         annotation = f": {thing.annotation}" if thing.annotation is not None else ""
-        yield from ("```python", f"{thing.name}{annotation} = {thing.value}", "```", "", *_docstring(thing))
+        value = str(thing.value).replace("'", '"')  # as the formatter wants it, in pages too
+        yield from ("```python", f"{thing.name}{annotation} = {value}", "```", "", *_docstring(thing))
 
 
 def _class(thing: Any) -> Iterator[str]:

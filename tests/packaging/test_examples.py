@@ -68,15 +68,23 @@ ENTRIES = {
         "charging order-8",
         "receipt of order-8",
     ],
+    "http_orders": [
+        "a: 201 order 1",
+        "a: 201 order 1 (replayed)",
+        "a: 422 Idempotency-Key is already used",
+        "b: 409 A request is outstanding for this Idempotency-Key",
+        "b: 201 order 2",
+        "placed: 2",
+    ],
     "envelopes": [
         "charging order 7: event https://shop.example/orders#17",
         "1 handled, 1 duplicates blocked",
     ],
 }
 """What each of the examples' programs prints."""
-WITHOUT_SQL = """
+WITHOUT = """
 import runpy, sys
-sys.modules["sqlalchemy"] = None
+sys.modules[{missing!r}] = None
 sys.argv = sys.argv[:1]
 runpy.run_module({module!r}, run_name="__main__")
 """
@@ -199,12 +207,20 @@ def test_work_of_every_way_in_that_comes_twice_is_done_once(entry: str) -> None:
     assert ran.stdout.splitlines() == ENTRIES[entry]
 
 
-@pytest.mark.parametrize(("module", "status"), [("examples.bookings", 1), ("examples.demo.__main__", 2)])
-def test_an_example_without_its_extra_says_what_to_install(module: str, status: int) -> None:
-    code = WITHOUT_SQL.format(module=module)
+@pytest.mark.parametrize(
+    ("module", "missing", "extras", "status"),
+    [
+        ("examples.bookings", "sqlalchemy", "'.[embedded,sql]'", 1),
+        ("examples.demo.__main__", "sqlalchemy", "'.[embedded,sql]'", 2),
+        ("examples.entries.http_orders", "fastapi", "fastapi '.[httpx]'", 1),
+        ("examples.entries.http_orders", "httpx", "fastapi '.[httpx]'", 1),
+    ],
+)
+def test_an_example_without_its_extra_says_what_to_install(module: str, missing: str, extras: str, status: int) -> None:
+    code = WITHOUT.format(module=module, missing=missing)
 
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     assert ended.returncode == status
-    assert "pip install '.[embedded,sql]' in the checkout" in ended.stderr
+    assert f"pip install {extras} in the checkout" in ended.stderr
     assert "Traceback" not in ended.stderr
