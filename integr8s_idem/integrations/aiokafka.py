@@ -81,14 +81,17 @@ async def guarded(
                     if partition not in consumer.assignment():
                         break  # its next owner does it
                     delivery = Delivery(consumer, manager, record, key, ttl, given_up)
-                    yield delivery
+                    try:
+                        yield delivery
+                    finally:  # the loop may be left with it
+                        if delivery.settled:
+                            behind.settled[partition] = record.offset + 1
                     if not delivery.settled:
                         failures += 1
                         _go_back(consumer, partition, delivery)
                         await asyncio.sleep(pause_after(failures))
                         break
                     failures = 0
-                    behind.settled[partition] = record.offset + 1
                     await behind.commit_if_due()
             await behind.commit_if_due()
     finally:
@@ -204,7 +207,7 @@ class Delivery:
 
     async def _wait(self) -> None:
         """Wait a moment, and stay in the group by polling meanwhile."""
-        ours = self._consumer.assignment()
+        ours = self._consumer.assignment() - self._consumer.paused()
         self._consumer.pause(*ours)
         fetched: dict[Any, Any] = await self._consumer.getmany(timeout_ms=int(_LOOK * 1000))
         for partition, records in fetched.items():
