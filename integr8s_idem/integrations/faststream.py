@@ -34,7 +34,14 @@ from faststream.exceptions import AckMessage, HandlerException, NackMessage, Sto
 from faststream.message import StreamMessage
 from faststream.response import Response
 
-from integr8s_idem.errors import ApplicationError, InvalidKeyError, LeaseLostError, ResultDroppedError, StoreError
+from integr8s_idem.errors import (
+    ApplicationError,
+    InvalidKeyError,
+    LeaseLostError,
+    ResultDecodeError,
+    ResultDroppedError,
+    StoreError,
+)
 from integr8s_idem.events import derived_event_id
 from integr8s_idem.integrations.loops import KeyOf, by_header, by_position, end_of, pause_after
 from integr8s_idem.keys import Key, escaped, fingerprint
@@ -141,7 +148,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         ended = await self._begin(msg.raw_message)
         self._name_what_is_published(msg.raw_message)
         if isinstance(ended, Completed):
-            return _replayed(ended)
+            return _replayed_or_acknowledged(ended)
         if ended is not None:
             await self._give_up(msg.raw_message, ended)
             raise AckMessage
@@ -293,6 +300,19 @@ def _stored(value: Any) -> Any:
     except Exception:  # noqa: BLE001  # a serializer is the user's code; the work is done, and its result is dropped
         return value
     return StoredResult(head.body + b"\n" + body.body, body.content_type + _RESPONSE)
+
+
+def _replayed_or_acknowledged(done: Completed) -> Any:
+    """As `_replayed`; where nothing is left to be published, the message is done all the same, and must not come again.
+
+    Raises:
+        AckMessage: There is nothing to return.
+    """
+    try:
+        return _replayed(done)
+    except (ResultDroppedError, ResultDecodeError) as error:
+        logger.error("nothing is published again: %s", error)
+        raise AckMessage from error
 
 
 def _replayed(done: Completed) -> Any:

@@ -104,7 +104,7 @@ class BatchVerbs(Entry):
         Case.FAILURES: (Sees.ERROR,),
         # The store refuses one call; to write the outcome again is the caller's.
         Case.DOWN_AFTER: (Sees.DOWN, Sees.VALUE),
-        # Nobody knows that the outcome is not written until it is tried again; by then the lease is over.
+        # Written again when the store is back, it stands, unless somebody has taken the key over meanwhile.
         Case.DOWN_FOR_LONG: (Sees.DOWN, Sees.VALUE),
         # What is held is not given back by itself.
         Case.CANCELLED: (Sees.CANCELLED, Sees.CONFLICT, Sees.VALUE),
@@ -177,6 +177,7 @@ class Dispatcher(Entry):
         # It makes one pass; its caller waits, or pauses a partition.
         Case.TWO_AT_ONCE: (Sees.CONFLICT, Sees.VALUE),
         Case.CRASH: (Sees.CONFLICT, Sees.VALUE),
+        Case.DOWN_FOR_LONG: (Sees.UNSTORED, Sees.CONFLICT, Sees.VALUE),
     }
     words: ClassVar = {
         Sees.CONFLICT: "`InProgress`",

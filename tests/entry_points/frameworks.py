@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import httpx
 from faststream import AckPolicy, BaseMiddleware
@@ -16,10 +16,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from integr8s_idem.errors import KeyReusedError, ResultDroppedError
+from integr8s_idem.errors import KeyReusedError
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware, by_header
 from tests.entry_points.entry import Answer, Case, Entry, Process, Sees
+
+_NOTHING: Final = object()
 
 
 class Http(Entry):
@@ -135,23 +137,17 @@ class FastStream(Entry):
         self._given_up.append(error)
 
     async def send(self, key: str, payload: str = "p") -> Answer:
-        self._last = None
+        self._last, self._returned = None, _NOTHING
         # In a task of its own, as a consumer's: what cancels the one must not reach the case.
         await asyncio.create_task(self._broker.publish(payload, "orders", headers={"event_id": key}))
         if not await self.acknowledged():
             return Answer(Sees.AGAIN)
         if self._given_up:
-            return Answer(_why(self._given_up.pop()))
+            reused = isinstance(self._given_up.pop(), KeyReusedError)
+            return Answer(Sees.REUSED if reused else Sees.GIVEN_UP)
+        if self._returned is _NOTHING:
+            return Answer(Sees.DROPPED)
         return Answer(Sees.VALUE, self._returned)
-
-    async def cancel(self, sending: asyncio.Task[Answer]) -> None:
-        sending.cancel()
 
     async def acknowledged(self) -> bool:
         return self._last is not None and self._last.committed is AckStatus.ACKED
-
-
-def _why(error: Exception) -> Sees:
-    if isinstance(error, KeyReusedError):
-        return Sees.REUSED
-    return Sees.DROPPED if isinstance(error, ResultDroppedError) else Sees.GIVEN_UP

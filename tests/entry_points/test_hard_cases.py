@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from integr8s_idem.telemetry import Signal
-from tests.entry_points.entry import Answer, Case, Entry, Sees, seen
+from tests.entry_points.entry import Answer, Case, Entry, Seen, Sees, seen
 from tests.entry_points.ground import ENTRIES, Crashes, Ground, Opened
 from tests.support.conditions import eventually
 from tests.support.fault_proxy import Refuse, Stall
@@ -67,6 +67,11 @@ async def _settled(entry: Entry, key: str = "k", payload: str = "p") -> list[Ans
     return await _finish(entry, await entry.send(key, payload), key, payload)
 
 
+def _as_declared(answers: list[Answer], expected: Seen) -> bool:
+    """Whether that was seen.  On a busy machine a short lease may be over before the first look: no conflict then."""
+    return seen(answers) in (expected, tuple(sees for sees in expected if sees is not Sees.CONFLICT))
+
+
 def _values(*answers: Answer) -> list[Any]:
     return [answer.value for answer in answers if answer.sees is Sees.VALUE]
 
@@ -102,7 +107,7 @@ async def test_crash_after_the_effect(kind: type[Entry], ground: Ground) -> None
     heir = await ground.process(kind, GatedWork("the heir's"), place=place)
     answers = await _finish(heir.entry, await heir.entry.again("k"))
 
-    assert seen(answers) == kind.expected(Case.CRASH)
+    assert _as_declared(answers, kind.expected(Case.CRASH)), answers
     assert crashed["attempt"] == 1
     assert heir.entry.work.attempts == ([2] if kind.repeats else [])
     assert all(run.fence > crashed["fence"] for run in heir.entry.work.runs)
@@ -221,10 +226,10 @@ async def test_store_down_after_the_effect_beyond_the_lease(kind: type[Entry], g
     here.store.heal()
     answers = await _finish(here.entry, first)
 
-    assert seen(answers) == kind.expected(Case.DOWN_FOR_LONG)
-    # What was done, and could not be remembered, is done again by whoever asks again.
-    asked_again = len(kind.expected(Case.DOWN_FOR_LONG)) > 1 and kind.repeats
-    assert work.attempts == ([1, 2] if asked_again else [1])
+    assert _as_declared(answers, kind.expected(Case.DOWN_FOR_LONG)), answers
+    # What was done, and could not be remembered, is done again, if it is asked for again.
+    given_back = first.sees in {Sees.UNSTORED, Sees.LOST, Sees.AGAIN}
+    assert work.attempts == ([1, 2] if given_back and kind.repeats else [1])
 
 
 async def test_result_too_large(kind: type[Entry], ground: Ground) -> None:
@@ -268,6 +273,6 @@ async def test_cancellation(kind: type[Entry], ground: Ground) -> None:
     work.may_end.set()
     answers = await _finish(here.entry, first)
 
-    assert seen(answers) == kind.expected(Case.CANCELLED)
+    assert _as_declared(answers, kind.expected(Case.CANCELLED)), answers
     assert work.attempts == ([1, 2] if kind.repeats else [1])
     assert _values(*answers) == (["done"] if kind.repeats else [])
