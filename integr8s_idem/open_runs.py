@@ -95,7 +95,7 @@ class OpenRun:
             raise ApplicationError("a run has ended before its work")
 
     def _take_back(self) -> None:
-        """The owner was cancelled for the sake of a run that is over: it goes on as a task that nobody has cancelled."""
+        """The owner was cancelled for the sake of a run that is over; it goes on as if nobody had."""
         assert self._owner is not None
         self._lost = False
         self._owner.uncancel()

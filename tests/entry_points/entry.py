@@ -33,20 +33,20 @@ from tests.support.kafka import Kafka
 
 
 class Case(Enum):
-    """What goes wrong."""
+    """What goes wrong, as the documentation heads its columns."""
 
-    TWO_AT_ONCE = "two at once: the second"
-    CRASH = "after a crash"
-    FAILURE = "a failure"
-    FAILURES = "failures without end"
-    ZOMBIE = "a zombie"
-    OTHER_PAYLOAD = "another payload"
-    DOWN_BEFORE = "store down before"
-    DOWN_AFTER = "store down after, for a moment"
-    DOWN_FOR_LONG = "store down after, beyond the lease"
-    TOO_LARGE = "the result was too large: a duplicate"
-    FALSY = "a falsy result: a duplicate"
-    CANCELLED = "cancelled"
+    TWO_AT_ONCE = "two at once: the second sees"
+    CRASH = "the next, after a crash"
+    FAILURE = "it fails once"
+    FAILURES = "it fails always"
+    ZOMBIE = "a zombie, whose lease was taken over"
+    OTHER_PAYLOAD = "the key with another payload"
+    DOWN_BEFORE = "before the work"
+    DOWN_AFTER = "after it, for a moment"
+    DOWN_FOR_LONG = "after it, beyond the lease"
+    TOO_LARGE = "a duplicate, of a result too large to keep"
+    FALSY = 'a duplicate, of `None`, `0`, `""`, `[]`, `{}`, `False`'
+    CANCELLED = "cancelled in its midst"
 
 
 class Sees(Enum):

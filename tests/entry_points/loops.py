@@ -39,7 +39,8 @@ class KafkaLoop(Entry):
         await self._loop.stop()
 
     async def send(self, key: str, payload: str = "p") -> Answer:
-        self._last = await self._topic.put((key, payload))
+        self._last += 1  # before it is there: it may be done before we hear of it
+        assert await self._topic.put((key, payload)) == self._last
         return await self._next()
 
     async def again(self, key: str, payload: str = "p") -> Answer:

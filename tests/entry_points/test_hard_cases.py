@@ -84,7 +84,7 @@ async def test_two_at_once(kind: type[Entry], ground: Ground) -> None:
     await eventually(lambda: work.runs)
     answers: list[Answer] = []
     two = asyncio.create_task(_told(second, answers))
-    await eventually(lambda: answers or second.observer.counts[Signal.WAITED])
+    await eventually(lambda: answers or second.observer.counts[Signal.CACHE_HIT])
     assert not await first.entry.acknowledged()
     assert not await second.entry.acknowledged()
     work.may_end.set()
