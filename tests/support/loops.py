@@ -169,7 +169,7 @@ class AiokafkaLoop(Loop):
             given_up=self._give_up if self.takes_given_up else None,
             commit_interval=self.commit_interval,
         )
-        async with aclosing(deliveries):  # type: ignore[type-var]
+        async with aclosing(deliveries):
             async for delivery in deliveries:
                 try:
                     await self._handle(delivery)
