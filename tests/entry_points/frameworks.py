@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from integr8s_idem.errors import KeyReusedError
-from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware
+from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware, by_header
 from tests.entry_points.entry import Answer, Case, Entry, Process, Sees
 
@@ -54,7 +54,7 @@ class Http(Entry):
             return JSONResponse(await self.work(self.run_here((await request.body()).decode())))
 
         app = Starlette(routes=[Route("/work", endpoint, methods=["POST"])])
-        app.add_middleware(IdempotencyKeyMiddleware, manager=self.manager, required=True)
+        app.add_middleware(IdempotencyKeyMiddleware, manager=self.manager, identity=anyone, required=True)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://shop")
 
