@@ -334,11 +334,11 @@ async def test_many_records_of_many_partitions_are_each_done_once_while_members_
 async def test_a_run_longer_than_the_session_keeps_its_place_in_the_group(bench: Bench) -> None:
     await bench.topic.create(2)
     await bench.topic.put(("a", "1"))
-    settings = {"session_timeout_ms": 1000, "heartbeat_interval_ms": 200}
+    settings = {"session_timeout_ms": 2000, "heartbeat_interval_ms": 200}
     first = await bench.loop(GatedWork(held=True), settings=settings)
     await eventually(lambda: first.work.runs)
     before = first.revocations
-    await asyncio.sleep(3.0)  # three sessions long
+    await asyncio.sleep(4.5)  # more than two sessions long
     first.work.may_end.set()
     await bench.committed(1)
     assert first.revocations == before
@@ -351,11 +351,12 @@ async def test_a_run_longer_than_kafka_waits_for_a_poll_is_done_once_all_the_sam
     caplog.set_level(logging.CRITICAL)
     await bench.topic.create(2)
     await bench.topic.put(("a", "1"))
-    settings = {"session_timeout_ms": 1000, "heartbeat_interval_ms": 200, "max_poll_interval_ms": 1500}
+    settings = {"session_timeout_ms": 2000, "heartbeat_interval_ms": 200, "max_poll_interval_ms": 2500}
     first = await bench.loop(GatedWork("from the first", held=True), settings=settings)
     await eventually(lambda: first.work.runs)
     second = await bench.loop(GatedWork("from the second"), settings=settings)
     await eventually(lambda: 0 in second.assigned)
+    await asyncio.sleep(2.5)  # the client looks at its own interval now and then only
     first.work.may_end.set()
 
     ends = await second.ended(1)
