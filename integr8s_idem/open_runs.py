@@ -89,11 +89,16 @@ class OpenRun:
             LeaseLostError: It came from us.
         """
         if self._lost:
-            assert self._owner is not None
             assert self._pass is not None
-            self._owner.uncancel()
+            self._take_back()
             self._pass.result()
             raise ApplicationError("a run has ended before its work")
+
+    def _take_back(self) -> None:
+        """The owner was cancelled for the sake of a run that is over; it goes on as if nobody had."""
+        assert self._owner is not None
+        self._lost = False
+        self._owner.uncancel()
 
     async def finish(self, value: object) -> Outcome[Any]:
         """The work is done.
@@ -115,6 +120,8 @@ class OpenRun:
     async def _settle(self, tell: Callable[[], None]) -> Outcome[Any]:
         assert self._pass is not None, "the run has begun"
         self._told = True
+        if self._lost:  # and the work did not heed it
+            self._take_back()
         if not self._end.done():
             tell()
         return await asyncio.shield(self._pass)

@@ -6,6 +6,7 @@ Needs the extra `embedded`: its Kafka is an emulator.
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
@@ -31,11 +32,13 @@ async def consume(servers: str, manager: IdempotencyManager, count: int) -> None
     )
     await consumer.start()
     try:
-        async for delivery in guarded(consumer, manager, key=by_header("event_id")):
-            print(await delivery.run(charge))
-            count -= 1
-            if not count:
-                break
+        # Closing the loop commits what is done.
+        async with aclosing(guarded(consumer, manager, key=by_header("event_id"))) as deliveries:
+            async for delivery in deliveries:
+                print(await delivery.run(charge))
+                count -= 1
+                if not count:
+                    break
     finally:
         await consumer.stop()
 

@@ -2,15 +2,18 @@
 
 consumer = AIOKafkaConsumer("orders", group_id="billing", enable_auto_commit=False)
 await consumer.start()
-async for delivery in guarded(consumer, manager, key=by_header("event_id")):
-    await delivery.run(charge)              # charge(record), once per key, over all restarts
+async with contextlib.aclosing(guarded(consumer, manager, key=by_header("event_id"))) as deliveries:
+    async for delivery in deliveries:
+        await delivery.run(charge)          # charge(record), once per key, over all restarts
+
+Closing commits what is done; without it, that comes again and is found done.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -52,7 +55,7 @@ async def guarded(
     ttl: timedelta | None = None,
     given_up: GivenUp | None = None,
     commit_interval: timedelta = COMMIT_INTERVAL,
-) -> AsyncIterator[Delivery]:
+) -> AsyncGenerator[Delivery, None]:
     """The records of a consumer that was started, one after the other, each to be done by `delivery.run`.
 
     Args:
@@ -60,7 +63,8 @@ async def guarded(
         ttl: How long an outcome is remembered, by the store's clock; longer than the topic keeps records.
         given_up: Takes records whose work has failed for good; they are committed then.  Without it `run` raises, and
             they are not.
-        commit_interval: How often offsets are committed, by this process's clock.
+        commit_interval: How often offsets are committed, by this process's clock.  Not much below a second: a commit
+            in the midst of a rebalance makes aiokafka join anew.
 
     Raises:
         ApplicationError: The consumer commits by itself, or a delivery was neither run nor skipped.
@@ -81,14 +85,17 @@ async def guarded(
                     if partition not in consumer.assignment():
                         break  # its next owner does it
                     delivery = Delivery(consumer, manager, record, key, ttl, given_up)
-                    yield delivery
+                    try:
+                        yield delivery
+                    finally:  # the loop may be left with it
+                        if delivery.settled:
+                            behind.settled[partition] = record.offset + 1
                     if not delivery.settled:
                         failures += 1
                         _go_back(consumer, partition, delivery)
                         await asyncio.sleep(pause_after(failures))
                         break
                     failures = 0
-                    behind.settled[partition] = record.offset + 1
                     await behind.commit_if_due()
             await behind.commit_if_due()
     finally:
@@ -204,7 +211,7 @@ class Delivery:
 
     async def _wait(self) -> None:
         """Wait a moment, and stay in the group by polling meanwhile."""
-        ours = self._consumer.assignment()
+        ours = self._consumer.assignment() - self._consumer.paused()
         self._consumer.pause(*ours)
         fetched: dict[Any, Any] = await self._consumer.getmany(timeout_ms=int(_LOOK * 1000))
         for partition, records in fetched.items():

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
-from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from integr8s_idem.callers import Here, in_a_loop, own_loop, wait_for
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
@@ -77,6 +78,7 @@ def guarded(
     ttl: timedelta | None = None,
     given_up: GivenUp | None = None,
     commit_interval: timedelta = COMMIT_INTERVAL,
+    stop: threading.Event | None = None,
 ) -> Iterator[Delivery]:
     """The messages of a consumer that has subscribed, one after the other, each to be done by `delivery.run`.
 
@@ -88,6 +90,7 @@ def guarded(
         given_up: Takes messages whose work has failed for good; they are committed then.  Without it `run` raises,
             and they are not.
         commit_interval: How often offsets are committed, by this process's clock.
+        stop: Once it is set, by another thread or a handler of signals, the loop ends, also while no message comes.
 
     Raises:
         ApplicationError: It is called in an event loop's thread, or a delivery was neither run nor skipped.
@@ -98,27 +101,47 @@ def guarded(
     behind = _Behind(consumer, commit_interval.total_seconds())
     failures = 0
     try:
-        while True:
+        while stop is None or not stop.is_set():
             message = consumer.poll(_POLL)
             behind.commit_if_due()
-            if message is None:
-                continue
-            if (error := message.error()) is not None:
-                if error.fatal() or not error.retriable():
-                    raise KafkaException(error)
-                logger.warning("%s", error)
+            if message is None or _is_told(message.error()):
                 continue
             delivery = Delivery(consumer, manager, message, key, ttl, given_up)
-            yield delivery
+            try:
+                yield delivery
+            finally:  # the loop may be left with it
+                if delivery.settled:
+                    behind.settle(delivery.record)
             if delivery.settled:
                 failures = 0
-                behind.settle(delivery.record)
             else:
                 failures += 1
                 _go_back(consumer, delivery)
                 time.sleep(pause_after(failures))
     finally:
         behind.commit()
+
+
+_PASSING: Final = frozenset(
+    (KafkaError._MAX_POLL_EXCEEDED, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._TRANSPORT, KafkaError._TIMED_OUT)  # noqa: SLF001
+)
+"""What the consumer goes on after: it joins its group again, and looks again for a topic that is not there yet."""
+
+
+def _is_told(error: KafkaError | None) -> bool:
+    """Whether what came is no message, but an error that passes.
+
+    Raises:
+        KafkaException: It is one that does not.
+    """
+    if error is None:
+        return False
+    if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
+        return True
+    if error.fatal() or not (error.retriable() or error.code() in _PASSING):
+        raise KafkaException(error)
+    logger.warning("%s", error)
+    return True
 
 
 def _go_back(consumer: Consumer, delivery: Delivery) -> None:
@@ -154,17 +177,16 @@ class _Behind:
             self.commit()
 
     def commit(self) -> None:
-        offsets = [
-            TopicPartition(topic, partition, offset)
-            for (topic, partition), offset in self._settled.items()
-            if _is_ours(self._consumer, topic, partition)
-        ]
-        self._settled.clear()
-        if not offsets:
-            return
+        settled, self._settled = self._settled, {}
         try:
-            self._consumer.commit(offsets=offsets, asynchronous=False)
-        except KafkaException as error:
+            offsets = [
+                TopicPartition(topic, partition, offset)
+                for (topic, partition), offset in settled.items()
+                if _is_ours(self._consumer, topic, partition)
+            ]
+            if offsets:
+                self._consumer.commit(offsets=offsets, asynchronous=False)
+        except (KafkaException, RuntimeError) as error:  # the latter where the consumer was closed before the loop
             # They come again, to us or to the next owner, and are found done.
             logger.warning("offsets were not committed: %s", error)
 
@@ -251,4 +273,5 @@ class Delivery:
             # What has come nevertheless, of a partition that is new, is to come again.
             place = _Record.of(come)
             self._consumer.seek(TopicPartition(place.topic, place.partition, place.offset))
-        self._consumer.resume([each for each in ours if _is_ours(self._consumer, each.topic, each.partition)])
+        # Those that a rebalance has taken meanwhile, too: if they come back, they would be paused still.
+        self._consumer.resume(ours)

@@ -20,6 +20,7 @@ from integr8s_idem.errors import CorruptRecordError, InvalidKeyError, KeyReusedE
 from integr8s_idem.keys import fingerprint
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import Completed, Corrupt, Failed, KeyReused
+from integr8s_idem.results import encode_result
 from integr8s_idem.work import Executed, HandlerFailed, Outcome, Work
 
 FIRST_PAUSE: Final = 0.2
@@ -69,7 +70,17 @@ def by_position(record: Record) -> str:
 def work_of(manager: IdempotencyManager, record: Record, key: KeyOf, ttl: timedelta | None) -> Work:
     """The work of `record`; its body is what a second use of the key must bring again."""
     checked = None if ttl is None else manager.checked_ttl(ttl)
-    return Work(manager.space.key(key(record)), fingerprint(record.value or b""), checked)
+    return Work(manager.space.key(key(record)), _fingerprint_of(record.value), checked)
+
+
+def _fingerprint_of(body: object) -> bytes | None:
+    """Of what came, or of what the consumer's own deserializer has made of it, if that can be written."""
+    if body is None or isinstance(body, bytes):
+        return fingerprint(body or b"")
+    try:
+        return fingerprint(encode_result(body).body)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

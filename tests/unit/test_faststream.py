@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from dishka import Provider, Scope, make_async_container, provide
 from dishka_faststream import FromDishka, inject, setup_dishka
 from faststream import AckPolicy, BaseMiddleware
 from faststream.kafka import KafkaBroker, KafkaMessage, KafkaResponse, TestKafkaBroker
+from faststream.message import AckStatus
 from pydantic import BaseModel
 
 from integr8s_idem import IdempotencyManager
@@ -341,3 +343,48 @@ async def test_a_handler_whose_lease_is_lost_is_stopped_and_its_message_comes_ag
         shop.store.down = set()
         await shop.place()
     assert shop.charged == ["7", "7"]
+
+
+async def test_a_duplicate_whose_result_is_gone_is_acknowledged_and_not_run() -> None:
+    shop, statuses = Shop(max_result_size_bytes=10), list[Any]()
+
+    class Watch(BaseMiddleware[Any, Any]):
+        async def consume_scope(self, call_next: Any, msg: Any) -> Any:
+            statuses.append(msg)
+            return await call_next(msg)
+
+    shop.broker = KafkaBroker(middlewares=[Watch, shop.guard])
+
+    @_guarded(shop)
+    async def charge(order: Order, message: KafkaMessage) -> str:
+        shop.charged.append(order.order_id)
+        return "x" * 100
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+    assert shop.charged == ["7"]
+    assert [message.committed for message in statuses] == [AckStatus.ACKED] * 2
+    assert not shop.given_up
+
+
+async def test_a_handler_that_heeds_no_cancellation_leaves_its_consumer_uncancelled() -> None:
+    shop = Shop(processing_timeout_seconds=0.5)
+
+    @_guarded(shop)
+    async def charge(order: Order) -> None:
+        shop.charged.append(order.order_id)
+        if len(shop.charged) == 1:
+            shop.store.down = {"renew"}
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    this = asyncio.current_task()
+    assert this is not None
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        assert this.cancelling() == 0
+        shop.store.down = set()
+        await shop.place()
+    assert shop.charged == ["7", "7"]
+    assert await shop.statuses() == [IdempotencyStatus.COMPLETED]

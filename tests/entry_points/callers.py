@@ -1,0 +1,289 @@
+"""Entries that a caller awaits, or calls: the decorator, `run`, batches, dispatchers, steps."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+from integr8s_idem import BaseEvent, EventRouter
+from integr8s_idem.decorator import idempotent
+from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.errors import StoreUnavailableError
+from integr8s_idem.keys import fingerprint
+from integr8s_idem.records import Completed, Failed, InProgress, KeyReused, Reserved
+from integr8s_idem.routing import BatchCall, HandlerCall, RegisteredHandler
+from integr8s_idem.steps import Once
+from integr8s_idem.work import Executed, HandlerFailed, Outcome
+from tests.entry_points.entry import Answer, Case, Entry, Process, Sees, answer_of, replayed
+from tests.support.gated import Run
+
+
+class Caller(Entry):
+    """A call that returns the value or raises."""
+
+    async def send(self, key: str, payload: str = "p") -> Answer:
+        try:
+            return Answer(Sees.VALUE, await self.call(key, payload))
+        except Exception as error:  # noqa: BLE001  # told apart there
+            return answer_of(error)
+
+    @abstractmethod
+    async def call(self, key: str, payload: str) -> Any: ...
+
+
+class ManagerRun(Caller):
+    name = "run"
+    label = "`manager.run`"
+
+    async def call(self, key: str, payload: str) -> Any:
+        async def work() -> Any:
+            return await self.work(self.run_here(payload))
+
+        return await self.manager.run(key, work, fingerprint=fingerprint(payload.encode()))
+
+
+class Decorated(Caller):
+    name = "decorator"
+    label = "`@idempotent`, `async def`"
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+
+        @idempotent(key="{key}", fingerprint=["payload"], manager=self.manager)
+        async def function(key: str, payload: str) -> Any:
+            return await self.work(self.run_here(payload))
+
+        self.call = function  # type: ignore[method-assign]
+
+    async def call(self, key: str, payload: str) -> Any: ...
+
+
+class DecoratedPlain(Entry):
+    name = "decorator-plain"
+    label = "`@idempotent`, `def`"
+    in_threads = True
+    words: ClassVar = {Sees.CANCELLED: "`KeyboardInterrupt`"}
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+
+        @idempotent(key="{key}", fingerprint=["payload"], manager=self.manager)
+        def function(key: str, payload: str) -> Any:
+            return self.work.here(self.run_here(payload))
+
+        self._function = function
+
+    async def send(self, key: str, payload: str = "p") -> Answer:
+        return await asyncio.to_thread(self._call, key, payload)
+
+    def _call(self, key: str, payload: str) -> Answer:
+        try:
+            return Answer(Sees.VALUE, self._function(key, payload))
+        except KeyboardInterrupt:
+            self.work.interrupted.clear()
+            return Answer(Sees.CANCELLED)
+        except Exception as error:  # noqa: BLE001  # told apart there
+            return answer_of(error)
+
+    async def cancel(self, sending: asyncio.Task[Answer]) -> None:
+        # Nothing cancels a thread; what ends its work before the time is Ctrl-C.
+        self.work.interrupted.set()
+
+
+class BatchVerbs(Entry):
+    """A loop of one's own over `acquire_batch`, `confirm_batch` and `release_batch`, as its page shows it."""
+
+    name = "batch-verbs"
+    label = "`acquire_batch` …"
+    sees: ClassVar = {
+        Case.TWO_AT_ONCE: (Sees.CONFLICT, Sees.VALUE),
+        Case.CRASH: (Sees.CONFLICT, Sees.VALUE),
+        # The verbs count attempts; to give up is the caller's to decide, by `fail`.
+        Case.FAILURES: (Sees.ERROR,),
+        # The store refuses one call; to write the outcome again is the caller's.
+        Case.DOWN_AFTER: (Sees.DOWN, Sees.VALUE),
+        # Written again when the store is back, it stands, unless somebody has taken the key over meanwhile.
+        Case.DOWN_FOR_LONG: (Sees.DOWN, Sees.VALUE),
+        # What is held is not given back by itself.
+        Case.CANCELLED: (Sees.CANCELLED, Sees.CONFLICT, Sees.VALUE),
+    }
+    words: ClassVar = {
+        Sees.CONFLICT: "`InProgress`",
+        Sees.REUSED: "`KeyReused`",
+        Sees.LOST: "`False`",
+        Sees.DROPPED: "`Completed` without result",
+    }
+    cancel_lease = 1.0
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        self._unconfirmed: dict[str, tuple[Reserved, Any]] = {}
+
+    async def send(self, key: str, payload: str = "p") -> Answer:
+        try:
+            if key in self._unconfirmed:
+                return await self._confirm(key)
+            [verdict] = (await self.manager.acquire_batch([key], fingerprint=lambda _: _mark(payload))).values()
+        except StoreUnavailableError:
+            return Answer(Sees.DOWN)
+        match verdict:
+            case Reserved():
+                return await self._do(key, payload, verdict)
+            case Completed():
+                return replayed(verdict)
+            case InProgress():
+                return Answer(Sees.CONFLICT)
+            case KeyReused():
+                return Answer(Sees.REUSED)
+            case _:
+                raise AssertionError(verdict)
+
+    async def _do(self, key: str, payload: str, mine: Reserved) -> Answer:
+        try:
+            value = await self.work(Run(payload, mine.attempt, mine.fence))
+        except OSError as error:
+            await self.manager.release_batch([mine])
+            return answer_of(error)
+        self._unconfirmed[key] = mine, value
+        try:
+            return await self._confirm(key)
+        except StoreUnavailableError:
+            return Answer(Sees.DOWN)
+
+    async def _confirm(self, key: str) -> Answer:
+        mine, value = self._unconfirmed[key]
+        [ours] = await self.manager.confirm_batch({mine: value})
+        del self._unconfirmed[key]
+        return Answer(Sees.VALUE, value) if ours else Answer(Sees.LOST)
+
+
+def _mark(payload: str) -> bytes:
+    return fingerprint(payload.encode())
+
+
+class Sent(BaseEvent):
+    event_type: Literal["sent"] = "sent"
+    payload: str
+
+
+class Dispatcher(Entry):
+    """`dispatch` makes one try, and says what came of it; a worker stands behind it."""
+
+    name = "dispatcher"
+    label = "`dispatcher.dispatch`"
+    sees: ClassVar = {
+        # It makes one pass; its caller waits, or pauses a partition.
+        Case.TWO_AT_ONCE: (Sees.CONFLICT, Sees.VALUE),
+        Case.CRASH: (Sees.CONFLICT, Sees.VALUE),
+        Case.DOWN_FOR_LONG: (Sees.UNSTORED, Sees.CONFLICT, Sees.VALUE),
+    }
+    words: ClassVar = {
+        Sees.CONFLICT: "`InProgress`",
+        Sees.ERROR: "`HandlerFailed`",
+        Sees.GIVEN_UP: "`HandlerFailed`, given up",
+        Sees.REUSED: "`KeyReused`",
+        Sees.DROPPED: "`Completed` without result",
+    }
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        router = EventRouter()
+        self.declare(router)
+        self._dispatcher = IdempotentEventDispatcher(router, self.manager, invoke=self.invoke)
+
+    def declare(self, router: EventRouter) -> None:
+        async def handle(event: Sent) -> Any:
+            raise AssertionError("invoke stands in for it")
+
+        router.on(Sent)(handle)
+
+    async def invoke(self, registered: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
+        assert isinstance(call, HandlerCall)
+        assert isinstance(call.event, Sent)
+        return await self.work(Run(call.event.payload, call.attempt.number, call.attempt.fence))
+
+    async def send(self, key: str, payload: str = "p") -> Answer:
+        try:
+            [outcome] = await self._dispatcher.dispatch(Sent(event_id=key, payload=payload))
+        except Exception as error:  # noqa: BLE001  # told apart there
+            return answer_of(error)
+        return _answer_to(outcome)
+
+
+def _answer_to(outcome: Outcome[Any]) -> Answer:
+    match outcome:
+        case Executed():
+            return Answer(Sees.VALUE, outcome.value)
+        case Completed():
+            return replayed(outcome)
+        case HandlerFailed():
+            return Answer(Sees.GIVEN_UP) if outcome.given_up else answer_of(outcome.error)
+        case Failed():
+            return Answer(Sees.GIVEN_UP)
+        case InProgress():
+            return Answer(Sees.CONFLICT)
+        case KeyReused():
+            return Answer(Sees.REUSED)
+        case _:
+            raise AssertionError(outcome)
+
+
+class BatchHandler(Dispatcher):
+    """A handler that takes many events at once; each has its own key."""
+
+    name = "batch-handler"
+    label = "`@router.on_batch`"
+
+    def declare(self, router: EventRouter) -> None:
+        async def handle(events: list[Sent]) -> Any:
+            raise AssertionError("invoke stands in for it")
+
+        router.on_batch(Sent, max_wait=timedelta(milliseconds=5))(handle)
+
+    async def invoke(self, registered: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
+        assert isinstance(call, BatchCall)
+        results = []
+        for event, attempt in zip(call.events, call.batch.attempts, strict=True):
+            assert isinstance(event, Sent)
+            results.append(await self.work(Run(event.payload, attempt.number, attempt.fence)))
+        return results
+
+
+class Step(Caller):
+    """A step within a run: the case's work is the step."""
+
+    name = "step-at-least-once"
+    label = "a step `at_least_once`"
+    once: ClassVar = Once.AT_LEAST_ONCE
+    sees: ClassVar = {
+        # The unit's lease ends no later than the step's.
+        Case.DOWN_FOR_LONG: (Sees.LOST, Sees.VALUE),
+    }
+
+    async def call(self, key: str, payload: str) -> Any:
+        async def step() -> Any:
+            return await self.work(self.run_here(payload))
+
+        async def unit() -> Any:
+            return await self.manager.steps().run("effect", step, once=self.once)
+
+        return await self.manager.run(key, unit, fingerprint=fingerprint(payload.encode()))
+
+
+class StepAtMostOnce(Step):
+    """What was begun, and whose end is not known, is not done again: the unit is given up."""
+
+    name = "step-at-most-once"
+    label = "a step `at_most_once`"
+    once = Once.AT_MOST_ONCE
+    repeats = False
+    sees: ClassVar = {
+        Case.CRASH: (Sees.GIVEN_UP,),
+        Case.FAILURE: (Sees.ERROR, Sees.GIVEN_UP),
+        Case.ZOMBIE: (Sees.LOST, Sees.GIVEN_UP),
+        Case.DOWN_FOR_LONG: (Sees.LOST, Sees.GIVEN_UP),
+        Case.CANCELLED: (Sees.CANCELLED, Sees.GIVEN_UP),
+    }
+    words: ClassVar = {Sees.GIVEN_UP: "`StepInterruptedError`"}
