@@ -29,7 +29,7 @@ from integr8s_idem.errors import (
 from integr8s_idem.keys import LAST_GENERATION, Key, KeySpace, generation_key
 from integr8s_idem.leases import LeaseKeeper
 from integr8s_idem.ledger import Ledger
-from integr8s_idem.passes import Passes
+from integr8s_idem.passes import Passes, Run
 from integr8s_idem.records import (
     Completed,
     Completion,
@@ -243,19 +243,38 @@ class IdempotencyManager:
 
     # Doing work once.
 
+    def attempt(self) -> Attempt:
+        """The run that calls this: its number, its fence, and keys for what it does downstream.
+
+        For work that is not handed it: a decorated function, an endpoint, FastStream's handlers.
+
+        Raises:
+            ApplicationError: Nothing of this manager's is under way here.  In a batch of FastStream's several things
+                are, and none of them is meant.
+        """
+        return self._under_way()[1].attempt
+
     def steps(self) -> Steps:
         """The steps of the run that calls this: parts of its work that a later run does not repeat.
 
         Raises:
             ApplicationError: Nothing of this manager's is under way here.
         """
-        run = self.passes.current_run()
-        if run is None:
-            raise ApplicationError("steps are parts of work that is under way: ask for them within manager.run(…)")
+        manager, run = self._under_way()
         if run.steps is None:
-            run.steps = Steps(self.space, self.passes, self.repository, run)
+            run.steps = Steps(manager.space, manager.passes, manager.repository, run)
         assert isinstance(run.steps, Steps)
         return run.steps
+
+    def _under_way(self) -> tuple[IdempotencyManager, Run]:
+        """The run that calls, and whose it is: ours, or that of the same manager in another scope."""
+        for manager in (self, *self._in_scopes.values()):
+            if (run := manager.passes.current_run()) is not None:
+                return manager, run
+        raise ApplicationError(
+            f"nothing that the manager of {self.scope} guards is under way here: ask within manager.run(…), or within "
+            "whatever else it guards"
+        )
 
     @asynccontextmanager
     async def in_transaction(self, held: Any) -> AsyncIterator[None]:

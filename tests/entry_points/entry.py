@@ -199,9 +199,8 @@ class Entry(ABC):
 
     def run_here(self, payload: str) -> Run:
         """The run that the calling code is part of."""
-        run = self.manager.passes.current_run()
-        assert run is not None
-        return Run(payload, run.attempt.number, run.attempt.fence)
+        attempt = self.manager.attempt()
+        return Run(payload, attempt.number, attempt.fence)
 
     @classmethod
     def expected(cls, case: Case) -> Seen:

@@ -140,9 +140,8 @@ class Loop(ABC):
         self.ends.append(End(record.partition, record.offset, value, error, given_up))
 
     def _run(self, value: bytes | None) -> Run:
-        run = self.manager.passes.current_run()
-        assert run is not None
-        return Run((value or b"").decode(), run.attempt.number, run.attempt.fence)
+        attempt = self.manager.attempt()
+        return Run((value or b"").decode(), attempt.number, attempt.fence)
 
     def _is_last(self) -> bool:
         return self.most is not None and len(self.ends) >= self.most

@@ -85,6 +85,7 @@ async def a_step_has_the_type_of_its_function(steps: Steps, manager: Idempotency
 
     assert_type(await steps.run("reserve", reserve, "7"), list[int])
     assert_type(await steps.run("again", reserve, "7", once="at_most_once"), list[int])
+    assert_type(manager.attempt().key_for("ship"), str)
     assert_type(await manager.steps().run("ship", reserve, order_id="7", once=Once.AT_MOST_ONCE), list[int])
 
 

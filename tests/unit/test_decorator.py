@@ -373,6 +373,40 @@ def test_a_plain_function_runs_once_in_its_callers_thread() -> None:
     assert ran_in == [threading.current_thread().name]
 
 
+@pytest.mark.parametrize("scope", [None, "refunds"])
+async def test_a_function_can_ask_for_its_attempt(scope: str | None) -> None:
+    manager, seen = _manager(), list[tuple[str, int]]()
+
+    @idempotent(key="refund:{number}", manager=manager, scope=scope)
+    async def refund(number: int) -> None:
+        await note(number)
+        seen.append((manager.attempt().label, manager.attempt().number))
+        if len(seen) == 2:
+            raise ConnectionError
+
+    @idempotent(key="note:{number}", manager=manager)
+    async def note(number: int) -> None:
+        seen.append((manager.attempt().label, manager.attempt().number))
+
+    with pytest.raises(ConnectionError):
+        await refund(1)
+    await refund(1)
+
+    assert seen == [("note:1", 1), ("refund:1", 1), ("refund:1", 2)]
+    with pytest.raises(ApplicationError, match="under way here"):
+        manager.attempt()
+
+
+def test_a_plain_function_can_ask_for_its_attempt() -> None:
+    manager = _manager()
+
+    @idempotent(key="refund:{number}", manager=manager)
+    def refund(number: int) -> str:
+        return manager.attempt().key_for("charge")
+
+    assert refund(1) == refund(1)
+
+
 def test_a_plain_method_and_falsy_results_replay() -> None:
     class Billing:
         runs = 0
