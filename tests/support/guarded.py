@@ -48,6 +48,11 @@ def guarded(
     return Guarded(IdempotencyManager(settings, store, observer, scope=scope, owner=owner), store, observer)
 
 
+def plain_manager(**config: Any) -> IdempotencyManager:
+    """A manager with a store of its own, in real time."""
+    return IdempotencyManager(IdempotencyConfig(**config), MemoryIdempotencyRepository(), scope="billing")
+
+
 @dataclass(slots=True)
 class Job:
     """A function to run, that counts and can be told how to end."""

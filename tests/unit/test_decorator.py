@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 import typing
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
@@ -16,8 +14,8 @@ import pytest
 from dishka import Provider, Scope, make_async_container
 from pydantic import BaseModel
 
-from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
-from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress
+from integr8s_idem import IdempotencyManager
+from integr8s_idem.config import OnFailure, OnInProgress
 from integr8s_idem.decorator import idempotent
 from integr8s_idem.errors import (
     ApplicationError,
@@ -28,7 +26,7 @@ from integr8s_idem.errors import (
 )
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.testing.virtual_time import virtual_time
-from tests.support.guarded import guarded
+from tests.support.guarded import guarded, plain_manager
 
 
 class Refund(BaseModel):
@@ -39,10 +37,6 @@ class Refund(BaseModel):
 @dataclass
 class Receipt:
     number: int
-
-
-def _manager(**config: Any) -> IdempotencyManager:
-    return IdempotencyManager(IdempotencyConfig(**config), MemoryIdempotencyRepository(), scope="billing")
 
 
 @virtual_time
@@ -320,7 +314,7 @@ def test_what_cannot_be_guarded_is_refused_at_decoration() -> None:
     with pytest.raises(ApplicationError, match="a ttl means nothing"):
         idempotent(key="{name}", re_execute_on_read=True, ttl=timedelta(days=1))
     with pytest.raises(ApplicationError, match="not both"):
-        idempotent(key="{name}", manager=_manager(), container=make_async_container())
+        idempotent(key="{name}", manager=plain_manager(), container=make_async_container())
 
 
 async def test_without_a_manager_a_call_says_how_to_name_one() -> None:
@@ -346,7 +340,7 @@ async def test_a_manager_among_the_arguments_comes_first() -> None:
 
 async def test_a_container_gives_the_manager() -> None:
     provider = Provider(scope=Scope.APP)
-    provider.provide(_manager, provides=IdempotencyManager)
+    provider.provide(lambda: plain_manager(), provides=IdempotencyManager)
     container = make_async_container(provider)
 
     @idempotent(key="{name}", container=container)
@@ -361,21 +355,9 @@ async def test_a_container_gives_the_manager() -> None:
 # Plain functions.
 
 
-def test_a_plain_function_runs_once_in_its_callers_thread() -> None:
-    ran_in: list[str] = []
-
-    @idempotent(key="{name}", manager=_manager())
-    def work(name: str) -> Receipt:
-        ran_in.append(threading.current_thread().name)
-        return Receipt(len(name))
-
-    assert work("abc") == work("abc") == Receipt(3)
-    assert ran_in == [threading.current_thread().name]
-
-
 @pytest.mark.parametrize("scope", [None, "refunds"])
 async def test_a_function_can_ask_for_its_attempt(scope: str | None) -> None:
-    manager, seen = _manager(), list[tuple[str, int]]()
+    manager, seen = plain_manager(), list[tuple[str, int]]()
 
     @idempotent(key="refund:{number}", manager=manager, scope=scope)
     async def refund(number: int) -> None:
@@ -395,122 +377,3 @@ async def test_a_function_can_ask_for_its_attempt(scope: str | None) -> None:
     assert seen == [("note:1", 1), ("refund:1", 1), ("refund:1", 2)]
     with pytest.raises(ApplicationError, match="under way here"):
         manager.attempt()
-
-
-def test_a_plain_function_can_ask_for_its_attempt() -> None:
-    manager = _manager()
-
-    @idempotent(key="refund:{number}", manager=manager)
-    def refund(number: int) -> str:
-        return manager.attempt().key_for("charge")
-
-    assert refund(1) == refund(1)
-
-
-def test_a_plain_method_and_falsy_results_replay() -> None:
-    class Billing:
-        runs = 0
-
-        @idempotent(key="{order_id}", manager=_manager())
-        def charge(self, order_id: str) -> int | None:
-            self.runs += 1
-            return None
-
-    billing = Billing()
-    assert billing.charge("1") is billing.charge("1") is None
-    assert billing.runs == 1
-
-
-def test_of_many_threads_one_runs_a_plain_function_and_all_have_its_result() -> None:
-    begun, go, runs = threading.Event(), threading.Event(), []
-
-    @idempotent(key="{name}", manager=_manager(), lock_timeout=timedelta(seconds=60))
-    def work(name: str) -> int:
-        runs.append(name)
-        begun.set()
-        assert go.wait(60)
-        return len(runs)
-
-    with ThreadPoolExecutor(16) as threads:
-        results = [threads.submit(work, "x") for _ in range(16)]
-        assert begun.wait(60)
-        go.set()
-        assert [result.result(60) for result in results] == [1] * 16
-
-
-def test_a_plain_functions_failure_is_raised_where_it_was_called() -> None:
-    runs = []
-
-    @idempotent(key="{name}", manager=_manager())
-    def work(name: str) -> int:
-        runs.append(name)
-        if len(runs) == 1:
-            raise OSError("no")
-        return len(runs)
-
-    with pytest.raises(OSError, match="no"):
-        work("x")
-    assert work("x") == 2
-
-
-def test_a_plain_function_that_is_interrupted_gives_its_key_back() -> None:
-    manager, runs = _manager(), []
-
-    @idempotent(key="{name}", manager=manager, lock_timeout=timedelta(seconds=60))
-    def work(name: str) -> int:
-        runs.append(name)
-        if len(runs) == 1:
-            raise KeyboardInterrupt
-        return len(runs)
-
-    with pytest.raises(KeyboardInterrupt):
-        work("x")
-    assert work("x") == 2
-
-
-def test_guarded_plain_functions_call_each_other_and_never_themselves() -> None:
-    manager = _manager()
-
-    @idempotent(key="inner:{name}", manager=manager)
-    def inner(name: str) -> str:
-        return name
-
-    @idempotent(key="outer:{name}", manager=manager)
-    def outer(name: str) -> str:
-        return inner(name) + inner(name)
-
-    @idempotent(key="{name}", manager=manager)
-    def itself(name: str) -> None:
-        itself(name)
-
-    assert outer("x") == "xx"
-    with pytest.raises(ApplicationError, match="within its own run"):
-        itself("x")
-
-
-async def test_a_plain_function_is_refused_in_the_loops_thread_and_works_beside_it() -> None:
-    manager = _manager()
-
-    @idempotent(key="{name}", manager=manager)
-    def work(name: str) -> str:
-        return threading.current_thread().name
-
-    with pytest.raises(ApplicationError, match=r"await asyncio.to_thread\(work, …\)"):
-        work("x")
-    await manager.run("other", _nothing)
-    first = await asyncio.to_thread(work, "x")
-    assert first == await asyncio.to_thread(work, "x") != threading.current_thread().name
-
-
-async def _nothing() -> None: ...
-
-
-def test_a_plain_function_finds_its_manager_in_a_container() -> None:
-    provider = Provider(scope=Scope.APP)
-    provider.provide(_manager, provides=IdempotencyManager)
-
-    @idempotent(key="{name}", container=make_async_container(provider))
-    def work(name: str) -> str:
-        return name
-
-    assert work("x") == work("x") == "x"

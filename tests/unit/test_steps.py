@@ -459,7 +459,7 @@ async def test_misuse_is_told() -> None:
         await process.unit(lambda steps: steps.run("plain", plain, "1"), "order:3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is not a valid Once"):
         await process.unit(lambda steps: steps.run("x", effects.reserve, "1", once="twice"), "order:4")
-    with pytest.raises(ApplicationError, match="nothing that the manager of .* guards is under way here"):
+    with pytest.raises(ApplicationError, match="guards is under way here"):
         process.here.manager.steps()
 
 

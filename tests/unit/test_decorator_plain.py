@@ -1,0 +1,155 @@
+"""`@idempotent` on plain functions: once per key, in the thread that calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+from dishka import Provider, Scope, make_async_container
+
+from integr8s_idem import IdempotencyManager
+from integr8s_idem.decorator import idempotent
+from integr8s_idem.errors import (
+    ApplicationError,
+)
+from tests.support.guarded import plain_manager
+
+
+@dataclass
+class Receipt:
+    number: int
+
+
+def test_a_plain_function_runs_once_in_its_callers_thread() -> None:
+    ran_in: list[str] = []
+
+    @idempotent(key="{name}", manager=plain_manager())
+    def work(name: str) -> Receipt:
+        ran_in.append(threading.current_thread().name)
+        return Receipt(len(name))
+
+    assert work("abc") == work("abc") == Receipt(3)
+    assert ran_in == [threading.current_thread().name]
+
+
+def test_a_plain_function_can_ask_for_its_attempt() -> None:
+    manager = plain_manager()
+
+    @idempotent(key="refund:{number}", manager=manager)
+    def refund(number: int) -> str:
+        return manager.attempt().key_for("charge")
+
+    assert refund(1) == refund(1)
+
+
+def test_a_plain_method_and_falsy_results_replay() -> None:
+    class Billing:
+        runs = 0
+
+        @idempotent(key="{order_id}", manager=plain_manager())
+        def charge(self, order_id: str) -> int | None:
+            self.runs += 1
+            return None
+
+    billing = Billing()
+    assert billing.charge("1") is billing.charge("1") is None
+    assert billing.runs == 1
+
+
+def test_of_many_threads_one_runs_a_plain_function_and_all_have_its_result() -> None:
+    begun, go, runs = threading.Event(), threading.Event(), []
+
+    @idempotent(key="{name}", manager=plain_manager(), lock_timeout=timedelta(seconds=60))
+    def work(name: str) -> int:
+        runs.append(name)
+        begun.set()
+        assert go.wait(60)
+        return len(runs)
+
+    with ThreadPoolExecutor(16) as threads:
+        results = [threads.submit(work, "x") for _ in range(16)]
+        assert begun.wait(60)
+        go.set()
+        assert [result.result(60) for result in results] == [1] * 16
+
+
+def test_a_plain_functions_failure_is_raised_where_it_was_called() -> None:
+    runs = []
+
+    @idempotent(key="{name}", manager=plain_manager())
+    def work(name: str) -> int:
+        runs.append(name)
+        if len(runs) == 1:
+            raise OSError("no")
+        return len(runs)
+
+    with pytest.raises(OSError, match="no"):
+        work("x")
+    assert work("x") == 2
+
+
+def test_a_plain_function_that_is_interrupted_gives_its_key_back() -> None:
+    manager, runs = plain_manager(), []
+
+    @idempotent(key="{name}", manager=manager, lock_timeout=timedelta(seconds=60))
+    def work(name: str) -> int:
+        runs.append(name)
+        if len(runs) == 1:
+            raise KeyboardInterrupt
+        return len(runs)
+
+    with pytest.raises(KeyboardInterrupt):
+        work("x")
+    assert work("x") == 2
+
+
+def test_guarded_plain_functions_call_each_other_and_never_themselves() -> None:
+    manager = plain_manager()
+
+    @idempotent(key="inner:{name}", manager=manager)
+    def inner(name: str) -> str:
+        return name
+
+    @idempotent(key="outer:{name}", manager=manager)
+    def outer(name: str) -> str:
+        return inner(name) + inner(name)
+
+    @idempotent(key="{name}", manager=manager)
+    def itself(name: str) -> None:
+        itself(name)
+
+    assert outer("x") == "xx"
+    with pytest.raises(ApplicationError, match="within its own run"):
+        itself("x")
+
+
+async def test_a_plain_function_is_refused_in_the_loops_thread_and_works_beside_it() -> None:
+    manager = plain_manager()
+
+    @idempotent(key="{name}", manager=manager)
+    def work(name: str) -> str:
+        return threading.current_thread().name
+
+    with pytest.raises(ApplicationError, match=r"await asyncio.to_thread\(work, …\)"):
+        work("x")
+    await manager.run("other", _nothing)
+    first = await asyncio.to_thread(work, "x")
+    assert first == await asyncio.to_thread(work, "x") != threading.current_thread().name
+
+
+async def _nothing() -> None: ...
+
+
+def test_a_plain_function_finds_its_manager_in_a_container() -> None:
+    provider = Provider(scope=Scope.APP)
+    provider.provide(lambda: plain_manager(), provides=IdempotencyManager)
+
+    @idempotent(key="{name}", container=make_async_container(provider))
+    def work(name: str) -> str:
+        return name
+
+    assert work("x") == work("x") == "x"
