@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,9 @@ SIDE_BY_SIDE: Final = 16
 
 STORE_TIMEOUT: Final = 1.0
 
+REDIS: Final = "redis"
+"""That of the ground."""
+
 
 def boundaries_of(number: int) -> list[Boundary]:
     """Where the lives of a trial end; as many trials in a row as there are boundaries have each once as the first."""
@@ -46,9 +49,9 @@ def boundaries_of(number: int) -> list[Boundary]:
 class StepsTrial(Trial):
     """One job."""
 
-    def __init__(self, ground: Ground, nursery: Nursery, number: int, kind: str = "redis") -> None:
+    def __init__(self, ground: Ground, nursery: Nursery, number: int, kinds: Sequence[str] = (REDIS,)) -> None:
         super().__init__(ground, nursery, number)
-        self._kind = kind
+        self._kind = kinds[number % len(kinds)]
         self._order = replace(self._order, stepping=True)
         self._boundaries = boundaries_of(number)
         self._asks = self._dice.random() < 0.5
@@ -73,7 +76,7 @@ class StepsTrial(Trial):
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
-        if self._kind == "redis":
+        if self._kind == REDIS:
             yield
             return
         home = self._ground.homes[self._kind]
@@ -108,9 +111,9 @@ class StepsTrial(Trial):
             raise ViolationError(f"records that nobody will settle: {stuck}")
         figures = story.judge(asks=self._asks)
         figures["dead_letter_copies"] = await judge_letters(topics, {job.work} if story.given_up else set())
-        letters = await topics.messages("job.dlq")
-        if letters and "StepInterruptedError" not in {header(letter, "error-class") for letter in letters}:
-            raise ViolationError(f"no letter says what was interrupted: {[letter.headers for letter in letters]}")
+        told = [header(letter, "error-message") for letter in await topics.messages("job.dlq")]
+        if silent := [message for message in told if "StepInterruptedError: step " not in message]:
+            raise ViolationError(f"letters that do not say what was interrupted: {silent}")
         return figures
 
     def _record_of_the_job(self, records: Iterable[IdempotencyRecord]) -> IdempotencyRecord:
@@ -121,12 +124,11 @@ class StepsTrial(Trial):
         return found[0]
 
 
-def run(first: int, count: int, kind: str = "redis") -> Figures:
-    """The trials numbered `first` to `first + count - 1`."""
-    kinds = () if kind == "redis" else (kind,)
-    figures = asyncio.run(
-        run_trials(range(first, first + count), partial(StepsTrial, kind=kind), SIDE_BY_SIDE, kinds=kinds)
-    )
+def run(first: int, count: int, kinds: Sequence[str] = (REDIS,)) -> Figures:
+    """The trials numbered `first` to `first + count - 1`; `kinds`: of stores, in turn."""
+    trial = partial(StepsTrial, kinds=kinds)
+    homes = [kind for kind in kinds if kind != REDIS]
+    figures = asyncio.run(run_trials(range(first, first + count), trial, SIDE_BY_SIDE, kinds=homes))
     figures["rounds"] = count // len(BOUNDARIES)
     return figures
 

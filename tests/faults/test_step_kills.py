@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.campaigns.figures import ViolationError
 from tests.crashes import step_points
-from tests.crashes.step_judging import Boundary, JobStory
-from tests.crashes.step_points import boundaries_of
 from tests.crashes.stepping import BOUNDARIES, Moment
 from tests.kafka_faults.tools import need_kafka
 
@@ -31,11 +28,10 @@ def test_wherever_a_process_dies_no_step_is_skipped_and_none_at_most_once_is_don
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.scenario(115)
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_the_same_with_records_in_sql(kind: str) -> None:
+def test_the_same_with_records_in_sql() -> None:
     need_kafka(own=True)
 
-    figures = step_points.run(0, 16, kind)
+    figures = step_points.run(0, 16, ("sqlite", "postgresql"))
 
     assert figures["jobs"] == 16
     assert figures["kills"] >= 16
