@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from integr8s_idem import IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.steps import Once
 from tests.campaigns.figures import Figures, ViolationError
-from tests.crashes.stepping import ASK, SIDE_BY_SIDE, STEPS, Line, Moment, Receipt
+from tests.crashes.stepping import ASK, SIDE_BY_SIDE, STEPS, UNIT, Line, Moment, Receipt
 
 Boundary = tuple[str, Moment]
 
@@ -40,10 +40,17 @@ class JobStory:
             if line.what == "got":
                 self._got[line.step].add(line.id)
         self._interrupted = {line.step for line in lines if line.what == "interrupted"}
+        self._runs = sum(line.what == "begin" for line in lines)
 
     @property
     def given_up(self) -> bool:
         return self._record.status is IdempotencyStatus.FAILED
+
+    @property
+    def cut_short(self) -> int:
+        """Runs that ended in their midst though nobody died: their lease was lost, for the machine was too slow."""
+        over = {(UNIT, Moment.IN_COMPLETE), (UNIT, Moment.AFTER_COMPLETE)}
+        return max(0, self._runs - 1 - sum(death not in over for death in self._deaths))
 
     def judge(self, *, asks: bool) -> Figures:
         """`asks`: the handler finds out about an interrupted step, and goes on.
@@ -64,7 +71,7 @@ class JobStory:
         self._judge_order()
         again = sum(max(0, len(self._effects[step]) - 1) for step in STEPS)
         told = Figures(jobs=1, lost=0, repeats=again, fenced_repeats=0, given_up=int(self.given_up))
-        told.update(interrupted=len(self._interrupted), runs=sum(line.what == "begin" for line in self._lines))
+        told.update(interrupted=len(self._interrupted), runs=self._runs, cut_short=self.cut_short)
         for step, once in STEPS.items():
             told[f"effects:{once.value}"] += len(self._effects[step])
         return told
@@ -73,8 +80,8 @@ class JobStory:
         effects, interrupted = len(self._effects[step]), step in self._interrupted
         if effects > 1:
             self._broken(f"{step} is at_most_once, and was done {effects} times")
-        if self._beside(step):
-            return  # it may have been anywhere when the process died over the other one
+        if self._beside(step) or self.cut_short:
+            return  # it may have been anywhere when the process died over the other one, or the lease was lost
         moments = self._moments(step)
         if not moments & (INTERRUPTS | UNCERTAIN) and (interrupted or (effects != 1 and self._came_to(step))):
             self._broken(f"{step} was not interrupted, and was done {effects} times, told of as {interrupted}")
@@ -88,7 +95,7 @@ class JobStory:
         if step in self._interrupted:
             self._broken(f"{step} is at_least_once, and was told of as interrupted")
         surely = sum(at in BEHIND_THE_EFFECT for at in deaths)
-        at_most = 1 + surely + deaths.count(Moment.IN_COMPLETE) + len(self._beside(step))
+        at_most = 1 + surely + deaths.count(Moment.IN_COMPLETE) + len(self._beside(step)) + self.cut_short
         if effects > at_most:
             self._broken(f"{step} was done {effects} times, and only {at_most - 1} died over it")
         if self._came_to(step) and effects < 1 + surely:

@@ -109,7 +109,10 @@ class StepsTrial(Trial):
         stuck = [record.key for record in records if record.status is IdempotencyStatus.PROCESSING]
         if stuck and not story.given_up:  # of a job that was given up nobody needs a step any more
             raise ViolationError(f"records that nobody will settle: {stuck}")
-        figures = story.judge(asks=self._asks)
+        try:
+            figures = story.judge(asks=self._asks)
+        except ViolationError as error:
+            raise ViolationError(f"{error}\n{last_words(self._folder)}") from error
         figures["dead_letter_copies"] = await judge_letters(topics, {job.work} if story.given_up else set())
         told = [header(letter, "error-message") for letter in await topics.messages("job.dlq")]
         if silent := [message for message in told if "StepInterruptedError: step " not in message]:
