@@ -30,7 +30,9 @@ from tests.support.workers import header
 
 SIDE_BY_SIDE: Final = 16
 
-STORE_TIMEOUT: Final = 1.0
+LEASE: Final = 3.0
+"""Seconds.  A run whose lease is lost since the machine is busy has no death, and shows less."""
+STORE_TIMEOUT: Final = 0.9
 
 REDIS: Final = "redis"
 """That of the ground."""
@@ -52,7 +54,7 @@ class StepsTrial(Trial):
     def __init__(self, ground: Ground, nursery: Nursery, number: int, kinds: Sequence[str] = (REDIS,)) -> None:
         super().__init__(ground, nursery, number)
         self._kind = kinds[number % len(kinds)]
-        self._order = replace(self._order, stepping=True)
+        self._order = replace(self._order, stepping=True, lease=LEASE)
         self._boundaries = boundaries_of(number)
         self._asks = self._dice.random() < 0.5
         self._journal = StepJournal(self._folder)
@@ -77,6 +79,7 @@ class StepsTrial(Trial):
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
         if self._kind == REDIS:
+            self._order = replace(self._order, store={**self._order.store, "timeout_seconds": STORE_TIMEOUT})
             yield
             return
         home = self._ground.homes[self._kind]
@@ -102,10 +105,10 @@ class StepsTrial(Trial):
             raise ViolationError(f"a worker ended with {status}:\n{last_words(self._folder)}")
 
     async def _judged(self, topics: Topics, job: Job) -> Figures:
-        if not self._deaths:
-            raise ViolationError(f"nobody died at {self._boundaries[0]}:\n{last_words(self._folder)}")
         records = [record async for record in self._store.scan(f"{self._order.key_prefix}:")]
         story = JobStory(self._journal.lines(), self._record_of_the_job(records), self._deaths)
+        if not self._deaths and not story.cut_short:
+            raise ViolationError(f"nobody died at {self._boundaries[0]}:\n{last_words(self._folder)}")
         stuck = [record.key for record in records if record.status is IdempotencyStatus.PROCESSING]
         if stuck and not story.given_up:  # of a job that was given up nobody needs a step any more
             raise ViolationError(f"records that nobody will settle: {stuck}")
