@@ -101,12 +101,16 @@ class Gatherer:
         try:
             return self._results(members, await self._run(members)), {}
         except PartialFailureError as error:
-            unknown = [index for index in error.failures if index not in range(len(members))]
-            if unknown:
+            unclear = [
+                str(index)
+                for index, failure in error.failures.items()
+                if index not in range(len(members)) or not isinstance(failure, Exception)
+            ]
+            if unclear:
                 # One of them has failed, and would be taken for done.
                 raise ApplicationError(
-                    f"batch handler {self._name} was given {len(members)} events and says that "
-                    f"{', '.join(map(str, unknown))} has failed: name failures by the index of their event, from 0"
+                    f"batch handler {self._name} was given {len(members)} events and says that {', '.join(unclear)} "
+                    "has failed: name each failure by the index of its event, from 0, and give an exception"
                 ) from error
             return self._results(members, error.results), error.failures
 

@@ -151,10 +151,14 @@ async def test_a_result_for_each_event_is_wanted_or_none() -> None:
         (PartialFailureError({2: OSError("no")}), "was given 2 events and says that 2 has failed"),
         (PartialFailureError({-1: OSError("no")}), "was given 2 events and says that -1 has failed"),
         (PartialFailureError({"id-b": OSError("no")}), "says that id-b has failed"),  # type: ignore[dict-item]
+        (PartialFailureError({1: "no such product"}), "says that 1 has failed"),  # type: ignore[dict-item]
+        (PartialFailureError({1: OSError}), "says that 1 has failed"),  # type: ignore[dict-item]
         (PartialFailureError({1: OSError("no")}, ["A"]), "was given 2 events and returned list"),
     ],
 )
-async def test_a_failure_of_who_knows_which_event_is_one_of_all(told: PartialFailureError, why: str) -> None:
+async def test_failures_that_are_not_named_by_index_and_error_are_those_of_all(
+    told: PartialFailureError, why: str
+) -> None:
     router = EventRouter()
 
     @router.on_batch(OrderPlaced)
