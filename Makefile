@@ -9,7 +9,7 @@ KAFKA := .cache/kafka/.set-up
 DYNAMODB := .cache/dynamodb/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults matrix bench check fix setup kafka dynamodb wheel clean
+.PHONY: help demo test faults matrix reference bench check fix setup kafka dynamodb wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ faults: $(SETUP) $(KAFKA) $(DYNAMODB)  ## the long proofs (hours; stop and go on
 
 matrix: $(SETUP)  ## docs/reference/fault-matrix.md from what was recorded
 	@$(BIN)/python -m tests.campaigns.matrix
+
+reference: $(SETUP)  ## docs/reference/api/ from signatures and docstrings
+	@$(BIN)/python -m tests.packaging.reference
 
 bench: $(SETUP) $(DYNAMODB)  ## every store beside its driver alone (half an hour, on a quiet machine), into the pages
 	@$(BIN)/python -m benchmarks.stores --json benchmarks/results/stores.json

@@ -9,18 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from integr8s_idem.config import IdempotencyConfig, Section, Settings, load_settings
+from integr8s_idem.decorator import idempotent
 from integr8s_idem.dispatcher import (
     EventDispatcher,
     IdempotentEventDispatcher,
     IdempotentEventHandler,
     with_idempotency,
 )
-from integr8s_idem.errors import IdempotencyError, PermanentError
+from integr8s_idem.errors import IdempotencyError, PartialFailureError, PermanentError
 from integr8s_idem.events import BaseEvent, EventMetadata, derived_event_id
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Verdict
-from integr8s_idem.routing import EventRouter, Outgoing
+from integr8s_idem.routing import Batch, EventRouter, Outgoing
+from integr8s_idem.steps import Once, Steps
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.work import Attempt
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Attempt",
     "BaseEvent",
+    "Batch",
     "EventDispatcher",
     "EventMetadata",
     "EventPublisher",
@@ -47,15 +50,19 @@ __all__ = [
     "KeyResolver",
     "KeyStrategy",
     "MemoryIdempotencyRepository",
+    "Once",
     "Outgoing",
+    "PartialFailureError",
     "PermanentError",
     "Platform",
     "RedisIdempotencyRepository",
     "Section",
     "Service",
     "Settings",
+    "Steps",
     "Verdict",
     "derived_event_id",
+    "idempotent",
     "load_settings",
     "run_services",
     "with_idempotency",

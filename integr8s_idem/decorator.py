@@ -1,10 +1,12 @@
 """`@idempotent`: a function that does its work once per key, wherever it is called.
 
-@idempotent(key="refund:{order_id}", ttl=timedelta(days=1), lock_timeout=timedelta(seconds=10))
-async def refund(order_id: str, amount: Decimal) -> Refund: ...
+    @idempotent(key="refund:{order_id}", ttl=timedelta(days=1), lock_timeout=timedelta(seconds=10))
+    async def refund(order_id: str, amount: Decimal) -> Refund: ...
 
-await refund("7", Decimal("30"))      # does it
-await refund("7", Decimal("30"))      # the same Refund, and nothing is done
+    await refund("7", Decimal("30"))      # does it
+    await refund("7", Decimal("30"))      # the same Refund, and nothing is done
+
+What stands behind it is `IdempotencyManager.run_work`, as behind every other way in.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from integr8s_idem.current import CURRENT, Container
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.work import Attempt, Work
+
+__all__ = ["idempotent"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -3,14 +3,14 @@
 IdempotencyError
 ├── KeyReusedError              one key, two payloads: a bug in the producer or in the key
 ├── InProgressError             somebody is doing this work now; its outcome is not known   (retryable)
-│   └── IdempotencyConflictError    the same, after a wait as long as was wanted            (retryable)
+│   └── IdempotencyConflictError    the same, after a wait as long as was wanted
 ├── PreviouslyFailedError       this work was given up earlier; its record blocks it
 ├── LeaseLostError              our reservation was taken over, or might have been          (retryable)
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
 ├── HandlerCancelledError       a handler ended with a cancellation that nobody asked for   (retryable)
-├── HandlerExitError            a handler called sys.exit()                                  (retryable)
+├── HandlerExitError            a handler called sys.exit()                                 (retryable)
 ├── PartialFailureError         raised by batch handlers: some of the events have failed
-├── TransactionAbortedError     the database gave up a transaction: a deadlock, a conflict    (retryable)
+├── TransactionAbortedError     the database gave up a transaction: a deadlock, a conflict  (retryable)
 ├── PermanentError              raised by handlers: trying again cannot help
 │   ├── CrashedTooOftenError    earlier runs ended without a word, as often as attempts are allowed
 │   └── StepInterruptedError    a step that must not be done twice was begun, and how it ended is not known

@@ -1,9 +1,11 @@
 """What a store remembers, and what it answers.  Pure data: no clock, no driver, no decision.
 
-absent ──reserve──► processing(attempt 1) ──complete──► completed ──ttl──► absent
-                      │   ▲                └──fail────► failed ────ttl──► absent
-                      │   └── lease ended, reserve: attempt + 1, new token (one winner)
-                      └── release: the lease ends now
+    absent ──reserve──► processing(attempt 1) ──complete──► completed ──ttl──► absent
+                          │   ▲                └──fail────► failed ────ttl──► absent
+                          │   └── lease ended, reserve: attempt + 1, new token (one winner)
+                          └── release: the lease ends now
+
+That is the way of one key.  Every arrow is one atomic step of the store, by the store's clock.
 """
 
 from __future__ import annotations

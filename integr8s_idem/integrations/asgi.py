@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, TypeAlias
 
+from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,10 +34,10 @@ from integr8s_idem.errors import (
     ResultNotStoredError,
     StoreError,
 )
-from integr8s_idem.integrations.http_responses import PASSING, Captured, Response, problem, response_of
+from integr8s_idem.integrations.http_problems import LONGEST_KEY, Problems
+from integr8s_idem.integrations.http_responses import PASSING, Captured
 from integr8s_idem.keys import Key, escaped, fingerprint
 from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, StoredResult
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Work
 
 logger = logging.getLogger(__name__)
@@ -44,13 +45,7 @@ logger = logging.getLogger(__name__)
 Identity: TypeAlias = Callable[[HTTPConnection], str | Awaitable[str]]
 """Says who asks: keys of two callers never meet."""
 
-LONGEST_KEY: Final = 255
-"""Characters of a key as a client sends it."""
-
-RETRY_SOON: Final = 1
-"""Seconds after which a client may ask again, where nothing better is known."""
-
-_TOO_LARGE: Final = object()
+_NOT_KEPT: Final = object()
 """A result that no store takes: it is dropped, and the protection stays."""
 
 _QUOTED: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
@@ -59,14 +54,24 @@ _QUOTED: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
 _BARE: Final = re.compile(r"[\x21\x23-\x7e]+")
 
 
+_BODY_ELSEWHERE: Final = frozenset({"http.response.pathsend", "http.response.zerocopysend"})
+"""Extensions by which a body would not come through our hands."""
+
+
 def by_authorization(connection: HTTPConnection) -> str:
     """Who asks, by the `Authorization` header.  Where tokens are renewed, a retry with a new one is another caller."""
-    return hashlib.sha256(connection.headers.get("authorization", "").encode("latin-1")).hexdigest()
+    given = "\n".join(connection.headers.getlist("authorization"))
+    return hashlib.sha256(given.encode("latin-1")).hexdigest()
+
+
+def anyone(_: HTTPConnection) -> str:
+    """All callers are one: whoever knows a key, and the request that it was used for, is given the response."""
+    return ""
 
 
 def before_errors(status: int) -> bool:
-    """Whether a response is an outcome: not one of the server's errors, nor one that says to come again."""
-    return status < 500 and status not in {408, 409, 423, 425, 429}
+    """Whether a response is an outcome: no error of the server, and none that says to come again, or let in first."""
+    return status < 500 and status not in {401, 403, 408, 409, 423, 425, 429}
 
 
 class IdempotencyKeyMiddleware:
@@ -77,9 +82,9 @@ class IdempotencyKeyMiddleware:
         app: ASGIApp,
         manager: IdempotencyManager | None = None,
         *,
+        identity: Identity,
         container: Container | None = None,
         required: bool = False,
-        identity: Identity = by_authorization,
         methods: Collection[str] = ("POST", "PATCH"),
         paths: Collection[str] | None = None,
         wait: timedelta | None = None,
@@ -88,21 +93,25 @@ class IdempotencyKeyMiddleware:
         unstored_headers: Collection[str] = PASSING,
         bare_keys: bool = False,
         max_request_bytes: int = 1_048_576,
+        documentation: str = "",
     ) -> None:
         """
         Args:
             manager: Guards the requests; its `max_result_size_bytes` bounds the responses that are kept.
+            identity: Who asks, so that nobody is answered with what another caller got: `by_authorization`, `anyone`,
+                or a function of your own, which may refuse by an `HTTPException`.
             container: A Dishka `AsyncContainer` that has one, instead.
             required: Whether a request without a key is refused; otherwise it is done unguarded.
-            identity: Who asks, so that nobody is answered with what another caller got.
             methods: Those that are guarded.
-            paths: Templates such as `/orders/{order_id}/refund`, if not all are guarded.
+            paths: Templates such as `/orders/{order_id}/refund`, as the application's routes have them, if not all
+                are guarded.
             wait: How long a retry waits for the first request before it gets 409; not at all if `None`.
             ttl: How long a response is remembered, by the store's clock; as configured if `None`.
             stored: Whether a response with this status is the outcome.  Another one is passed on, and a retry runs.
             unstored_headers: In lower case; not given again.
             bare_keys: Whether `Idempotency-Key: 8e03978e` will do, without the quotes of the draft.
             max_request_bytes: A longer body of a guarded request gets 413: it is held in memory.
+            documentation: A URL where your clients read how to use their keys; refusals link to it.
 
         Raises:
             ApplicationError: Neither a manager nor a container is given, or both are.
@@ -118,60 +127,69 @@ class IdempotencyKeyMiddleware:
         self._required = required
         self._identity = identity
         self._methods = frozenset(method.upper() for method in methods)
-        self._paths = None if paths is None else [compile_path(path)[0] for path in paths]
+        self._paths = None if paths is None else [compile_path(_plain(path))[0] for path in paths]
         self._wait = wait
         self._ttl = ttl
         self._stored = stored
         self._unstored_headers = frozenset(unstored_headers)
         self._bare_keys = bare_keys
         self._max_request_bytes = max_request_bytes
+        self._problems = Problems(documentation)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self._guards(scope):
             await self.app(scope, receive, send)
             return
-        if "dishka_container" in scope.get("state", {}):
+        if "dishka_container" in (scope.get("state") or {}):
             raise ApplicationError(
                 "IdempotencyKeyMiddleware stands within Dishka's middleware, and would remember a response before its "
-                "scope has committed: add it after setup_dishka(container, app)"
+                "scope has committed: for the application, not a route, add it after setup_dishka(container, app); in "
+                "Litestar by app.asgi_handler = IdempotencyKeyMiddleware(app.asgi_handler, manager)"
             )
         connection = HTTPConnection(scope)
         given = connection.headers.getlist("idempotency-key")
         if not given and not self._required:
             await self.app(scope, receive, send)
             return
-        key = self._key_in(given)
-        if isinstance(key, Response):
-            await key.send(send)
+        if (key := self._key_in(given)) is None:
+            await (self._problems.malformed_key() if given else self._problems.missing_key()).send(send)
+            return
+        try:
+            who = await self._who(connection)
+        except HTTPException as error:
+            await self._problems.not_let_in(error).send(send)
             return
         body = await _body_of(receive, self._max_request_bytes)
         if body is None:
             return  # the client has gone before it had said what it wants
         if len(body) > self._max_request_bytes:
-            await self._too_large().send(send)
+            await self._problems.too_large(self._max_request_bytes).send(send)
             return
-        request = _Request(self.app, scope, receive, send, body)
-        work = await self._work(await self._manager_of(), connection, key, body)
-        await self._answer(request, work)
+        manager = await self._manager_of()
+        request = _Request(self.app, _held_back(scope), receive, send, body)
+        await self._answer(manager, request, self._work(manager, connection, who, key, body))
 
     def _guards(self, scope: Scope) -> bool:
         if scope["method"] not in self._methods:
             return False
-        return self._paths is None or any(path.match(scope["path"]) for path in self._paths)
+        return self._paths is None or any(path.match(_plain(_path_within(scope))) for path in self._paths)
 
-    def _key_in(self, given: list[str]) -> str | Response:
-        if not given:
-            return _bad_key("Idempotency-Key is missing", "This operation needs an Idempotency-Key header.")
+    def _key_in(self, given: list[str]) -> str | None:
+        if len(given) != 1:
+            return None
         value = given[0].strip(" \t")
-        if len(given) == 1 and (quoted := _QUOTED.fullmatch(value)) and 0 < len(value) - 2 <= LONGEST_KEY:
+        if (quoted := _QUOTED.fullmatch(value)) and 0 < len(value) - 2 <= LONGEST_KEY:
             return re.sub(r"\\(.)", r"\1", quoted[1])
-        if len(given) == 1 and self._bare_keys and len(value) <= LONGEST_KEY and _BARE.fullmatch(value):
-            return value
-        return _bad_key(
-            "Idempotency-Key is malformed",
-            f"It is one string in double quotes, of 1 to {LONGEST_KEY} characters of ASCII, "
-            'such as "8e03978e-40d5-43dd-bc93-6894a57f9324".',
-        )
+        return value if self._bare_keys and len(value) <= LONGEST_KEY and _BARE.fullmatch(value) else None
+
+    async def _who(self, connection: HTTPConnection) -> str:
+        told: object = self._identity(connection)
+        if inspect.isawaitable(told):
+            told = await told
+        if not isinstance(told, str):
+            # Were it made a string here, a caller without a name would be one called "None".
+            raise ApplicationError(f"identity says who asks by a string, and said {type(told).__name__}")
+        return told
 
     async def _manager_of(self) -> IdempotencyManager:
         if self._manager is None:
@@ -179,29 +197,21 @@ class IdempotencyKeyMiddleware:
             self._manager = await self._container.get(IdempotencyManager)
         return self._manager
 
-    async def _work(self, manager: IdempotencyManager, connection: HTTPConnection, key: str, body: bytes) -> Work:
+    def _work(self, manager: IdempotencyManager, connection: HTTPConnection, who: str, key: str, body: bytes) -> Work:
         scope = connection.scope
-        who = self._identity(connection)
-        if inspect.isawaitable(who):
-            who = await who
-        parts = ("http", who or "-", scope["method"], scope.get("root_path", "") + scope["path"], key)
+        path = scope.get("root_path", "").rstrip("/") + _path_within(scope)
+        parts = ("http", who, scope["method"], path, key)
         payload = b"\n".join(
             (scope.get("query_string", b""), connection.headers.get("content-type", "").encode("latin-1"), body)
         )
         return Work(
-            manager.space.key(Key(":" + ":".join(map(escaped, parts)), f"{scope['method']} {scope['path']} {key}")),
+            manager.space.key(Key(":" + ":".join(map(escaped, parts)), f"{scope['method']} {path} {key}")),
             fingerprint(payload),
             None if self._ttl is None else manager.checked_ttl(self._ttl),
             gives_up=False,
         )
 
-    def _too_large(self) -> Response:
-        detail = f"A request with an Idempotency-Key has at most {self._max_request_bytes} bytes."
-        return problem(413, "Request is too large", detail, section="too-large")
-
-    async def _answer(self, request: _Request, work: Work) -> None:
-        manager = await self._manager_of()
-
+    async def _answer(self, manager: IdempotencyManager, request: _Request, work: Work) -> None:
         async def one_pass() -> Outcome[object]:
             return await manager.passes.execute(work, lambda attempt: self._run(request, manager, attempt))
 
@@ -209,7 +219,7 @@ class IdempotencyKeyMiddleware:
         try:
             outcome = await manager.outcome(work, one_pass, on_in_progress=policy, wait_timeout=self._wait)
         except InProgressError:
-            await _in_progress().send(request.send)
+            await self._problems.in_progress().send(request.send)
         except ResultNotStoredError as error:
             # The caller is told what has happened, and has no reason to try again.
             logger.error("%s", error)
@@ -217,7 +227,7 @@ class IdempotencyKeyMiddleware:
         except (StoreError, LeaseLostError) as error:
             logger.error("%s", error)
             if not request.begun:
-                await _unavailable(error).send(request.send)
+                await self._problems.unavailable(error).send(request.send)
         else:
             await self._end(request, outcome)
 
@@ -225,8 +235,8 @@ class IdempotencyKeyMiddleware:
         captured = await request.run(manager.config.max_result_size_bytes)
         if captured.status is None or captured.streams or not self._stored(captured.status):
             raise _NoOutcomeError(captured.streams)
-        if captured.response is None:
-            return _TOO_LARGE
+        if captured.response is None or not manager.config.enable_result_caching:
+            return _NOT_KEPT
         return captured.response.stored(self._unstored_headers)
 
     async def _end(self, request: _Request, outcome: Outcome[object]) -> None:
@@ -243,9 +253,11 @@ class IdempotencyKeyMiddleware:
                     )
                 await request.send_held_back()
             case HandlerFailed():
+                if request.answered_by_an_error:
+                    await request.send_held_back()
                 raise outcome.error
             case _:
-                await _again(outcome).send(request.send)
+                await self._problems.again(outcome).send(request.send)
 
 
 class _NoOutcomeError(Exception):
@@ -272,6 +284,11 @@ class _Request:
     def begun(self) -> bool:
         """Whether a response is on its way to the client."""
         return self.captured is not None and self.captured.passing
+
+    @property
+    def answered_by_an_error(self) -> bool:
+        """Whether the response says that the application failed; after any other one it has failed nevertheless."""
+        return self.captured is not None and self.captured.status is not None and self.captured.status >= 500
 
     async def run(self, longest_body: int) -> Captured:
         """Have the application answer."""
@@ -306,57 +323,20 @@ async def _body_of(receive: Receive, longest: int) -> bytes | None:
             return bytes(body)
 
 
-def _bad_key(title: str, detail: str) -> Response:
-    return problem(400, title, detail, section="bad-key")
+def _path_within(scope: Scope) -> str:
+    """The path as the application's routes have it, whether or not the server puts the root path before it."""
+    root, path = scope.get("root_path", "").rstrip("/"), str(scope["path"])
+    return path[len(root) :] if path == root or path.startswith(f"{root}/") else path
 
 
-def _in_progress() -> Response:
-    return problem(
-        409,
-        "A request is outstanding for this Idempotency-Key",
-        "The first request with this key is being processed still. Retry when it is done.",
-        section="in-progress",
-        headers={"retry-after": str(RETRY_SOON)},
-    )
+def _plain(path: str) -> str:
+    """Without the slashes that some routers overlook, so that nobody gets round the guard by them."""
+    return "/" + "/".join(part for part in path.split("/") if part)
 
 
-def _unavailable(error: StoreError | LeaseLostError) -> Response:
-    return problem(
-        503,
-        "Retries cannot be told apart now",
-        "The request may be retried with the same Idempotency-Key."
-        if isinstance(error, LeaseLostError)
-        else "The request was not processed. It may be retried with the same Idempotency-Key.",
-        section="unavailable",
-        headers={"retry-after": str(RETRY_SOON)},
-    )
-
-
-def _again(outcome: Completed | Failed | KeyReused | Corrupt | InProgress) -> Response:
-    match outcome:
-        case Completed(result=StoredResult() as result):
-            try:
-                return response_of(result)
-            except ValueError as error:
-                logger.error("the response stored for %s cannot be read: %s", outcome.key, error)
-                return _done_without_response("It cannot be read any more.")
-        case Completed():
-            return _done_without_response("It was not kept.")
-        case KeyReused():
-            return problem(
-                422,
-                "Idempotency-Key is already used",
-                "This key was used for another request. Retry the same request, or make a new key.",
-                section="key-reused",
-            )
-        case Failed():
-            return _done_without_response("It was given up.")
-        case _:
-            logger.error("the record of a request cannot be read: %s", outcome)
-            return problem(500, "The record of this request cannot be read", "", section="unreadable")
-
-
-def _done_without_response(why: str) -> Response:
-    return problem(
-        409, "The request was processed, and its response is gone", f"{why} Do not repeat it.", section="no-response"
-    )
+def _held_back(scope: Scope) -> Scope:
+    """`scope` for an application whose response comes to us whole."""
+    offered = scope.get("extensions") or {}
+    if not offered.keys() & _BODY_ELSEWHERE:
+        return scope
+    return {**scope, "extensions": {name: how for name, how in offered.items() if name not in _BODY_ELSEWHERE}}

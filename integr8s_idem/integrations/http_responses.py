@@ -1,11 +1,11 @@
-"""Responses of HTTP, captured, remembered and given again; and those that say why a request was not done."""
+"""Responses of HTTP: captured, remembered and given again."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from starlette.types import Message, Send
 
@@ -16,8 +16,18 @@ MEDIA_TYPE: Final = "application/http"
 
 REPLAYED: Final = (b"idempotency-replayed", b"true")
 
-PASSING: Final = frozenset({"connection", "date", "keep-alive", "server", "set-cookie", "trailer", "transfer-encoding"})
-"""Headers that belong to one connection, one moment or one client, and are not given again."""
+PASSING: Final = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"),
+        *("age", "alt-svc", "date", "idempotency-replayed", "retry-after", "server"),
+        *("authorization", "authentication-info", "clear-site-data", "proxy-authenticate"),
+        *("proxy-authentication-info", "set-cookie", "set-cookie2", "www-authenticate"),
+    }
+)
+"""Headers that belong to one connection, to one moment, or to one session of a client; they are not given again."""
+
+_ASIDE: Final = frozenset({"http.response.debug", "http.response.early_hint", "http.response.push"})
+"""Messages that are no part of the response itself."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -77,6 +87,9 @@ class Captured:
     _body: bytearray = field(default_factory=bytearray)
 
     async def __call__(self, message: Message) -> None:
+        if message["type"] in _ASIDE:
+            await self.send(message)
+            return
         if message["type"] == "http.response.start":
             self._start = message
         elif message["type"] == "http.response.body":
@@ -125,21 +138,3 @@ class Captured:
             return None
         assert self._start is not None
         return Response(self.status, list(self._start.get("headers", ())), bytes(self._body))
-
-
-def problem(
-    status: int, title: str, detail: str, *, section: str, headers: Mapping[str, str] | None = None, **more: Any
-) -> Response:
-    """A response as RFC 9457 has it; `section` of the page on HTTP says what to do."""
-    link = f"docs/how-to/guard-http.md#{section}"
-    body = {"type": f"urn:integr8s-idem:{section}", "title": title, "status": status, "detail": detail, **more}
-    told = {
-        "content-type": "application/problem+json",
-        "link": f'<{link}>; rel="describedby"',
-        **(headers or {}),
-    }
-    encoded = json.dumps(body).encode()
-    told["content-length"] = str(len(encoded))
-    return Response(
-        status, [(name.encode(), value.encode("latin-1", "replace")) for name, value in told.items()], encoded
-    )

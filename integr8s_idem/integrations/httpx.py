@@ -13,7 +13,8 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -26,8 +27,14 @@ FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
 """Seconds between two tries, growing from the first to the longest, where the server names no time."""
 
+LONGEST_HELD: Final = 1_048_576
+"""Bytes of a response that is read before it is given back: if it breaks off, the request is sent again."""
+
 _TRY_AGAIN: Final = frozenset({408, 409, 425, 429, 502, 503, 504})
 """Answers after which the outcome is not known, or is none: with a key it does no harm to ask again."""
+
+_HOPELESS: Final = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
+"""Requests that cannot be sent."""
 
 
 def idempotency_key(text: str) -> str:
@@ -42,26 +49,40 @@ def idempotency_key(text: str) -> str:
     return f'"{escaped}"'
 
 
+@dataclass(frozen=True)
 class _Retries:
-    """What both transports share."""
+    """What both transports are told."""
 
-    def __init__(self, retries: int, longest: timedelta, methods: Collection[str]) -> None:
-        self._retries = retries
-        self._longest = longest.total_seconds()
-        self._methods = frozenset(method.upper() for method in methods)
+    retries: int
+    longest: timedelta
+    methods: Collection[str]
 
-    def pauses(self, request: httpx.Request) -> Iterator[float]:
-        """Give `request` a key, and a pause for each time that it may be sent again."""
-        if request.method not in self._methods and HEADER not in request.headers:
-            return
+    def of(self, request: httpx.Request) -> _Tries | None:
+        """Give `request` a key and its tries; `None` if it is sent as it is."""
         if HEADER not in request.headers:
+            if request.method not in {method.upper() for method in self.methods}:
+                return None
             request.headers[HEADER] = idempotency_key(str(uuid.uuid4()))
-        begun = time.monotonic()
-        for number in range(self._retries):
-            pause = min(FIRST_PAUSE * 2**number, LONGEST_PAUSE) * random.uniform(0.75, 1.25)  # noqa: S311  # jitter
-            if time.monotonic() + pause - begun > self._longest:
-                return
-            yield pause
+        return _Tries(self.retries, time.monotonic() + self.longest.total_seconds())
+
+
+@dataclass
+class _Tries:
+    """Of one request."""
+
+    left: int
+    until: float
+    pause: float = FIRST_PAUSE
+
+    def next_pause(self, response: httpx.Response | None = None) -> float | None:
+        """Seconds before the next try, after `response` or none; `None`: there is no next one."""
+        if self.left == 0 or (response is not None and not _passes(response)):
+            return None
+        pause = self.pause * random.uniform(0.75, 1.25)  # noqa: S311  # jitter
+        if response is not None:
+            pause = _asked_for(response, pause)
+        self.left, self.pause = self.left - 1, min(self.pause * 2, LONGEST_PAUSE)
+        return pause if time.monotonic() + pause <= self.until else None
 
 
 def _passes(response: httpx.Response) -> bool:
@@ -73,6 +94,21 @@ def _asked_for(response: httpx.Response, pause: float) -> float:
     """The pause that the server wants, in seconds, or ours."""
     wanted = response.headers.get("retry-after", "")
     return max(pause, float(wanted)) if wanted.isdecimal() else pause
+
+
+def _is_short(response: httpx.Response) -> bool:
+    """Whether it says that it may be held; one that streams stays a stream."""
+    length = response.headers.get("content-length", "")
+    return length.isdecimal() and int(length) <= LONGEST_HELD
+
+
+def _held(response: httpx.Response, body: bytes) -> httpx.Response:
+    return httpx.Response(
+        response.status_code,
+        headers=response.headers,
+        stream=httpx.ByteStream(body),
+        extensions=response.extensions,
+    )
 
 
 class RetryingTransport(httpx.AsyncBaseTransport):
@@ -88,25 +124,37 @@ class RetryingTransport(httpx.AsyncBaseTransport):
     ) -> None:
         """`retries`: times that a request is sent again; `longest`: from the first time on, by this machine's clock."""
         self._inner = inner
-        self._retrying = _Retries(retries, longest, methods)
+        self._retries = _Retries(retries, longest, methods)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises `httpx.TransportError` if the last try got no answer."""
-        pauses = self._retrying.pauses(request)
+        tries = self._retries.of(request)
+        if tries is None:
+            return await self._inner.handle_async_request(request)
         await request.aread()
         while True:
-            pause = next(pauses, None)
             try:
-                response = await self._inner.handle_async_request(request)
+                response = await self._answer(request)
+            except _HOPELESS:
+                raise
             except httpx.TransportError:
-                if pause is None:
+                if (pause := tries.next_pause()) is None:
                     raise
             else:
-                if pause is None or not _passes(response):
+                if (pause := tries.next_pause(response)) is None:
                     return response
-                pause = _asked_for(response, pause)
                 await response.aclose()
             await asyncio.sleep(pause)
+
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        response = await self._inner.handle_async_request(request)
+        if not _is_short(response):
+            return response
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        try:
+            return _held(response, b"".join([part async for part in response.stream]))
+        finally:
+            await response.aclose()
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -125,25 +173,37 @@ class BlockingRetryingTransport(httpx.BaseTransport):
     ) -> None:
         """As `RetryingTransport`."""
         self._inner = inner
-        self._retrying = _Retries(retries, longest, methods)
+        self._retries = _Retries(retries, longest, methods)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Raises `httpx.TransportError` if the last try got no answer."""
-        pauses = self._retrying.pauses(request)
+        tries = self._retries.of(request)
+        if tries is None:
+            return self._inner.handle_request(request)
         request.read()
         while True:
-            pause = next(pauses, None)
             try:
-                response = self._inner.handle_request(request)
+                response = self._answer(request)
+            except _HOPELESS:
+                raise
             except httpx.TransportError:
-                if pause is None:
+                if (pause := tries.next_pause()) is None:
                     raise
             else:
-                if pause is None or not _passes(response):
+                if (pause := tries.next_pause(response)) is None:
                     return response
-                pause = _asked_for(response, pause)
                 response.close()
             time.sleep(pause)
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        response = self._inner.handle_request(request)
+        if not _is_short(response):
+            return response
+        assert isinstance(response.stream, httpx.SyncByteStream)
+        try:
+            return _held(response, b"".join(response.stream))
+        finally:
+            response.close()
 
     def close(self) -> None:
         self._inner.close()

@@ -60,6 +60,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.REBALANCE: "Changes of the assignment of partitions.",
     Signal.PARTITION_DAMAGED: "Partitions set aside because a batch in them cannot be read.",
     Signal.STALE_COMPLETION: "Outcomes of deliveries whose partition had been given up.",
+    Signal.STEP_ORPHANED: "Steps that a run has done, and that its last run did not ask for.",
     Gauge.KEYS_ACTIVE: "Active keys, counted in the store from time to time.",
     Gauge.IN_FLIGHT: "Deliveries taken from the broker and not settled.",
     Gauge.CONSUMER_LAG: "Messages between the committed offsets and the end of a topic.",

@@ -12,11 +12,13 @@ from urllib.parse import unquote
 
 import pytest
 
+import integr8s_idem
 from examples import dict_store
 from examples.dict_store import DictStore
 from integr8s_idem.config import settings_warnings
 from integr8s_idem.config.loading import load_settings
 from integr8s_idem.worker.deadletters import BODY_BYTES, BODY_SHA256, DROPPED, PREFIX, DeadLetter
+from tests.packaging import reference
 from tests.packaging.repository import ROOT, anchors, code_blocks, files, name_of, without_code
 from tests.support.batch_loop import one_batch
 from tests.support.fake_consumer import FakeRecord
@@ -127,3 +129,24 @@ def test_the_rule_about_dead_letters_names_every_header_and_no_other() -> None:
     named = [word for word in re.findall(r"`([a-z0-9-]+)`", rule[0]) if word != PREFIX]
 
     assert sorted(PREFIX + word for word in named) == sorted(headers)
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    assert {file: file.read_text(encoding="utf-8") for file in reference.FOLDER.glob("*.md")} == reference.pages()
+
+
+def test_every_public_thing_has_a_docstring() -> None:
+    assert [entry.path for entry in reference.entries().values() if entry.thing.docstring is None] == []
+
+
+@pytest.mark.parametrize("entry", reference.entries().values(), ids=lambda entry: entry.path)
+def test_what_a_docstring_names_is_a_parameter(entry: reference.Entry) -> None:
+    assert list(reference.unknown_parameters(entry.thing)) == []
+
+
+def test_the_reference_has_the_whole_front_and_every_module_that_names_what_is_public() -> None:
+    told = {entry.path for entry in reference.entries().values()}
+    modules = {module for page in reference.PAGES.values() for module in page}
+
+    assert {f"integr8s_idem.{name}" for name in integr8s_idem.__all__} <= told
+    assert set(reference.modules_with_exports()) - modules == reference.LEFT_OUT

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import re
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, get_type_hints
 
@@ -19,7 +20,24 @@ ERRORS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and is
 BASES = {IdempotencyError, EventError, StoreError}
 DRAWN = re.compile(r"^(?P<branch>(?:[│ ] {3})*(?:├── |└── |))(?P<name>[A-Z]\w+Error)\b(?P<words>.*)$", re.MULTILINE)
 PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
-SAMPLES: dict[object, Any] = {str: "order:1", bytes: b"\x01\x02", int: 3, timedelta: timedelta(seconds=30)}
+
+
+class SoldOutError(Exception):
+    """Of an application; equal to its copies."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SoldOutError)
+
+    __hash__ = Exception.__hash__
+
+
+SAMPLES: dict[object, Any] = {
+    str: "order:1",
+    bytes: b"\x01\x02",
+    int: 3,
+    timedelta: timedelta(seconds=30),
+    Mapping[int, Exception]: {1: SoldOutError()},
+}
 
 
 def drawing() -> list[tuple[str, str | None, bool]]:

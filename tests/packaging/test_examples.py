@@ -35,9 +35,56 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.worker import Service, ServiceWorker
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_SQL = """
+ENTRIES = {
+    "functions": [
+        "paying 30 back for order 7",
+        "True Refund(number=1, amount=Decimal('30'))",
+        "another amount for the same order is refused",
+        "writing the invoice of order 7",
+        "invoice-7.pdf",
+        "invoice-7.pdf",
+    ],
+    "steps": [
+        "reserving the goods of order 7",
+        "the carrier does not answer",
+        "a van for shelf 12, order 7",
+    ],
+    "batches": [
+        "100 handled, 100 duplicates blocked",
+        "100 rows, 100 of them different, 1 refused at first",
+    ],
+    "faststream_orders": ["charging order 7", "mail: receipt-7", "charging order 8", "mail: receipt-8"],
+    "aiokafka_loop": [
+        "charging order-7",
+        "receipt of order-7",
+        "receipt of order-7",
+        "charging order-8",
+        "receipt of order-8",
+    ],
+    "confluent_loop": [
+        "charging order-7",
+        "receipt of order-7",
+        "receipt of order-7",
+        "charging order-8",
+        "receipt of order-8",
+    ],
+    "http_orders": [
+        "a: 201 order 1",
+        "a: 201 order 1 (replayed)",
+        "a: 422 Idempotency-Key is already used",
+        "b: 409 A request is outstanding for this Idempotency-Key",
+        "b: 201 order 2",
+        "placed: 2",
+    ],
+    "envelopes": [
+        "charging order 7: event https://shop.example/orders#17",
+        "1 handled, 1 duplicates blocked",
+    ],
+}
+"""What each of the examples' programs prints."""
+WITHOUT = """
 import runpy, sys
-sys.modules["sqlalchemy"] = None
+sys.modules[{missing!r}] = None
 sys.argv = sys.argv[:1]
 runpy.run_module({module!r}, run_name="__main__")
 """
@@ -140,12 +187,40 @@ def test_a_payment_that_comes_twice_is_booked_once_in_the_handlers_own_transacti
     ]
 
 
-@pytest.mark.parametrize(("module", "status"), [("examples.bookings", 1), ("examples.demo.__main__", 2)])
-def test_an_example_without_its_extra_says_what_to_install(module: str, status: int) -> None:
-    code = WITHOUT_SQL.format(module=module)
+def test_every_way_in_has_a_program() -> None:
+    programs = {path.stem for path in (ROOT / "examples" / "entries").glob("*.py")} - {"__init__"}
+
+    assert programs == set(ENTRIES)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_work_of_every_way_in_that_comes_twice_is_done_once(entry: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-m", f"examples.entries.{entry}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ENTRIES[entry]
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extras", "status"),
+    [
+        ("examples.bookings", "sqlalchemy", "'.[embedded,sql]'", 1),
+        ("examples.demo.__main__", "sqlalchemy", "'.[embedded,sql]'", 2),
+        ("examples.entries.http_orders", "fastapi", "fastapi '.[httpx]'", 1),
+        ("examples.entries.http_orders", "httpx", "fastapi '.[httpx]'", 1),
+    ],
+)
+def test_an_example_without_its_extra_says_what_to_install(module: str, missing: str, extras: str, status: int) -> None:
+    code = WITHOUT.format(module=module, missing=missing)
 
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     assert ended.returncode == status
-    assert "pip install '.[embedded,sql]' in the checkout" in ended.stderr
+    assert f"pip install {extras} in the checkout" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -4,78 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import HTTPConnection, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
-from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, _again
+from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
+from integr8s_idem.integrations.http_problems import Problems
 from integr8s_idem.records import Completed, StoredResult
 from tests.support.flaky_store import FlakyStore
-
-KEY = {"Idempotency-Key": '"8e03978e-40d5-43dd-bc93-6894a57f9324"'}
-
-Answer = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass
-class Shop:
-    """An application behind the middleware, and how often it was asked."""
-
-    client: httpx.AsyncClient
-    manager: IdempotencyManager
-    store: FlakyStore
-    bodies: list[bytes] = field(default_factory=list)
-
-    async def order(
-        self, body: bytes = b"{}", path: str = "/orders", headers: dict[str, str] | None = None
-    ) -> httpx.Response:
-        return await self.client.post(path, content=body, headers={**KEY, **(headers or {})})
-
-
-async def _created(request: Request) -> Response:
-    return JSONResponse({"order": 1}, status_code=201, headers={"Location": "/orders/1", "Set-Cookie": "a=b"})
-
-
-@asynccontextmanager
-async def shop(
-    answer: Answer = _created, *, config: dict[str, Any] | None = None, **options: Any
-) -> AsyncIterator[Shop]:
-    store = FlakyStore(MemoryIdempotencyRepository())
-    manager = IdempotencyManager(IdempotencyConfig(**(config or {})), store, scope="shop")
-
-    async def endpoint(request: Request) -> Response:
-        opened.bodies.append(await request.body())
-        return await answer(request)
-
-    methods = ["GET", "POST", "PATCH", "PUT"]
-    app = Starlette(routes=[Route(path, endpoint, methods=methods) for path in ("/orders", "/orders/{order}/refund")])
-    app.add_middleware(IdempotencyKeyMiddleware, manager=manager, **options)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
-        opened = Shop(client, manager, store)
-        yield opened
-
-
-def _problem(response: httpx.Response, status: int) -> dict[str, Any]:
-    assert response.status_code == status
-    assert response.headers["content-type"] == "application/problem+json"
-    told: dict[str, Any] = response.json()
-    assert told["status"] == status
-    assert 'rel="describedby"' in response.headers["link"]
-    return told
+from tests.support.http_shop import KEY, problem_in, shop
 
 
 async def test_a_retry_gets_the_first_response_again_and_nothing_is_done() -> None:
@@ -117,19 +62,19 @@ async def test_headers_of_one_client_are_not_given_again() -> None:
 async def test_a_malformed_key_is_refused(value: str) -> None:
     async with shop() as here:
         response = await here.client.post("/orders", headers=[(b"Idempotency-Key", value.encode("latin-1"))])
-        assert _problem(response, 400)["title"] == "Idempotency-Key is malformed"
+        assert problem_in(response, 400)["title"] == "Idempotency-Key is malformed"
         assert not here.bodies
 
 
 async def test_two_keys_are_refused() -> None:
     async with shop() as here:
         headers = [("Idempotency-Key", '"a"'), ("Idempotency-Key", '"b"')]
-        _problem(await here.client.post("/orders", headers=headers), 400)
+        problem_in(await here.client.post("/orders", headers=headers), 400)
 
 
 async def test_a_missing_key_is_refused_where_one_is_required() -> None:
     async with shop(required=True) as here:
-        assert _problem(await here.client.post("/orders"), 400)["title"] == "Idempotency-Key is missing"
+        assert problem_in(await here.client.post("/orders"), 400)["title"] == "Idempotency-Key is missing"
         assert (await here.client.get("/orders")).status_code == 201
         assert len(here.bodies) == 1
 
@@ -160,9 +105,9 @@ async def test_bare_keys_will_do_where_that_is_set() -> None:
 async def test_another_payload_under_the_same_key_is_refused() -> None:
     async with shop() as here:
         await here.order(b'{"amount": 1}')
-        told = _problem(await here.order(b'{"amount": 2}'), 422)
+        told = problem_in(await here.order(b'{"amount": 2}'), 422)
         assert told["title"] == "Idempotency-Key is already used"
-        _problem(await here.order(b'{"amount": 1}', path="/orders?x=1"), 422)
+        problem_in(await here.order(b'{"amount": 1}', path="/orders?x=1"), 422)
         assert len(here.bodies) == 1
 
 
@@ -178,7 +123,7 @@ async def test_a_retry_that_comes_too_early_is_told_to_come_again() -> None:
         first = asyncio.create_task(here.order())
         await begun.wait()
         early = await here.order()
-        _problem(early, 409)
+        problem_in(early, 409)
         assert early.headers["retry-after"] == "1"
         go_on.set()
         assert (await first).text == (await here.order()).text == "done"
@@ -226,7 +171,21 @@ async def test_who_asks_is_said_by_the_application() -> None:
 
 @pytest.mark.parametrize(
     ("status", "runs"),
-    [(200, 1), (204, 1), (302, 1), (400, 1), (404, 1), (422, 1), (408, 2), (409, 2), (429, 2), (500, 2), (503, 2)],
+    [
+        (200, 1),
+        (204, 1),
+        (302, 1),
+        (400, 1),
+        (404, 1),
+        (422, 1),
+        (401, 2),
+        (403, 2),
+        (408, 2),
+        (409, 2),
+        (429, 2),
+        (500, 2),
+        (503, 2),
+    ],
 )
 async def test_outcomes_are_remembered_and_errors_that_pass_are_not(status: int, runs: int) -> None:
     async def answer(request: Request) -> Response:
@@ -262,7 +221,7 @@ async def test_a_request_body_comes_whole_and_one_that_is_too_long_is_refused() 
     async with shop(max_request_bytes=1000) as here:
         await here.order(b"x" * 1000)
         assert here.bodies == [b"x" * 1000]
-        _problem(await here.order(b"x" * 1001), 413)
+        problem_in(await here.order(b"x" * 1001), 413)
 
 
 async def test_a_response_too_large_to_keep_leaves_the_protection() -> None:
@@ -271,7 +230,7 @@ async def test_a_response_too_large_to_keep_leaves_the_protection() -> None:
 
     async with shop(answer, config={"max_result_size_bytes": 1000}) as here:
         assert (await here.order()).text == "x" * 2000
-        assert "its response is gone" in _problem(await here.order(), 409)["title"]
+        assert "its response is gone" in problem_in(await here.order(), 409)["title"]
         assert len(here.bodies) == 1
 
 
@@ -321,7 +280,7 @@ async def test_while_the_store_is_down_nothing_is_done() -> None:
     async with shop() as here:
         here.store.down = {"reserve"}
         response = await here.order()
-        assert "was not processed" in _problem(response, 503)["detail"]
+        assert "was not processed" in problem_in(response, 503)["detail"]
         assert response.headers["retry-after"] == "1"
         assert not here.bodies
         here.store.down = set()
@@ -346,7 +305,7 @@ async def test_within_dishkas_middleware_it_would_remember_too_early_and_says_so
     async def never(*_: object) -> None:
         raise AssertionError
 
-    middleware = IdempotencyKeyMiddleware(never, manager)
+    middleware = IdempotencyKeyMiddleware(never, manager, identity=anyone)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": {"dishka_container": object()}}
     with pytest.raises(ApplicationError, match="add it after setup_dishka"):
         await middleware(scope, never, never)  # type: ignore[arg-type]
@@ -369,19 +328,19 @@ async def test_a_client_that_goes_in_the_midst_of_its_body_has_asked_for_nothing
 
     headers = [(b"idempotency-key", b'"a"')]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
-    await IdempotencyKeyMiddleware(never, manager)(scope, receive, never)
+    await IdempotencyKeyMiddleware(never, manager, identity=anyone)(scope, receive, never)
     assert not store.calls
 
 
 def test_a_stored_result_that_is_no_response_is_told_and_not_done_again(caplog: pytest.LogCaptureFixture) -> None:
     done = Completed(key="k", attempt=1, completed_at=datetime.now(UTC), result=StoredResult(b"{}"))
-    assert _again(done).status == 409
+    assert Problems().again(done).status == 409
     assert "the response stored for k cannot be read" in caplog.text
 
 
 def test_it_needs_a_manager_or_a_container() -> None:
     with pytest.raises(ApplicationError, match="needs a manager, or a container"):
-        IdempotencyKeyMiddleware(Starlette())
+        IdempotencyKeyMiddleware(Starlette(), identity=anyone)
 
 
 async def test_a_thousand_requests_with_fifty_keys_run_fifty() -> None:

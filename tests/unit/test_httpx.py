@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from datetime import timedelta
 
 import httpx
@@ -91,6 +92,35 @@ async def test_the_pause_that_the_server_asks_for_is_kept() -> None:
     async with _client(server) as client:
         await client.post("http://shop/orders")
     assert asyncio.get_running_loop().time() == pytest.approx(7, abs=0.01)
+
+
+@virtual_time
+async def test_a_pause_that_is_longer_than_patience_is_not_made() -> None:
+    server = Server(httpx.Response(503, headers={"retry-after": "3600"}))
+    async with _client(server, longest=timedelta(seconds=60)) as client:
+        assert (await client.post("http://shop/orders")).status_code == 503
+    assert len(server.keys) == 1
+
+
+@virtual_time
+async def test_a_request_that_cannot_be_sent_is_not_sent_again() -> None:
+    server = Server(httpx.UnsupportedProtocol("no such protocol"))
+    async with _client(server) as client:
+        with pytest.raises(httpx.UnsupportedProtocol):
+            await client.post("http://shop/orders")
+    assert len(server.keys) == 1
+
+
+@virtual_time
+async def test_a_response_is_the_one_that_came() -> None:
+    packed = gzip.compress(b"done")
+    headers = {"content-encoding": "gzip", "set-cookie": "a=b", "content-length": str(len(packed))}
+    server = Server(httpx.Response(201, headers=headers, stream=httpx.ByteStream(packed)))
+    async with _client(server) as client:
+        response = await client.post("http://shop/orders")
+        assert (response.status_code, response.text, response.headers["content-encoding"]) == (201, "done", "gzip")
+        assert client.cookies["a"] == "b"
+        assert response.elapsed >= timedelta(0)
 
 
 @virtual_time

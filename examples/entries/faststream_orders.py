@@ -1,0 +1,46 @@
+"""FastStream's subscribers, each message once: `python -m examples.entries.faststream_orders`.
+
+Needs the extra `faststream`.  It runs on FastStream's broker for tests, in memory; with a Kafka of yours, run
+`faststream run examples.entries.faststream_orders:app`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from faststream import AckPolicy, FastStream
+from faststream.kafka import KafkaBroker, TestKafkaBroker
+
+from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
+from integr8s_idem.integrations.faststream import IdempotencyMiddleware, by_header
+
+# In production a store that all processes share: integr8s_idem.stores.open_store(settings.store).
+manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="billing")
+guard = IdempotencyMiddleware(manager, key=by_header("event_id"))
+broker = KafkaBroker("localhost:9092", middlewares=[guard], log_level=logging.DEBUG)
+app = FastStream(broker, on_startup=[lambda: guard.check(broker)])
+
+
+@broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
+@broker.publisher("receipts")
+async def charge(order: dict[str, str]) -> dict[str, str]:
+    print(f"charging order {order['order_id']}")
+    return {"receipt": f"receipt-{order['order_id']}"}
+
+
+@broker.subscriber("receipts", group_id="billing-mail", ack_policy=AckPolicy.NACK_ON_ERROR)
+async def send_mail(receipt: dict[str, str]) -> None:
+    """What `charge` publishes bears an id made of its message's key: sent again, it is known again."""
+    print(f"mail: {receipt['receipt']}")
+
+
+async def main() -> None:
+    async with TestKafkaBroker(broker):
+        for _ in range(2):
+            await broker.publish({"order_id": "7"}, "orders", headers={"event_id": "e-1"})
+        await broker.publish({"order_id": "8"}, "orders", headers={"event_id": "e-2"})
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,128 @@
+"""What a client is told when a request was not done: problem details as RFC 9457 has them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.exceptions import HTTPException
+
+from integr8s_idem.errors import LeaseLostError, StoreError
+from integr8s_idem.integrations.http_responses import Response, response_of
+from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, StoredResult
+
+logger = logging.getLogger(__name__)
+
+MEDIA_TYPE: Final = "application/problem+json"
+
+LONGEST_KEY: Final = 255
+"""Characters of a key as a client sends it."""
+
+RETRY_SOON: Final = 1
+"""Seconds after which a client may ask again, where nothing better is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Refusals of one application."""
+
+    documentation: str = ""
+    """Where it tells its clients the rules: each refusal links to it."""
+
+    def missing_key(self) -> Response:
+        return self._problem(
+            400, "Idempotency-Key is missing", "This operation needs an Idempotency-Key header.", section="bad-key"
+        )
+
+    def malformed_key(self) -> Response:
+        return self._problem(
+            400,
+            "Idempotency-Key is malformed",
+            f"It is one string in double quotes, of 1 to {LONGEST_KEY} characters of ASCII, "
+            'such as "8e03978e-40d5-43dd-bc93-6894a57f9324".',
+            section="bad-key",
+        )
+
+    def too_large(self, most: int) -> Response:
+        detail = f"A request with an Idempotency-Key has at most {most} bytes."
+        return self._problem(413, "Request is too large", detail, section="too-large")
+
+    def not_let_in(self, error: HTTPException) -> Response:
+        """For a caller whom `identity` refuses."""
+        return self._problem(error.status_code, str(error.detail), "", section="not-let-in", headers=error.headers)
+
+    def in_progress(self) -> Response:
+        return self._problem(
+            409,
+            "A request is outstanding for this Idempotency-Key",
+            "The first request with this key is being processed still. Retry when it is done.",
+            section="in-progress",
+            headers={"retry-after": str(RETRY_SOON)},
+        )
+
+    def unavailable(self, error: StoreError | LeaseLostError) -> Response:
+        return self._problem(
+            503,
+            "Retries cannot be told apart now",
+            "The request may be retried with the same Idempotency-Key."
+            if isinstance(error, LeaseLostError)
+            else "The request was not processed. It may be retried with the same Idempotency-Key.",
+            section="unavailable",
+            headers={"retry-after": str(RETRY_SOON)},
+        )
+
+    def again(self, outcome: Completed | Failed | KeyReused | Corrupt | InProgress) -> Response:
+        """The answer to a request that was not done now."""
+        match outcome:
+            case Completed(result=StoredResult() as result):
+                try:
+                    return response_of(result)
+                except ValueError as error:
+                    logger.error("the response stored for %s cannot be read: %s", outcome.key, error)
+                    return self._no_response("It cannot be read any more.")
+            case Completed():
+                return self._no_response("It was not kept.")
+            case KeyReused():
+                return self._problem(
+                    422,
+                    "Idempotency-Key is already used",
+                    "This key was used for another request. Retry the same request, or make a new key.",
+                    section="key-reused",
+                )
+            case Failed():
+                return self._problem(
+                    409,
+                    "The request was given up",
+                    "It failed or was interrupted too often, and may have been done in part. Do not repeat it.",
+                    section="given-up",
+                )
+            case _:
+                logger.error("the record of a request cannot be read: %s", outcome)
+                return self._problem(500, "The record of this request cannot be read", "", section="unreadable")
+
+    def _no_response(self, why: str) -> Response:
+        return self._problem(
+            409,
+            "The request was processed, and its response is gone",
+            f"{why} Do not repeat it.",
+            section="no-response",
+        )
+
+    def _problem(
+        self, status: int, title: str, detail: str, *, section: str, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        body: dict[str, object] = {"type": f"urn:integr8s-idem:{section}", "title": title, "status": status}
+        if detail:
+            body["detail"] = detail
+        encoded = json.dumps(body).encode()
+        told = {"content-type": MEDIA_TYPE, "content-length": str(len(encoded)), **(headers or {})}
+        if self.documentation:
+            told["link"] = f'<{self.documentation}>; rel="describedby"'
+        return Response(
+            status,
+            [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in told.items()],
+            encoded,
+        )

@@ -1,0 +1,134 @@
+"""Requests made by Schemathesis from the OpenAPI document of the example: it keeps to it, and does each thing once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.python import asgi
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    missing_required_header,
+    negative_data_rejection,
+    positive_data_acceptance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from examples.entries.http_orders import Orders, Shop, application
+
+CHECKS: list[Any] = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    missing_required_header,
+    unsupported_method,
+]
+OPERATIONS = [("POST", "/orders"), ("POST", "/orders/{number}/again"), ("GET", "/orders")]
+GUARDED = [(method, path) for method, path in OPERATIONS if method == "POST"]
+
+BOUNDED = settings(
+    max_examples=40,
+    derandomize=True,
+    database=None,
+    deadline=None,  # the machine may be busy
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[Shop]:
+    yield application()
+    asgi.shutdown_lifespans()
+
+
+@pytest.fixture(scope="module")
+def schema(app: Shop) -> Any:
+    return schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+@pytest.fixture(scope="module")
+def orders(app: Shop) -> Orders:
+    """What the application has done."""
+    placed: Orders = asgi._get_portal().call(app.state.dishka_container.get, Orders)
+    return placed
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_requests_that_keep_to_the_document_are_taken_and_answered_by_it(schema: Any, method: str, path: str) -> None:
+    keys = itertools.count()
+
+    @BOUNDED
+    @given(case=schema[path][method].as_strategy(GenerationMode.POSITIVE))
+    def ask(case: Case[Any]) -> None:
+        case.headers["Idempotency-Key"] = f'"{path}-taken-{next(keys)}"'
+        case.call_and_validate(checks=[*CHECKS, positive_data_acceptance])
+
+    ask()
+
+
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+def test_requests_that_do_not_are_refused_and_change_nothing(
+    schema: Any, orders: Orders, method: str, path: str
+) -> None:
+    @BOUNDED
+    @given(case=schema[path][method].as_strategy(GenerationMode.NEGATIVE))
+    def ask(case: Case[Any]) -> None:
+        before = len(orders.placed)
+        response = case.call_and_validate(checks=CHECKS)
+        assert len(orders.placed) - before == (response.status_code == 201)
+
+    ask()
+
+
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+def test_a_request_that_is_sent_twice_is_done_once_and_answered_the_same(
+    schema: Any, orders: Orders, method: str, path: str
+) -> None:
+    keys = itertools.count()
+
+    @BOUNDED
+    @given(case=schema[path][method].as_strategy(GenerationMode.POSITIVE))
+    def ask_twice(case: Case[Any]) -> None:
+        case.headers["Idempotency-Key"] = f'"{path}-twice-{next(keys)}"'
+        before = len(orders.placed)
+        first = case.call()
+        done = len(orders.placed)
+        again = case.call()
+
+        assert done - before == (first.status_code == 201)
+        assert len(orders.placed) == done
+        assert (again.status_code, again.content) == (first.status_code, first.content)
+        assert "idempotency-replayed" not in first.headers
+        assert again.headers["idempotency-replayed"] == ["true"]
+
+    ask_twice()
+
+
+def test_a_key_is_good_for_one_request_whatever_the_others_are(schema: Any, orders: Orders) -> None:
+    told: dict[str, int] = {}
+
+    @BOUNDED
+    @given(case=schema["/orders"]["POST"].as_strategy(GenerationMode.POSITIVE))
+    def ask_with_the_same_key(case: Case[Any]) -> None:
+        case.headers["Idempotency-Key"] = '"one for all"'
+        told.setdefault(repr(case.body), case.call().status_code)
+
+    before = len(orders.placed)
+    ask_with_the_same_key()
+
+    assert len(orders.placed) == before + 1
+    assert list(told.values()) == [201] + [422] * (len(told) - 1)
+    assert len(told) > 10

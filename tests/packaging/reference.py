@@ -1,0 +1,303 @@
+"""`docs/reference/api/`: the public API, drawn from signatures and docstrings.  `make reference` writes it.
+
+griffe reads the code without importing it, docstrings of attributes included; here it becomes Markdown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import griffe
+
+from tests.packaging.repository import ROOT
+
+MADE: Final = "Made by `make reference` from signatures and docstrings."
+FOLDER: Final = ROOT / "docs" / "reference" / "api"
+PACKAGE: Final = "integr8s_idem"
+PAGES: Final[Mapping[str, tuple[str, ...]]] = {
+    "front": ("",),
+    "functions-and-loops": ("decorator", "offsets", "integrations.aiokafka", "integrations.confluent"),
+    "http": ("integrations.asgi", "integrations.openapi", "integrations.httpx"),
+    "faststream": ("integrations.faststream",),
+    "dishka": ("integrations.dishka",),
+    "messages": ("envelopes",),
+    "records": ("records", "work"),
+    "stores": ("stores", "stores.memory", "stores.redis", "stores.sql", "stores.dynamodb"),
+    "settings": ("config",),
+    "worker": ("worker",),
+    "telemetry": ("telemetry",),
+    "testing": ("testing", "testing.crash_points", "testing.transactional_crash_points"),
+    "embedded": ("embedded",),
+}
+"""The modules of each page, by their names within the package."""
+
+LEFT_OUT: Final = {"cli", "doctor", "dispatcher", "testing.contract", "testing.virtual_time", "worker.records"}
+"""Modules with an `__all__` that users do not import: commands, and rooms whose public things stand elsewhere."""
+
+
+@cache
+def package() -> Any:
+    """The package as griffe sees it."""
+    return griffe.load(PACKAGE, search_paths=[ROOT], docstring_parser="google", resolve_aliases=True)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a public thing is told of."""
+
+    page: str
+    module: str
+    thing: Any
+
+    @property
+    def heading(self) -> str:
+        """The name, and the module's where it stands in one of many."""
+        return f"{self.module.rpartition('.')[2]}.{self.thing.name}".lstrip(".")
+
+    @property
+    def link(self) -> str:
+        anchor = "".join(letter for letter in self.heading.lower() if letter.isalnum() or letter in "_-")
+        return f"{self.page}.md#{anchor}"
+
+    @property
+    def path(self) -> str:
+        """How users import it."""
+        return f"{_path(self.module)}.{self.thing.name}"
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    """Every public thing where it is told of first, by its own path: the front comes before the rooms."""
+    found: dict[str, Entry] = {}
+    for name, modules in PAGES.items():
+        for module in modules:
+            for thing in public(module):
+                found.setdefault(thing.canonical_path, Entry(name, module, thing))
+    return found
+
+
+def pages() -> dict[Path, str]:
+    """Every page, by its file."""
+    return {FOLDER / "README.md": index(), **{FOLDER / f"{name}.md": page(name) for name in PAGES}}
+
+
+def index() -> str:
+    """What stands where."""
+    lines = ["# The public API", "", MADE, "", "Errors have [a page of their own](../errors.md).", ""]
+    lines += ["| name | what it is |", "| --- | --- |"]
+    for entry in entries().values():
+        summary = " ".join(_text(entry.thing).partition("\n\n")[0].split()).replace("|", "\\|")
+        lines.append(f"| [`{entry.path}`]({entry.link}) | {summary} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(name: str) -> str:
+    """One page: its modules, and what is public in them."""
+    lines = [f"# {name.replace('-', ' ').capitalize()}", "", MADE, ""]
+    for module in PAGES[name]:
+        lines += [f"## `{_path(module)}`", "", *_docstring(_module(module)), ""]
+        told = [entries()[thing.canonical_path] for thing in public(module)]
+        elsewhere = [f"[`{entry.thing.name}`]({entry.link})" for entry in told if entry.module != module]
+        if elsewhere:
+            lines += [f"Also here: {', '.join(elsewhere)}.", ""]
+        for entry in told:
+            if entry.module == module:
+                lines += [f"### {entry.heading}", "", *_drawn(entry.thing), ""]
+    return "\n".join(_without_double_blanks(lines)).rstrip() + "\n"
+
+
+def public(module: str) -> list[Any]:
+    """What a module offers: its `__all__`, or whatever it defines without an underscore."""
+    found = _module(module)
+    names = sorted(map(str, found.exports or _defined_in(found)), key=str.lower)
+    things = [found.members[name] for name in names]
+    return [thing for thing in things if _is_ours(thing) and (thing.docstring is not None or not thing.is_attribute)]
+
+
+def _defined_in(module: Any) -> Iterator[str]:
+    return (name for name, member in module.members.items() if name[0] != "_" and not member.is_alias)
+
+
+def _is_ours(thing: Any) -> bool:
+    """Whether a module defines it, or hands on what another of ours defines."""
+    if thing.is_alias:
+        return str(thing.target_path).startswith(f"{PACKAGE}.")
+    return not thing.is_module
+
+
+def _module(name: str) -> Any:
+    return package()[name] if name else package()
+
+
+def _path(module: str) -> str:
+    return f"{PACKAGE}.{module}" if module else PACKAGE
+
+
+def _text(thing: Any) -> str:
+    return str(thing.docstring.value) if thing.docstring is not None else ""
+
+
+def _drawn(thing: Any) -> Iterator[str]:
+    if thing.is_class:
+        yield from _class(thing)
+    elif thing.is_function:
+        yield from (*_code(thing), "", *_docstring(thing))
+    else:
+        annotation = f": {thing.annotation}" if thing.annotation is not None else ""
+        yield from ("```python", f"{thing.name}{annotation} = {thing.value}", "```", "", *_docstring(thing))
+
+
+def _class(thing: Any) -> Iterator[str]:
+    bases = ", ".join(map(str, thing.bases))
+    yield from ("```python", f"class {thing.name}({bases})" if bases else f"class {thing.name}", "```", "")
+    yield from _docstring(thing)
+    members = [member for member in thing.members.values() if member.name[0] != "_" or member.name == "__init__"]
+    attributes = [member for member in members if member.is_attribute and _is_worth_telling(member)]
+    if attributes:
+        yield from ("", "| attribute | type | |", "| --- | --- | --- |")
+        for member in attributes:
+            kind = f"`{member.annotation}`".replace("|", "\\|") if member.annotation is not None else ""
+            default = f"`{member.value}`" if member.annotation is None and member.value is not None else ""
+            yield f"| `{member.name}` | {kind or default} | {_one_line(member)} |"
+    for member in members:
+        if member.is_function and not _is_setter(member):
+            yield from ("", *_code(member), "", *_docstring(member))
+
+
+def _is_worth_telling(attribute: Any) -> bool:
+    return (
+        attribute.docstring is not None or "instance-attribute" not in attribute.labels or attribute.annotation is None
+    )
+
+
+def _is_setter(member: Any) -> bool:
+    return any("setter" in str(each.value) for each in member.decorators)
+
+
+def _one_line(member: Any) -> str:
+    return " ".join(_text(member).split()).replace("|", "\\|")
+
+
+def _code(function: Any) -> Iterator[str]:
+    """The signature, one parameter a line if it is long."""
+    makes = function.name == "__init__"
+    name = function.parent.name if makes else function.name
+    word = "" if makes else "async def " if "async" in function.labels else "def "
+    returns = f" -> {function.returns}" if function.returns is not None and not makes else ""
+    parts = list(_parameters(function.parameters))
+    line = f"{word}{name}({', '.join(parts)}){returns}"
+    yield "```python"
+    if len(line) <= 100:
+        yield line
+    else:
+        yield line.partition("(")[0] + "("
+        yield from (f"    {part}," for part in parts)
+        yield f"){returns}"
+    yield "```"
+
+
+def _parameters(parameters: Any) -> Iterator[str]:
+    kinds = griffe.ParameterKind
+    last = None
+    for parameter in parameters:
+        if parameter.name in {"self", "cls"}:
+            continue
+        if last is kinds.positional_only and parameter.kind is not kinds.positional_only:
+            yield "/"
+        if parameter.kind is kinds.keyword_only and last not in {kinds.keyword_only, kinds.var_positional}:
+            yield "*"
+        last = parameter.kind
+        stars = {kinds.var_positional: "*", kinds.var_keyword: "**"}.get(parameter.kind, "")
+        annotation = f": {parameter.annotation}" if parameter.annotation is not None else ""
+        equals = " = " if annotation else "="
+        has_default = parameter.default is not None and not stars
+        yield f"{stars}{parameter.name}{annotation}{f'{equals}{parameter.default}' if has_default else ''}"
+    if last is kinds.positional_only:
+        yield "/"
+
+
+def modules_with_exports(module: Any = None) -> Iterator[str]:
+    """The modules that say what is public in them, by their names within the package."""
+    found = module or package()
+    if found.exports:
+        yield found.path.removeprefix(PACKAGE).lstrip(".")
+    for member in found.modules.values():
+        yield from modules_with_exports(member)
+
+
+def unknown_parameters(thing: Any) -> Iterator[str]:
+    """What docstrings of a function or a class name as a parameter that it does not have."""
+    if thing.is_class:
+        yield from _not_among(thing.parameters, thing)
+        for member in thing.members.values():
+            if member.is_function and (member.name[0] != "_" or member.name == "__init__"):
+                yield from _not_among(member.parameters, member)
+    elif thing.is_function:
+        yield from _not_among(thing.parameters, thing)
+
+
+def _not_among(parameters: Any, thing: Any) -> Iterator[str]:
+    known = {parameter.name for parameter in parameters}
+    for section in thing.docstring.parse("google", warnings=False) if thing.docstring is not None else ():
+        if section.kind is griffe.DocstringSectionKind.parameters:
+            # Several that go together may stand in one line.
+            names = (name for each in section.value for name in each.name.split(", "))
+            yield from (name for name in names if name not in known)
+
+
+def _docstring(thing: Any) -> Iterator[str]:
+    if thing.docstring is None:
+        return
+    for section in thing.docstring.parse("google", warnings=False):
+        yield from _section(section)
+        yield ""
+
+
+def _section(section: Any) -> Iterator[str]:
+    kinds = griffe.DocstringSectionKind
+    match section.kind:
+        case kinds.text:
+            yield section.value
+        case kinds.parameters:
+            yield from ("Parameters:", "")
+            yield from (f"- `{each.name}`: {_joined(each.description)}" for each in section.value)
+        case kinds.raises:
+            yield from ("Raises:", "")
+            yield from (f"- `{each.annotation}`: {_joined(each.description)}" for each in section.value)
+        case kinds.returns | kinds.yields:
+            yield from (f"Returns: {_joined(each.description)}" for each in section.value)
+        case kinds.admonition:
+            yield from (f"{section.title}", "", section.value.contents)
+        case _:
+            raise AssertionError(f"no form for a section {section.kind} in a docstring yet")
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _without_double_blanks(lines: Iterable[str]) -> Iterator[str]:
+    blank = False
+    for line in lines:
+        if line or not blank:
+            yield line
+        blank = not line
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    made = pages()
+    for old in set(FOLDER.glob("*.md")) - set(made):
+        old.unlink()
+    for file, text in made.items():
+        file.write_text(text, encoding="utf-8")
+    print(f"written: {len(made)} pages", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

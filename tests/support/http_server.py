@@ -1,0 +1,47 @@
+"""A real HTTP server in the test's own event loop, on a free port of 127.0.0.1."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the test."""
+
+    @asynccontextmanager
+    async def running(self, listener: socket.socket) -> AsyncIterator[None]:
+        serving = asyncio.create_task(self._serve([listener]))
+        try:
+            yield
+        finally:
+            self.should_exit = True
+            await serving
+
+
+@asynccontextmanager
+async def serving(app: Any, **options: Any) -> AsyncIterator[int]:
+    """The port of `app`; whoever connects before it listens is kept by the socket."""
+    config = uvicorn.Config(app, ws="none", log_config=None, timeout_graceful_shutdown=10, **options)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(2048)
+        listener.setblocking(False)
+        async with _Server(config).running(listener):
+            yield int(listener.getsockname()[1])
+
+
+@asynccontextmanager
+async def client_of(app: Any, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of `app` behind a real server."""
+    async with (
+        serving(app, **options) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+    ):
+        yield client

@@ -1,0 +1,149 @@
+"""The types of each way in, as a user's type checker sees them.  Checked by mypy; nothing here is run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any, Literal, assert_type
+
+import httpx
+from aiokafka import AIOKafkaConsumer, ConsumerRecord
+from confluent_kafka import Consumer, Message
+from starlette.applications import Starlette
+
+from integr8s_idem import (
+    BaseEvent,
+    Batch,
+    EventRouter,
+    IdempotencyManager,
+    Once,
+    PartialFailureError,
+    Steps,
+    Verdict,
+    idempotent,
+)
+from integr8s_idem.envelopes import Codec, Headers
+from integr8s_idem.integrations import aiokafka as loops_of_aiokafka
+from integr8s_idem.integrations import confluent as loops_of_confluent
+from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware
+from integr8s_idem.integrations.httpx import BlockingRetryingTransport, RetryingTransport, idempotency_key
+from integr8s_idem.offsets import committable_offsets
+from integr8s_idem.records import Reserved
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str
+
+
+@dataclass
+class Refund:
+    amount: Decimal
+
+
+@idempotent(key="refund:{order_id}", ttl=timedelta(days=1), lock_timeout=timedelta(seconds=10))
+async def refund(order_id: str, amount: Decimal) -> Refund:
+    return Refund(amount)
+
+
+@idempotent(key=lambda order_id: f"invoice:{order_id}", fingerprint=["order_id"])
+def invoice(order_id: str, *, copies: int = 1) -> str | None:
+    return None
+
+
+class Desk:
+    @idempotent(key=["order.order_id"])
+    async def close(self, order: OrderPlaced) -> None: ...
+
+    @staticmethod
+    @idempotent(key="count:{day}", re_execute_on_read=True)
+    def count(day: str) -> int:
+        return 0
+
+
+async def a_decorated_function_keeps_its_type(desk: Desk) -> None:
+    assert_type(await refund("7", amount=Decimal(30)), Refund)
+    assert_type(invoice("7", copies=2), str | None)
+    assert_type(Desk.count("today"), int)
+    await desk.close(OrderPlaced(order_id="7"))
+    kept: Callable[[str, Decimal], Awaitable[Refund]] = refund
+    assert_type(await kept("7", Decimal(1)), Refund)
+    running: Coroutine[Any, Any, Refund] = refund("7", Decimal(1))
+    running.close()
+
+
+async def a_wrong_argument_is_seen() -> None:
+    await refund(7, Decimal(1))  # type: ignore[arg-type]
+    invoice("7", pages=2)  # type: ignore[call-arg]
+
+
+async def a_step_has_the_type_of_its_function(steps: Steps, manager: IdempotencyManager) -> None:
+    async def reserve(order_id: str) -> list[int]:
+        return [len(order_id)]
+
+    assert_type(await steps.run("reserve", reserve, "7"), list[int])
+    assert_type(await steps.run("again", reserve, "7", once="at_most_once"), list[int])
+    assert_type(await manager.steps().run("ship", reserve, order_id="7", once=Once.AT_MOST_ONCE), list[int])
+
+
+async def a_batch_has_a_verdict_for_each_key(manager: IdempotencyManager, ours: Sequence[Reserved]) -> None:
+    verdicts = await manager.acquire_batch(["order:1", "order:2"])
+    assert_type(verdicts, dict[str, Verdict])
+    assert_type(await manager.confirm_batch(ours), list[bool])
+    assert_type(await manager.confirm_batch({ours[0]: {"receipt": 1}}), list[bool])
+    assert_type(await manager.release_batch(ours), list[bool])
+
+
+def a_batch_handler_keeps_its_type(router: EventRouter) -> None:
+    @router.on_batch(OrderPlaced, max_size=10, max_wait=timedelta(milliseconds=5))
+    async def charge(events: Sequence[OrderPlaced], batch: Batch) -> list[str]:
+        assert_type(batch.attempts[0].number, int)
+        if not events:
+            raise PartialFailureError({0: ValueError("no stock")}, ["receipt"])
+        return [event.order_id for event in events]
+
+    kept: Callable[[Sequence[OrderPlaced], Batch], Awaitable[list[str]]] = charge
+    router.on_batch(OrderPlaced, name="again")(kept)
+
+
+async def a_loop_gives_what_its_function_returns(
+    consumer: AIOKafkaConsumer, blocking: Consumer, manager: IdempotencyManager
+) -> None:
+    async def charge(record: ConsumerRecord[Any, Any]) -> int:
+        return record.offset
+
+    def charge_plainly(message: Message) -> str:
+        return message.topic() or ""
+
+    key = loops_of_aiokafka.by_header("event_id")
+    async for delivery in loops_of_aiokafka.guarded(consumer, manager, key=key):
+        assert_type(await delivery.run(charge), int)
+    for one in loops_of_confluent.guarded(blocking, manager, key=loops_of_confluent.by_header("event_id")):
+        assert_type(one.run(charge_plainly), str)
+
+
+def a_middleware_goes_where_starlette_takes_one(app: Starlette, manager: IdempotencyManager) -> None:
+    app.add_middleware(
+        IdempotencyKeyMiddleware, manager=manager, required=True, identity=lambda asking: str(asking.user.id)
+    )
+
+
+async def clients_take_the_transports() -> None:
+    httpx.AsyncClient(transport=RetryingTransport(httpx.AsyncHTTPTransport()))
+    httpx.Client(transport=BlockingRetryingTransport(httpx.HTTPTransport()))
+    assert_type(idempotency_key("order-7"), str)
+
+
+class AvroCodec:
+    def fields(self, body: bytes, headers: Headers) -> Mapping[str, Any]:
+        return {"event_id": body.decode()}
+
+
+def a_codec_of_ones_own_is_one() -> Codec:
+    return AvroCodec()
+
+
+def offsets_are_said_for_each_partition(records: Sequence[ConsumerRecord[Any, Any]]) -> None:
+    assert_type(committable_offsets(records, undone={("orders", 0, 17)}), dict[tuple[str, int], int])
