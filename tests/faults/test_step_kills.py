@@ -31,7 +31,7 @@ def test_wherever_a_process_dies_no_step_is_skipped_and_none_at_most_once_is_don
 def test_the_same_with_records_in_sql() -> None:
     need_kafka(own=True)
 
-    figures = step_points.run(0, 16, ("sqlite", "postgresql"))
+    figures = step_points.run(0, 8, ("sqlite", "postgresql"))
 
-    assert figures["jobs"] == 16
-    assert figures["kills"] + figures["cut_short"] >= 16
+    assert figures["jobs"] == 8
+    assert figures["kills"] + figures["cut_short"] >= 8
