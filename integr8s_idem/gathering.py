@@ -85,11 +85,7 @@ class Gatherer:
 
     async def _settle(self, members: Sequence[Member]) -> None:
         try:
-            results = self._results(members, await self._run(members))
-            failures: Mapping[int, Exception] = {}
-        except PartialFailureError as error:
-            failures = error.failures
-            results = self._results(members, error.results)
+            results, failures = await self._ends(members)
         except Exception as error:  # noqa: BLE001  # each member tells it
             results, failures = [None] * len(members), dict.fromkeys(range(len(members)), error)
         for index, member in enumerate(members):
@@ -99,6 +95,24 @@ class Gatherer:
                 member.end.set_exception(failures[index])
             else:
                 member.end.set_result(results[index])
+
+    async def _ends(self, members: Sequence[Member]) -> tuple[Sequence[Any], Mapping[int, Exception]]:
+        """What the handler returned for each member, and which have failed by their index."""
+        try:
+            return self._results(members, await self._run(members)), {}
+        except PartialFailureError as error:
+            unclear = [
+                str(index)
+                for index, failure in error.failures.items()
+                if index not in range(len(members)) or not isinstance(failure, Exception)
+            ]
+            if unclear:
+                # One of them has failed, and would be taken for done.
+                raise ApplicationError(
+                    f"batch handler {self._name} was given {len(members)} events and says that {', '.join(unclear)} "
+                    "has failed: name each failure by the index of its event, from 0, and give an exception"
+                ) from error
+            return self._results(members, error.results), error.failures
 
     def _results(self, members: Sequence[Member], returned: Any) -> Sequence[Any]:
         if returned is None:

@@ -55,6 +55,8 @@ class Run:
     """Called when the work has returned."""
     steps: object = None
     """Its steps, once it has asked for them."""
+    over: bool = False
+    """The work has returned or raised; what it began beside itself may go on still."""
 
 
 _RUN: ContextVar[tuple[Passes, Run] | None] = ContextVar(
@@ -294,6 +296,7 @@ class Passes:
             with self.within(run):
                 yield
         finally:
+            run.over = True
             if self._running.get(key) is ended:
                 del self._running[key]
             ended.set_result(None)

@@ -213,7 +213,8 @@ class EventRouter:
 
         Args:
             max_size: Most events of a call.  A worker has at most `concurrency` of them at hand; with the ordering
-                `partition` it is one of each partition, so that `key` or `none` goes with batches.
+                `partition` it is one of each partition, so that `key` or `none` goes with batches.  A worker whose
+                settings leave them smaller says so when it starts.
             max_wait: How long the first event waits for others.
             name: As for `on`.
 

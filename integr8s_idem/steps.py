@@ -108,7 +108,7 @@ class Steps:
             LeaseLostError: The unit is no longer ours; the step was not begun.
             ResultDroppedError: It is done, and what it returned was too large to keep.
             ApplicationError: The name was used before in this run; the unit's outcome commits with a transaction of
-                its own, which steps do not; or `function` is no async function.
+                its own, which steps do not; the run is over; or `function` is no async function.
             Exception: Whatever `function` raises, unchanged.
         """
         once = Once(once)
@@ -153,6 +153,7 @@ class Steps:
         """One end of the step.  Patience, with a store that is down, too, lasts as long as the unit's lease does."""
         looks = 0
         while True:
+            self._refuse_if_over(step)
             await self._refuse_if_lost()
             try:
                 outcome = await self._passes.execute(
@@ -174,6 +175,14 @@ class Steps:
         # Once more, with the place taken: whoever takes the unit over from here on finds the step in it.
         await self._refuse_if_lost()
         return await step.call()
+
+    def _refuse_if_over(self, step: _Step) -> None:
+        """A step that was left behind must not begin when its unit has failed, or a later run is at it."""
+        if self._run.over:
+            raise ApplicationError(
+                f"step {step.name} of {self._run.attempt.label} had not begun when its run ended: wait for all steps, "
+                "as asyncio.gather(…, return_exceptions=True) does"
+            )
 
     async def _refuse_if_lost(self) -> None:
         """A run that was stalled, and taken over meanwhile, begins nothing more."""

@@ -24,6 +24,7 @@ from integr8s_idem.events import EventDecoder, event_type_of, read_json
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
+from integr8s_idem.worker.batch_sizes import limits_of_batches
 from integr8s_idem.worker.clients import bounded, connection_options
 from integr8s_idem.worker.committing import OffsetCommitter
 from integr8s_idem.worker.gate import StoreGate
@@ -209,6 +210,8 @@ class ServiceWorker:
             StoreConfigurationError: The store refuses us.
             KafkaError: The group cannot be consumed, for example because its offsets are gone.
         """
+        for limit in limits_of_batches(self.name, self._service, self._settler.dispatcher.router.handlers):
+            logger.warning("%s: %s", self.name, limit)
         try:
             await self._wait_for_store()
             self._purger.begin()

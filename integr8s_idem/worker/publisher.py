@@ -33,7 +33,7 @@ class EventPublisher:
         return self._settings.topic_prefix + event_type
 
     async def publish(self, *events: BaseEvent) -> None:
-        """Return once every event is confirmed.
+        """Return once every event is confirmed.  Those of one type and aggregate arrive in their order.
 
         Publishing the same event again is safe: its id stays, and the next service's guard drops it.
 
@@ -41,7 +41,7 @@ class EventPublisher:
             PublishError: Some were not confirmed in time; they may have arrived.
             EventTooLargeError: One is larger than `max_event_bytes`; it did not leave.
         """
-        sends = [self._publish(event) for event in events]
+        sends = [self._publish(line) for line in _lines(events)]
         if len(sends) == 1:
             await sends[0]
             return
@@ -63,8 +63,10 @@ class EventPublisher:
             self.topic_of(event.event_type), key, encode_event(event), headers, event.event_id, event.event_type
         )
 
-    async def _publish(self, event: BaseEvent) -> None:
-        await self.send_message(self.message(event))
+    async def _publish(self, line: Sequence[BaseEvent]) -> None:
+        # One after the other: while the client connects, a later one may overtake those that wait for that.
+        for event in line:
+            await self.send_message(self.message(event))
 
     async def send_message(self, message: Message) -> None:
         """Send one message that was made earlier.  Raises as `publish` does."""
@@ -127,6 +129,15 @@ class EventPublisher:
         producer, self._producer = self._producer, None
         if producer is not None:
             await _stop(producer, self._settings.request_timeout_seconds)
+
+
+def _lines(events: Sequence[BaseEvent]) -> list[list[BaseEvent]]:
+    """Those of one type and aggregate together; each of the others by itself."""
+    lines: dict[object, list[BaseEvent]] = {}
+    for place, event in enumerate(events):
+        line = place if event.aggregate_id is None else (event.event_type, event.aggregate_id)
+        lines.setdefault(line, []).append(event)
+    return list(lines.values())
 
 
 async def _stop(producer: Any, seconds: float) -> None:

@@ -15,6 +15,7 @@ MODULES: Final = (
     "tests.crashes.points",
     "tests.crashes.store_points",
     "tests.crashes.transactional",
+    "tests.crashes.step_points",
     "tests.crashes.subscribing_points",
     "tests.crashes.serving_points",
     "tests.crashes.random_kills",

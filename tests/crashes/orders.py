@@ -28,6 +28,10 @@ class Order:
     """Its handlers write into the database that the store is in; their outcome commits with that."""
     isolation: str = ""
     """Of a transactional handler's transaction; empty: what the engine has."""
+    stepping: bool = False
+    """Its handler works in steps."""
+    step: str = ""
+    """At which moment of which step it dies, as in `charge:after_reserve`; empty: at none."""
     bug: str = ""
     """A mistake of `tests.crashes.transactional_bugs` that it makes; empty: none."""
     point: str = ""

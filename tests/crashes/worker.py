@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,13 @@ from integr8s_idem.worker import EventPublisher, ServiceWorker
 from tests.crashes.jobs import Boss, with_the_call
 from tests.crashes.orders import SERVICE, Order
 from tests.crashes.samples import sampling
+from tests.crashes.stepping import open_stepping
 from tests.crashes.transacting import Relaying, open_transactional
 from tests.support.effects import Effects
 from tests.support.homes import open_records
+
+Opening = Callable[[Order, CrashPlan], AbstractAsyncContextManager[tuple[EventDispatcher, EventPublisher, Relaying]]]
+"""Gives the worker of an order what it needs."""
 
 
 def run_worker(order: Order, parent: int) -> int:
@@ -41,8 +45,7 @@ def run_worker(order: Order, parent: int) -> int:
 
 async def _work(order: Order, parent: int) -> int:
     plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, ending(order))
-    opening = open_transactional if order.transactional else _open_stand_alone
-    async with opening(order, plan) as (dispatcher, publisher, relaying):
+    async with _opening(order)(order, plan) as (dispatcher, publisher, relaying):
         worker = ServiceWorker(
             SERVICE,
             dispatcher,
@@ -68,6 +71,12 @@ async def _work(order: Order, parent: int) -> int:
             task.cancel()
         await asyncio.wait(tasks)
     return 1 if worker.stuck else 0
+
+
+def _opening(order: Order) -> Opening:
+    if order.transactional:
+        return open_transactional
+    return open_stepping if order.stepping else _open_stand_alone
 
 
 def ending(order: Order) -> Callable[[], None]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from inspect import getsource
 from pathlib import Path
+from textwrap import indent
 from urllib.parse import unquote
 
 import pytest
@@ -18,6 +20,7 @@ from integr8s_idem.config.loading import load_settings
 from integr8s_idem.worker.deadletters import BODY_BYTES, BODY_SHA256, DROPPED, PREFIX, DeadLetter
 from tests.packaging import reference
 from tests.packaging.repository import ROOT, anchors, code_blocks, files, name_of, without_code
+from tests.support.batch_loop import one_batch
 from tests.support.fake_consumer import FakeRecord
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -101,6 +104,12 @@ def test_the_page_walks_through_the_store_of_the_examples() -> None:
 
     assert [name for name in named if not hasattr(DictStore, name) and not hasattr(dict_store, name)] == ["warnings"]
     assert {"Row", "_alive", "_reserve", "_take", "_keep", "_owned", "_settle_one", "_under"} <= set(named)
+
+
+def test_the_loop_that_takes_batches_is_the_one_that_is_tested() -> None:
+    page = (ROOT / "docs" / "how-to" / "handle-batches.md").read_text(encoding="utf-8")
+
+    assert indent(getsource(one_batch), "    ") in page
 
 
 def test_what_an_operator_sets_names_every_kind_of_store() -> None:

@@ -145,6 +145,36 @@ async def test_a_result_for_each_event_is_wanted_or_none() -> None:
 
 
 @virtual_time
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (PartialFailureError({2: OSError("no")}), "was given 2 events and says that 2 has failed"),
+        (PartialFailureError({-1: OSError("no")}), "was given 2 events and says that -1 has failed"),
+        (PartialFailureError({"id-b": OSError("no")}), "says that id-b has failed"),  # type: ignore[dict-item]
+        (PartialFailureError({1: "no such product"}), "says that 1 has failed"),  # type: ignore[dict-item]
+        (PartialFailureError({1: OSError}), "says that 1 has failed"),  # type: ignore[dict-item]
+        (PartialFailureError({1: OSError("no")}, ["A"]), "was given 2 events and returned list"),
+    ],
+)
+async def test_failures_that_are_not_named_by_index_and_error_are_those_of_all(
+    told: PartialFailureError, why: str
+) -> None:
+    router = EventRouter()
+
+    @router.on_batch(OrderPlaced)
+    async def wrong(events: Sequence[OrderPlaced]) -> None:
+        raise told
+
+    dispatcher = IdempotentEventDispatcher(router, guarded().manager)
+    handlings = [handling for event in _events("a", "b") for handling in dispatcher.handlings(event)]
+    async with asyncio.timeout(3600):
+        outcomes = await asyncio.gather(*(handling.attempt() for handling in handlings))
+    for outcome in outcomes:
+        assert isinstance(outcome, HandlerFailed)
+        assert why in str(outcome.error)
+
+
+@virtual_time
 async def test_one_that_is_cancelled_leaves_the_others_their_batch() -> None:
     here, index = guarded(), Index()
     dispatcher = IdempotentEventDispatcher(index.router, here.manager)

@@ -26,7 +26,7 @@ from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.work import Attempt, HandlerFailed, Outcome, Work
 from tests.support.flaky_store import FlakyStore
-from tests.support.guarded import guarded
+from tests.support.guarded import LEASE, guarded
 
 
 @dataclass
@@ -327,6 +327,37 @@ async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
     assert seen == ["slow", "slow"]
     with pytest.raises(LeaseLostError):
         await asleep
+
+
+@virtual_time
+async def test_a_step_left_behind_by_a_run_that_failed_does_not_begin_any_more() -> None:
+    """`gather` goes on with the others when one raises: here with one that waits for the lease of a dead process."""
+    store, seen = guarded().store, []
+    first, second = Process(store), Process(store)
+
+    async def die() -> None:
+        await first.die()
+
+    async def book() -> None:
+        seen.append("book")
+
+    async def charge() -> None:
+        raise PermanentError("no such card")
+
+    async def dying(steps: Steps) -> None:
+        await asyncio.sleep(LEASE * 0.6)  # so that the lease of the step ends well behind that of the unit
+        await steps.run("book", die)
+
+    async def failing(steps: Steps) -> None:
+        await asyncio.gather(steps.run("book", book), steps.run("charge", charge))
+
+    running = asyncio.ensure_future(first.unit(dying))
+    _FORGOTTEN.append(running)
+    await first.died.wait()
+    with pytest.raises(PermanentError, match="no such card"):
+        await second.unit(failing)
+    await asyncio.sleep(2 * LEASE)
+    assert seen == []
 
 
 @virtual_time

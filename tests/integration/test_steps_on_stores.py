@@ -1,0 +1,169 @@
+"""Steps on every kind of store: a step is a record like any, and nothing else is asked of a store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from integr8s_idem import IdempotencyConfig, IdempotencyManager, IdempotencyRepository
+from integr8s_idem.errors import StepInterruptedError
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.telemetry import Signal
+from tests.support.counting import CountingObserver
+from tests.support.flaky_store import FlakyStore
+from tests.support.homes import Home, at_hand, open_home, open_records
+
+MEMORY = "memory"
+KINDS = (MEMORY, *at_hand("redis", "redis-cluster", "sqlite", "postgresql", "mysql", "dynamodb"))
+LEASE = 1.0
+DYNAMODB_LEASE = 4.0
+"""Seconds: DynamoDB Local answers slowly."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def home(request: pytest.FixtureRequest) -> Iterator[Home]:
+    if request.param == MEMORY:
+        yield Home(MEMORY, None)
+        return
+    with open_home(request.param) as home:
+        yield home
+
+
+@pytest.fixture
+async def store(home: Home, tmp_path: Path, topic_prefix: str) -> AsyncIterator[IdempotencyRepository]:
+    if home.kind == MEMORY:
+        yield MemoryIdempotencyRepository()
+        return
+    async with open_records(home.settings(tmp_path, timeout_seconds=5), topic_prefix.rstrip(".")) as store:
+        yield store
+
+
+@dataclass
+class Receipt:
+    step: str
+    run: int
+
+
+class Process:
+    """One of several that share a store.  Once dead, nothing of it reaches the store any more."""
+
+    def __init__(self, store: IdempotencyRepository, lease: float, prefix: str) -> None:
+        self.store = FlakyStore(store)
+        self.observer = CountingObserver()
+        config = IdempotencyConfig(key_prefix=prefix, processing_timeout_seconds=lease)
+        self.manager = IdempotencyManager(config, self.store, self.observer, scope="billing")
+
+    async def die(self) -> None:
+        """Go no further, and tell nobody."""
+        self.store.held = {verb: asyncio.Event() for verb in ("reserve", "renew", "complete", "fail", "release", "get")}
+        await asyncio.Event().wait()
+
+
+@dataclass
+class Fulfilment:
+    """One order in four steps, two of them side by side, and what they have done."""
+
+    order: str
+    dies_in: str = ""
+    effects: Counter[str] = field(default_factory=Counter)
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+    charged: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def by(self, process: Process) -> list[Receipt]:
+        """By a process that may die in the midst of a step, behind its effect."""
+
+        async def unit() -> list[Receipt]:
+            steps = process.manager.steps()
+
+            async def step(name: str, once: str) -> Receipt:
+                return await steps.run(name, do, name, once=once)
+
+            async def do(name: str) -> Receipt:
+                if name == "book" and self.dies_in:
+                    await self.charged.wait()  # or it would be interrupted as well
+                self.effects[name] += 1
+                if name == self.dies_in:
+                    self.dies_in = ""
+                    self.died.set()
+                    await process.die()
+                return Receipt(name, self.effects[name])
+
+            async def charge() -> Receipt:
+                receipt = await step("charge", "at_most_once")
+                self.charged.set()
+                return receipt
+
+            reserved = await step("reserve", "at_least_once")
+            both = await asyncio.gather(charge(), step("book", "at_least_once"))
+            return [reserved, *both, await step("ship", "at_most_once")]
+
+        return await process.manager.run(self.order, unit, wait_timeout=timedelta(seconds=30))
+
+
+@pytest.fixture
+def lease(home: Home) -> float:
+    return DYNAMODB_LEASE if home.kind == "dynamodb" else LEASE
+
+
+@pytest.fixture
+def processes(store: IdempotencyRepository, lease: float, topic_prefix: str) -> Callable[[], Process]:
+    """Makes processes of one service."""
+    return lambda: Process(store, lease, topic_prefix.rstrip("."))
+
+
+DONE = [Receipt("reserve", 1), Receipt("charge", 1), Receipt("book", 1), Receipt("ship", 1)]
+
+
+async def _after_a_death_in(step: str, processes: Callable[[], Process]) -> tuple[Counter[str], object]:
+    """What the steps of an order have done in the end, and what came of it."""
+    fulfilment = Fulfilment(f"order:{step}", dies_in=step)
+    dead = asyncio.create_task(fulfilment.by(processes()))
+    await fulfilment.died.wait()
+    [end] = await asyncio.gather(fulfilment.by(processes()), return_exceptions=True)
+    dead.cancel()
+    return fulfilment.effects, end
+
+
+async def test_after_a_death_in_any_step_the_next_run_goes_on_where_it_stopped(
+    processes: Callable[[], Process],
+) -> None:
+    stories = await asyncio.gather(*(_after_a_death_in(receipt.step, processes) for receipt in DONE))
+
+    (reserve, charge, book, ship) = stories
+    assert reserve == ({"reserve": 2, "charge": 1, "book": 1, "ship": 1}, [Receipt("reserve", 2), *DONE[1:]])
+    assert book == ({"reserve": 1, "charge": 1, "book": 2, "ship": 1}, [*DONE[:2], Receipt("book", 2), DONE[3]])
+    for effects, end in (charge, ship):
+        assert isinstance(end, StepInterruptedError)
+        assert effects[end.step] == 1
+    assert charge[0]["ship"] == 0
+    assert ship[0] == {"reserve": 1, "charge": 1, "book": 1, "ship": 1}
+
+
+async def test_more_steps_than_are_looked_at_at_once_are_remembered_and_a_lost_one_is_reported(
+    processes: Callable[[], Process],
+) -> None:
+    process, seen = processes(), Counter[int]()
+
+    async def step(number: int) -> int:
+        seen[number] += 1
+        return number
+
+    async def unit(count: int, fails: bool) -> int:
+        steps = process.manager.steps()
+        got = await asyncio.gather(*(steps.run(f"number-{number}", step, number) for number in range(count)))
+        if fails:
+            raise OSError("the end")
+        return sum(got)
+
+    with pytest.raises(OSError, match="the end"):
+        await process.manager.run("order:1", lambda: unit(40, True))
+    assert await process.manager.run("order:1", lambda: unit(39, False)) == sum(range(39))
+
+    assert seen == dict.fromkeys(range(40), 1)
+    assert process.observer.counts[Signal.STEP_ORPHANED] == 1

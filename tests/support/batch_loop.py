@@ -1,0 +1,128 @@
+"""A loop of one's own that takes many records at once, in a process that may die at a named place.
+
+    python -m tests.support.batch_loop BOOTSTRAP TOPIC GROUP REDIS_URL JOURNAL [PLACE]
+
+`one_batch` is the loop of docs/how-to/handle-batches.md.  Each effect leaves a line in JOURNAL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from integr8s_idem import IdempotencyConfig, IdempotencyManager
+from integr8s_idem.config import RedisStoreSettings
+from integr8s_idem.offsets import committable_offsets
+from integr8s_idem.records import Completed, Reserved
+from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from integr8s_idem.testing.crash_points import kill_myself
+
+LEASE = 2.0
+PLACES = ("within the effects", "before confirming", "before committing", "behind the commit")
+
+Work = Mapping[str, Any]
+"""Records by key."""
+Mine = Mapping[str, Reserved]
+
+
+async def one_batch(consumer: Any, manager: IdempotencyManager, index: Callable[[Work, Mine], Any]) -> None:
+    fetched = await consumer.getmany(timeout_ms=500, max_records=100)
+    records = [record for batch in fetched.values() for record in batch]
+    verdicts = await manager.acquire_batch(map(event_id, records))
+    mine = {key: verdict for key, verdict in verdicts.items() if isinstance(verdict, Reserved)}
+
+    work = {event_id(record): record for record in records if event_id(record) in mine}
+    done = await index(work, mine)  # the keys of what is done
+    kept = await manager.confirm_batch(mine[key] for key in done)
+    await manager.release_batch(mine[key] for key in mine if key not in done)
+
+    settled = {key for key, ours in zip(done, kept, strict=True) if ours}
+    settled |= {key for key, verdict in verdicts.items() if isinstance(verdict, Completed)}
+    undone = {place_of(record) for record in records if event_id(record) not in settled}
+    offsets = committable_offsets(records, undone)
+    await consumer.commit({TopicPartition(*place): offset for place, offset in offsets.items()})
+    for topic, partition, offset in sorted(undone, reverse=True):  # down to the first of each partition
+        consumer.seek(TopicPartition(topic, partition), offset)
+
+
+def event_id(record: Any) -> str:
+    return str(dict(record.headers)["event_id"], "ascii")
+
+
+def place_of(record: Any) -> tuple[str, int, int]:
+    return record.topic, record.partition, record.offset
+
+
+class Index:
+    """Does the work, and dies where it is told to."""
+
+    def __init__(self, journal: Path, place: str) -> None:
+        self._journal = journal
+        self._place = place
+
+    def reached(self, place: str) -> None:
+        if place == self._place:
+            kill_myself()
+
+    async def __call__(self, work: Work, mine: Mine) -> list[str]:
+        done: list[str] = []
+        for key, record in work.items():
+            if len(done) == 3:
+                self.reached("within the effects")
+            if record.value == b"flaky" and mine[key].attempt == 1:
+                continue
+            journal = os.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.write(journal, f"{key} {mine[key].attempt}\n".encode())
+            os.close(journal)
+            done.append(key)
+        if work:
+            self.reached("before confirming")
+        return done
+
+
+class Dying:
+    """The consumer, with a place before and one behind the first commit."""
+
+    def __init__(self, consumer: Any, index: Index) -> None:
+        self._consumer = consumer
+        self._index = index
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    async def commit(self, offsets: dict[TopicPartition, int]) -> None:
+        if not offsets:
+            return
+        self._index.reached("before committing")
+        await self._consumer.commit(offsets)
+        self._index.reached("behind the commit")
+
+
+async def main(bootstrap: str, topic: str, group: str, redis_url: str, journal: str, place: str = "") -> None:
+    consumer = AIOKafkaConsumer(
+        topic,
+        bootstrap_servers=bootstrap,
+        group_id=group,
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+        session_timeout_ms=1500,
+        heartbeat_interval_ms=300,
+    )
+    client = redis_client(RedisStoreSettings(url=redis_url))
+    config = IdempotencyConfig(processing_timeout_seconds=LEASE, key_prefix=group)
+    manager = IdempotencyManager(config, RedisIdempotencyRepository(client), scope="search")
+    index = Index(Path(journal), place)
+    await consumer.start()
+    while True:
+        await one_batch(Dying(consumer, index), manager, index)
+        await asyncio.sleep(0.1)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""A service that takes batches, for processes of its own: `integr8s-idem run tests.support.batch_shop:platform`.
+
+What really happened is in the file that SHOP_JOURNAL names: a line for each event that a batch was given, and for each
+effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from integr8s_idem import BaseEvent, EventRouter, Platform, Service, Settings
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    FromDishka,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.routing import Batch
+
+SIZE = 5
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str
+    holds: bool = False
+    """Its first run stays behind its effect until the process ends."""
+
+
+router = EventRouter()
+
+
+@router.on_batch(OrderPlaced, max_size=SIZE, max_wait=timedelta(seconds=0.2))
+async def index(events: Sequence[OrderPlaced], batch: FromDishka[Batch]) -> None:
+    together = list(zip(events, batch.attempts, strict=True))
+    for event, attempt in together:
+        note("given", event.order_id, attempt.number, len(events))
+    for event, attempt in together:
+        note("effect", event.order_id, attempt.number, len(events))
+        if event.holds and attempt.number == 1:
+            await asyncio.sleep(3600)
+
+
+@dataclass(frozen=True)
+class Line:
+    what: str
+    order: str
+    attempt: int
+    size: int
+    """Of the batch."""
+
+
+def note(what: str, order_id: str, attempt: int, size: int) -> None:
+    """One line, in one write: lines of several processes do not mix."""
+    journal = os.open(os.environ["SHOP_JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(journal, f"{what} {order_id} {attempt} {size}\n".encode())
+    os.close(journal)
+
+
+def journal_of(path: Path) -> list[Line]:
+    """What is written there."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Line(what, order, int(attempt), int(size)) for what, order, attempt, size in map(str.split, lines)]
+
+
+def container(settings: Settings) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router),
+        context={Settings: settings, ServiceName: ServiceName("search")},
+        validation_settings=STRICT_VALIDATION,
+    )
+
+
+platform = Platform(Service("search", container=container))
