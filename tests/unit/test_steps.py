@@ -335,9 +335,6 @@ async def test_a_step_left_behind_by_a_run_that_failed_does_not_begin_any_more()
     store, seen = guarded().store, []
     first, second = Process(store), Process(store)
 
-    async def die() -> None:
-        await first.die()
-
     async def book() -> None:
         seen.append("book")
 
@@ -346,13 +343,12 @@ async def test_a_step_left_behind_by_a_run_that_failed_does_not_begin_any_more()
 
     async def dying(steps: Steps) -> None:
         await asyncio.sleep(LEASE * 0.6)  # so that the lease of the step ends well behind that of the unit
-        await steps.run("book", die)
+        await steps.run("book", first.die)
 
     async def failing(steps: Steps) -> None:
         await asyncio.gather(steps.run("book", book), steps.run("charge", charge))
 
-    running = asyncio.ensure_future(first.unit(dying))
-    _FORGOTTEN.append(running)
+    _FORGOTTEN.append(asyncio.ensure_future(first.unit(dying)))
     await first.died.wait()
     with pytest.raises(PermanentError, match="no such card"):
         await second.unit(failing)
