@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
@@ -17,6 +18,12 @@ pytest_plugins = [
     "tests.support.databases",
     "tests.support.doctor",
 ]
+
+
+def pytest_configure() -> None:
+    # A shell without job control lets what it starts with `&` ignore Ctrl-C, which children inherit: some are sent one.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
