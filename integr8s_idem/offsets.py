@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable
 from typing import Protocol
 
 
-class Record(Protocol):
-    """What we need of a record of Kafka's, such as aiokafka's `ConsumerRecord`."""
+class Placed(Protocol):
+    """Where a record of Kafka's lies, as aiokafka's `ConsumerRecord` says."""
 
     @property
     def topic(self) -> str: ...
@@ -20,7 +20,7 @@ class Record(Protocol):
 
 
 def committable_offsets(
-    records: Iterable[Record], undone: Container[tuple[str, int, int]]
+    records: Iterable[Placed], undone: Container[tuple[str, int, int]]
 ) -> dict[tuple[str, int], int]:
     """The offset to commit for each partition, after `records` were fetched and all but `undone` were settled.
 

@@ -19,6 +19,7 @@ from integr8s_idem.envelopes import header
 from integr8s_idem.errors import CorruptRecordError, InvalidKeyError, KeyReusedError, PreviouslyFailedError
 from integr8s_idem.keys import fingerprint
 from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.offsets import Placed
 from integr8s_idem.records import Completed, Corrupt, Failed, KeyReused
 from integr8s_idem.results import encode_result
 from integr8s_idem.work import Executed, HandlerFailed, Outcome, Work
@@ -30,15 +31,9 @@ LONGEST_PAUSE: Final = 30.0
 COMMIT_INTERVAL: Final = timedelta(seconds=1)
 
 
-class Record(Protocol):
+class Record(Placed, Protocol):
     """One message as the broker gave it."""
 
-    @property
-    def topic(self) -> str: ...
-    @property
-    def partition(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
     @property
     def value(self) -> bytes | None: ...
     @property

@@ -7,18 +7,14 @@ from typing import Any, Protocol
 
 from aiokafka import TopicPartition as Partition
 
+from integr8s_idem.offsets import Placed
+
 __all__ = ["Consumer", "Partition", "Record"]
 
 
-class Record(Protocol):
+class Record(Placed, Protocol):
     """One message as the broker gave it."""
 
-    @property
-    def topic(self) -> str: ...
-    @property
-    def partition(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
     @property
     def timestamp(self) -> int:
         """Milliseconds since 1970, UTC, by the clock of the producer or the broker."""
