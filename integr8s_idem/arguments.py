@@ -5,7 +5,8 @@
     ["order.id", "currency"]           the same without words of one's own: `order.id=7,currency=EUR`
     lambda order, **_: order.id        whatever a function of the arguments says
 
-What stands in for a name is escaped, so that no two different calls make one key.
+What stands in for a name is escaped, so that calls whose arguments differ in their text make different keys.  `7` and
+`"7"` are one text.
 """
 
 from __future__ import annotations
@@ -39,10 +40,15 @@ _PLAIN: Final = (str, int, UUID, Decimal, date, time)
 
 
 class Arguments:
-    """The arguments of one call, by the names of their parameters."""
+    """The arguments of one call, as they were given, and, defaults included, by the names of their parameters.
 
-    def __init__(self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        bound = signature.bind(*args, **kwargs)
+    `injected`: the function has others fill in what it is not given, and is called as it is all the same.
+    """
+
+    def __init__(
+        self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, injected: bool = False
+    ) -> None:
+        bound = (signature.bind_partial if injected else signature.bind)(*args, **kwargs)
         bound.apply_defaults()
         self.args, self.kwargs, self.named = args, kwargs, bound.arguments
 
@@ -54,14 +60,18 @@ class _Field:
     text: str
     parameter: str
     way: tuple[str, ...]
+    whole: str
+    """What it is a part of: a key or a fingerprint."""
 
     def value(self, named: Mapping[str, Any]) -> Any:
+        if self.parameter not in named:
+            raise InvalidKeyError(f"{self.text} is to be part of a {self.whole}, and the call does not give it")
         value = named[self.parameter]
         for step in self.way:
             try:
                 value = value[step] if isinstance(value, Mapping) else getattr(value, step)
             except (KeyError, AttributeError):
-                raise InvalidKeyError(f"{self.text} is to be part of a key, and {step} is not there") from None
+                raise InvalidKeyError(f"{self.text} is to be part of a {self.whole}, and {step} is not there") from None
         return value
 
     def part(self, named: Mapping[str, Any]) -> str:
@@ -71,12 +81,16 @@ class _Field:
             value = value.value
         if isinstance(value, bool) or not isinstance(value, _PLAIN):
             raise InvalidKeyError(
-                f"{self.text} is to be part of a key, and {type(value).__name__} has no text that is the same "
-                "each time: name a field of it, or make the key by a function"
+                f"{self.text} is to be part of a key, and is {_told(value)}: keys are made of strings, integers, UUID, "
+                "Decimal, dates, times and enums. Name a field of it, or make the key by a function"
             )
         if value == "":
             raise InvalidKeyError(f"{self.text} is to be part of a key, and it is empty")
         return escaped(str(value))
+
+
+def _told(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, bool) else f"of the type {type(value).__name__}"
 
 
 def key_maker(source: KeySource, signature: inspect.Signature, name: str) -> Callable[[Arguments], str]:
@@ -89,8 +103,7 @@ def key_maker(source: KeySource, signature: inspect.Signature, name: str) -> Cal
     if isinstance(source, str):
         return _template(source, signature, name)
     if callable(source):
-        make = source
-        return lambda call: make(*call.args, **call.kwargs)
+        return _function_of(source, signature)
     if not source:
         raise InvalidKeyError(f"no field was named: all calls of {name} would be the same work")
     return _template(",".join(f"{text}={{{text}}}" for text in source), signature, name)
@@ -107,10 +120,25 @@ def fingerprint_maker(
     if source is None:
         return lambda _: None
     if callable(source):
-        make = source
-        return lambda call: _fingerprint(make(*call.args, **call.kwargs))
-    fields = _fields(source, signature, name)
+        make = _function_of(source, signature)
+        return lambda call: _fingerprint(make(call))
+    if isinstance(source, str):
+        raise InvalidKeyError(f"a fingerprint is made of a list of fields, such as [{source!r}], or by a function")
+    fields = [_field(text, signature, name, "fingerprint") for text in source]
     return lambda call: _fingerprint({field.text: field.value(call.named) for field in fields})
+
+
+def _function_of(make: Callable[..., Any], signature: inspect.Signature) -> Callable[[Arguments], Any]:
+    """`make`, called with what its parameters name; if they are no names of the function's, as that is called."""
+    try:
+        wanted = list(inspect.signature(make).parameters.values())
+    except (TypeError, ValueError):  # some that are written in C tell nothing
+        wanted = []
+    names = [each.name for each in wanted if each.kind in {each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY}]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in wanted)
+    if not names or len(names) + takes_all != len(wanted) or not set(names) <= set(signature.parameters):
+        return lambda call: make(*call.args, **call.kwargs)
+    return lambda call: make(**{name: call.named[name] for name in (call.named if takes_all else names)})
 
 
 def _fingerprint(value: object) -> bytes:
@@ -144,12 +172,13 @@ def _template(template: str, signature: inspect.Signature, name: str) -> Callabl
 
 def _parsed(template: str) -> Iterator[tuple[str, str | None]]:
     try:
-        for literal, text, spec, conversion in string.Formatter().parse(template):
-            if spec or conversion:
-                raise InvalidKeyError(f"the key template {template!r} takes names only, no formats: {{{text}}}")
-            yield literal, text
+        parts = list(string.Formatter().parse(template))
     except ValueError as error:
         raise InvalidKeyError(f"the key template {template!r} cannot be read: {error}") from None
+    for literal, text, spec, conversion in parts:
+        if spec or conversion:
+            raise InvalidKeyError(f"the key template {template!r} takes names only, no formats: {{{text}}}")
+        yield literal, text
 
 
 def _mark(literal: str, template: str) -> str:
@@ -169,13 +198,9 @@ def _unmarked(part: str, marks: str) -> str:
     return part
 
 
-def _fields(texts: Sequence[str], signature: inspect.Signature, name: str) -> list[_Field]:
-    return [_field(text, signature, name) for text in texts]
-
-
-def _field(text: str, signature: inspect.Signature, name: str) -> _Field:
+def _field(text: str, signature: inspect.Signature, name: str, whole: str = "key") -> _Field:
     parameter, *way = text.split(".")
     if parameter not in signature.parameters or not all(step.isidentifier() for step in way):
         known = ", ".join(signature.parameters) or "none"
-        raise InvalidKeyError(f"{text!r} is to be part of a key, and the parameters of {name} are {known}")
-    return _Field(text, parameter, tuple(way))
+        raise InvalidKeyError(f"{text!r} is to be part of a {whole}, and the parameters of {name} are {known}")
+    return _Field(text, parameter, tuple(way), whole)

@@ -16,14 +16,15 @@ import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from integr8s_idem.arguments import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
 from integr8s_idem.callers import Here, in_a_loop, own_loop, wait_for
-from integr8s_idem.config import OnFailure, OnInProgress
+from integr8s_idem.config import OnFailure, OnInProgress, chosen
 from integr8s_idem.current import CURRENT, Container
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.results import return_type_of, why_unreadable
 from integr8s_idem.work import Attempt, Work
 
 __all__ = ["idempotent"]
@@ -40,7 +41,7 @@ def idempotent(
     scope: str | None = None,
     fingerprint: FingerprintSource | None = None,
     re_execute_on_read: bool = False,
-    on_failure: OnFailure | None = None,
+    on_failure: OnFailure | Literal["retry", "block"] | None = None,
     manager: IdempotencyManager | None = None,
     container: Container | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -54,33 +55,37 @@ def idempotent(
 
     Args:
         key: Names the work: a template over the parameters (`"refund:{order.id}"`), dotted fields
-            (`["order.id", "currency"]`), or a function of the arguments.
+            (`["order.id", "currency"]`), or a function, which is given the arguments that its parameters name.
         ttl: How long the outcome is remembered, by the store's clock; as configured if `None`.
-        lock_timeout: How long to wait for a running twin; as configured if `None`.
+        lock_timeout: How long to wait for a running twin, by this process's clock; as configured if `None`.
         scope: Who does the work, if not the manager's scope.
         fingerprint: What a second use of the key must bring again: dotted fields, or what a function of the
             arguments returns.  Without it equal keys mean equal work.
-        re_execute_on_read: Remember no outcome: a later call runs again, but never while another one runs.
+        re_execute_on_read: Remember no outcome, a failure neither: a later call runs again, but never while another
+            one runs.
         on_failure: What a failed run means for the next call; as configured if `None`.
         manager: Guards the function.
         container: A Dishka `AsyncContainer` that has a manager.
 
     Raises:
         InvalidKeyError: At decoration: the key names what the function does not take.
-        ApplicationError: At decoration: contradicting arguments, or a generator, which returns before its work.
+        ApplicationError: At decoration: contradicting arguments, a result that can never come back as the return
+            annotation says, or a generator, which returns before its work.
             At a call: nobody has named a manager, the call asks for the key that it is itself working on, or
             a plain function is called in the event loop's thread.
         IdempotencyConflictError: At a call: a twin is running still after `lock_timeout`.
         IdempotencyError: At a call: as `IdempotencyManager.run`.
     """
-    if manager is not None and container is not None:
-        raise ApplicationError("@idempotent takes a manager or a container that has one, not both")
-    if re_execute_on_read and ttl is not None:
-        raise ApplicationError("re_execute_on_read remembers no outcome, so a ttl means nothing to it: leave one out")
+    _check_options(manager, container, ttl, lock_timeout)
+    block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
+    if re_execute_on_read and (ttl is not None or block is not None):
+        raise ApplicationError(
+            "re_execute_on_read remembers no outcome, so that ttl and on_failure mean nothing to it: leave them out"
+        )
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         name = getattr(function, "__qualname__", repr(function))
-        _refuse_generators(function, name)
+        _refuse_what_cannot_be_guarded(function, name)
         signature = inspect.signature(function)
         guard = _Guard(
             function,
@@ -92,11 +97,11 @@ def idempotent(
             lock_timeout,
             scope,
             re_execute_on_read,
-            on_failure,
+            block,
             manager,
             container,
         )
-        if inspect.iscoroutinefunction(function):
+        if _is_async(function):
 
             @functools.wraps(function)
             async def guarded(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -113,11 +118,32 @@ def idempotent(
     return decorate
 
 
-def _refuse_generators(function: Callable[..., object], name: str) -> None:
+def _check_options(
+    manager: IdempotencyManager | None, container: Container | None, ttl: timedelta | None, wait: timedelta | None
+) -> None:
+    if manager is not None and container is not None:
+        raise ApplicationError("@idempotent takes a manager or a container that has one, not both")
+    options: tuple[tuple[str, object], ...] = (("ttl", ttl), ("lock_timeout", wait))
+    for option, value in options:
+        if value is not None and not (isinstance(value, timedelta) and value >= timedelta()):
+            raise ApplicationError(f"{option} is a timedelta of zero or more, as timedelta(seconds=10), not {value!r}")
+    if manager is not None and ttl is not None:
+        manager.checked_ttl(ttl)
+
+
+def _is_async(function: Callable[..., object]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _refuse_what_cannot_be_guarded(function: Callable[..., object], name: str) -> None:
+    if inspect.isclass(function):
+        raise ApplicationError(f"{name} is a class, and what it makes cannot be given again: guard one of its methods")
     if isinstance(function, staticmethod | classmethod):
         raise ApplicationError(f"put @idempotent below @{type(function).__name__} of {name}, nearest to the function")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ApplicationError(f"{name} is a generator, which returns before its work is done: it cannot be guarded")
+    if (why := why_unreadable(return_type_of(function))) is not None:
+        raise ApplicationError(f"{name} returns what cannot be read again for a second caller: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +164,7 @@ class _Guard:
     container: Container | None
 
     async def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = Arguments(self.signature, args, kwargs)
+        call = self._call(args, kwargs)
 
         async def work(_: Attempt) -> Any:
             return await self.function(*args, **kwargs)
@@ -151,16 +177,29 @@ class _Guard:
                 f"{self.name} is a plain function, and its guard would stop the event loop that it is called in: "
                 f"write `await asyncio.to_thread({self.name.rpartition('.')[2]}, …)`, or make it an async def"
             )
-        call = Arguments(self.signature, args, kwargs)
+        call = self._call(args, kwargs)
         manager = self._known(call) or wait_for(own_loop(), lambda _: self._manager_of(call))
 
         async def guard(here: Here) -> Any:
             async def work(_: Attempt) -> Any:
-                return await here(functools.partial(self.function, *args, **kwargs))
+                value = await here(functools.partial(self.function, *args, **kwargs))
+                if inspect.isawaitable(value):
+                    if inspect.iscoroutine(value):
+                        value.close()  # it would be told of a second time, as never awaited
+                    raise ApplicationError(
+                        f"{self.name} is a plain function that returns {type(value).__name__}, whose work is not done "
+                        "yet: make it an async def that awaits it"
+                    )
+                return value
 
             return await self._run(manager, call, work)
 
         return wait_for(manager.running_loop or own_loop(), guard)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        # Dishka's frameworks add parameters to the signature of what they inject into, and give some of them.
+        injected = hasattr(self.function, "__dishka_injected__")
+        return Arguments(self.signature, args, kwargs, injected=injected)
 
     async def _run(
         self, manager: IdempotencyManager, call: Arguments, work: Callable[[Attempt], Awaitable[Any]]

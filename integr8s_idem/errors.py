@@ -211,6 +211,8 @@ class PartialFailureError(IdempotencyError):
 
     def __init__(self, failures: Mapping[int, Exception], results: Sequence[object] | None = None) -> None:
         """`failures`: by the index of the event in the batch; `results`: one for each event, if there are any."""
+        if not isinstance(failures, Mapping):
+            raise TypeError(f"failures are named by their places, as in {{0: error}}, not by {type(failures).__name__}")
         super().__init__(failures, results)
         self.failures = failures
         self.results = results

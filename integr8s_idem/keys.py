@@ -212,7 +212,7 @@ class KeyResolver:
 
 def _given(text: object) -> str:
     if not isinstance(text, str) or not text:
-        raise InvalidKeyError(f"a key is a string with at least one character, not {str(text)[:80]!r}")
+        raise InvalidKeyError(f"a key is a string with at least one character, not {text!r:.80}")
     return text
 
 

@@ -7,6 +7,7 @@ asked twice; what is not ours any more must not be touched.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from datetime import timedelta
 from typing import Any, Final
@@ -34,10 +35,12 @@ from integr8s_idem.records import (
     TraceLink,
     Verdict,
 )
-from integr8s_idem.results import encode_result
+from integr8s_idem.results import NOT_KEPT, encode_result
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
 from integr8s_idem.work import WaitForStore, Work
+
+logger = logging.getLogger(__name__)
 
 LONGEST_ERROR: Final = 1024
 """Characters of an error kept in a FAILED record."""
@@ -68,6 +71,7 @@ class Ledger:
         self._completions = Coalescer(repository.complete)
         self._failures = Coalescer(repository.fail)
         self._releases = Coalescer(repository.release)
+        self._told_of_dropping: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
     # Single calls.
@@ -98,7 +102,7 @@ class Ledger:
 
     def completion(self, reserved: Reserved, value: object, ttl: timedelta | None, event_type: str = "") -> Completion:
         """The record of a success.  A result that is too large or cannot be written is dropped and counted."""
-        stored, dropped = self._result_to_keep(value, event_type)
+        stored, dropped = self._result_to_keep(reserved.key, value, event_type)
         return Completion(reservation=reserved, ttl=self._ttl(ttl), result=stored, result_dropped=dropped)
 
     def outcome_of(self, work: Work, reserved: Reserved, value: object) -> Completion:
@@ -221,20 +225,25 @@ class Ledger:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _result_to_keep(self, value: object, event_type: str) -> tuple[StoredResult | None, bool]:
+    def _result_to_keep(self, key: str, value: object, event_type: str) -> tuple[StoredResult | None, bool]:
         if not self._config.enable_result_caching and not isinstance(value, StoredResult):
             return None, False
-        try:
-            stored = encode_result(value)
-        except Exception:  # noqa: BLE001  # a serializer is the user's code
-            # The work is done: what cannot be written must not undo that.
-            self._observer.count(Signal.RESULT_DROPPED, event_type)
-            return None, True
-        if len(stored.body) > self._config.max_result_size_bytes:
-            self._observer.count(Signal.RESULT_DROPPED, event_type)
-            return None, True
-        self._observer.count(Signal.RESULT_BYTES, event_type, len(stored.body))
-        return stored, False
+        stored, why = None, f"it is larger than max_result_size_bytes ({self._config.max_result_size_bytes})"
+        if value is not NOT_KEPT:
+            try:
+                stored = encode_result(value)
+            except Exception as error:  # noqa: BLE001  # a serializer is the user's code
+                # The work is done: what cannot be written must not undo that.
+                why = describe_error(error)
+        if stored is not None and len(stored.body) <= self._config.max_result_size_bytes:
+            self._observer.count(Signal.RESULT_BYTES, event_type, len(stored.body))
+            return stored, False
+        self._observer.count(Signal.RESULT_DROPPED, event_type)
+        # Once for each type of event: where all results are too large, that is no news.
+        level = logging.DEBUG if event_type in self._told_of_dropping else logging.WARNING
+        self._told_of_dropping.add(event_type)
+        logger.log(level, "the result of %s is not kept, so that no duplicate will get it: %s", key, why)
+        return None, True
 
 
 def describe_error(error: BaseException) -> str:

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress
+from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, chosen
 from integr8s_idem.errors import (
     ApplicationError,
     CorruptRecordError,
@@ -209,6 +209,8 @@ class IdempotencyManager:
         Raises:
             StoreError: As for every verb.  What was reserved nevertheless is free when its lease ends.
         """
+        if isinstance(keys, str | Key):
+            raise ApplicationError("acquire_batch takes many keys, as in acquire_batch([key]); reserve takes one")
         asked = list(dict.fromkeys(keys))
         works = [Work(self.space.key(key), fingerprint(key) if fingerprint else None) for key in asked]
         verdicts = await asyncio.gather(*(self._ledger.reserve(self._ledger.request(work)) for work in works))
@@ -225,6 +227,7 @@ class IdempotencyManager:
             StoreError: As for every verb.  Confirming again does no harm.
         """
         results: Mapping[Reserved, object] = done if isinstance(done, Mapping) else dict.fromkeys(done)
+        _refuse_what_is_not_ours("confirm_batch", results)
         if ttl is not None:
             self.checked_ttl(ttl)
         return await asyncio.gather(*(self.complete(reserved, result, ttl=ttl) for reserved, result in results.items()))
@@ -235,7 +238,9 @@ class IdempotencyManager:
         Raises:
             StoreError: As for every verb.  What was not given back is free when its lease ends.
         """
-        return await self.release(*rest)
+        given = list(rest)
+        _refuse_what_is_not_ours("release_batch", given)
+        return await self.release(*given)
 
     def completion(self, reserved: Reserved, result: object = None, ttl: timedelta | None = None) -> Completion:
         """What to hand to `complete_many`.  A result that is too large or cannot be written is dropped and counted."""
@@ -307,9 +312,9 @@ class IdempotencyManager:
         *,
         fingerprint: bytes | None = None,
         ttl: timedelta | None = None,
-        on_in_progress: OnInProgress | None = None,
+        on_in_progress: OnInProgress | Literal["wait", "raise", "skip"] | None = None,
         wait_timeout: timedelta | None = None,
-        on_failure: OnFailure | None = None,
+        on_failure: OnFailure | Literal["retry", "block"] | None = None,
     ) -> T:
         """Do the work of `key` once; every other caller gets the first one's result.
 
@@ -343,9 +348,11 @@ class IdempotencyManager:
             return await running
 
         checked = None if ttl is None else self.checked_ttl(ttl)
-        work = Work(self.space.key(key), fingerprint, checked, on_failure=on_failure)
+        block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
+        wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
+        work = Work(self.space.key(key), fingerprint, checked, on_failure=block)
         return await self.run_work(
-            work, ignoring_the_attempt, returns=function, on_in_progress=on_in_progress, wait_timeout=wait_timeout
+            work, ignoring_the_attempt, returns=function, on_in_progress=wait, wait_timeout=wait_timeout
         )
 
     async def run_work(
@@ -394,7 +401,7 @@ class IdempotencyManager:
             InProgressError: Somebody else is at it, and a wait was not wanted, or too long.
             LeaseLostError, StoreError, ApplicationError: As `run`.
         """
-        policy = OnInProgress(on_in_progress or self.config.on_in_progress)
+        policy = on_in_progress or self.config.on_in_progress
         longest = self.config.wait_timeout if wait_timeout is None else wait_timeout
         loop = self._loop = asyncio.get_running_loop()
         give_up_at = loop.time() + longest.total_seconds()
@@ -453,6 +460,15 @@ class IdempotencyManager:
                 raise CorruptRecordError(label, outcome.reason)
             case InProgress():
                 return None  # type: ignore[return-value]  # what `skip` asks for
+
+
+def _refuse_what_is_not_ours(verb: str, given: Iterable[object]) -> None:
+    for each in given:
+        if not isinstance(each, Reserved):
+            raise ApplicationError(
+                f"{verb} takes what acquire_batch has Reserved for us, and {type(each).__name__} is none of that: "
+                "write [verdict for verdict in verdicts.values() if isinstance(verdict, Reserved)]"
+            )
 
 
 def _on_its_way_out(done: Completed) -> InProgress:

@@ -160,7 +160,8 @@ class Passes:
             return await self._unguarded(work, function, self._ledger.space.full(work.key))
         if not isinstance(verdict, Reserved):
             return await self._blocked(work, function, verdict)
-        if verdict.attempt > self.config.max_attempts and verdict.previous is Previous.LAPSED:
+        too_often = verdict.attempt > self.config.max_attempts and not work.forgotten
+        if too_often and verdict.previous is Previous.LAPSED:
             crashed = CrashedTooOftenError(verdict.attempt - 1)
             deadline = asked_at + verdict.lease.total_seconds()
             return await self._fail(work, verdict, crashed, deadline, wait_for_store)
@@ -253,6 +254,8 @@ class Passes:
             return HandlerFailed(error, attempt.number, self._hopeless(work, error, attempt.number))
 
     def _hopeless(self, work: Work, error: Exception, attempt: int) -> bool:
+        if work.forgotten:
+            return False  # nothing is remembered of it, a failure neither
         if isinstance(error, TransactionAbortedError):
             work.aborted_runs += 1
             return False  # no run has failed

@@ -20,6 +20,9 @@ from integr8s_idem.records import JSON, StoredResult
 
 OCTETS: Final = "application/octet-stream"
 
+NOT_KEPT: Final = object()
+"""Stands for a result that nobody holds: larger than any that is kept, or of a kind that is not."""
+
 LONGEST_PLACE: Final = 200
 """Characters of the place in a result that an error names: its names come from the result."""
 
@@ -72,6 +75,15 @@ def return_type_of(function: Callable[..., object]) -> object:
         return typing.get_type_hints(inner).get("return", Any)
     except (NameError, TypeError, AttributeError):
         return Any
+
+
+def why_unreadable(expected: object) -> str | None:
+    """Why no result can ever be read as `expected`; `None` if it may be."""
+    try:
+        _adapter_of(expected)
+    except (TypeError, PydanticSchemaGenerationError, PydanticUserError) as error:
+        return str(error).partition("\n")[0]
+    return None
 
 
 def _adapter_of(expected: Any) -> TypeAdapter[Any]:

@@ -20,10 +20,10 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 from urllib.parse import quote, unquote
 
-from integr8s_idem.config import OnFailure, OnKeyReused
+from integr8s_idem.config import OnFailure, OnKeyReused, chosen
 from integr8s_idem.errors import (
     ApplicationError,
     CorruptRecordError,
@@ -92,7 +92,7 @@ class Steps:
         function: Callable[..., Awaitable[T]],
         /,
         *args: Any,
-        once: Once | str = Once.AT_LEAST_ONCE,
+        once: Once | Literal["at_least_once", "at_most_once"] = Once.AT_LEAST_ONCE,
         **kwargs: Any,
     ) -> T:
         """Do a step, unless an earlier run has done it; then give what it returned.
@@ -111,8 +111,9 @@ class Steps:
                 its own, which steps do not; the run is over; or `function` is no async function.
             Exception: Whatever `function` raises, unchanged.
         """
-        once = Once(once)
+        once = chosen(Once, once, "once")
         self._check(name)
+        _refuse_a_call(name, function)
         await self._places.look()
         mark = mark_of(name)
         if (before := self._places.done_before(mark)) is not None:
@@ -235,6 +236,18 @@ class Steps:
             self._run.attempt.number,
             ", ".join(orphans),
         )
+
+
+def _refuse_a_call(name: str, function: object) -> None:
+    """What a call has returned is no function, and has been begun already."""
+    if callable(function):
+        return
+    if inspect.iscoroutine(function):
+        function.close()  # it would be told of a second time, as never awaited
+    raise ApplicationError(
+        f"step {name}: hand over the function and its arguments, as in steps.run({name!r}, reserve, order_id), not "
+        f"what a call of it returns ({type(function).__name__})"
+    )
 
 
 class _Step:

@@ -9,6 +9,7 @@ from integr8s_idem.config.policies import (
     OnKeyReused,
     OnStoreError,
     Section,
+    chosen,
 )
 from integr8s_idem.config.sections import (
     DynamodbStoreSettings,
@@ -47,6 +48,7 @@ __all__ = [
     "StoreSettings",
     "TelemetrySettings",
     "check_settings",
+    "chosen",
     "load_settings",
     "settings_warnings",
 ]

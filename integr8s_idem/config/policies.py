@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import timedelta
 from enum import Enum
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from integr8s_idem.config.addresses import redacted
+from integr8s_idem.errors import ApplicationError
+
+EnumT = TypeVar("EnumT", bound=Enum)
 
 KeyPrefix: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
@@ -66,6 +69,19 @@ class OnFailure(str, Enum):
     """Release the key, up to `max_attempts` runs, then FAILED."""
     BLOCK = "block"
     """FAILED at once: no second run until the record's ttl ends."""
+
+
+def chosen(kind: type[EnumT], given: EnumT | str, name: str) -> EnumT:
+    """A policy that code has given by its name.
+
+    Raises:
+        ApplicationError: It is none.
+    """
+    try:
+        return kind(given)
+    except ValueError:
+        known = " or ".join(repr(each.value) for each in kind)
+        raise ApplicationError(f"{name} is {known}, not {given!r}") from None
 
 
 class OnStoreError(str, Enum):

@@ -18,7 +18,7 @@ import re
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
@@ -38,15 +38,13 @@ from integr8s_idem.integrations.http_problems import LONGEST_KEY, Problems
 from integr8s_idem.integrations.http_responses import PASSING, Captured
 from integr8s_idem.keys import Key, escaped, fingerprint
 from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.results import NOT_KEPT
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Work
 
 logger = logging.getLogger(__name__)
 
 Identity: TypeAlias = Callable[[HTTPConnection], str | Awaitable[str]]
 """Says who asks: keys of two callers never meet."""
-
-_NOT_KEPT: Final = object()
-"""A result that no store takes: it is dropped, and the protection stays."""
 
 _QUOTED: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
 """A string of RFC 8941, section 3.3.3, without parameters, of which the draft defines none."""
@@ -79,7 +77,7 @@ class IdempotencyKeyMiddleware:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: Any,
         manager: IdempotencyManager | None = None,
         *,
         identity: Identity,
@@ -118,8 +116,8 @@ class IdempotencyKeyMiddleware:
         """
         if (manager is None) == (container is None):
             raise ApplicationError(
-                "IdempotencyKeyMiddleware needs a manager, or a container that has one: "
-                "app.add_middleware(IdempotencyKeyMiddleware, manager=manager)"
+                "IdempotencyKeyMiddleware needs either a manager or a container that has one: "
+                "app.add_middleware(IdempotencyKeyMiddleware, manager=manager, identity=user_of)"
             )
         self.app = app
         self._manager = manager
@@ -136,7 +134,7 @@ class IdempotencyKeyMiddleware:
         self._max_request_bytes = max_request_bytes
         self._problems = Problems(documentation)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:  # each framework has its own types for these
         if scope["type"] != "http" or not self._guards(scope):
             await self.app(scope, receive, send)
             return
@@ -236,7 +234,7 @@ class IdempotencyKeyMiddleware:
         if captured.status is None or captured.streams or not self._stored(captured.status):
             raise _NoOutcomeError(captured.streams)
         if captured.response is None or not manager.config.enable_result_caching:
-            return _NOT_KEPT
+            return NOT_KEPT
         return captured.response.stored(self._unstored_headers)
 
     async def _end(self, request: _Request, outcome: Outcome[object]) -> None:

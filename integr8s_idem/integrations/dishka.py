@@ -346,6 +346,16 @@ async def _call(
         CURRENT.reset(token)
 
 
+def _current_container(_args: object, _kwargs: object) -> AsyncContainer:
+    try:
+        return cast("AsyncContainer", CURRENT.get())
+    except LookupError:
+        raise ApplicationError(
+            "no event is being handled here, whose container could fill in FromDishka[…]: @inject of "
+            "integr8s_idem.integrations.dishka is for what a handler calls; elsewhere take the one of your framework"
+        ) from None
+
+
 def inject(function: Callable[P, T]) -> Callable[P, T]:
     """Fill the `FromDishka[...]` parameters of an async function that is called while an event is handled.
 
@@ -354,7 +364,7 @@ def inject(function: Callable[P, T]) -> Callable[P, T]:
     return wrap_injection(
         func=function,
         is_async=True,
-        container_getter=lambda _args, _kwargs: cast("AsyncContainer", CURRENT.get()),
+        container_getter=_current_container,
         remove_depends=True,
     )
 

@@ -168,7 +168,7 @@ def litestar_route(shop: Shop) -> Any:
 
 def litestar_around(shop: Shop) -> Any:
     app = _litestar(shop)
-    app.asgi_handler = IdempotencyKeyMiddleware(app.asgi_handler, **shop.guard)  # type: ignore[assignment, arg-type]
+    app.asgi_handler = IdempotencyKeyMiddleware(app.asgi_handler, **shop.guard)
     return app
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from integr8s_idem import IdempotencyConfig, IdempotencyManager, IdempotencyRepository
+from integr8s_idem import IdempotencyConfig, IdempotencyManager, IdempotencyRepository, Once
 from integr8s_idem.errors import StepInterruptedError
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
@@ -82,7 +82,7 @@ class Fulfilment:
             steps = process.manager.steps()
 
             async def step(name: str, once: str) -> Receipt:
-                return await steps.run(name, do, name, once=once)
+                return await steps.run(name, do, name, once=Once(once))
 
             async def do(name: str) -> Receipt:
                 if name == "book" and self.dies_in:

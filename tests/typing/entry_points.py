@@ -11,7 +11,12 @@ from typing import Any, Literal, assert_type
 import httpx
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from confluent_kafka import Consumer, Message
+from dishka import make_async_container
+from faststream.kafka import KafkaBroker
+from litestar import Litestar
+from litestar.middleware import DefineMiddleware
 from starlette.applications import Starlette
+from starlette.requests import HTTPConnection
 
 from integr8s_idem import (
     BaseEvent,
@@ -27,8 +32,10 @@ from integr8s_idem import (
 from integr8s_idem.envelopes import Codec, Headers
 from integr8s_idem.integrations import aiokafka as loops_of_aiokafka
 from integr8s_idem.integrations import confluent as loops_of_confluent
-from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware
+from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
+from integr8s_idem.integrations.faststream import IdempotencyMiddleware
 from integr8s_idem.integrations.httpx import BlockingRetryingTransport, RetryingTransport, idempotency_key
+from integr8s_idem.integrations.openapi import with_idempotency_keys
 from integr8s_idem.offsets import committable_offsets
 from integr8s_idem.records import Reserved
 
@@ -148,3 +155,34 @@ def a_codec_of_ones_own_is_one() -> Codec:
 
 def offsets_are_said_for_each_partition(records: Sequence[ConsumerRecord[Any, Any]]) -> None:
     assert_type(committable_offsets(records, undone={("orders", 0, 17)}), dict[tuple[str, int], int])
+
+
+async def ask(connection: HTTPConnection) -> str:
+    return str(connection.user.id)
+
+
+def a_middleware_goes_where_litestar_takes_one(manager: IdempotencyManager) -> None:
+    app = Litestar(middleware=[DefineMiddleware(IdempotencyKeyMiddleware, manager=manager, identity=anyone)])
+    app.asgi_handler = IdempotencyKeyMiddleware(app.asgi_handler, manager=manager, identity=ask)
+
+
+def an_openapi_document_stays_one(document: dict[str, Any]) -> None:
+    assert_type(with_idempotency_keys(document, required=True), dict[str, Any])
+
+
+def a_middleware_goes_where_faststream_takes_one(manager: IdempotencyManager) -> None:
+    async def keep(record: Any, error: Exception) -> None: ...
+
+    guard = IdempotencyMiddleware(manager, key=loops_of_aiokafka.by_header("event_id"), given_up=keep)
+    guard.check(KafkaBroker("localhost:9092", middlewares=[guard]))
+
+
+@idempotent(key="mail:{address}", on_failure="block", container=make_async_container())
+async def mail(address: str) -> bool:
+    return True
+
+
+async def policies_are_named_by_strings_too(manager: IdempotencyManager) -> None:
+    assert_type(await mail("a@b.example"), bool)
+    await manager.run("order:1", lambda: mail("a"), on_failure="retry", on_in_progress="raise")
+    await manager.run("order:1", lambda: mail("a"), on_failure="blokc")  # type: ignore[arg-type]

@@ -308,7 +308,7 @@ async def test_within_dishkas_middleware_it_would_remember_too_early_and_says_so
     middleware = IdempotencyKeyMiddleware(never, manager, identity=anyone)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": {"dishka_container": object()}}
     with pytest.raises(ApplicationError, match="add it after setup_dishka"):
-        await middleware(scope, never, never)  # type: ignore[arg-type]
+        await middleware(scope, never, never)
 
 
 async def test_a_client_that_goes_in_the_midst_of_its_body_has_asked_for_nothing() -> None:

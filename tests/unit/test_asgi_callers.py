@@ -124,7 +124,7 @@ async def test_who_asks_is_asked_before_a_body_is_held_in_memory() -> None:
 
     manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="shop")
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [_KEY], "query_string": b""}
-    await IdempotencyKeyMiddleware(never, manager, identity=user_of)(scope, never, send)  # type: ignore[arg-type]
+    await IdempotencyKeyMiddleware(never, manager, identity=user_of)(scope, never, send)
     assert told[0]["status"] == 401
 
 
@@ -225,7 +225,7 @@ async def test_what_is_no_request_goes_through_untouched(kind: str) -> None:
 
     scope, receive, send = {"type": kind}, object(), object()
     guarded = IdempotencyKeyMiddleware(app, _manager(), identity=anyone, required=True)
-    await guarded(scope, receive, send)  # type: ignore[arg-type]
+    await guarded(scope, receive, send)
     assert seen == [scope, receive, send]
 
 

@@ -311,7 +311,7 @@ def test_what_cannot_be_guarded_is_refused_at_decoration() -> None:
         idempotent(key="{name}")(staticmethod(_echo))
     with pytest.raises(InvalidKeyError, match="parameters of _echo are name"):
         idempotent(key="{nam}")(_echo)
-    with pytest.raises(ApplicationError, match="a ttl means nothing"):
+    with pytest.raises(ApplicationError, match="remembers no outcome"):
         idempotent(key="{name}", re_execute_on_read=True, ttl=timedelta(days=1))
     with pytest.raises(ApplicationError, match="not both"):
         idempotent(key="{name}", manager=plain_manager(), container=make_async_container())

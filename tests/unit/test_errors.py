@@ -15,14 +15,17 @@ LEASE = timedelta(seconds=30)
 EXAMPLES: list[IdempotencyError] = [
     errors.KeyReusedError("order:1", b"\x01" * 16, b"\x02" * 16),
     errors.InProgressError("order:1", 1, LEASE, "billing-7"),
+    errors.IdempotencyConflictError("order:1", 1, LEASE, "billing-7", LEASE),
     errors.PreviouslyFailedError("order:1", 5, "ValueError: no"),
     errors.LeaseLostError("order:1", 1, LEASE, "billing", "billing-7"),
     errors.HandlerTimeoutError("charge", LEASE),
     errors.HandlerCancelledError("charge"),
     errors.HandlerExitError("charge"),
+    errors.PartialFailureError({}),
     errors.TransactionAbortedError("order:1", "a deadlock"),
     errors.PermanentError("no such user"),
     errors.CrashedTooOftenError(5),
+    errors.StepInterruptedError("ship", "order:1", "the carrier did not answer"),
     errors.InvalidKeyError("empty"),
     errors.ResultDroppedError("order:1"),
     errors.ResultDecodeError("order:1", "Receipt", "paid: Field required"),
@@ -67,6 +70,7 @@ def test_the_drawing_of_the_tree_shows_every_error() -> None:
 def test_what_can_succeed_later_is_marked_so() -> None:
     assert {type(error).__name__ for error in EXAMPLES if error.retryable} == {
         "InProgressError",
+        "IdempotencyConflictError",
         "LeaseLostError",
         "HandlerTimeoutError",
         "HandlerCancelledError",
