@@ -29,7 +29,7 @@ class Codec(Protocol):
     """Reads what lies in a message."""
 
     def fields(self, body: bytes, headers: Headers) -> Mapping[str, Any]:
-        """The fields of the event in `body`, by the names that its class has for them.
+        """The fields of the event in `body`, by the names under which its class reads them: aliases where it has some.
 
         `event_type` says which class it is, `event_id` names the event, `event_version` is `major.minor`; the rest is
         validated by the class.

@@ -339,7 +339,7 @@ def test_a_stored_result_that_is_no_response_is_told_and_not_done_again(caplog: 
 
 
 def test_it_needs_a_manager_or_a_container() -> None:
-    with pytest.raises(ApplicationError, match="needs a manager, or a container"):
+    with pytest.raises(ApplicationError, match="needs either a manager or a container"):
         IdempotencyKeyMiddleware(Starlette(), identity=anyone)
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from integr8s_idem.errors import ApplicationError, StoreUnavailableError
+from integr8s_idem.errors import ApplicationError, PartialFailureError, StoreUnavailableError
 from integr8s_idem.keys import Key
 from integr8s_idem.offsets import committable_offsets
 from integr8s_idem.records import Completed, InProgress, KeyReused, Reserved, Verdict
@@ -148,3 +148,20 @@ def test_partitions_do_not_hold_each_other_up() -> None:
     records = [*_records("orders", 0, 1, 2), *_records("orders", 1, 1, 2), *_records("bills", 0, 8)]
     assert committable_offsets(records, {("orders", 1, 1)}) == {("orders", 0): 3, ("bills", 0): 9}
     assert committable_offsets([], set()) == {}
+
+
+@virtual_time
+async def test_what_is_no_batch_of_ours_is_refused_by_name() -> None:
+    here = guarded()
+    other = guarded(here.store)
+    await other.manager.acquire_batch(["order:1"])
+    verdicts = await here.manager.acquire_batch(["order:1"])
+
+    with pytest.raises(ApplicationError, match="takes many keys"):
+        await here.manager.acquire_batch("order:1")
+    with pytest.raises(ApplicationError, match=r"confirm_batch takes what acquire_batch has Reserved.*InProgress"):
+        await here.manager.confirm_batch(verdicts.values())  # type: ignore[arg-type]
+    with pytest.raises(ApplicationError, match=r"release_batch takes what acquire_batch has Reserved.*InProgress"):
+        await here.manager.release_batch(verdicts.values())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="named by their places"):
+        PartialFailureError(["no stock"])  # type: ignore[arg-type]

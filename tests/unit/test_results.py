@@ -277,3 +277,17 @@ async def wrapped(*args: object) -> Any:
 )
 def test_the_return_type_is_found_wherever_it_stands(function: Callable[..., object], expected: object) -> None:
     assert return_type_of(function) is expected
+
+
+@virtual_time
+async def test_a_result_that_is_dropped_is_told_once_with_its_key_and_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here = guarded(max_result_size_bytes=10)
+
+    for key in ("order:1", "order:2"):
+        await here.manager.run(key, Job(result="x" * 30))
+
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "order:1 is not kept" in told
+    assert "larger than max_result_size_bytes (10)" in told
