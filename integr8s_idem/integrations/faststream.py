@@ -26,6 +26,7 @@ import copy
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final
@@ -61,6 +62,18 @@ GivenUp = Callable[[Any, Exception], Awaitable[None]]
 """Takes a record of Kafka's that is given up, for example to a topic of dead letters."""
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """What all messages of a broker are guarded by."""
+
+    manager: IdempotencyManager
+    key: KeyOf
+    ttl: timedelta | None
+    given_up: GivenUp | None
+    failures: dict[Any, int] = field(default_factory=dict)
+    """In a row, by subscriber."""
+
+
 class IdempotencyMiddleware:
     """Guards all subscribers of a broker."""
 
@@ -79,15 +92,10 @@ class IdempotencyMiddleware:
             ttl: How long an outcome is remembered, by the store's clock; longer than the topic keeps messages.
             given_up: Takes records whose work has failed for good.  They are acknowledged, with it or without.
         """
-        self.manager = manager
-        self.key = key
-        self.ttl = ttl
-        self.given_up = given_up
-        self.failures: dict[Any, int] = {}
-        """In a row, by subscriber."""
+        self._settings = _Settings(manager, key, ttl, given_up)
 
     def __call__(self, msg: Any, /, *, context: Any) -> _Guard:
-        return _Guard(self, msg, context=context)
+        return _Guard(self._settings, msg, context=context)
 
     def check(self, broker: Any) -> None:
         """To be called before the broker starts: `app.on_startup(lambda: guard.check(broker))`.
@@ -129,7 +137,7 @@ def refuse_policy(subscriber: Any) -> None:
 class _Guard(BaseMiddleware[Any, Any]):
     """One message, or one batch of them, on its way."""
 
-    def __init__(self, settings: IdempotencyMiddleware, msg: Any, *, context: Any) -> None:
+    def __init__(self, settings: _Settings, msg: Any, *, context: Any) -> None:
         super().__init__(msg, context=context)
         self._settings = settings
         self._manager = settings.manager
