@@ -14,9 +14,10 @@ What `@publisher` sends has a header `event_id`, derived from the key of the mes
 While the broker does not take it, it is sent again and again: the handler has succeeded, and is not run again for that.
 
 A failure is answered by a pause and a negative acknowledgement, so that the message comes again, whatever the policy
-does with errors; a run that is given up is acknowledged.  With `AckPolicy.ACK_FIRST`, which is FastStream's default for
-Kafka, messages are acknowledged before they are handled: that is refused.  A subscriber without a `group_id` reads what
-comes while it listens, in each process anew, and is left alone.
+does with errors.  What is given up is acknowledged once `given_up` has taken it; without one it comes again, too, and
+holds up what lies behind it.  With `AckPolicy.ACK_FIRST`, which is FastStream's default for Kafka, messages are
+acknowledged before they are handled: that is refused.  A subscriber without a `group_id` reads what comes while it
+listens, in each process anew, and is left alone.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, ProducerClosed
 from faststream import AckPolicy, BaseMiddleware
-from faststream.exceptions import AckMessage, HandlerException, NackMessage, StopConsume
+from faststream.exceptions import AckMessage, HandlerException, IgnoredException, NackMessage, StopConsume
 from faststream.message import StreamMessage
 from faststream.response import Response
 
 from integr8s_idem.errors import (
     ApplicationError,
+    IdempotencyError,
     InvalidKeyError,
     LeaseLostError,
     ResultDecodeError,
@@ -90,7 +92,8 @@ class IdempotencyMiddleware:
             manager: Its scope should be the service's: subscribers of two groups must not share it.
             key: Names the work of a record; see `by_header` and `by_position`.
             ttl: How long an outcome is remembered, by the store's clock; longer than the topic keeps messages.
-            given_up: Takes records whose work has failed for good.  They are acknowledged, with it or without.
+            given_up: Takes records that cannot be done, or have failed for good; they are acknowledged then.  Without
+                it they are not, and hold up what lies behind them.
         """
         self._settings = _Settings(manager, key, ttl, given_up)
 
@@ -134,6 +137,12 @@ def refuse_policy(subscriber: Any) -> None:
         )
 
 
+_GIVE_A_TAKER: Final = (
+    "It comes again until somebody takes it: give IdempotencyMiddleware given_up=, an async function that takes such "
+    "messages, for instance to a topic of dead letters."
+)
+
+
 class _Guard(BaseMiddleware[Any, Any]):
     """One message, or one batch of them, on its way."""
 
@@ -150,6 +159,8 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._published = 0
         self._is_ours = False
         """Whether what is published answers a message of ours."""
+        self._stays = False
+        """Whether it is not to be acknowledged, whatever becomes of the rest of its batch."""
 
     async def consume_scope(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         if not in_a_group(self._subscriber):
@@ -164,7 +175,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             return _replayed(ended.done)
         if ended is not None:
             await self._give_up(msg.raw_message, ended.error)
-            raise AckMessage
+            await self._pass_by()
         self._value = await self._work(call_next, msg)
         return self._value
 
@@ -178,7 +189,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             if end is not None and end.error is not None:
                 await self._give_up(records[at], end.error)
         if not ours:
-            raise AckMessage
+            await self._pass_by()
         rest = copy.copy(msg)
         rest.raw_message = type(records)(records[index] for index in ours)  # type: ignore[call-arg]
         for name in ("body", "batch_headers"):
@@ -281,9 +292,15 @@ class _Guard(BaseMiddleware[Any, Any]):
     ) -> bool | None:
         """Settle, once the handler's scope is closed and what it publishes is out."""
         if not self._runs:
+            if self._is_ours and isinstance(exc_val, Exception) and not isinstance(exc_val, IgnoredException):
+                # Out of the user's function that makes keys, or of FastStream's code around ours.
+                logger.error("%s: it comes again", _said(exc_val))
+                await self._again()
             return False
         if exc_val is None or isinstance(exc_val, AckMessage):
             await self._finish(self._runs)
+            if self._stays:
+                await self._again()
         elif isinstance(exc_val, Exception) and not _is_the_brokers(exc_val):
             await self._fail(self._runs, exc_val)
         else:
@@ -291,7 +308,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             await self._abandon()
             if lost or isinstance(exc_val, Exception):
                 # Were it let go on, a cancellation of ours would end the subscriber.
-                logger.warning("%s: it comes again", lost[0] if lost else repr(exc_val))
+                logger.warning("%s: it comes again", lost[0] if lost else _said(exc_val))
                 await self._again()
         return False
 
@@ -315,28 +332,49 @@ class _Guard(BaseMiddleware[Any, Any]):
                 given_up += 1
                 await self._give_up(record, error)
         if given_up == len(runs):
-            raise AckMessage from error
-        logger.warning("%s: it comes again", error if isinstance(error, HandlerException) else repr(error))
+            await self._pass_by()
+        logger.warning("%s: it comes again", _said(error))
         await self._again()
 
     async def _give_up(self, record: Any, error: Exception | None) -> None:
+        """Hand over what cannot be done.  What nobody takes stays."""
         assert error is not None, "what is not done has ended by an error"
-        logger.error("%s is given up: %r", by_position(record), error)
-        if self._settings.given_up is not None:
+        place = by_position(record)
+        if self._settings.given_up is None:
+            self._stays = True
+            logger.error("%s holds up what lies behind it: %s %s", place, _said(error), _GIVE_A_TAKER)
+            return
+        logger.error("%s is given up: %s", place, _said(error))
+        try:
             await self._settings.given_up(record, error)
+        except Exception as failure:  # noqa: BLE001  # told, and tried again
+            self._stays = True
+            logger.error("%s holds up what lies behind it: given_up has failed: %s", place, _said(failure))
+
+    async def _pass_by(self) -> NoReturn:
+        """There is nothing to do: acknowledge the message, unless it stays."""
+        if self._stays:
+            await self._again()
+        raise AckMessage
 
     async def _abandon(self) -> None:
         """Give back what is begun."""
         runs, self._runs = self._runs, []
         await asyncio.gather(*(run.abandon() for run, _ in runs))
 
-    async def _again(self) -> None:
+    async def _again(self) -> NoReturn:
         """Have the message come again, after a pause: FastStream itself makes none."""
         await self._abandon()
         failures = self._settings.failures.get(self._subscriber, 0) + 1
         self._settings.failures[self._subscriber] = failures
         await asyncio.sleep(pause_after(failures))
         raise NackMessage
+
+
+def _said(error: BaseException) -> str:
+    """What `error` is: our own, and FastStream's, say it in a sentence."""
+    ours = isinstance(error, IdempotencyError | HandlerException)
+    return (str(error) if ours else "") or repr(error)
 
 
 def _is_the_brokers(error: BaseException) -> bool:
