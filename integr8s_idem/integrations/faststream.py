@@ -56,7 +56,7 @@ from integr8s_idem.records import Completed, InProgress, StoredResult
 from integr8s_idem.results import decode_result, encode_result
 from integr8s_idem.work import HandlerFailed, Work
 
-__all__ = ["IdempotencyMiddleware", "by_header", "by_position"]
+__all__ = ["IdempotencyMiddleware", "SubscriberError", "by_header", "by_position"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ class _Settings:
     given_up: GivenUp | None
     failures: dict[Any, int] = field(default_factory=dict)
     """In a row, by subscriber."""
+    checked: set[Any] = field(default_factory=set)
+    """Subscribers that can be guarded."""
 
 
 class IdempotencyMiddleware:
@@ -89,7 +91,7 @@ class IdempotencyMiddleware:
     ) -> None:
         """
         Args:
-            manager: Its scope should be the service's: subscribers of two groups must not share it.
+            manager: Its scope names the service.
             key: Names the work of a record; see `by_header` and `by_position`.
             ttl: How long an outcome is remembered, by the store's clock; longer than the topic keeps messages.
             given_up: Takes records that cannot be done, or have failed for good; they are acknowledged then.  Without
@@ -104,14 +106,20 @@ class IdempotencyMiddleware:
         """To be called before the broker starts: `app.on_startup(lambda: guard.check(broker))`.
 
         Raises:
-            AckPolicyError: A subscriber acknowledges messages before they are handled, or by itself.
+            SubscriberError: A subscriber acknowledges messages before they are handled, or by itself; it has no name to
+                make keys of, or that of another one of its group.
         """
         for subscriber in broker.subscribers:
-            refuse_policy(subscriber)
+            refuse(subscriber, broker)
 
 
-class AckPolicyError(ApplicationError, StopConsume):
-    """A subscriber's policy would acknowledge what is not done; it is stopped rather than let lose messages."""
+class SubscriberError(ApplicationError, StopConsume):
+    """A subscriber as it is would lose messages; it is stopped rather than let do so."""
+
+    @property
+    def read_more(self) -> str:
+        """Where the documentation explains this error."""
+        return "Read more: docs/how-to/use-faststream.md"
 
 
 _SAFE: Final = frozenset({AckPolicy.ACK, AckPolicy.REJECT_ON_ERROR, AckPolicy.NACK_ON_ERROR})
@@ -122,19 +130,51 @@ def in_a_group(subscriber: Any) -> bool:
     return bool(getattr(subscriber, "group_id", None))
 
 
-def refuse_policy(subscriber: Any) -> None:
-    """Refuse a subscriber that acknowledges otherwise than after the record of its message is completed.
+def refuse(subscriber: Any, broker: Any) -> None:
+    """Refuse a subscriber that cannot be guarded; one that reads in no group, or has no function, is left alone.
 
     Raises:
-        AckPolicyError: It does.
+        SubscriberError: It acknowledges otherwise than after the record of its message is completed, it has no name to
+            make keys of, or another one of its group has the same.
     """
+    if not in_a_group(subscriber) or not subscriber.calls:
+        return
+    refuse_policy(subscriber)
+    name, group = name_of(subscriber), subscriber.group_id
+    if name is None:
+        functions = ", ".join(call.name for call in subscriber.calls)
+        raise SubscriberError(
+            f"keys are made of a subscriber's name, and one of the group {group} has none that stays: its functions "
+            f"are {functions}. {_TITLE}"
+        )
+    alike = [other for other in broker.subscribers if other.group_id == group and name_of(other) == name]
+    if len(alike) > 1:
+        raise SubscriberError(
+            f"the group {group} has {len(alike)} subscribers named {name}, which would share their keys, and miss each "
+            f"other's messages. {_TITLE}"
+        )
+
+
+_TITLE: Final = 'Give each a title of its own: @broker.subscriber(…, title="charge-orders")'
+
+
+def refuse_policy(subscriber: Any) -> None:
+    """As `refuse`, of the acknowledgement alone."""
     policy = getattr(subscriber, "ack_policy", None)
-    if in_a_group(subscriber) and policy not in _SAFE:
+    if policy not in _SAFE:
         told = policy.name if isinstance(policy, AckPolicy) else repr(policy)
-        raise AckPolicyError(
+        raise SubscriberError(
             f"a subscriber with AckPolicy.{told} acknowledges messages that are not handled yet, and a crash loses "
             "them: write ack_policy=AckPolicy.NACK_ON_ERROR"
         )
+
+
+def name_of(subscriber: Any) -> str | None:
+    """What stands in the keys of a subscriber: its title, or its function's name, if it has one and has but one."""
+    title: str | None = subscriber.specification.config.title_
+    names: list[str] = [call.name for call in subscriber.calls]
+    own = names[0] if len(names) == 1 and names[0].isidentifier() else None
+    return title or own
 
 
 _GIVE_A_TAKER: Final = (
@@ -165,7 +205,7 @@ class _Guard(BaseMiddleware[Any, Any]):
     async def consume_scope(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         if not in_a_group(self._subscriber):
             return await call_next(msg)
-        refuse_policy(self._subscriber)
+        await self._refuse(msg)
         self._is_ours = True
         if isinstance(msg.raw_message, tuple | list):
             return await self._consume_batch(call_next, msg)
@@ -178,6 +218,18 @@ class _Guard(BaseMiddleware[Any, Any]):
             await self._pass_by()
         self._value = await self._work(call_next, msg)
         return self._value
+
+    async def _refuse(self, msg: StreamMessage[Any]) -> None:
+        """Stop a subscriber that cannot be guarded; its message comes again, whatever its policy does with errors."""
+        if self._subscriber in self._settings.checked:
+            return
+        try:
+            refuse(self._subscriber, self.context.get_local("broker"))
+        except SubscriberError as error:
+            logger.error("%s", error)
+            await msg.nack()
+            raise
+        self._settings.checked.add(self._subscriber)
 
     async def _consume_batch(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         """Those of a batch that are not done go on to the handler, each once."""
@@ -269,10 +321,11 @@ class _Guard(BaseMiddleware[Any, Any]):
             await asyncio.sleep(pause_after(failures))
 
     def _work_of(self, record: Any) -> Work:
-        name = self._subscriber.calls.name or "handler"
-        text = f":{escaped('faststream')}:{escaped(name)}:{escaped(self._settings.key(record))}"
+        # The topic is no part of the key: what a subscriber reads again from a topic for retries is the same work.
+        group, name, told = self._subscriber.group_id, name_of(self._subscriber), self._settings.key(record)
+        assert name is not None, "it was refused"
+        key = Key(f":faststream:{escaped(group)}:{escaped(name)}:{escaped(told)}", f"{name} {told}")
         ttl = None if self._settings.ttl is None else self._manager.checked_ttl(self._settings.ttl)
-        key = Key(text, f"{name} {self._settings.key(record)}")
         return Work(self._manager.space.key(key), fingerprint(record.value or b""), ttl)
 
     async def _work(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
