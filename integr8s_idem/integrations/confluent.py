@@ -30,6 +30,8 @@ from integr8s_idem.integrations.loops import (
     by_position,
     end_of,
     pause_after,
+    refuse_async,
+    refuse_awaitable,
     work_of,
 )
 from integr8s_idem.manager import IdempotencyManager, replayed_value
@@ -224,6 +226,7 @@ class Delivery:
         """Have `function` do it, in this thread, unless it is done; then give what the first run has returned.
 
         Raises:
+            ApplicationError: `function` is an async one, or has returned something to await.
             InvalidKeyError: The message offers nothing to make a key of.
             PreviouslyFailedError, KeyReusedError, CorruptRecordError: It cannot be done, and nobody takes those that
                 are given up.
@@ -233,6 +236,7 @@ class Delivery:
             Exception: Whatever `function` raises, unchanged; it is fetched again.
         """
         self.was_run = True
+        refuse_async(function)
         try:
             work = work_of(self._manager, self.record, self._key, self._ttl)
         except InvalidKeyError as error:
@@ -254,7 +258,9 @@ class Delivery:
     async def _once(self, work: Work, function: Callable[[Message], T], here: Here) -> Outcome[T]:
         async def call(attempt: Attempt) -> T:
             self.attempt = attempt
-            return cast("T", await here(functools.partial(function, self.message)))
+            value: T = await here(functools.partial(function, self.message))
+            refuse_awaitable(value, function)
+            return value
 
         return await self._manager.execute(work, call)
 
