@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
-
 from integr8s_idem.callers import Here, in_a_loop, own_loop, wait_for
+from integr8s_idem.config.words import lacking
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.integrations.loops import (
     COMMIT_INTERVAL,
@@ -37,6 +36,11 @@ from integr8s_idem.integrations.loops import (
 from integr8s_idem.manager import IdempotencyManager, replayed_value
 from integr8s_idem.records import InProgress
 from integr8s_idem.work import Attempt, Executed, Outcome, Work
+
+try:
+    from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+except ModuleNotFoundError as error:
+    raise ApplicationError(lacking(__name__, "confluent", error)) from error
 
 __all__ = ["Delivery", "by_header", "by_position", "guarded"]
 

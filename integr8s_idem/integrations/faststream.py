@@ -33,11 +33,8 @@ from types import TracebackType
 from typing import Any, Final, NoReturn
 
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, ProducerClosed
-from faststream import AckPolicy, BaseMiddleware
-from faststream.exceptions import AckMessage, HandlerException, IgnoredException, NackMessage, StopConsume
-from faststream.message import StreamMessage
-from faststream.response import Response
 
+from integr8s_idem.config.words import lacking
 from integr8s_idem.errors import (
     ApplicationError,
     IdempotencyError,
@@ -55,6 +52,14 @@ from integr8s_idem.open_runs import OpenRun
 from integr8s_idem.records import Completed, InProgress, StoredResult
 from integr8s_idem.results import decode_result, encode_result
 from integr8s_idem.work import HandlerFailed, Work
+
+try:
+    from faststream import AckPolicy, BaseMiddleware
+    from faststream.exceptions import AckMessage, HandlerException, IgnoredException, NackMessage, StopConsume
+    from faststream.message import StreamMessage
+    from faststream.response import Response
+except ModuleNotFoundError as error:
+    raise ApplicationError(lacking(__name__, "faststream", error)) from error
 
 __all__ = ["IdempotencyMiddleware", "SubscriberError", "by_header", "by_position"]
 
