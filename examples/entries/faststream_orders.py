@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from aiokafka import ConsumerRecord
 from faststream import AckPolicy, FastStream
 from faststream.kafka import KafkaBroker, TestKafkaBroker
 
@@ -17,7 +18,15 @@ from integr8s_idem.integrations.faststream import IdempotencyMiddleware, by_head
 
 # In production a store that all processes share: integr8s_idem.stores.open_store(settings.store).
 manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="billing")
-guard = IdempotencyMiddleware(manager, key=by_header("event_id"))
+
+
+async def to_dead_letters(record: ConsumerRecord[bytes, bytes], error: Exception) -> None:
+    print(f"dead letter: {error}")
+    headers = {name: value.decode() for name, value in record.headers}
+    await broker.publish(record.value, f"{record.topic}.dead", headers={**headers, "error": str(error)})
+
+
+guard = IdempotencyMiddleware(manager, key=by_header("event_id"), given_up=to_dead_letters)
 broker = KafkaBroker("localhost:9092", middlewares=[guard], log_level=logging.DEBUG)
 app = FastStream(broker, on_startup=[lambda: guard.check(broker)])
 
@@ -29,7 +38,7 @@ async def charge(order: dict[str, str]) -> dict[str, str]:
     return {"receipt": f"receipt-{order['order_id']}"}
 
 
-@broker.subscriber("receipts", group_id="billing-mail", ack_policy=AckPolicy.NACK_ON_ERROR)
+@broker.subscriber("receipts", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
 async def send_mail(receipt: dict[str, str]) -> None:
     """What `charge` publishes bears an id made of its message's key: sent again, it is known again."""
     print(f"mail: {receipt['receipt']}")
@@ -40,6 +49,7 @@ async def main() -> None:
         for _ in range(2):
             await broker.publish({"order_id": "7"}, "orders", headers={"event_id": "e-1"})
         await broker.publish({"order_id": "8"}, "orders", headers={"event_id": "e-2"})
+        await broker.publish({"order_id": "9"}, "orders")  # nobody can tell whether it is a copy
 
 
 if __name__ == "__main__":

@@ -23,6 +23,11 @@ def installing(extra: str) -> str:
     return f"install the extra {extra}: pip install '.[{extra}]' in the checkout"
 
 
+def lacking(module: str, extra: str, error: ModuleNotFoundError) -> str:
+    """That `module` lacks what `error` names, and which extra brings it."""
+    return f"{module} needs {error.name}; {installing(extra)}"
+
+
 def needing(kind: str, error: ModuleNotFoundError) -> str:
     """That a store of `kind` lacks what `error` names, and how to get it."""
     return f'a store of kind "{kind}" needs {error.name}; {installing(_EXTRAS.get(kind, "all"))}'

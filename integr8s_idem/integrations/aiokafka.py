@@ -28,6 +28,8 @@ from integr8s_idem.integrations.loops import (
     by_position,
     end_of,
     pause_after,
+    refuse_plain,
+    refuse_value,
     work_of,
 )
 from integr8s_idem.manager import IdempotencyManager, replayed_value
@@ -172,6 +174,7 @@ class Delivery:
         """Have `function` do it, unless it is done; then give what the first run has returned.
 
         Raises:
+            ApplicationError: `function` is a plain one.
             InvalidKeyError: The record offers nothing to make a key of.
             PreviouslyFailedError, KeyReusedError, CorruptRecordError: It cannot be done, and nobody takes those that
                 are given up.
@@ -181,6 +184,7 @@ class Delivery:
             Exception: Whatever `function` raises, unchanged; it is fetched again.
         """
         self.was_run = True
+        refuse_plain(function)
         try:
             work = work_of(self._manager, self.record, self._key, self._ttl)
         except InvalidKeyError as error:
@@ -189,7 +193,9 @@ class Delivery:
 
         async def call(attempt: Attempt) -> T:
             self.attempt = attempt
-            return await function(self.record)
+            doing = function(self.record)
+            refuse_value(doing, function)
+            return await doing
 
         while isinstance(outcome := await self._manager.execute(work, call), InProgress):
             await self._wait()

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
-
 from integr8s_idem.callers import Here, in_a_loop, own_loop, wait_for
+from integr8s_idem.config.words import lacking
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.integrations.loops import (
     COMMIT_INTERVAL,
@@ -30,11 +29,18 @@ from integr8s_idem.integrations.loops import (
     by_position,
     end_of,
     pause_after,
+    refuse_async,
+    refuse_awaitable,
     work_of,
 )
 from integr8s_idem.manager import IdempotencyManager, replayed_value
 from integr8s_idem.records import InProgress
 from integr8s_idem.work import Attempt, Executed, Outcome, Work
+
+try:
+    from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+except ModuleNotFoundError as error:
+    raise ApplicationError(lacking(__name__, "confluent", error)) from error
 
 __all__ = ["Delivery", "by_header", "by_position", "guarded"]
 
@@ -224,6 +230,7 @@ class Delivery:
         """Have `function` do it, in this thread, unless it is done; then give what the first run has returned.
 
         Raises:
+            ApplicationError: `function` is an async one, or has returned something to await.
             InvalidKeyError: The message offers nothing to make a key of.
             PreviouslyFailedError, KeyReusedError, CorruptRecordError: It cannot be done, and nobody takes those that
                 are given up.
@@ -233,6 +240,7 @@ class Delivery:
             Exception: Whatever `function` raises, unchanged; it is fetched again.
         """
         self.was_run = True
+        refuse_async(function)
         try:
             work = work_of(self._manager, self.record, self._key, self._ttl)
         except InvalidKeyError as error:
@@ -254,7 +262,9 @@ class Delivery:
     async def _once(self, work: Work, function: Callable[[Message], T], here: Here) -> Outcome[T]:
         async def call(attempt: Attempt) -> T:
             self.attempt = attempt
-            return cast("T", await here(functools.partial(function, self.message)))
+            value: T = await here(functools.partial(function, self.message))
+            refuse_awaitable(value, function)
+            return value
 
         return await self._manager.execute(work, call)
 

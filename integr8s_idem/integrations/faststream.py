@@ -14,9 +14,10 @@ What `@publisher` sends has a header `event_id`, derived from the key of the mes
 While the broker does not take it, it is sent again and again: the handler has succeeded, and is not run again for that.
 
 A failure is answered by a pause and a negative acknowledgement, so that the message comes again, whatever the policy
-does with errors; a run that is given up is acknowledged.  With `AckPolicy.ACK_FIRST`, which is FastStream's default for
-Kafka, messages are acknowledged before they are handled: that is refused.  A subscriber without a `group_id` reads what
-comes while it listens, in each process anew, and is left alone.
+does with errors.  What is given up is acknowledged once `given_up` has taken it; without one it comes again, too, and
+holds up what lies behind it.  With `AckPolicy.ACK_FIRST`, which is FastStream's default for Kafka, messages are
+acknowledged before they are handled: that is refused.  A subscriber without a `group_id` reads what comes while it
+listens, in each process anew, and is left alone.
 """
 
 from __future__ import annotations
@@ -26,18 +27,17 @@ import copy
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, ProducerClosed
-from faststream import AckPolicy, BaseMiddleware
-from faststream.exceptions import AckMessage, HandlerException, NackMessage, StopConsume
-from faststream.message import StreamMessage
-from faststream.response import Response
 
+from integr8s_idem.config.words import lacking
 from integr8s_idem.errors import (
     ApplicationError,
+    IdempotencyError,
     InvalidKeyError,
     LeaseLostError,
     ResultDecodeError,
@@ -53,12 +53,34 @@ from integr8s_idem.records import Completed, InProgress, StoredResult
 from integr8s_idem.results import decode_result, encode_result
 from integr8s_idem.work import HandlerFailed, Work
 
-__all__ = ["IdempotencyMiddleware", "by_header", "by_position"]
+try:
+    from faststream import AckPolicy, BaseMiddleware
+    from faststream.exceptions import AckMessage, HandlerException, IgnoredException, NackMessage, StopConsume
+    from faststream.message import StreamMessage
+    from faststream.response import Response
+except ModuleNotFoundError as error:
+    raise ApplicationError(lacking(__name__, "faststream", error)) from error
+
+__all__ = ["IdempotencyMiddleware", "SubscriberError", "by_header", "by_position"]
 
 logger = logging.getLogger(__name__)
 
 GivenUp = Callable[[Any, Exception], Awaitable[None]]
 """Takes a record of Kafka's that is given up, for example to a topic of dead letters."""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What all messages of a broker are guarded by."""
+
+    manager: IdempotencyManager
+    key: KeyOf
+    ttl: timedelta | None
+    given_up: GivenUp | None
+    failures: dict[Any, int] = field(default_factory=dict)
+    """In a row, by subscriber."""
+    checked: set[Any] = field(default_factory=set)
+    """Subscribers that can be guarded."""
 
 
 class IdempotencyMiddleware:
@@ -74,33 +96,35 @@ class IdempotencyMiddleware:
     ) -> None:
         """
         Args:
-            manager: Its scope should be the service's: subscribers of two groups must not share it.
+            manager: Its scope names the service.
             key: Names the work of a record; see `by_header` and `by_position`.
             ttl: How long an outcome is remembered, by the store's clock; longer than the topic keeps messages.
-            given_up: Takes records whose work has failed for good.  They are acknowledged, with it or without.
+            given_up: Takes records that cannot be done, or have failed for good; they are acknowledged then.  Without
+                it they are not, and hold up what lies behind them.
         """
-        self.manager = manager
-        self.key = key
-        self.ttl = ttl
-        self.given_up = given_up
-        self.failures: dict[Any, int] = {}
-        """In a row, by subscriber."""
+        self._settings = _Settings(manager, key, ttl, given_up)
 
     def __call__(self, msg: Any, /, *, context: Any) -> _Guard:
-        return _Guard(self, msg, context=context)
+        return _Guard(self._settings, msg, context=context)
 
     def check(self, broker: Any) -> None:
         """To be called before the broker starts: `app.on_startup(lambda: guard.check(broker))`.
 
         Raises:
-            AckPolicyError: A subscriber acknowledges messages before they are handled, or by itself.
+            SubscriberError: A subscriber acknowledges messages before they are handled, or by itself; it has no name to
+                make keys of, or that of another one of its group.
         """
         for subscriber in broker.subscribers:
-            refuse_policy(subscriber)
+            refuse(subscriber, broker)
 
 
-class AckPolicyError(ApplicationError, StopConsume):
-    """A subscriber's policy would acknowledge what is not done; it is stopped rather than let lose messages."""
+class SubscriberError(ApplicationError, StopConsume):
+    """A subscriber as it is would lose messages; it is stopped rather than let do so."""
+
+    @property
+    def read_more(self) -> str:
+        """Where the documentation explains this error."""
+        return "Read more: docs/how-to/use-faststream.md"
 
 
 _SAFE: Final = frozenset({AckPolicy.ACK, AckPolicy.REJECT_ON_ERROR, AckPolicy.NACK_ON_ERROR})
@@ -111,25 +135,63 @@ def in_a_group(subscriber: Any) -> bool:
     return bool(getattr(subscriber, "group_id", None))
 
 
-def refuse_policy(subscriber: Any) -> None:
-    """Refuse a subscriber that acknowledges otherwise than after the record of its message is completed.
+def refuse(subscriber: Any, broker: Any) -> None:
+    """Refuse a subscriber that cannot be guarded; one that reads in no group, or has no function, is left alone.
 
     Raises:
-        AckPolicyError: It does.
+        SubscriberError: It acknowledges otherwise than after the record of its message is completed, it has no name to
+            make keys of, or another one of its group has the same.
     """
+    if not in_a_group(subscriber) or not subscriber.calls:
+        return
+    refuse_policy(subscriber)
+    name, group = name_of(subscriber), subscriber.group_id
+    if name is None:
+        functions = ", ".join(call.name for call in subscriber.calls)
+        raise SubscriberError(
+            f"keys are made of a subscriber's name, and one of the group {group} has none that stays: its functions "
+            f"are {functions}. {_TITLE}"
+        )
+    alike = [other for other in broker.subscribers if other.group_id == group and name_of(other) == name]
+    if len(alike) > 1:
+        raise SubscriberError(
+            f"the group {group} has {len(alike)} subscribers named {name}, which would share their keys, and miss each "
+            f"other's messages. {_TITLE}"
+        )
+
+
+_TITLE: Final = 'Give each a title of its own: @broker.subscriber(…, title="charge-orders")'
+
+
+def refuse_policy(subscriber: Any) -> None:
+    """As `refuse`, of the acknowledgement alone."""
     policy = getattr(subscriber, "ack_policy", None)
-    if in_a_group(subscriber) and policy not in _SAFE:
+    if policy not in _SAFE:
         told = policy.name if isinstance(policy, AckPolicy) else repr(policy)
-        raise AckPolicyError(
+        raise SubscriberError(
             f"a subscriber with AckPolicy.{told} acknowledges messages that are not handled yet, and a crash loses "
             "them: write ack_policy=AckPolicy.NACK_ON_ERROR"
         )
 
 
+def name_of(subscriber: Any) -> str | None:
+    """What stands in the keys of a subscriber: its title, or its function's name, if it has one and has but one."""
+    title: str | None = subscriber.specification.config.title_
+    names: list[str] = [call.name for call in subscriber.calls]
+    own = names[0] if len(names) == 1 and names[0].isidentifier() else None
+    return title or own
+
+
+_GIVE_A_TAKER: Final = (
+    "It comes again until somebody takes it: give IdempotencyMiddleware given_up=, an async function that takes such "
+    "messages, for instance to a topic of dead letters."
+)
+
+
 class _Guard(BaseMiddleware[Any, Any]):
     """One message, or one batch of them, on its way."""
 
-    def __init__(self, settings: IdempotencyMiddleware, msg: Any, *, context: Any) -> None:
+    def __init__(self, settings: _Settings, msg: Any, *, context: Any) -> None:
         super().__init__(msg, context=context)
         self._settings = settings
         self._manager = settings.manager
@@ -142,11 +204,13 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._published = 0
         self._is_ours = False
         """Whether what is published answers a message of ours."""
+        self._stays = False
+        """Whether it is not to be acknowledged, whatever becomes of the rest of its batch."""
 
     async def consume_scope(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         if not in_a_group(self._subscriber):
             return await call_next(msg)
-        refuse_policy(self._subscriber)
+        await self._refuse(msg)
         self._is_ours = True
         if isinstance(msg.raw_message, tuple | list):
             return await self._consume_batch(call_next, msg)
@@ -156,9 +220,21 @@ class _Guard(BaseMiddleware[Any, Any]):
             return _replayed(ended.done)
         if ended is not None:
             await self._give_up(msg.raw_message, ended.error)
-            raise AckMessage
+            await self._pass_by()
         self._value = await self._work(call_next, msg)
         return self._value
+
+    async def _refuse(self, msg: StreamMessage[Any]) -> None:
+        """Stop a subscriber that cannot be guarded; its message comes again, whatever its policy does with errors."""
+        if self._subscriber in self._settings.checked:
+            return
+        try:
+            refuse(self._subscriber, self.context.get_local("broker"))
+        except SubscriberError as error:
+            logger.error("%s", error)
+            await msg.nack()
+            raise
+        self._settings.checked.add(self._subscriber)
 
     async def _consume_batch(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         """Those of a batch that are not done go on to the handler, each once."""
@@ -170,7 +246,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             if end is not None and end.error is not None:
                 await self._give_up(records[at], end.error)
         if not ours:
-            raise AckMessage
+            await self._pass_by()
         rest = copy.copy(msg)
         rest.raw_message = type(records)(records[index] for index in ours)  # type: ignore[call-arg]
         for name in ("body", "batch_headers"):
@@ -250,10 +326,11 @@ class _Guard(BaseMiddleware[Any, Any]):
             await asyncio.sleep(pause_after(failures))
 
     def _work_of(self, record: Any) -> Work:
-        name = self._subscriber.calls.name or "handler"
-        text = f":{escaped('faststream')}:{escaped(name)}:{escaped(self._settings.key(record))}"
+        # The topic is no part of the key: what a subscriber reads again from a topic for retries is the same work.
+        group, name, told = self._subscriber.group_id, name_of(self._subscriber), self._settings.key(record)
+        assert name is not None, "it was refused"
+        key = Key(f":faststream:{escaped(group)}:{escaped(name)}:{escaped(told)}", f"{name} {told}")
         ttl = None if self._settings.ttl is None else self._manager.checked_ttl(self._settings.ttl)
-        key = Key(text, f"{name} {self._settings.key(record)}")
         return Work(self._manager.space.key(key), fingerprint(record.value or b""), ttl)
 
     async def _work(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
@@ -273,9 +350,15 @@ class _Guard(BaseMiddleware[Any, Any]):
     ) -> bool | None:
         """Settle, once the handler's scope is closed and what it publishes is out."""
         if not self._runs:
+            if self._is_ours and isinstance(exc_val, Exception) and not isinstance(exc_val, IgnoredException):
+                # Out of the user's function that makes keys, or of FastStream's code around ours.
+                logger.error("%s: it comes again", _said(exc_val))
+                await self._again()
             return False
         if exc_val is None or isinstance(exc_val, AckMessage):
             await self._finish(self._runs)
+            if self._stays:
+                await self._again()
         elif isinstance(exc_val, Exception) and not _is_the_brokers(exc_val):
             await self._fail(self._runs, exc_val)
         else:
@@ -283,7 +366,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             await self._abandon()
             if lost or isinstance(exc_val, Exception):
                 # Were it let go on, a cancellation of ours would end the subscriber.
-                logger.warning("%s: it comes again", lost[0] if lost else repr(exc_val))
+                logger.warning("%s: it comes again", lost[0] if lost else _said(exc_val))
                 await self._again()
         return False
 
@@ -307,28 +390,49 @@ class _Guard(BaseMiddleware[Any, Any]):
                 given_up += 1
                 await self._give_up(record, error)
         if given_up == len(runs):
-            raise AckMessage from error
-        logger.warning("%s: it comes again", error if isinstance(error, HandlerException) else repr(error))
+            await self._pass_by()
+        logger.warning("%s: it comes again", _said(error))
         await self._again()
 
     async def _give_up(self, record: Any, error: Exception | None) -> None:
+        """Hand over what cannot be done.  What nobody takes stays."""
         assert error is not None, "what is not done has ended by an error"
-        logger.error("%s is given up: %r", by_position(record), error)
-        if self._settings.given_up is not None:
+        place = by_position(record)
+        if self._settings.given_up is None:
+            self._stays = True
+            logger.error("%s holds up what lies behind it: %s %s", place, _said(error), _GIVE_A_TAKER)
+            return
+        logger.error("%s is given up: %s", place, _said(error))
+        try:
             await self._settings.given_up(record, error)
+        except Exception as failure:  # noqa: BLE001  # told, and tried again
+            self._stays = True
+            logger.error("%s holds up what lies behind it: given_up has failed: %s", place, _said(failure))
+
+    async def _pass_by(self) -> NoReturn:
+        """There is nothing to do: acknowledge the message, unless it stays."""
+        if self._stays:
+            await self._again()
+        raise AckMessage
 
     async def _abandon(self) -> None:
         """Give back what is begun."""
         runs, self._runs = self._runs, []
         await asyncio.gather(*(run.abandon() for run, _ in runs))
 
-    async def _again(self) -> None:
+    async def _again(self) -> NoReturn:
         """Have the message come again, after a pause: FastStream itself makes none."""
         await self._abandon()
         failures = self._settings.failures.get(self._subscriber, 0) + 1
         self._settings.failures[self._subscriber] = failures
         await asyncio.sleep(pause_after(failures))
         raise NackMessage
+
+
+def _said(error: BaseException) -> str:
+    """What `error` is: our own, and FastStream's, say it in a sentence."""
+    ours = isinstance(error, IdempotencyError | HandlerException)
+    return (str(error) if ours else "") or repr(error)
 
 
 def _is_the_brokers(error: BaseException) -> bool:

@@ -18,9 +18,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-import httpx
-
+from integr8s_idem.config.words import lacking
 from integr8s_idem.errors import ApplicationError
+
+try:
+    import httpx
+except ModuleNotFoundError as error:
+    raise ApplicationError(lacking(__name__, "httpx", error)) from error
 
 HEADER: Final = "Idempotency-Key"
 FIRST_PAUSE: Final = 0.1

@@ -10,13 +10,20 @@ letters, draining.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeAlias
 
 from integr8s_idem.envelopes import header
-from integr8s_idem.errors import CorruptRecordError, InvalidKeyError, KeyReusedError, PreviouslyFailedError
+from integr8s_idem.errors import (
+    ApplicationError,
+    CorruptRecordError,
+    InvalidKeyError,
+    KeyReusedError,
+    PreviouslyFailedError,
+)
 from integr8s_idem.keys import fingerprint
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.offsets import Placed
@@ -104,6 +111,68 @@ def end_of(work: Work, outcome: Outcome[Any]) -> End:
             return End(True, error=CorruptRecordError(label, outcome.reason))
         case _:
             raise AssertionError(f"{outcome} is no end")
+
+
+def refuse_async(function: Callable[..., Any]) -> None:
+    """Refuse, for a loop in a thread, a function that does nothing but make a coroutine.
+
+    Raises:
+        ApplicationError: It is one.
+    """
+    # Not what it wraps: a wrapper may well run that to its end.
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        raise ApplicationError(
+            f"{named(function)} is an async function, and a loop of confluent-kafka calls plain ones: write `def`, or "
+            "take the loop of integr8s_idem.integrations.aiokafka"
+        )
+
+
+def refuse_plain(function: Callable[..., Any]) -> None:
+    """Refuse, for a loop that awaits, a function that would do its work and leave nothing to await.
+
+    Raises:
+        ApplicationError: It is one, as far as can be told before it is called.
+    """
+    inner = inspect.unwrap(getattr(function, "func", function))
+    is_plain = inspect.isroutine(inner) and not inspect.iscoroutinefunction(inner)
+    if is_plain and getattr(inner, "__name__", "") != "<lambda>":
+        raise ApplicationError(
+            f"{named(function)} is a plain function, and a loop of aiokafka awaits what it calls: write `async def`, "
+            "or take the loop of integr8s_idem.integrations.confluent"
+        )
+
+
+def refuse_awaitable(value: object, function: Callable[..., Any]) -> None:
+    """Refuse what a plain function has returned instead of doing it.
+
+    Raises:
+        ApplicationError: It is something to await.
+    """
+    if not inspect.isawaitable(value):
+        return
+    if inspect.iscoroutine(value):
+        value.close()
+    raise ApplicationError(
+        f"{named(function)} has returned {type(value).__name__} to await, which nobody does here: its work is not "
+        "done. Give a function that does it before it returns"
+    )
+
+
+def refuse_value(value: object, function: Callable[..., Any]) -> None:
+    """Refuse what cannot be awaited.
+
+    Raises:
+        ApplicationError: It cannot.
+    """
+    if not inspect.isawaitable(value):
+        raise ApplicationError(
+            f"{named(function)} has returned {type(value).__name__}, which cannot be awaited: give an async function"
+        )
+
+
+def named(function: Callable[..., Any]) -> str:
+    """How a function is told of."""
+    return str(getattr(function, "__qualname__", function))
 
 
 def pause_after(failures: int) -> float:

@@ -162,12 +162,20 @@ def _class(thing: Any) -> Iterator[str]:
     if attributes:
         yield from ("", "| attribute | type | |", "| --- | --- | --- |")
         for member in attributes:
-            kind = f"`{member.annotation}`".replace("|", "\\|") if member.annotation is not None else ""
-            default = f"`{member.value}`" if member.annotation is None and member.value is not None else ""
-            yield f"| `{member.name}` | {kind or default} | {_one_line(member)} |"
+            told = _type_of(member, thing) or member.value
+            kind = f"`{told}`".replace("|", "\\|") if told is not None else ""
+            yield f"| `{member.name}` | {kind} | {_one_line(member)} |"
     for member in members:
         if member.is_function and not _is_setter(member):
             yield from ("", *_code(member), "", *_docstring(member))
+
+
+def _type_of(attribute: Any, of: Any) -> Any:
+    """Its annotation, or that of the parameter whose value it keeps."""
+    if attribute.annotation is not None:
+        return attribute.annotation
+    kept = {parameter.name: parameter.annotation for parameter in of.parameters}
+    return kept.get(str(attribute.value))
 
 
 def _is_worth_telling(attribute: Any) -> bool:

@@ -135,6 +135,11 @@ def test_the_reference_is_what_the_code_says() -> None:
     assert {file: file.read_text(encoding="utf-8") for file in reference.FOLDER.glob("*.md")} == reference.pages()
 
 
+@pytest.mark.parametrize("page", sorted(reference.FOLDER.glob("*.md")), ids=lambda page: page.name)
+def test_no_attribute_is_told_by_its_own_name_alone(page: Path) -> None:
+    assert re.findall(r"^\| `(\w+)` \| `\1` \|.*", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
 def test_every_public_thing_has_a_docstring() -> None:
     assert [entry.path for entry in reference.entries().values() if entry.thing.docstring is None] == []
 

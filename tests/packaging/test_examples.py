@@ -53,7 +53,14 @@ ENTRIES = {
         "100 handled, 100 duplicates blocked",
         "100 rows, 100 of them different, 1 refused at first",
     ],
-    "faststream_orders": ["charging order 7", "mail: receipt-7", "charging order 8", "mail: receipt-8"],
+    "faststream_orders": [
+        "charging order 7",
+        "mail: receipt-7",
+        "charging order 8",
+        "mail: receipt-8",
+        "dead letter: no key can be made: orders[0]@0 has no header event_id to make a key of. "
+        "Read more: docs/reference/errors.md#invalidkeyerror",
+    ],
     "aiokafka_loop": [
         "charging order-7",
         "receipt of order-7",

@@ -16,7 +16,7 @@ from faststream.message import AckStatus
 from pydantic import BaseModel
 
 from integr8s_idem import IdempotencyManager
-from integr8s_idem.integrations.faststream import AckPolicyError, IdempotencyMiddleware, by_header
+from integr8s_idem.integrations.faststream import IdempotencyMiddleware, SubscriberError, by_header
 from integr8s_idem.records import IdempotencyStatus
 from tests.support.flaky_store import FlakyStore
 from tests.support.guarded import guarded
@@ -69,7 +69,7 @@ class Transaction:
 
 def _guarded(shop: Shop, topic: str = "orders", **options: Any) -> Callable[[Any], Any]:
     subscriber: Callable[[Any], Any] = shop.broker.subscriber(
-        topic, group_id="billing", **{"ack_policy": AckPolicy.NACK_ON_ERROR, **options}
+        topic, **{"group_id": "billing", "ack_policy": AckPolicy.NACK_ON_ERROR, **options}
     )
     return subscriber
 
@@ -255,11 +255,11 @@ async def test_a_policy_that_loses_messages_is_refused(policy: AckPolicy) -> Non
         shop.charged.append(order.order_id)
 
     with pytest.raises(
-        AckPolicyError, match=f"AckPolicy.{policy.name} acknowledges .* write ack_policy=AckPolicy.NACK_ON"
+        SubscriberError, match=f"AckPolicy.{policy.name} acknowledges .* write ack_policy=AckPolicy.NACK_ON"
     ):
         shop.guard.check(shop.broker)
     async with TestKafkaBroker(shop.broker):
-        with pytest.raises(AckPolicyError):
+        with pytest.raises(SubscriberError):
             await shop.place()
     assert not shop.charged
 
@@ -267,11 +267,11 @@ async def test_a_policy_that_loses_messages_is_refused(policy: AckPolicy) -> Non
 async def test_fast_streams_default_is_refused_and_others_pass() -> None:
     shop = Shop()
     shop.broker.subscriber("orders", group_id="billing")(lambda message: None)
-    with pytest.raises(AckPolicyError, match="ACK_FIRST"):
+    with pytest.raises(SubscriberError, match="ACK_FIRST"):
         shop.guard.check(shop.broker)
     good = Shop()
     for policy in (AckPolicy.ACK, AckPolicy.NACK_ON_ERROR):
-        _guarded(good, policy.name, ack_policy=policy)(lambda message: None)
+        _guarded(good, policy.name, ack_policy=policy, title=policy.name)(lambda message: None)
     good.guard.check(good.broker)
 
 
@@ -388,3 +388,108 @@ async def test_a_handler_that_heeds_no_cancellation_leaves_its_consumer_uncancel
         await shop.place()
     assert shop.charged == ["7", "7"]
     assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
+
+
+@pytest.mark.parametrize("groups", [("billing", "billing"), ("billing", "shipping")])
+async def test_subscribers_do_not_miss_each_others_messages_whatever_their_functions_are_called(
+    groups: tuple[str, str],
+) -> None:
+    shop, titles = Shop(), {"orders": "order", "payments": "payment"}
+
+    def subscribe(topic: str, group: str) -> None:
+        options = {"title": titles[topic]} if len(set(groups)) == 1 else {}
+
+        @_guarded(shop, topic, group_id=group, **options)
+        async def handle(order: Order) -> None:
+            shop.charged.append(topic)
+
+    for topic, group in zip(titles, groups, strict=True):
+        subscribe(topic, group)
+    shop.guard.check(shop.broker)
+    async with TestKafkaBroker(shop.broker):
+        for topic in (*titles, *titles):
+            await shop.broker.publish(Order(order_id="7"), topic, headers={"event_id": "1"})
+
+    assert shop.charged == ["orders", "payments"]
+    assert not shop.given_up
+
+
+@pytest.mark.parametrize("policy", [AckPolicy.ACK, AckPolicy.NACK_ON_ERROR])
+async def test_two_subscribers_of_one_group_and_name_are_refused(
+    policy: AckPolicy, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop, seen = Shop(), list[Any]()
+    for topic in ("orders", "payments"):
+
+        @_guarded(shop, topic, ack_policy=policy)
+        async def handle(order: Order) -> None:
+            shop.charged.append(order.order_id)
+
+    class Watch(BaseMiddleware[Any, Any]):
+        async def consume_scope(self, call_next: Any, msg: Any) -> Any:
+            seen.append(msg)
+            return await call_next(msg)
+
+    shop.broker.insert_middleware(Watch)
+    with pytest.raises(SubscriberError, match=r"billing has 2 subscribers named handle, .* Give each a title"):
+        shop.guard.check(shop.broker)
+    async with TestKafkaBroker(shop.broker):
+        with pytest.raises(SubscriberError):
+            await shop.place()
+    assert not shop.charged
+    assert [message.committed for message in seen] == [AckStatus.NACKED]
+    assert "Give each a title" in caplog.text
+
+
+async def test_one_subscriber_of_many_topics_knows_a_copy_by_another_topic_again() -> None:
+    shop = Shop()
+
+    @shop.broker.subscriber("orders", "orders.retry", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
+    async def charge(order: Order) -> None:
+        shop.charged.append(order.order_id)
+
+    async with TestKafkaBroker(shop.broker):
+        for topic in ("orders", "orders.retry"):
+            await shop.broker.publish(Order(order_id="7"), topic, headers={"event_id": "1"})
+    assert shop.charged == ["7"]
+
+
+async def test_a_subscriber_whose_name_would_not_stay_needs_a_title() -> None:
+    def nameless(title: str | None) -> Shop:
+        shop = Shop()
+        _guarded(shop, title=title)(lambda message: None)
+        return shop
+
+    def with_two(title: str | None) -> Shop:
+        shop = Shop()
+        subscriber = _guarded(shop, title=title)
+        one: Any = subscriber(filter=lambda message: message.content_type == "one")  # type: ignore[call-arg]
+        one(_charge)
+        subscriber(_refund)
+        return shop
+
+    for make in (nameless, with_two):
+        shop = make(None)
+        with pytest.raises(SubscriberError, match=r"none that stays: its functions are (<lambda>|_charge, _refund)"):
+            shop.guard.check(shop.broker)
+        shop = make("charge")
+        shop.guard.check(shop.broker)
+
+
+async def _charge(order: Order) -> None: ...
+
+
+async def _refund(order: Order) -> None: ...
+
+
+async def test_the_key_bears_the_group_and_the_name_that_was_given() -> None:
+    shop = Shop()
+    _guarded(shop)(_charge)
+    _guarded(shop, "refunds", title="pay back")(_refund)
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.broker.publish(Order(order_id="7"), "refunds", headers={"event_id": "e-1"})
+
+    keys = [record.key async for record in shop.store.scan("")]
+    assert {key.partition(":faststream:")[2] for key in keys} == {"billing:_charge:e-1", "billing:pay%20back:e-1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from aiokafka.errors import KafkaTimeoutError, MessageSizeTooLargeError
 from faststream import AckPolicy, BaseMiddleware
 from faststream.kafka import KafkaBroker, KafkaMessage, TestKafkaBroker
 
+from integr8s_idem.errors import PermanentError
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware, by_header
 from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus, Reserved, StoredResult
@@ -25,17 +27,22 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 class Shop:
     """One guarded subscriber, and what it publishes."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, takes_given_up: bool = True, **config: Any) -> None:
         self.here: Guarded = guarded(**config)
         self.given_up: list[str] = []
         self.runs: list[Any] = []
         self.sent: list[tuple[Any, dict[str, str]]] = []
         self.settled: list[str] = []
         """How FastStream was told to acknowledge the orders: by an error that says so, or by none."""
-        self.guard = IdempotencyMiddleware(self.here.manager, key=by_header("event_id"), given_up=self._give_up)
+        self.guard = IdempotencyMiddleware(
+            self.here.manager, key=by_header("event_id"), given_up=self._give_up if takes_given_up else None
+        )
+        self.cannot_take: Exception | None = None
         self.broker = KafkaBroker(middlewares=[self.guard])
 
     async def _give_up(self, record: Any, error: Exception) -> None:
+        if self.cannot_take is not None:
+            raise self.cannot_take
         self.given_up.append(repr(error))
 
     def sells(self, answer: Any, *, batch: bool = False) -> None:
@@ -68,8 +75,17 @@ class Shop:
         self.broker.insert_middleware(Outside)
         self.broker.add_middleware(Within)
 
-    async def place(self, event_id: str = "e-1") -> None:
-        await self.broker.publish({"order": "7"}, "orders", headers={"event_id": event_id})
+    def fails(self, *, policy: AckPolicy = AckPolicy.NACK_ON_ERROR, batch: bool = False) -> None:
+        """It cannot do any order."""
+
+        async def charge(order: Any) -> None:
+            self.runs.append(order)
+            raise PermanentError("no such card")
+
+        self.broker.subscriber("orders", group_id="billing", ack_policy=policy, batch=batch)(charge)
+
+    async def place(self, event_id: str = "e-1", order: str = "7") -> None:
+        await self.broker.publish({"order": order}, "orders", headers={"event_id": event_id})
 
     async def statuses(self) -> list[IdempotencyStatus]:
         return [record.status async for record in self.here.store.scan("")]
@@ -247,3 +263,119 @@ async def test_another_payload_under_an_id_of_the_same_batch_is_given_up() -> No
     assert batches == [["1"]]
     assert "KeyReusedError" in shop.given_up[0]
     assert shop.settled == ["ack"]
+
+
+@pytest.mark.parametrize("policy", [AckPolicy.ACK, AckPolicy.NACK_ON_ERROR])
+async def test_without_a_taker_what_is_given_up_comes_again_and_says_each_time_what_to_do(
+    policy: AckPolicy, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop = Shop(takes_given_up=False)
+    shop.fails(policy=policy)
+    shop.publishes(_nothing)
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+
+    assert len(shop.runs) == 1
+    assert shop.settled == ["NackMessage"] * 2
+    first, second = _errors(caplog)
+    assert "no such card" in first
+    assert "was given up after attempt 1: PermanentError: no such card" in second
+    assert "give IdempotencyMiddleware given_up=" in first
+    assert "give IdempotencyMiddleware given_up=" in second
+
+
+def _errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    ours = (record for record in caplog.records if record.name == "integr8s_idem.integrations.faststream")
+    return [record.getMessage() for record in ours if record.levelno == logging.ERROR]
+
+
+async def test_without_a_taker_a_message_without_a_key_and_a_reused_key_come_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shop = Shop(takes_given_up=False)
+    shop.sells(None)
+    shop.publishes(_nothing)
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.broker.publish({"order": "7"}, "orders")
+        await shop.place()
+        await shop.place(order="8")
+
+    assert len(shop.runs) == 1
+    assert shop.settled == ["NackMessage", "ack", "NackMessage"]
+    nameless, reused = _errors(caplog)
+    assert "has no header event_id to make a key of. Read more" in nameless
+    assert "Give each payload an id of its own" in reused  # the sentence, not what `repr` shows
+
+
+async def test_without_a_taker_a_batch_with_a_message_that_cannot_be_done_comes_again_and_the_others_are_done() -> None:
+    shop, batches = Shop(takes_given_up=False), list[list[str]]()
+
+    @shop.broker.subscriber("orders", group_id="billing", batch=True, ack_policy=AckPolicy.ACK)
+    async def charge(orders: list[dict[str, str]]) -> None:
+        batches.append([order["order"] for order in orders])
+
+    shop.publishes(_nothing)
+    async with TestKafkaBroker(shop.broker), asyncio.timeout(20):
+        for _ in range(2):  # the second body under that id cannot be done
+            await shop.broker.publish_batch({"order": "1"}, {"order": "2"}, topic="orders", headers={"event_id": "e-1"})
+
+    assert batches == [["1"]]
+    assert shop.settled == ["NackMessage"] * 2
+    assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
+
+
+async def test_without_a_taker_a_batch_whose_run_is_given_up_comes_again() -> None:
+    shop = Shop(takes_given_up=False)
+    shop.fails(policy=AckPolicy.ACK, batch=True)
+    shop.publishes(_nothing)
+
+    async with TestKafkaBroker(shop.broker):
+        for _ in range(2):
+            await shop.broker.publish_batch({"order": "1"}, topic="orders", headers={"event_id": "e-1"})
+
+    assert len(shop.runs) == 1
+    assert shop.settled == ["NackMessage"] * 2
+
+
+async def test_what_the_taker_cannot_take_comes_again_until_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    shop = Shop()
+    shop.fails(policy=AckPolicy.ACK)
+    shop.publishes(_nothing)
+
+    async with TestKafkaBroker(shop.broker):
+        shop.cannot_take = OSError("no topic")
+        await shop.place()
+        await shop.place()
+        shop.cannot_take = None
+        await shop.place()
+
+    assert shop.settled == ["NackMessage", "NackMessage", "AckMessage"]
+    assert len(shop.given_up) == 1
+    assert "given_up has failed: OSError('no topic')" in _errors(caplog)[1]
+
+
+async def test_a_function_for_keys_that_fails_lets_the_message_come_again_whatever_the_policy() -> None:
+    shop, failing = Shop(), [KeyError("tenant")]
+
+    def key(record: Any) -> str:
+        if failing:
+            raise failing.pop()
+        return "key"
+
+    shop.guard = IdempotencyMiddleware(shop.here.manager, key=key)
+    shop.broker = KafkaBroker(middlewares=[shop.guard])
+
+    @shop.broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.ACK)
+    async def charge(order: Any) -> None:
+        shop.runs.append(order)
+
+    shop.publishes(_nothing)
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+
+    assert len(shop.runs) == 1
+    assert shop.settled == ["NackMessage", "ack"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import functools
+from typing import Any, cast
 
 import pytest
 
-from integr8s_idem.errors import InvalidKeyError
+from integr8s_idem import IdempotencyManager
+from integr8s_idem.errors import ApplicationError, InvalidKeyError
+from integr8s_idem.integrations import aiokafka, confluent
 from integr8s_idem.integrations.loops import LONGEST_PAUSE, by_header, by_position, pause_after, work_of
 from integr8s_idem.keys import fingerprint
 from tests.support.fake_consumer import FakeRecord
-from tests.support.guarded import guarded
+from tests.support.guarded import guarded, plain_manager
 
 
 def _fingerprint(value: Any) -> bytes | None:
@@ -37,3 +41,109 @@ def test_pauses_grow_and_end_growing() -> None:
     pauses = [pause_after(failures) for failures in range(1, 200)]
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (0.2, LONGEST_PAUSE)
+
+
+class FakeMessage:
+    """As confluent-kafka gives one."""
+
+    def topic(self) -> str:
+        return "orders"
+
+    def partition(self) -> int:
+        return 0
+
+    def offset(self) -> int:
+        return 7
+
+    def value(self) -> bytes:
+        return b"{}"
+
+    def headers(self) -> None:
+        return None
+
+
+def _in_a_thread(here: IdempotencyManager) -> confluent.Delivery:
+    return confluent.Delivery(cast("Any", None), here, cast("Any", FakeMessage()), by_position, None, None)
+
+
+def _in_a_loop(here: IdempotencyManager) -> aiokafka.Delivery:
+    record: Any = FakeRecord("orders", 0, 7, None, b"{}")
+    return aiokafka.Delivery(cast("Any", None), here, record, by_position, None, None)
+
+
+async def charge(message: Any) -> str:
+    return "charged"
+
+
+def charge_now(message: Any) -> str:
+    return "charged"
+
+
+class Charging:
+    async def __call__(self, message: Any) -> str:
+        return "charged"
+
+
+KINDS = ["function", "object", "method", "partial"]
+
+
+class ChargingNow:
+    def __call__(self, message: Any) -> str:
+        return "charged"
+
+
+@pytest.mark.parametrize("function", [charge, Charging(), Charging().__call__, functools.partial(charge)], ids=KINDS)
+def test_an_async_function_is_refused_in_a_thread_before_anything_is_reserved(function: Any) -> None:
+    manager = plain_manager()
+    delivery = _in_a_thread(manager)
+
+    with pytest.raises(ApplicationError, match=r"is an async function, .* write `def`"):
+        delivery.run(function)
+
+    assert not delivery.settled
+    assert asyncio.run(manager.get("orders:0:7")) is None
+
+
+def test_what_a_plain_function_returns_to_await_is_closed_and_its_record_is_not_completed() -> None:
+    manager, made = plain_manager(), list[Any]()
+
+    def make(message: Any) -> Any:
+        made.append(charge(message))
+        return made[-1]
+
+    delivery = _in_a_thread(manager)
+    with pytest.raises(ApplicationError, match="make has returned coroutine to await, which nobody does"):
+        delivery.run(make)
+
+    assert made[0].cr_frame is None  # closed
+    assert not delivery.settled
+    assert _in_a_thread(manager).run(charge_now) == "charged"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [charge_now, ChargingNow().__call__, functools.partial(charge_now)],
+    ids=["function", "method", "partial"],
+)
+async def test_a_plain_function_is_refused_in_a_loop_before_anything_is_reserved(function: Any) -> None:
+    here = guarded()
+    delivery = _in_a_loop(here.manager)
+
+    with pytest.raises(ApplicationError, match=r"is a plain function, .* write `async def`"):
+        await delivery.run(function)
+
+    assert not delivery.settled
+    assert not here.store.calls["reserve"]
+
+
+async def test_what_cannot_be_awaited_is_a_failure_that_says_so() -> None:
+    here = guarded()
+
+    with pytest.raises(ApplicationError, match="has returned str, which cannot be awaited: give an async function"):
+        await _in_a_loop(here.manager).run(cast("Any", ChargingNow()))
+
+    delivery = _in_a_loop(here.manager)
+    assert await delivery.run(charge) == "charged"
+    assert delivery.attempt is not None
+    assert delivery.attempt.number == 2
+    assert await _in_a_loop(here.manager).run(lambda message: charge(message)) == "charged"
