@@ -7,12 +7,15 @@ reserves and settles, and what is guarded runs where it was called, with that th
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
+
+from integr8s_idem.errors import ApplicationError
 
 T = TypeVar("T")
 
@@ -57,6 +60,32 @@ def in_a_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Whether calling `function` does nothing but make a coroutine; a wrapper may run what it wraps to its end."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def named(function: Callable[..., object]) -> str:
+    """How a function is told of."""
+    return str(getattr(function, "__qualname__", function))
+
+
+def refuse_awaitable(value: object, function: Callable[..., object]) -> None:
+    """Refuse what a plain function has returned instead of doing it.
+
+    Raises:
+        ApplicationError: It is something to await.
+    """
+    if not inspect.isawaitable(value):
+        return
+    if inspect.iscoroutine(value):
+        value.close()  # it would be told of a second time, as never awaited
+    raise ApplicationError(
+        f"{named(function)} has returned {type(value).__name__} to await, which nobody does here, and whose work is "
+        "not done yet: give an async def where one is taken, or a function that does it before it returns"
+    )
 
 
 def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[Any, Any, T]]) -> T:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from integr8s_idem.arguments import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
-from integr8s_idem.callers import Here, in_a_loop, own_loop, wait_for
+from integr8s_idem.callers import Here, in_a_loop, is_async, own_loop, refuse_awaitable, wait_for
 from integr8s_idem.config import OnFailure, OnInProgress, chosen
 from integr8s_idem.current import CURRENT, Container
 from integr8s_idem.errors import ApplicationError
@@ -101,7 +101,7 @@ def idempotent(
             manager,
             container,
         )
-        if _is_async(function):
+        if is_async(function):
 
             @functools.wraps(function)
             async def guarded(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -129,10 +129,6 @@ def _check_options(
             raise ApplicationError(f"{option} is a timedelta of zero or more, as timedelta(seconds=10), not {value!r}")
     if manager is not None and ttl is not None:
         manager.checked_ttl(ttl)
-
-
-def _is_async(function: Callable[..., object]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def _refuse_what_cannot_be_guarded(function: Callable[..., object], name: str) -> None:
@@ -183,13 +179,7 @@ class _Guard:
         async def guard(here: Here) -> Any:
             async def work(_: Attempt) -> Any:
                 value = await here(functools.partial(self.function, *args, **kwargs))
-                if inspect.isawaitable(value):
-                    if inspect.iscoroutine(value):
-                        value.close()  # it would be told of a second time, as never awaited
-                    raise ApplicationError(
-                        f"{self.name} is a plain function that returns {type(value).__name__}, whose work is not done "
-                        "yet: make it an async def that awaits it"
-                    )
+                refuse_awaitable(value, self.function)
                 return value
 
             return await self._run(manager, call, work)

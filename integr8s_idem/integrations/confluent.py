@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
-from integr8s_idem.callers import Here, in_a_loop, own_loop, wait_for
+from integr8s_idem.callers import Here, in_a_loop, own_loop, refuse_awaitable, wait_for
 from integr8s_idem.config.words import lacking
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.integrations.loops import (
@@ -30,7 +30,6 @@ from integr8s_idem.integrations.loops import (
     end_of,
     pause_after,
     refuse_async,
-    refuse_awaitable,
     work_of,
 )
 from integr8s_idem.manager import IdempotencyManager, replayed_value

@@ -26,7 +26,7 @@ import asyncio
 import copy
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -214,8 +214,10 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._is_ours = True
         if isinstance(msg.raw_message, tuple | list):
             return await self._consume_batch(call_next, msg)
-        ended = await self._begin(msg.raw_message)
-        self._name_what_is_published(msg.raw_message)
+        work = self._asked_for(msg.raw_message)
+        if isinstance(work, Work):
+            self._unit = self._manager.space.full(work.key)
+        ended = await self._begin(work, msg.raw_message)
         if ended is not None and isinstance(ended.done, Completed):
             return _replayed(ended.done)
         if ended is not None:
@@ -239,8 +241,9 @@ class _Guard(BaseMiddleware[Any, Any]):
     async def _consume_batch(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         """Those of a batch that are not done go on to the handler, each once."""
         records: Sequence[Any] = msg.raw_message
-        places = self._places_of_different_work(records)
-        ends = await self._begin_all([records[at] for at in places])
+        works = [self._asked_for(record) for record in records]
+        places = _places_of_different_work(works)
+        ends = await self._begin_all([(works[at], records[at]) for at in places])
         ours = [at for at, end in zip(places, ends, strict=True) if end is None]
         for at, end in zip(places, ends, strict=True):
             if end is not None and end.error is not None:
@@ -255,35 +258,28 @@ class _Guard(BaseMiddleware[Any, Any]):
                 setattr(rest, name, [parts[index] for index in ours])
         return await self._work(call_next, rest)
 
-    def _places_of_different_work(self, records: Sequence[Any]) -> list[int]:
-        """Copies in one batch are settled with the first: to ask for them as well would be to wait for ourselves."""
-        first: dict[Any, int] = {}
-        for at, record in enumerate(records):
-            try:
-                work = self._work_of(record)
-            except InvalidKeyError:
-                first[at] = at  # nobody knows what it is a copy of
-            else:
-                first.setdefault((work.key, work.fingerprint), at)
-        return list(first.values())
-
-    async def _begin_all(self, records: Sequence[Any]) -> list[End | None]:
+    async def _begin_all(self, asked: Sequence[tuple[Work | End, Any]]) -> list[End | None]:
         """As `_begin`, of each.  If one cannot be asked for, none is begun."""
         owner = asyncio.current_task()
-        ends = await asyncio.gather(*(self._begin(record, owner) for record in records), return_exceptions=True)
+        ends = await asyncio.gather(*(self._begin(*each, owner) for each in asked), return_exceptions=True)
         for end in ends:
             if isinstance(end, BaseException):
                 await self._abandon()
                 raise end
         return [end for end in ends if not isinstance(end, BaseException)]
 
-    async def _begin(self, record: Any, owner: asyncio.Task[Any] | None = None) -> End | None:
-        """`None`: it is ours to do.  Otherwise how it has ended."""
-        loop = asyncio.get_running_loop()
+    def _asked_for(self, record: Any) -> Work | End:
+        """The work of a record, made once for all that is done with it; or its end, if it has no key."""
         try:
-            work = self._work_of(record)
+            return self._work_of(record)
         except InvalidKeyError as error:
             return End(True, error=error)
+
+    async def _begin(self, work: Work | End, record: Any, owner: asyncio.Task[Any] | None = None) -> End | None:
+        """`None`: it is ours to do.  Otherwise how it has ended."""
+        if isinstance(work, End):
+            return work
+        loop = asyncio.get_running_loop()
         give_up_at, looks = loop.time() + self._manager.config.wait_timeout.total_seconds(), 0
         while True:
             run = OpenRun(self._manager, work)
@@ -301,10 +297,6 @@ class _Guard(BaseMiddleware[Any, Any]):
                 await self._again()
             await self._manager.passes.wait_for_change(outcome, looks=looks)
             looks += 1
-
-    def _name_what_is_published(self, record: Any) -> None:
-        with suppress(InvalidKeyError):
-            self._unit = self._manager.space.full(self._work_of(record).key)
 
     async def publish_scope(self, call_next: Callable[[Any], Awaitable[Any]], cmd: Any) -> Any:
         """Name what is sent: the same at every run and replay, so that the next service knows it again."""
@@ -427,6 +419,15 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._settings.failures[self._subscriber] = failures
         await asyncio.sleep(pause_after(failures))
         raise NackMessage
+
+
+def _places_of_different_work(works: Sequence[Work | End]) -> list[int]:
+    """Copies in one batch are settled with the first: to ask for them as well would be to wait for ourselves."""
+    first: dict[Any, int] = {}
+    for at, work in enumerate(works):
+        # Nobody knows what one without a key is a copy of.
+        first.setdefault((work.key, work.fingerprint) if isinstance(work, Work) else at, at)
+    return list(first.values())
 
 
 def _said(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeAlias
 
+from integr8s_idem.callers import is_async, named
 from integr8s_idem.envelopes import header
 from integr8s_idem.errors import (
     ApplicationError,
@@ -119,8 +120,7 @@ def refuse_async(function: Callable[..., Any]) -> None:
     Raises:
         ApplicationError: It is one.
     """
-    # Not what it wraps: a wrapper may well run that to its end.
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+    if is_async(function):
         raise ApplicationError(
             f"{named(function)} is an async function, and a loop of confluent-kafka calls plain ones: write `def`, or "
             "take the loop of integr8s_idem.integrations.aiokafka"
@@ -142,22 +142,6 @@ def refuse_plain(function: Callable[..., Any]) -> None:
         )
 
 
-def refuse_awaitable(value: object, function: Callable[..., Any]) -> None:
-    """Refuse what a plain function has returned instead of doing it.
-
-    Raises:
-        ApplicationError: It is something to await.
-    """
-    if not inspect.isawaitable(value):
-        return
-    if inspect.iscoroutine(value):
-        value.close()
-    raise ApplicationError(
-        f"{named(function)} has returned {type(value).__name__} to await, which nobody does here: its work is not "
-        "done. Give a function that does it before it returns"
-    )
-
-
 def refuse_value(value: object, function: Callable[..., Any]) -> None:
     """Refuse what cannot be awaited.
 
@@ -168,11 +152,6 @@ def refuse_value(value: object, function: Callable[..., Any]) -> None:
         raise ApplicationError(
             f"{named(function)} has returned {type(value).__name__}, which cannot be awaited: give an async function"
         )
-
-
-def named(function: Callable[..., Any]) -> str:
-    """How a function is told of."""
-    return str(getattr(function, "__qualname__", function))
 
 
 def pause_after(failures: int) -> float:

@@ -200,6 +200,12 @@ def test_every_way_in_has_a_program() -> None:
     assert programs == set(ENTRIES)
 
 
+def test_the_readme_names_the_program_of_every_way_in() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+
+    assert [entry for entry in ENTRIES if f"`python -m examples.entries.{entry}`" not in readme] == []
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_work_of_every_way_in_that_comes_twice_is_done_once(entry: str) -> None:
     ran = subprocess.run(
