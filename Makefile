@@ -21,7 +21,7 @@ $(SETUP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable '.[all]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group bench --editable '.[all]'
 	@touch $@
 
 kafka: $(KAFKA)  ## the jars of a real Apache Kafka, for the tests
@@ -63,9 +63,11 @@ matrix: $(SETUP)  ## docs/reference/fault-matrix.md from what was recorded
 reference: $(SETUP)  ## docs/reference/api/ from signatures and docstrings
 	@$(BIN)/python -m tests.packaging.reference
 
-bench: $(SETUP) $(DYNAMODB)  ## every store beside its driver alone (half an hour, on a quiet machine), into the pages
+bench: $(SETUP) $(KAFKA) $(DYNAMODB)  ## every question of benchmarks/ (three quarters of an hour, on a quiet machine), into the pages
+	@$(BIN)/python -m benchmarks --json benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks.stores --json benchmarks/results/stores.json
 	@$(BIN)/python -m benchmarks.tables
+	@$(BIN)/python -m benchmarks.guard
 
 check: $(SETUP)  ## style, types, layers
 	@$(BIN)/ruff check .

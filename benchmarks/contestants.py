@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final, Protocol
@@ -11,6 +10,7 @@ from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import Completion, Reserved, ReserveRequest, StoredResult
 from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.tokens import new_token
 
 LEASE: Final = timedelta(seconds=30)
 RETENTION: Final = timedelta(seconds=900)
@@ -68,7 +68,7 @@ async def _work() -> dict[str, str]:
 
 
 def _wish(key: str) -> ReserveRequest:
-    return ReserveRequest(key=key, token=os.urandom(16), lease=LEASE, retention=RETENTION, owner="bench")
+    return ReserveRequest(key=key, token=new_token(), lease=LEASE, retention=RETENTION, owner="bench")
 
 
 def must(held: object, otherwise: str) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from statistics import median
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from benchmarks.contestants import Contestant
 
+T = TypeVar("T")
 Mode: TypeAlias = Literal["one", "many", "batch"]
 MODES: Final[tuple[Mode, ...]] = ("one", "many", "batch")
 AT_ONCE: Final = 64
@@ -81,7 +82,7 @@ async def compared(
     for number in range(rounds + 1):
         for mode in MODES:
             # By turns: nobody is always the first after the pause, or the one with the larger table.
-            for name in _turned(list(contestants), number):
+            for name in turned(list(contestants), number):
                 if (name, mode) == ("manager", "batch"):
                     continue
                 gc.collect()
@@ -99,6 +100,7 @@ async def compared(
     return told
 
 
-def _turned(names: list[str], by: int) -> list[str]:
+def turned(names: list[T], by: int) -> list[T]:
+    """The order of a round: nobody is always the first."""
     by %= len(names)
     return names[by:] + names[:by]

@@ -71,7 +71,8 @@ def _of(repository: IdempotencyRepository, bare: Mapping[str, Contestant], serve
 
 
 @asynccontextmanager
-async def _running(server: Any) -> AsyncIterator[None]:
+async def running(server: Any) -> AsyncIterator[None]:
+    """Started before the block and ended after it."""
     await asyncio.to_thread(server.start)
     try:
         yield
@@ -88,36 +89,36 @@ async def memory() -> AsyncIterator[Contest]:
 @asynccontextmanager
 async def redis() -> AsyncIterator[Contest]:
     server = RedisServer(config={"appendonly": "yes"})
-    async with _running(server), AsyncExitStack() as stack:
+    async with running(server), AsyncExitStack() as stack:
         settings = RedisStoreSettings.model_validate({"kind": "redis", "url": server.url, **_PATIENT})
         store = await stack.enter_async_context(open_store(settings, key_prefix="bench"))
         client = redis_client(settings)
         stack.push_async_callback(client.aclose)
-        yield _of(store, {"bare": BareRedis(client)}, await _redis_version(server))
+        yield _of(store, {"bare": BareRedis(client)}, await asyncio.to_thread(redis_version, server))
 
 
 @asynccontextmanager
 async def redis_cluster() -> AsyncIterator[Contest]:
     cluster = RedisCluster()
-    async with _running(cluster), AsyncExitStack() as stack:
+    async with running(cluster), AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(cluster.settings(**_PATIENT), key_prefix="bench"))
         nodes = [ClusterNode("127.0.0.1", server.port) for server in cluster.servers]
         # Its pool waits for nobody: fewer connections than callers are an error.
         client = ClusterClient(startup_nodes=nodes)
         stack.push_async_callback(client.aclose)
-        version = await _redis_version(cluster.servers[0])
+        version = await asyncio.to_thread(redis_version, cluster.servers[0])
         yield _of(store, {"bare": BareRedisCluster(client)}, f"{version}, 3 primaries with a replica each")
 
 
 @asynccontextmanager
 async def redis_sentinel(*, wait: bool = False) -> AsyncIterator[Contest]:
     group = RedisGroup()
-    async with _running(group), AsyncExitStack() as stack:
+    async with running(group), AsyncExitStack() as stack:
         settings = group.settings(**(_PATIENT_WAIT if wait else _PATIENT))
         store = await stack.enter_async_context(open_store(settings, key_prefix="bench"))
         client = redis_sentinel_client(settings)
         stack.push_async_callback(client.aclose)
-        version = await _redis_version(group.servers[0])
+        version = await asyncio.to_thread(redis_version, group.servers[0])
         yield _of(store, {"bare": BareRedis(client, wait=wait)}, f"{version}, a primary and 2 replicas")
 
 
@@ -127,12 +128,15 @@ async def redis_sentinel_wait() -> AsyncIterator[Contest]:
         yield contest
 
 
-async def _redis_version(server: RedisServer) -> str:
-    told = await asyncio.to_thread(server.admin, "INFO", "server")
+def redis_version(server: RedisServer) -> str:
+    """What it is, with the settings that all benchmarks give it.  Blocks."""
+    told = server.admin("INFO", "server")
     return f"Redis {told['redis_version']}, appendonly yes, appendfsync everysec"
 
 
-class _DurablePostgres(PostgresServer):
+class DurablePostgres(PostgresServer):
+    """Keeps what it has acknowledged, through a crash of the machine too."""
+
     def __init__(self) -> None:
         super().__init__(keeps_commits=True)
         self.settings = {**self.settings, "fsync": "on", "full_page_writes": "on"}
@@ -140,21 +144,21 @@ class _DurablePostgres(PostgresServer):
 
 @asynccontextmanager
 async def postgresql() -> AsyncIterator[Contest]:
-    server = _DurablePostgres()
-    async with _running(server), _sql(server.url, "postgresql") as (engine, store):
+    server = DurablePostgres()
+    async with running(server), _sql(server.url, "postgresql") as (engine, store):
         pool = await asyncpg.create_pool(
             host=str(server.folder), user="postgres", database="postgres", min_size=1, max_size=CONNECTIONS
         )
         async with pool:
             bare: dict[str, Contestant] = {"bare": BareAsyncpg(pool), "core": BareSqlalchemy(engine)}
-            version = await _asked(engine, "SELECT current_setting('server_version')")
+            version = await asked(engine, "SELECT current_setting('server_version')")
             yield _of(store, bare, f"PostgreSQL {version}, fsync on, Unix socket")
 
 
 @asynccontextmanager
 async def mysql() -> AsyncIterator[Contest]:
     server = MariadbServer(keeps_commits=True)
-    async with _running(server), _sql(server.url, "mysql") as (engine, store):
+    async with running(server), _sql(server.url, "mysql") as (engine, store):
         pool = await aiomysql.create_pool(
             unix_socket=str(server.folder / "socket"),
             user="idem",
@@ -165,7 +169,7 @@ async def mysql() -> AsyncIterator[Contest]:
         )
         async with pool:
             bare: dict[str, Contestant] = {"bare": BareAiomysql(pool), "core": BareSqlalchemy(engine)}
-            version = await _asked(engine, "SELECT version()")
+            version = await asked(engine, "SELECT version()")
             yield _of(store, bare, f"{version}, innodb_flush_log_at_trx_commit 1, Unix socket")
 
 
@@ -180,7 +184,7 @@ async def sqlite() -> AsyncIterator[Contest]:
             # WAL is the file's; the rest is each connection's.
             await connection.execute("PRAGMA synchronous = FULL")
             bare: dict[str, Contestant] = {"bare": BareAiosqlite(connection), "core": BareSqlalchemy(engine)}
-            version = await _asked(engine, "SELECT sqlite_version()")
+            version = await asked(engine, "SELECT sqlite_version()")
             yield _of(store, bare, f"SQLite {version}, WAL, synchronous FULL")
 
 
@@ -197,7 +201,8 @@ async def _sql(url: str, kind: str) -> AsyncIterator[tuple[AsyncEngine, Idempote
         await engine.dispose()
 
 
-async def _asked(engine: AsyncEngine, question: str) -> str:
+async def asked(engine: AsyncEngine, question: str) -> str:
+    """The answer of a query that has one."""
     async with engine.connect() as connection:
         return str((await connection.execute(text(question))).scalar_one())
 
@@ -206,7 +211,7 @@ async def _asked(engine: AsyncEngine, question: str) -> str:
 async def dynamodb() -> AsyncIterator[Contest]:
     os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "none", "AWS_EC2_METADATA_DISABLED": "true"}
     server = DynamoServer()
-    async with _running(server), AsyncExitStack() as stack:
+    async with running(server), AsyncExitStack() as stack:
         settings: DynamodbStoreSettings = server.settings(**_PATIENT)
         client = await stack.enter_async_context(dynamo_client(settings))
         for table in (settings.table, "bare"):

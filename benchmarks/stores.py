@@ -9,21 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import uvloop
 
+from benchmarks.machine import DRIVERS, machine
 from benchmarks.measuring import Flat, compared
 from benchmarks.purging import purged
 from benchmarks.servers import KINDS
 from integr8s_idem.stores.sql import SqlIdempotencyRepository
-
-_DRIVERS = ("redis", "hiredis", "SQLAlchemy", "asyncpg", "aiomysql", "aiosqlite", "aiobotocore", "uvloop")
 
 
 async def measured(kind: str, rounds: int, seconds: float, rows: int) -> Flat:
@@ -45,24 +42,6 @@ async def measured(kind: str, rounds: int, seconds: float, rows: int) -> Flat:
     return {f"{kind}.{name}": value for name, value in told.items()}
 
 
-def machine() -> Flat:
-    """Where it was measured, and with what."""
-    found: Flat = {
-        "machine.cpus": len(os.sched_getaffinity(0)),
-        "machine.cpu": _processor(),
-        "machine.system": f"{platform.system()} {platform.machine()}",
-        "machine.python": platform.python_version(),
-    }
-    return found | {f"version.{name}": version(name) for name in _DRIVERS}
-
-
-def _processor() -> str:
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def _saved(file: Path, found: Flat) -> None:
     before: Flat = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     # Of a kind that was measured now nothing old stays, nor of anything that is no kind any more.
@@ -80,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000, help="to purge; 0 for none")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     told = parser.parse_args()
-    found = machine()
+    found = machine(DRIVERS)
     for kind in told.kind or KINDS:
         found |= uvloop.run(measured(kind, told.rounds, told.seconds, told.rows))
         if told.json is not None:

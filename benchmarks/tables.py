@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from benchmarks.cost_tables import cost_tables
+from benchmarks.markdown import Told
+from benchmarks.markdown import number as _number
+from benchmarks.markdown import table as _table
+from benchmarks.markdown import time as _time
 from benchmarks.measuring import MODES
 from benchmarks.servers import KINDS
+from benchmarks.targets import GUARANTEES, TARGETS
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "stores.json"
-PAGES: Final = (ROOT / "docs" / "reference" / "stores.md", ROOT / "benchmarks" / "README.md")
-
-Told = Mapping[str, Any]
+LATEST: Final = ROOT / "benchmarks" / "results" / "latest.json"
+PAGES: Final = (
+    ROOT / "docs" / "reference" / "stores.md",
+    ROOT / "docs" / "explanation" / "speed.md",
+    ROOT / "docs" / "how-to" / "size-a-deployment.md",
+    ROOT / "benchmarks" / "README.md",
+)
 
 
 def tables(told: Told) -> dict[str, str]:
@@ -47,16 +57,71 @@ def tables(told: Told) -> dict[str, str]:
               told[f"{kind}.load_before"]]
              for kind in kinds],
         ),
-        "machine": f"{told['machine.cpus']} CPUs ({told['machine.cpu']}), {told['machine.system']}, Python "
-        f"{told['machine.python']}; " + ", ".join(
-            f"{name.removeprefix('version.')} {value}" for name, value in told.items() if name.startswith("version.")
-        ) + ".",
+        "machine": _machine(told),
     }  # fmt: skip
 
 
-def filled(page: str, told: Told) -> str:
+def latest_tables(told: Told) -> dict[str, str]:
+    """The same for the figures and whoever takes part in them."""
+    return {
+        "figures": _table(
+            ["figure", "is", "at least", "measured", "by CPU", "ours", "partner"],
+            [[f"`{key}`", target.meaning, target, _latest(told, key), _plain(told, f"{key}.cpu_ratio"),
+              _micros(told, f"{key}.us"), _micros(told, f"{key}.partner_us")]
+             for key, target in TARGETS.items() if key in told],
+            words=2,
+        ),
+        "contestants": _table(
+            ["contestant", "takes for an event, by contest", "guarantees", "does not"],
+            [[f"`{name}`", _everywhere(told, name), *promises] for name, promises in GUARANTEES.items()],
+            words=4,
+        ),
+        "figures-machine": _machine(told),
+    }  # fmt: skip
+
+
+def _everywhere(told: Told, contestant: str) -> str:
+    """What it took in each contest, and in brackets the CPU of that."""
+    found = []
+    for name, value in told.items():
+        match name.split("."):
+            case ["contest", contest, who, "us"] if who == contestant:
+                found.append(f"`{contest}` {_time(value)} ({_time(told[f'contest.{contest}.{who}.cpu_us'])})")
+    return "; ".join(found)
+
+
+def _latest(told: Told, key: str) -> str:
+    mark = "" if TARGETS[key].reached(told[key]) else " ✗"
+    return f"**{_number(told[key])}** ({_number(told[f'{key}.min'])}..{_number(told[f'{key}.max'])}){mark}"
+
+
+def _micros(told: Told, name: str) -> str:
+    return _time(told[name]) if name in told else ""
+
+
+def _plain(told: Told, name: str) -> str:
+    return _number(told[name]) if name in told else ""
+
+
+def _machine(told: Told) -> str:
+    versions = [
+        f"{name.removeprefix('version.')} {value}" for name, value in told.items() if name.startswith("version.")
+    ]
+    return (
+        f"{told['machine.cpus']} CPUs ({told['machine.cpu']}), {told['machine.system']}, Python "
+        f"{told['machine.python']}; {', '.join(versions)}."
+    )
+
+
+def all_tables() -> dict[str, str]:
+    """Of all results that are committed."""
+    stores, latest = (json.loads(file.read_text(encoding="utf-8")) for file in (RESULTS, LATEST))
+    return {**tables(stores), **latest_tables(latest), **cost_tables(latest)}
+
+
+def filled(page: str, tables: Mapping[str, str]) -> str:
     """`page` with what stands between `<!-- NAME -->` and `<!-- end -->` replaced."""
-    for name, table in tables(told).items():
+    for name, table in tables.items():
         head, mark, rest = page.partition(f"<!-- {name} -->\n")
         if mark:
             _, end, tail = rest.partition("<!-- end -->")
@@ -81,19 +146,10 @@ def _rate(told: Told, name: str) -> str:
     return f"{told_rate:,.0f}/s".replace(",", " ")
 
 
-def _number(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-def _table(head: list[str], rows: list[list[Any]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
 def main() -> None:
-    told = json.loads(RESULTS.read_text(encoding="utf-8"))
+    tables = all_tables()
     for page in PAGES:
-        page.write_text(filled(page.read_text(encoding="utf-8"), told), encoding="utf-8")
+        page.write_text(filled(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 While one call is under way later questions gather, and they leave together when it returns.
 A lone question leaves at once, so nobody waits for company.
+
+Where the question before was alone, too, its asker makes the call itself: a task and a future for a single
+caller cost as much as sending it.  Where it had company, all that is asked in one turn of the event loop goes together.
 """
 
 from __future__ import annotations
@@ -32,18 +35,24 @@ class Coalescer(Generic[Question, Answer]):
         self._abandoned = abandoned
         self._waiting: deque[tuple[Question, asyncio.Future[Answer]]] = deque()
         self._sender: asyncio.Task[None] | None = None
+        self._had_company = True
+        self._alone = False
+        """An asker makes the call itself now."""
+        self._alone_ends: asyncio.Future[None] | None = None
+        """For those who wait for that; usually nobody does."""
 
     def ask(self, question: Question) -> asyncio.Future[Answer]:
         """Await it for the answer.  Cancelling it does not recall the question."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Answer] = loop.create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append((question, answer))
-        if self._sender is None or self._sender.done():
-            self._sender = loop.create_task(self._send_all())
+        if not self._busy:
+            self._begin_sending()
         return answer
 
     async def answer(self, question: Question) -> Answer:
-        """The answer.  A caller who is cancelled in the moment it comes has abandoned it too."""
+        """The answer.  A caller who is cancelled before it has that has abandoned it; the question is not recalled."""
+        if not self._had_company and not self._waiting and not self._busy:
+            return await self._answer_alone(question)
         waiting = self.ask(question)
         try:
             return await waiting
@@ -55,13 +64,41 @@ class Coalescer(Generic[Question, Answer]):
 
     async def settled(self) -> None:
         """Return once every question asked so far has its answer."""
+        if self._alone:
+            if self._alone_ends is None:
+                self._alone_ends = asyncio.get_running_loop().create_future()
+            await self._alone_ends
         if self._sender is not None:
             await asyncio.wait({self._sender})
+
+    @property
+    def _busy(self) -> bool:
+        return self._alone or (self._sender is not None and not self._sender.done())
+
+    def _begin_sending(self) -> None:
+        self._sender = asyncio.get_running_loop().create_task(self._send_all())
+
+    async def _answer_alone(self, question: Question) -> Answer:
+        self._alone = True
+        try:
+            return _all_answers(await self._call([question]), 1)[0]
+        except asyncio.CancelledError:
+            # It may have been executed, or not: asked again, it is, and nobody waits for what comes of it.
+            self.ask(question).cancel()
+            raise
+        finally:
+            self._alone = False
+            if self._alone_ends is not None:
+                self._alone_ends.set_result(None)
+                self._alone_ends = None
+            if self._waiting:
+                self._begin_sending()
 
     async def _send_all(self) -> None:
         try:
             while self._waiting:
                 size = min(len(self._waiting), self._max_batch)
+                self._had_company = size > 1
                 await self._send([self._waiting.popleft() for _ in range(size)])
         finally:
             self._sender = None
@@ -71,9 +108,7 @@ class Coalescer(Generic[Question, Answer]):
 
     async def _send(self, batch: list[tuple[Question, asyncio.Future[Answer]]]) -> None:
         try:
-            answers = await self._call([question for question, _ in batch])
-            if len(answers) != len(batch):
-                raise RuntimeError(f"{len(batch)} questions, {len(answers)} answers: which is whose nobody knows")
+            answers = _all_answers(await self._call([question for question, _ in batch]), len(batch))
         except Exception as error:  # noqa: BLE001  # handed to everyone who asked
             for _, waiting in batch:
                 if not waiting.done():
@@ -88,6 +123,12 @@ class Coalescer(Generic[Question, Answer]):
                 waiting.set_result(answer)
             elif self._abandoned is not None:
                 self._abandoned(question, answer)
+
+
+def _all_answers(answers: Sequence[Answer], asked: int) -> Sequence[Answer]:
+    if len(answers) != asked:
+        raise RuntimeError(f"{asked} questions, {len(answers)} answers: which is whose nobody knows")
+    return answers
 
 
 def _one_of_its_own(error: Exception) -> Exception:

@@ -111,8 +111,8 @@ class EventDispatcher:
         Raises:
             InvalidKeyError: The event offers nothing to make a key of.
         """
-        meant = [handler for handler in self._handlers.get(event.event_type, ()) if only in (None, handler.name)]
-        return [handler.handling(event, generation) for handler in meant]
+        handlers = self._handlers.get(event.event_type, ())
+        return [handler.handling(event, generation) for handler in handlers if only is None or only == handler.name]
 
     async def dispatch(self, event: BaseEvent) -> list[Outcome[Any]]:
         """One try with every handler of `event`, at the same time; for callers without a worker.

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isinf
-from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, Final, NamedTuple, NoReturn, TypeVar, get_args
 
+import jiter
 import uuid_utils
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
@@ -139,6 +140,10 @@ class Message:
     event_type: str
 
 
+_FIRST_VERSION: Final = "1.0"
+"""Of a message that tells none."""
+
+
 class _Envelope(BaseModel):
     """What must be known before the class of an event is."""
 
@@ -146,7 +151,14 @@ class _Envelope(BaseModel):
 
     event_type: str
     event_id: EventId
-    event_version: str = "1.0"
+    event_version: str = _FIRST_VERSION
+
+
+class _Kind(NamedTuple):
+    """Events of one class."""
+
+    event: type[BaseEvent]
+    version: str
 
 
 _ENVELOPE_REASONS: Final[Mapping[tuple[int | str, ...], str]] = {
@@ -189,7 +201,7 @@ class EventDecoder:
 
     def __init__(self, events: Iterable[type[BaseEvent]], codec: Codec | None = None) -> None:
         """`codec`: how an event lies in a message, if the body is not simply the event."""
-        self._events: Mapping[str, type[BaseEvent]] = {event_type_of(event): event for event in events}
+        self._events = {event_type_of(event): _Kind(event, _version_of(event)) for event in events}
         self._codec = codec
 
     def decode(self, body: bytes | None, headers: Headers = ()) -> BaseEvent:
@@ -203,20 +215,21 @@ class EventDecoder:
             raise UndecodableEventError("empty", "the message has no body")
         if self._codec is None:
             event = self._class_for(read_json(body))
-            return _validated(event.model_validate_json, body)
+            return _validated(event.__pydantic_validator__.validate_json, body)
         fields = _fields_in(self._codec, body, headers)
-        return _validated(self._class_for(fields).model_validate, fields)
+        return _validated(self._class_for(fields).__pydantic_validator__.validate_python, fields)
 
     def _class_for(self, fields: object) -> type[BaseEvent]:
-        envelope = _envelope_in(fields)
-        event = self._events.get(envelope.event_type)
-        if event is None:
+        event_type, version = _envelope_in(fields)
+        kind = self._events.get(event_type)
+        if kind is None:
             known = ", ".join(sorted(self._events)) or "none"
             raise UndecodableEventError(
-                "unknown_type", f"event_type {envelope.event_type[:80]!r} is not one of those handled here: {known}"
+                "unknown_type", f"event_type {event_type[:80]!r} is not one of those handled here: {known}"
             )
-        _check_version(event, envelope.event_version)
-        return event
+        if version != kind.version:
+            _check_major(kind, version)
+        return kind.event
 
 
 InputT = TypeVar("InputT")
@@ -239,7 +252,23 @@ def _fields_in(codec: Codec, body: bytes, headers: Headers) -> dict[str, Any]:
         raise UndecodableEventError("malformed", f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _envelope_in(fields: object) -> _Envelope:
+def _envelope_in(fields: object) -> tuple[str, str]:
+    """Type and version of the event in `fields`."""
+    if type(fields) is dict:
+        event_type, event_id = fields.get("event_type"), fields.get("event_id")
+        version = fields.get("event_version", _FIRST_VERSION)
+        if type(event_type) is type(event_id) is type(version) is str and _is_plain_id(event_id):
+            return event_type, version
+    # Not plainly right: pydantic says what is wrong, or that nothing is.
+    envelope = _checked_envelope(fields)
+    return envelope.event_type, envelope.event_version
+
+
+def _is_plain_id(event_id: str) -> bool:
+    return 0 < len(event_id) <= MAX_ID_LENGTH and event_id.isascii()
+
+
+def _checked_envelope(fields: object) -> _Envelope:
     try:
         return _Envelope.model_validate(fields)
     except ValidationError as error:
@@ -257,6 +286,31 @@ def read_json(body: bytes) -> Any:
         UndecodableEventError: It is none.
     """
     try:
+        value = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="keys")
+        sound = _all_finite((value,))
+    except (ValueError, TypeError, RecursionError):
+        sound = False
+    return value if sound else _read_carefully(body)
+
+
+def _all_finite(values: Iterable[Any]) -> bool:
+    """Whether no number has overflowed: jiter takes 1e999 for infinity."""
+    for value in values:
+        kind = type(value)
+        if kind is str:  # as most are
+            continue
+        if kind is float and isinf(value):
+            return False
+        if kind is dict and not _all_finite(value.values()):
+            return False
+        if kind is list and not _all_finite(value):
+            return False
+    return True
+
+
+def _read_carefully(body: bytes) -> Any:
+    """What is to be said of a body that jiter does not vouch for: as a rule, why it is no I-JSON."""
+    try:
         return _STRICT_JSON.decode(body.decode())
     except UnicodeDecodeError as error:
         raise UndecodableEventError("malformed", f"no UTF-8 at byte {error.start}") from None
@@ -268,11 +322,15 @@ def read_json(body: bytes) -> Any:
         raise UndecodableEventError("malformed", str(error)) from None
 
 
-def _check_version(event: type[BaseEvent], version: str) -> None:
-    known = str(event.model_fields["event_version"].default)
-    if version.split(".", 1)[0] != known.split(".", 1)[0]:
+def _version_of(event: type[BaseEvent]) -> str:
+    """The version in which `event` is read."""
+    return str(event.model_fields["event_version"].default)
+
+
+def _check_major(kind: _Kind, version: str) -> None:
+    if version.split(".", 1)[0] != kind.version.split(".", 1)[0]:
         raise UndecodableEventError(
-            "unsupported_version", f"{event.__name__} is read in version {known}, this is {version[:80]!r}"
+            "unsupported_version", f"{kind.event.__name__} is read in version {kind.version}, this is {version[:80]!r}"
         )
 
 

@@ -10,7 +10,7 @@ written in its transaction, which its scope commits.  Then the offset may move; 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -28,7 +28,8 @@ from integr8s_idem.gathering import Gatherer, Member
 from integr8s_idem.joining import Seal
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
 from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.records import InProgress
+from integr8s_idem.passes import Returned
+from integr8s_idem.records import InProgress, Reserved, Verdict
 from integr8s_idem.routing import (
     Batch,
     BatchCall,
@@ -59,7 +60,7 @@ class Handling:
     This one is unguarded and counts its tries in memory.
     """
 
-    on_in_progress = OnInProgress.WAIT
+    __slots__ = ("_tries", "event", "generation", "handler")
 
     def __init__(self, handler: EventHandler, event: BaseEvent, generation: int = 0) -> None:
         """`generation`: how often the event was replayed on purpose."""
@@ -67,6 +68,16 @@ class Handling:
         self.event = event
         self.generation = generation
         self._tries = 0
+
+    @property
+    def on_in_progress(self) -> OnInProgress:
+        """What to do while another process is at it."""
+        return OnInProgress.WAIT
+
+    @property
+    def together(self) -> bool:
+        """Whether it can be reserved and remembered together with others."""
+        return True
 
     @property
     def label(self) -> str:
@@ -102,49 +113,80 @@ class Handling:
 class GuardedHandling(Handling):
     """The same behind a manager.  The key is computed here, once, before the handler can touch the event."""
 
+    __slots__ = ("_patient", "passes", "work")
     handler: IdempotentEventHandler
 
     def __init__(self, handler: IdempotentEventHandler, event: BaseEvent, generation: int = 0) -> None:
-        super().__init__(handler, event, generation)
-        self._manager = handler.manager
-        self.on_in_progress = handler.manager.config.on_in_progress
+        self.handler = handler
+        self.event = event
+        self.generation = generation
         keyed = handler.resolver.resolve(handler.name, event, generation)
-        self._work = Work(handler.manager.space.key(keyed.key), keyed.fingerprint, handler.ttl, event.event_type)
+        self.work = Work(handler.manager.space.key(keyed.key), keyed.fingerprint, handler.ttl, event.event_type)
+        self.passes = handler.manager.passes
+        self._patient = False
+
+    @property
+    def on_in_progress(self) -> OnInProgress:
+        return self.handler.manager.config.on_in_progress
+
+    @property
+    def together(self) -> bool:
+        return self.handler.outbox is None
 
     @property
     def label(self) -> str:
-        return self._work.key.label
+        return self.work.key.label
 
     @property
     def record_key(self) -> str:
-        return self._manager.space.full(self._work.key.in_generation(0))
+        return self.handler.manager.space.full(self.work.key.in_generation(0))
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
+        self._patient = wait_for_store is not None
         if self.handler.outbox is not None:
             async with self.handler.outbox.turn():
-                passes = self._manager.passes
-                return await passes.execute_sealed(self._work, self._sealed, wait_for_store=wait_for_store)
+                return await self.passes.execute_sealed(self.work, self._sealed, wait_for_store=wait_for_store)
+        return await self.passes.execute(self.work, self._do, wait_for_store=wait_for_store)
 
-        async def work(attempt: Attempt) -> Any:
-            return await self.handler.work(self.event, attempt, patient=wait_for_store is not None)
+    def is_known_here(self) -> bool:
+        """Whether this process has completed it, and knows that without asking the store."""
+        work = self.work
+        return self.passes.known_here(work.key, work.fingerprint, work.event_type) is not None
 
-        return await self._manager.passes.execute(self._work, work, wait_for_store=wait_for_store)
+    def perform(
+        self, reserved: Reserved, asked_at: float, wait_for_store: WaitForStore
+    ) -> Coroutine[Any, Any, Returned[Any] | Outcome[Any]]:
+        """Run the handler under a reservation that was asked for at `asked_at`, by the event loop's clock."""
+        if self.passes.crashed_too_often(self.work, reserved):
+            return self.decline(reserved, asked_at, wait_for_store)
+        self._patient = True
+        return self.passes.perform(self.work, self._do, reserved, asked_at, wait_for_store)
+
+    def decline(
+        self, verdict: Verdict, asked_at: float, wait_for_store: WaitForStore
+    ) -> Coroutine[Any, Any, Outcome[Any]]:
+        """What comes of a verdict that lets no handler run."""
+        self._patient = True
+        return self.passes.decline(self.work, self._do, verdict, asked_at, wait_for_store)
+
+    def give_back(self, reserved: Reserved) -> None:
+        """It is not handled after all."""
+        self.passes.give_back(self.work, reserved)
+
+    def _do(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
+        return self.handler.work(self.event, attempt, patient=self._patient)
 
     async def _sealed(self, attempt: Attempt, seal: Seal) -> Any:
         return await self.handler.work_sealed(self.event, attempt, seal)
 
     async def wait(self, found: InProgress, looks: int) -> None:
-        await self._manager.passes.wait_for_change(found, looks=looks)
+        await self.passes.wait_for_change(found, looks=looks)
 
     async def run(self) -> Any:
         """The value, new or remembered; waits for a twin and raises as `IdempotencyManager.run` does."""
         if self.handler.outbox is not None:
-            return await self._manager.settled(self._work, self.attempt, self.handler.function)
-
-        async def work(attempt: Attempt) -> Any:
-            return await self.handler.work(self.event, attempt)
-
-        return await self._manager.run_work(self._work, work, returns=self.handler.function)
+            return await self.handler.manager.settled(self.work, self.attempt, self.handler.function)
+        return await self.handler.manager.run_work(self.work, self._do, returns=self.handler.function)
 
 
 class EventHandler:
@@ -208,15 +250,16 @@ class EventHandler:
         batch = Batch([member.attempt for member in members], [member.outgoing for member in members])
         return await self._call(BatchCall([member.event for member in members], batch))
 
-    async def _call(self, call: HandlerCall | BatchCall) -> Any:
-        if self._timeout is None:
-            return await self._invoke(call)
+    def _call(self, call: HandlerCall | BatchCall) -> Coroutine[Any, Any, Any]:
+        return self._invoke(call) if self._timeout is None else self._invoke_for(call, self._timeout)
+
+    async def _invoke_for(self, call: HandlerCall | BatchCall, longest: timedelta) -> Any:
         try:
-            async with asyncio.timeout(self._timeout.total_seconds()) as limit:
+            async with asyncio.timeout(longest.total_seconds()) as limit:
                 return await self._invoke(call)
         except TimeoutError as error:
             if limit.expired():
-                raise HandlerTimeoutError(self.name, self._timeout) from error
+                raise HandlerTimeoutError(self.name, longest) from error
             raise
 
     async def _invoke(self, call: HandlerCall | BatchCall) -> Any:

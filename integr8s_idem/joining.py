@@ -18,11 +18,11 @@ T = TypeVar("T")
 class Seal:
     """Writes the outcome of one run beside what the run has written, before both commit."""
 
-    def __init__(self, ledger: Ledger, work: Work, reserved: Reserved | None) -> None:
-        """`reserved`: `None` for a run without a reservation, of which nothing is remembered."""
+    def __init__(self, ledger: Ledger, work: Work) -> None:
         self._ledger = ledger
         self._work = work
-        self._reserved = reserved
+        self.reserved: Reserved | None = None
+        """`None` for a run without a reservation, of which nothing is remembered."""
         self.written = False
         self.refused = False
         """The reservation was no longer ours: the transaction must not commit."""
@@ -39,8 +39,8 @@ class Seal:
         try:
             if messages:
                 await transaction.send(messages)
-            if self._reserved is not None:
-                await self._complete(value, self._reserved, transaction)
+            if self.reserved is not None:
+                await self._complete(value, self.reserved, transaction)
             else:
                 await transaction.remember_nothing()
         except StoreError as error:

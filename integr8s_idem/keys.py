@@ -14,16 +14,21 @@ A full key is made of escaped components, so that no two different inputs make o
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
+import pydantic_core
 import rfc8785
+from pydantic import BaseModel
 
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.frozen import quick
 
 MAX_KEY_LENGTH: Final = 255
 """Most bytes of a full key: short enough for every store's index, long enough to stay readable."""
@@ -47,6 +52,7 @@ LONGEST_LABEL: Final = 200
 """Characters of a key as people read it."""
 
 _SAFE: Final = "-._~@+,/"
+_SAFE_IN_A_CALLERS_KEY: Final = _SAFE + ":"
 
 
 class KeyStrategy(str, Enum):
@@ -60,6 +66,7 @@ class KeyStrategy(str, Enum):
     """Whatever a function of the event says."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Key:
     """One unit of work within a scope, already escaped."""
@@ -77,12 +84,12 @@ class Key:
         Raises:
             InvalidKeyError: It is empty, or no string.
         """
-        return Key(":" + escaped(_given(text), safe=_SAFE + ":"), _label(text))
+        return Key(":" + escaped(_given(text), safe=_SAFE_IN_A_CALLERS_KEY), _label(text))
 
     @staticmethod
     def of_event(handler: str, event_type: str, how: str, value: str) -> Key:
         """A key made from an event; `handler` keeps two handlers of one event apart."""
-        return Key(":".join(map(escaped, (handler, event_type, how, value))), _label(f"{event_type}:{value}"))
+        return Key(_beginning(handler, event_type, how) + escaped(value), _label(f"{event_type}:{value}"))
 
     @property
     def label(self) -> str:
@@ -106,6 +113,11 @@ class Key:
         return self if generation == self.generation else replace(self, generation=generation)
 
 
+@lru_cache(maxsize=4_096)
+def _key_of(text: str) -> Key:
+    return Key(":" + escaped(text, safe=_SAFE + ":"), _label(text))
+
+
 def generation_key(full: str, generation: int) -> str:
     """The full key of a generation of the work whose first one has the key `full`."""
     # No component holds a semicolon: it is escaped.
@@ -125,14 +137,11 @@ class KeySpace:
     scope: str
     hash_keys: bool = False
     """Hash every key, in the store and for people: for keys that hold personal data."""
+    root: str = field(init=False, repr=False, compare=False)
+    """What all full keys of this space start with."""
 
-    @property
-    def root(self) -> str:
-        """What all full keys of this space start with."""
-        scope = escaped(self.scope)
-        if len(scope) > LONGEST_SCOPE:
-            scope = "#" + hashlib.sha256(scope.encode()).hexdigest()
-        return f"{self.prefix}:{scope}:"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", _root(self.prefix, self.scope))
 
     def key(self, given: str | Key) -> Key:
         """A caller's string as a key, a key as it is; for people no more of it than the store may know."""
@@ -152,8 +161,7 @@ class KeySpace:
         return generation_key(full, key.generation)
 
 
-@dataclass(frozen=True, slots=True)
-class KeyedWork:
+class KeyedWork(NamedTuple):
     """A key, and the fingerprint that a second use of it must match."""
 
     key: Key
@@ -225,8 +233,34 @@ def _label(text: str) -> str:
 
 def escaped(component: str, *, safe: str = _SAFE) -> str:
     """`component` as a part of a key: what separates parts, and what is no printable ASCII, is percent-encoded."""
+    plain = _plain_text(safe).fullmatch(component)
+    if plain:
+        return plain[0]
     # Lone surrogates reach us through JSON escapes; they are as good a difference as any.
     return quote(component, safe=safe, errors="surrogatepass")
+
+
+@lru_cache(maxsize=8)
+def _plain_text(safe: str) -> re.Pattern[str]:
+    """What `quote` leaves as it is: most ids and names."""
+    return re.compile(rf"[A-Za-z0-9_.~{re.escape(safe)}-]*")
+
+
+# Handlers, types of events and scopes are few; ids, which are many, are behind what is kept here.
+
+
+@lru_cache(maxsize=1024)
+def _beginning(handler: str, event_type: str, how: str) -> str:
+    """What comes before the value in all keys that one handler has for one type of events."""
+    return ":".join(map(escaped, (handler, event_type, how, "")))
+
+
+@lru_cache(maxsize=1024)
+def _root(prefix: str, scope: str) -> str:
+    name = escaped(scope)
+    if len(name) > LONGEST_SCOPE:
+        name = "#" + hashlib.sha256(name.encode()).hexdigest()
+    return f"{prefix}:{name}:"
 
 
 def downstream_key(key: str, name: str) -> str:
@@ -249,7 +283,62 @@ def content_hash(event: BaseEvent, fields: Iterable[str] | None = None) -> str:
 
 def fingerprint_of(event: BaseEvent) -> bytes:
     """What tells one payload from another under the same id: `FINGERPRINT_BYTES` of a SHA-256."""
+    names = _plain_names(type(event))
+    if names:
+        try:
+            return fingerprint(pydantic_core.to_json(_plain_payload(event.__dict__, names)))
+        except (TypeError, ValueError):
+            pass  # a value is none of those that every writer of JSON writes alike
     return fingerprint(canonical_json(payload_of(event)))
+
+
+def _plain_payload(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
+    """What `payload_of` gives, in canonical order, where all values are plain.
+
+    Raises:
+        TypeError: One is not.
+    """
+    table = {}
+    for name in names:
+        value = values[name]
+        kind = type(value)
+        if kind is str or kind is bool or value is None or (kind is int and abs(value) <= _SAFE_INTEGER):
+            table[name] = value
+        else:
+            raise TypeError
+    return table
+
+
+@lru_cache(maxsize=1_024)
+def _plain_names(event: type[BaseEvent]) -> tuple[str, ...]:
+    """The fields of a payload, in canonical order, where pydantic writes each as it is; else none.
+
+    That is a class whose fields hold texts, integers, booleans or nothing, and which has no ways of its own to
+    write them.  Then there is no need to have pydantic make the payload first.
+    """
+    schema: Any = event.__pydantic_core_schema__
+    fields: Any = schema.get("schema", {})
+    its_own = event.model_dump is not BaseModel.model_dump or event.model_config.get("serialize_by_alias")
+    if its_own or not _is_plain(schema, "model") or not _is_plain(fields, "model-fields"):
+        return ()
+    if fields.get("computed_fields") or fields.get("extras_schema") or event.model_config.get("extra") == "allow":
+        return ()
+    names = sorted(set(fields["fields"]) - VOLATILE_FIELDS)
+    plain = all(name.isascii() and _is_plain_field(fields["fields"][name]) for name in names)
+    return tuple(names) if plain else ()
+
+
+def _is_plain(schema: Mapping[str, Any], kind: str) -> bool:
+    return schema.get("type") == kind and "serialization" not in schema
+
+
+def _is_plain_field(field: Mapping[str, Any]) -> bool:
+    if any(name.startswith("serialization") for name in field):
+        return False
+    schema: Any = field["schema"]
+    while schema.get("type") in {"default", "nullable"} and "serialization" not in schema:
+        schema = schema["schema"]
+    return any(_is_plain(schema, kind) for kind in ("str", "int", "bool", "literal"))
 
 
 def fingerprint(payload: bytes) -> bytes:
@@ -267,6 +356,50 @@ def canonical_json(value: object) -> bytes:
     Raises:
         InvalidKeyError: NaN, infinity, or something that is no JSON value.
     """
+    try:
+        return pydantic_core.to_json(_in_canonical_order(value))
+    except (TypeError, ValueError, RecursionError):
+        return _by_the_standard(value)
+
+
+def _in_canonical_order(value: Any) -> Any:
+    """What is equal to `value`, and has its RFC 8785 form from any writer of JSON.
+
+    Raises:
+        TypeError: There may be no such thing: writers differ about some numbers, and orders about some names.
+    """
+    kind = type(value)
+    if kind is dict:
+        table = {}
+        for name in sorted(value):
+            if type(name) is not str or not name.isascii():
+                raise TypeError
+            item = value[name]
+            table[name] = item if type(item) is str else _in_canonical_order(item)
+        return table
+    if kind is list:
+        return [item if type(item) is str else _in_canonical_order(item) for item in value]
+    if kind is float:
+        return _plain_number(value)
+    if kind is str or kind is bool or value is None or (kind is int and abs(value) <= _SAFE_INTEGER):
+        return value
+    raise TypeError
+
+
+def _plain_number(number: float) -> float:
+    """`number` as every writer writes it: no exponent, and no fraction where it is whole.
+
+    Raises:
+        TypeError: It needs an exponent somewhere, or is none.
+    """
+    if abs(number) <= _SAFE_INTEGER and number.is_integer():
+        return int(number)
+    if 1e-4 <= abs(number) < 1e15:
+        return number
+    raise TypeError
+
+
+def _by_the_standard(value: object) -> bytes:
     try:
         try:
             return rfc8785.dumps(value)  # type: ignore[arg-type]  # checked by rfc8785 itself

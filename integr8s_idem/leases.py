@@ -14,6 +14,7 @@ from itertools import groupby
 from types import TracebackType
 from typing import Final, TypeAlias
 
+from integr8s_idem.deadlines import Deadline
 from integr8s_idem.errors import LeaseLostError, StoreError
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores import IdempotencyRepository
@@ -34,14 +35,18 @@ def fence_margin(lease: float) -> float:
     return min(lease / 10, 1.0)
 
 
-class HeldLease:
-    """One lease while its handler runs.  Leaving the block raises `LeaseLostError` if it was cut short."""
+class HeldLease(Deadline):
+    """One lease while its handler runs.  Leaving the block raises `LeaseLostError` if it was cut short.
 
-    __slots__ = ("_fence", "_keeper", "_renewed", "deadline", "renew_at", "reservation", "reserve_anew")
+    As a deadline it ends a little before the lease does, and moves on with every renewal.
+    """
+
+    __slots__ = ("_keeper", "_renewed", "deadline", "renew_at", "reservation", "reserve_anew")
 
     def __init__(
         self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, renewed: bool
     ) -> None:
+        super().__init__(None)
         self._keeper = keeper
         self._renewed = renewed
         self.reserve_anew = reserve_anew
@@ -49,47 +54,40 @@ class HeldLease:
         self.deadline = 0.0
         """When the lease ends at the earliest, by the event loop's clock."""
         self.renew_at = 0.0
-        self._count_from(asked_at, reservation.lease.total_seconds())
-        self._fence = asyncio.timeout_at(self.fence_at)
-
-    @property
-    def fence_at(self) -> float:
-        """When the handler is cancelled unless the lease is renewed, by the event loop's clock."""
-        return self.deadline - fence_margin(self.reservation.lease.total_seconds())
+        self.when = self._count_from(asked_at, reservation.lease.total_seconds())
 
     @property
     def lost(self) -> bool:
         """Whether the handler was cancelled for the lease's sake."""
-        return self._fence.expired()
+        return self.expired
 
     def renewed(self, asked_at: float, lease: float) -> None:
         """The store has answered yes to a renewal asked for at `asked_at`."""
-        self._count_from(asked_at, lease)
-        if not self.lost:
-            self._fence.reschedule(self.fence_at)
+        self.reschedule(self._count_from(asked_at, lease))
 
     def lose(self) -> None:
         """The store has answered no: cancel the handler now."""
-        if not self.lost:
-            self._fence.reschedule(asyncio.get_running_loop().time())
+        self.reschedule(asyncio.get_running_loop().time())
 
-    def _count_from(self, asked_at: float, lease: float) -> None:
+    def _count_from(self, asked_at: float, lease: float) -> float:
+        """When the handler is cancelled unless the lease is renewed, by the event loop's clock."""
         # From the asking, not from the answer: the store's lease began somewhere between the two.
         self.deadline = asked_at + lease
         self.renew_at = asked_at + lease * RENEW_AFTER
+        return self.deadline - fence_margin(lease)
 
-    async def __aenter__(self) -> HeldLease:
-        await self._fence.__aenter__()
+    def __enter__(self) -> HeldLease:
+        super().__enter__()
         if self._renewed:
             self._keeper.take(self)
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._keeper.drop(self)
         try:
-            await self._fence.__aexit__(kind, error, trace)
+            super().__exit__(kind, error, trace)
         except TimeoutError:
             held = self.reservation
             raise LeaseLostError(held.key, held.attempt, held.lease, self._keeper.scope) from None
@@ -112,7 +110,7 @@ class LeaseKeeper:
     def hold(
         self, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, *, renewed: bool = True
     ) -> HeldLease:
-        """`async with` it around the work.
+        """`with` it around the work.
 
         Args:
             asked_at: Event-loop time before `reserve` was sent.

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from integr8s_idem.batching import Coalescer
 from integr8s_idem.config import IdempotencyConfig, OnStoreError
@@ -38,9 +40,12 @@ from integr8s_idem.records import (
 from integr8s_idem.results import NOT_KEPT, encode_result
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
+from integr8s_idem.tokens import new_token
 from integr8s_idem.work import WaitForStore, Work
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LONGEST_ERROR: Final = 1024
 """Characters of an error kept in a FAILED record."""
@@ -66,7 +71,12 @@ class Ledger:
         self._observer = observer
         self._scope = scope
         self._owner = owner
+        # Asked for at every event, and made anew by the settings each time.
+        self._lease, self._default_ttl = config.lease, config.ttl
+        self._longest_unsettled = RETENTION_IN_LEASES * self._lease
+        self._retention = max(self._default_ttl, self._longest_unsettled)
         self.space = KeySpace(config.key_prefix, scope, config.hash_keys)
+        self._repository = repository
         self._reservations = Coalescer(repository.reserve, abandoned=self._give_back)
         self._completions = Coalescer(repository.complete)
         self._failures = Coalescer(repository.fail)
@@ -77,28 +87,69 @@ class Ledger:
     # Single calls.
 
     def request(self, work: Work, trace: TraceLink | None = None) -> ReserveRequest:
+        if not work.token:
+            work.token = new_token()
         return ReserveRequest(
             key=self.space.full(work.key),
             token=work.token,
-            lease=self._config.lease,
-            retention=max(self._ttl(work.ttl), RETENTION_IN_LEASES * self._config.lease),
+            lease=self._lease,
+            retention=self._retention if work.ttl is None else max(work.ttl, self._longest_unsettled),
             fingerprint=work.fingerprint,
             owner=self._owner,
             trace=trace,
         )
 
-    async def reserve(self, request: ReserveRequest) -> Verdict:
+    def reserve(self, request: ReserveRequest) -> Awaitable[Verdict]:
         """Ask; if we are cancelled meanwhile, what we get is given back."""
-        return await self._reservations.answer(request)
+        return self._reservations.answer(request)
 
-    async def complete(self, completion: Completion) -> bool:
-        return await self._completions.ask(completion)
+    async def reserve_together(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        """Ask for all of them in one call; if we are cancelled meanwhile, what we get is given back."""
+        if not requests:
+            return []
+        call = self._in_background(self._repository.reserve(requests))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            call.add_done_callback(partial(self._give_all_back, requests))
+            raise
 
-    async def fail(self, failure: Failure) -> bool:
-        return await self._failures.ask(failure)
+    async def complete_together(self, completions: Sequence[Completion]) -> list[bool]:
+        """Remember all of them in one call, which goes on if we are cancelled."""
+        if not completions:
+            return []
+        return await self._to_its_end(self._repository.complete(completions))
 
-    async def release(self, reserved: Reserved) -> bool:
-        return await self._releases.ask(reserved)
+    def complete_later(self, completion: Completion) -> None:
+        """Remember it without waiting, and with many of its kind."""
+        # Cancelled, nobody waits for the answer; it is asked nevertheless.
+        self._completions.ask(completion).cancel()
+
+    async def release_together(self, reservations: Sequence[Reserved]) -> list[bool]:
+        """Give all of them back in one call, which goes on if we are cancelled."""
+        if not reservations:
+            return []
+        return await self._to_its_end(self._repository.release(reservations))
+
+    async def _to_its_end(self, call: Coroutine[Any, Any, T]) -> T:
+        task = self._in_background(call)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_seen)
+            raise
+
+    def _give_all_back(self, requests: Sequence[ReserveRequest], call: asyncio.Task[list[Verdict]]) -> None:
+        if call.cancelled() or call.exception() is not None:
+            return
+        for request, verdict in zip(requests, call.result(), strict=True):
+            self._give_back(request, verdict)
+
+    def complete(self, completion: Completion) -> Awaitable[bool]:
+        return self._completions.answer(completion)
+
+    def fail(self, failure: Failure) -> Awaitable[bool]:
+        return self._failures.answer(failure)
 
     def completion(self, reserved: Reserved, value: object, ttl: timedelta | None, event_type: str = "") -> Completion:
         """The record of a success.  A result that is too large or cannot be written is dropped and counted."""
@@ -123,17 +174,12 @@ class Ledger:
             await writes.settled()
 
     def _ttl(self, ttl: timedelta | None) -> timedelta:
-        return self._config.ttl if ttl is None else ttl
+        return self._default_ttl if ttl is None else ttl
 
     # Outcomes.
 
     async def settle(
-        self,
-        work: Work,
-        reserved: Reserved,
-        write: Callable[[Reserved], Awaitable[bool]],
-        deadline: float,
-        wait_for_store: WaitForStore | None,
+        self, work: Work, outcome: Completion | Failure, deadline: float, wait_for_store: WaitForStore | None
     ) -> None:
         """Write the outcome; a store that is down for a moment must not turn a success into a failure.
 
@@ -142,9 +188,9 @@ class Ledger:
         pause = FIRST_PAUSE
         while True:
             try:
-                if await write(reserved):
+                if await (self.complete(outcome) if isinstance(outcome, Completion) else self.fail(outcome)):
                     return
-                reserved = await self._reserved_again(work, reserved)
+                outcome = replace(outcome, reservation=await self._reserved_again(work, outcome.reservation))
             except (StoreUnavailableError, StoreConfigurationError) as error:
                 self._observer.count(Signal.STORE_ERROR, work.event_type)
                 if self._config.on_store_error is OnStoreError.OPEN:
@@ -220,10 +266,11 @@ class Ledger:
         if isinstance(verdict, Reserved):
             self.release_later(Work(Key(request.key, request.key)), verdict)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def _result_to_keep(self, key: str, value: object, event_type: str) -> tuple[StoredResult | None, bool]:
         if not self._config.enable_result_caching and not isinstance(value, StoredResult):
@@ -244,6 +291,12 @@ class Ledger:
         self._told_of_dropping.add(event_type)
         logger.log(level, "the result of %s is not kept, so that no duplicate will get it: %s", key, why)
         return None, True
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """Nobody waits for it any more: an error that nobody has looked at would be logged as a bug."""
+    if not task.cancelled():
+        task.exception()
 
 
 def describe_error(error: BaseException) -> str:

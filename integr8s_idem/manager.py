@@ -10,10 +10,11 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, chosen
@@ -154,8 +155,8 @@ class IdempotencyManager:
         return await self._ledger.fail(self._ledger.failure(reserved, error, ttl))
 
     async def release(self, *reservations: Reserved) -> list[bool]:
-        """Give keys back undone; the attempts stay counted."""
-        return list(await asyncio.gather(*map(self._ledger.release, reservations)))
+        """Give keys back undone, in one round trip; the attempts stay counted."""
+        return await self._ledger.release_together(reservations)
 
     async def get(self, key: str | Key) -> IdempotencyRecord | None:
         """The record of `key`, if there is one."""
@@ -182,7 +183,11 @@ class IdempotencyManager:
 
     async def delete(self, key: str | Key) -> bool:
         """Forget `key`, whatever its state: the next caller does the work again."""
-        return await self.repository.delete([self.space.full(self.space.key(key))]) == 1
+        record_key = self.space.full(self.space.key(key))
+        deleted = await self.repository.delete([record_key]) == 1
+        if self.passes.memory is not None:
+            self.passes.memory.forget(record_key)
+        return deleted
 
     async def count_active(self) -> int:
         """How many keys of this scope hold a lease now."""
@@ -213,7 +218,7 @@ class IdempotencyManager:
             raise ApplicationError("acquire_batch takes many keys, as in acquire_batch([key]); reserve takes one")
         asked = list(dict.fromkeys(keys))
         works = [Work(self.space.key(key), fingerprint(key) if fingerprint else None) for key in asked]
-        verdicts = await asyncio.gather(*(self._ledger.reserve(self._ledger.request(work)) for work in works))
+        verdicts = await self._ledger.reserve_together(list(map(self._ledger.request, works)))
         return dict(zip(asked, verdicts, strict=True))
 
     async def confirm_batch(
@@ -230,7 +235,8 @@ class IdempotencyManager:
         _refuse_what_is_not_ours("confirm_batch", results)
         if ttl is not None:
             self.checked_ttl(ttl)
-        return await asyncio.gather(*(self.complete(reserved, result, ttl=ttl) for reserved, result in results.items()))
+        completions = [self.completion(reserved, result, ttl) for reserved, result in results.items()]
+        return await self._ledger.complete_together(completions)
 
     async def release_batch(self, rest: Iterable[Reserved]) -> list[bool]:
         """Give work back undone, in one round trip; the attempts stay counted.  `False`: it is no longer ours.
@@ -341,21 +347,25 @@ class IdempotencyManager:
             Exception: Whatever `function` raises, unchanged.
         """
 
+        checked = None if ttl is None else self.checked_ttl(ttl)
+        block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
+        wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
+        of = self.space.key(key)
+        if (known := self.passes.known_here(of, fingerprint)) is not None:
+            return replayed_value(of.label, known, function)  # type: ignore[no-any-return]
+        work = Work(of, fingerprint, checked, on_failure=block)
+
         async def ignoring_the_attempt(_: Attempt) -> T:
             running = function()
             if not inspect.isawaitable(running):
                 raise ApplicationError(f"{function!r} is no async function; what it did has been done")
             return await running
 
-        checked = None if ttl is None else self.checked_ttl(ttl)
-        block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
-        wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
-        work = Work(self.space.key(key), fingerprint, checked, on_failure=block)
         return await self.run_work(
             work, ignoring_the_attempt, returns=function, on_in_progress=wait, wait_timeout=wait_timeout
         )
 
-    async def run_work(
+    def run_work(
         self,
         work: Work,
         function: Callable[[Attempt], Awaitable[T]],
@@ -363,16 +373,15 @@ class IdempotencyManager:
         returns: Callable[..., object],
         on_in_progress: OnInProgress | None = None,
         wait_timeout: timedelta | None = None,
-    ) -> T:
+    ) -> Coroutine[Any, Any, T]:
         """As `run`, for a function that wants its `Attempt`; the annotation of `returns` types a replayed result."""
-
-        async def one_pass() -> Outcome[T]:
-            joined = _JOINED.get()
-            if joined is not None and joined[0] is self:
-                return await self.passes.execute_joined(joined[1], work, function)
-            return await self.passes.execute(work, function)
-
-        return await self.settled(work, one_pass, returns, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
+        joined = _JOINED.get()
+        one_pass: Callable[[], Awaitable[Outcome[T]]]
+        if joined is not None and joined[0] is self:
+            one_pass = partial(self.passes.execute_joined, joined[1], work, function)
+        else:
+            one_pass = partial(self.passes.execute, work, function)
+        return self.settled(work, one_pass, returns, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
 
     async def settled(
         self,
@@ -385,7 +394,7 @@ class IdempotencyManager:
     ) -> T:
         """The value of `work`, by as many passes as it takes.  Raises as `run` does."""
         outcome = await self.outcome(work, one_pass, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
-        return self._value_of(outcome, work, returns)
+        return outcome.value if type(outcome) is Executed else self._value_of(outcome, work, returns)
 
     async def outcome(
         self,
@@ -401,24 +410,23 @@ class IdempotencyManager:
             InProgressError: Somebody else is at it, and a wait was not wanted, or too long.
             LeaseLostError, StoreError, ApplicationError: As `run`.
         """
-        policy = on_in_progress or self.config.on_in_progress
-        longest = self.config.wait_timeout if wait_timeout is None else wait_timeout
         loop = self._loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + longest.total_seconds()
-        looks = 0
+        begun, looks = loop.time(), 0
         while True:
             outcome = await one_pass()
             if work.forgotten and isinstance(outcome, Completed):
                 outcome = _on_its_way_out(outcome)
             if not isinstance(outcome, InProgress):
                 return outcome
+            policy = on_in_progress or self.config.on_in_progress
             if policy is OnInProgress.SKIP:
                 self.observer.count(Signal.DUPLICATE_BLOCKED)
                 return outcome
             self.passes.refuse_to_wait_for_itself(outcome, work)
             if policy is OnInProgress.RAISE:
                 raise InProgressError(work.key.label, outcome.attempt, outcome.retry_after, outcome.owner)
-            left = give_up_at - loop.time()
+            longest = self.config.wait_timeout if wait_timeout is None else wait_timeout
+            left = begun + longest.total_seconds() - loop.time()
             if left <= 0:
                 raise IdempotencyConflictError(
                     work.key.label, outcome.attempt, outcome.retry_after, outcome.owner, longest

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Any, Final, Generic, TypeVar
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnKeyReused, OnStoreError
 from integr8s_idem.errors import (
@@ -17,14 +18,26 @@ from integr8s_idem.errors import (
     CrashedTooOftenError,
     PermanentError,
     ResultNotStoredError,
+    StoreError,
     StoreUnavailableError,
     TransactionAbortedError,
 )
 from integr8s_idem.joining import Seal, run_joined
-from integr8s_idem.keys import downstream_key
+from integr8s_idem.keys import Key, downstream_key
 from integr8s_idem.leases import HeldLease, LeaseKeeper
 from integr8s_idem.ledger import Ledger, describe_error
-from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, Previous, Reserved, Verdict
+from integr8s_idem.records import (
+    Completed,
+    Completion,
+    Corrupt,
+    Failed,
+    InProgress,
+    KeyReused,
+    Previous,
+    Reserved,
+    Verdict,
+)
+from integr8s_idem.remembered import LocalMemory
 from integr8s_idem.stores import JoinedRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, WaitForStore, Work
@@ -35,33 +48,53 @@ FIRST_LOOK: Final = 0.05
 LONGEST_LOOK: Final = 1.0
 """Seconds between two looks at a key that another process works on, growing from the first to the longest."""
 
-_AROUND: ContextVar[frozenset[asyncio.Future[None]]] = ContextVar(
-    "runs that the current code is part of", default=frozenset()
-)
-"""Each by the future that is done when it ends.  Tasks inherit it from the code that begins them."""
-
 
 @dataclass(slots=True, eq=False)
 class Run:
     """One run of some work that is under way."""
 
+    passes: Passes
     work: Work
     attempt: Attempt
     commits_itself: bool
     """Its outcome commits with a transaction of the application's."""
     lease: HeldLease | None = None
     """`None` in a transaction of the caller's, which holds the record itself."""
-    at_end: list[Callable[[], None]] = field(default_factory=list)
+    outer: Run | None = None
+    """The run that it is part of."""
+    at_end: Sequence[Callable[[], None]] = ()
     """Called when the work has returned."""
     steps: object = None
     """Its steps, once it has asked for them."""
     over: bool = False
     """The work has returned or raised; what it began beside itself may go on still."""
+    _ended: asyncio.Future[None] | None = None
+
+    def ended(self) -> asyncio.Future[None]:
+        """Done when it is over.  Made for whoever asks first: hardly any run is waited for."""
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        return self._ended
+
+    def end(self) -> None:
+        """It is over: tell those who wait."""
+        self.over = True
+        if self._ended is not None:
+            self._ended.set_result(None)
 
 
-_RUN: ContextVar[tuple[Passes, Run] | None] = ContextVar(
-    "the innermost run that the current code is part of", default=None
-)
+@dataclass(slots=True, eq=False)
+class Returned(Generic[T]):
+    """A run whose function has returned, and whose outcome is not written yet."""
+
+    run: Run
+    value: T
+    outcome: Completion | None
+    """`None` if the function has written it itself."""
+
+
+_RUN: ContextVar[Run | None] = ContextVar("the innermost run that the current code is part of", default=None)
+"""Tasks inherit it from the code that begins them."""
 
 
 class Passes:
@@ -72,20 +105,38 @@ class Passes:
         self.observer = observer
         self._ledger = ledger
         self._leases = leases
-        self._running: dict[str, asyncio.Future[None]] = {}
+        self._running: dict[str, Run] = {}
+        self.memory = LocalMemory(config.local_memory_keys) if config.local_memory_keys else None
+        """What this process has completed itself, if a setting says so."""
+
+    def known_here(
+        self, key: Key, fingerprint: bytes | None, event_type: str = "", *, looked: bool = False
+    ) -> Completed | None:
+        """The outcome of `key`, if this process has completed it and knows that still; counted as a duplicate.
+
+        `looked`: whether the store was asked for it before, and so it is counted as a hit already.
+        """
+        if self.memory is None:
+            return None
+        done = self.memory.look(self._ledger.space.full(key), fingerprint)
+        if done is not None:
+            if not looked:
+                self.observer.count(Signal.CACHE_HIT, event_type)
+            self.observer.count(Signal.DUPLICATE_BLOCKED, event_type)
+        return done
 
     def current_run(self) -> Run | None:
         """The innermost run that the current code is part of, if it is one of this manager's."""
-        found = _RUN.get()
-        return found[1] if found is not None and found[0] is self else None
+        run = _RUN.get()
+        return run if run is not None and run.passes is self else None
 
-    async def execute(
+    def execute(
         self,
         work: Work,
         function: Callable[[Attempt], Awaitable[T]],
         *,
         wait_for_store: WaitForStore | None = None,
-    ) -> Outcome[T]:
+    ) -> Coroutine[Any, Any, Outcome[T]]:
         """One pass: reserve, run, settle.  Never waits for another run.
 
         Args:
@@ -99,32 +150,29 @@ class Passes:
             LeaseLostError: The reservation was lost on the way.
             CancelledError: We were cancelled; the key has been given back.
         """
+        return self._pass(work, function, wait_for_store, None)
 
-        async def sealed_by_us(attempt: Attempt, _: Seal) -> T:
-            return await function(attempt)
-
-        return await self._pass(work, sealed_by_us, wait_for_store, seals_itself=False)
-
-    async def execute_sealed(
+    def execute_sealed(
         self,
         work: Work,
         function: Callable[[Attempt, Seal], Awaitable[T]],
         *,
         wait_for_store: WaitForStore | None = None,
-    ) -> Outcome[T]:
+    ) -> Coroutine[Any, Any, Outcome[T]]:
         """As `execute`, for a function that writes its outcome itself, by the seal, in a transaction of its own.
 
         What it wrote and its outcome commit together, or neither does.  The lease is not renewed: the record is
         written by that transaction alone, at any isolation level, and the function has one lease's time.
         """
+        seal = Seal(self._ledger, work)
 
-        async def sealed(attempt: Attempt, seal: Seal) -> T:
+        async def sealed(attempt: Attempt) -> T:
             value = await function(attempt, seal)
             if not seal.written:
                 raise ApplicationError(f"{work.key.label} has returned without writing its outcome by its seal")
             return value
 
-        return await self._pass(work, sealed, wait_for_store, seals_itself=True)
+        return self._pass(work, sealed, wait_for_store, seal)
 
     async def execute_joined(
         self, records: JoinedRepository, work: Work, function: Callable[[Attempt], Awaitable[T]]
@@ -132,24 +180,30 @@ class Passes:
         """As `execute`, in a transaction of the caller's; what `function` raises is raised."""
 
         async def under_way(attempt: Attempt) -> T:
-            run = Run(work, attempt, True)
-            with self._under_way(run), self.observer.phase(Phase.HANDLE, work.event_type):
-                return await function(attempt)
+            run = self._begin(Run(self, work, attempt, True))
+            try:
+                with self.observer.phase(Phase.HANDLE, work.event_type):
+                    return await function(attempt)
+            finally:
+                _RUN.set(run.outer)
+                self.over(run)
 
         outcome = await run_joined(self._ledger, records, work, under_way)
         if isinstance(outcome, Executed):
             return outcome
         assert not isinstance(outcome, Reserved)
-        return await self._blocked(work, lambda attempt, _: function(attempt), outcome)
+        return await self._blocked(work, function, outcome)
 
     async def _pass(
         self,
         work: Work,
-        function: Callable[[Attempt, Seal], Awaitable[T]],
+        function: Callable[[Attempt], Awaitable[T]],
         wait_for_store: WaitForStore | None,
-        *,
-        seals_itself: bool,
+        seal: Seal | None,
     ) -> Outcome[T]:
+        known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
+        if known is not None:
+            return known
         asked_at = asyncio.get_running_loop().time()
         try:
             verdict = await self._reserve(work)
@@ -158,14 +212,29 @@ class Passes:
             if self.config.on_store_error is OnStoreError.CLOSED:
                 raise
             return await self._unguarded(work, function, self._ledger.space.full(work.key))
-        if not isinstance(verdict, Reserved):
-            return await self._blocked(work, function, verdict)
-        too_often = verdict.attempt > self.config.max_attempts and not work.forgotten
-        if too_often and verdict.previous is Previous.LAPSED:
+        if isinstance(verdict, Reserved) and not self.crashed_too_often(work, verdict):
+            return await self._perform(work, function, verdict, asked_at, wait_for_store, seal)
+        return await self.decline(work, function, verdict, asked_at, wait_for_store)
+
+    def crashed_too_often(self, work: Work, reserved: Reserved) -> bool:
+        """Whether no more runs of it are begun, since none has come to an end."""
+        too_often = reserved.attempt > self.config.max_attempts and not work.forgotten
+        return too_often and reserved.previous is Previous.LAPSED
+
+    async def decline(
+        self,
+        work: Work,
+        function: Callable[[Attempt], Awaitable[T]],
+        verdict: Verdict,
+        asked_at: float,
+        wait_for_store: WaitForStore | None,
+    ) -> Outcome[T]:
+        """What comes of a pass that does not run `function` under a reservation."""
+        if isinstance(verdict, Reserved):
             crashed = CrashedTooOftenError(verdict.attempt - 1)
             deadline = asked_at + verdict.lease.total_seconds()
             return await self._fail(work, verdict, crashed, deadline, wait_for_store)
-        return await self._perform(work, function, verdict, asked_at, wait_for_store, seals_itself=seals_itself)
+        return await self._blocked(work, function, verdict)
 
     async def wait_for_change(self, found: InProgress, *, at_most: float = 3600.0, looks: int = 0) -> None:
         """Return when it is worth asking again: the run in this process ended, or a while has passed.
@@ -180,7 +249,7 @@ class Passes:
         with self.observer.phase(Phase.WAIT):
             if (running := self._running.get(found.key)) is not None:
                 # Our own process tells us; the lease is the limit in case it goes on and on.
-                await asyncio.wait({running}, timeout=min(max(pause, LONGEST_LOOK), at_most))
+                await asyncio.wait({running.ended()}, timeout=min(max(pause, LONGEST_LOOK), at_most))
             else:
                 await asyncio.sleep(pause)
 
@@ -190,7 +259,10 @@ class Passes:
         Raises:
             ApplicationError: It would wait for itself.
         """
-        if self._running.get(found.key) in _AROUND.get():
+        running, around = self._running.get(found.key), _RUN.get()
+        while around is not None and around is not running:
+            around = around.outer
+        if around is not None:
             raise ApplicationError(
                 f"{work.key.label} was asked for within its own run (attempt {found.attempt}), which would wait for "
                 "itself: give the inner work a key of its own"
@@ -204,26 +276,99 @@ class Passes:
                 verdict = await self._ledger.reserve(request)
             except asyncio.CancelledError:
                 # It is given back under this token: the next try must not find it and run into that.
-                work.token = secrets.token_bytes(16)
+                work.token = b""
                 raise
             if isinstance(verdict, Reserved):
-                work.token = secrets.token_bytes(16)
                 span.annotate("idempotency.attempt", verdict.attempt)
             span.annotate("idempotency.verdict", type(verdict).__name__)
+        self._told(work, verdict)
+        return verdict
+
+    async def reserve_together(self, works: Sequence[Work]) -> list[Verdict]:
+        """As each of them is reserved by `execute`, in one round trip, and in no span.
+
+        Raises:
+            StoreError: As for every verb; nothing was done.
+        """
+        with self.observer.together(Phase.RESERVE, [work.event_type for work in works]):
+            verdicts = await self._ledger.reserve_together(list(map(self._ledger.request, works)))
+        for work, verdict in zip(works, verdicts, strict=True):
+            self._told(work, verdict)
+        return verdicts
+
+    async def complete_together(self, done: Sequence[Returned[Any]]) -> list[bool]:
+        """Write many outcomes in one round trip.  `False`: it takes `conclude` to find out what is wrong.
+
+        Raises:
+            StoreError: As for every verb; it may have been done.
+        """
+        begun = monotonic()
+        try:
+            with self.observer.together(Phase.COMPLETE, [each.run.work.event_type for each in done]):
+                outcomes = [each.outcome for each in done if each.outcome is not None]
+                written = await self._ledger.complete_together(outcomes)
+        except StoreError:
+            raise  # concluded one by one
+        except BaseException:
+            for each in done:
+                self.over(each.run)
+            raise
+        for each, stands in zip(done, written, strict=True):
+            if stands:
+                self._keep(each, begun)
+                self.over(each.run)
+        return written
+
+    def _keep(self, done: Returned[Any], begun: float) -> None:
+        outcome, work = done.outcome, done.run.work
+        if self.memory is None or outcome is None or work.forgotten:
+            return
+        self.memory.keep(
+            Completed(
+                key=outcome.reservation.key,
+                attempt=outcome.reservation.attempt,
+                completed_at=datetime.now(UTC),
+                result=outcome.result,
+                result_dropped=outcome.result_dropped,
+            ),
+            work.fingerprint,
+            begun,
+            outcome.ttl,
+        )
+
+    def complete_later(self, done: Returned[Any]) -> None:
+        """Write an outcome without waiting: we are being cancelled."""
+        assert done.outcome is not None
+        self._ledger.complete_later(done.outcome)
+        self.over(done.run)
+
+    def _told(self, work: Work, verdict: Verdict) -> None:
+        """What the store has said of `work` is counted."""
+        reserved = isinstance(verdict, Reserved)
+        if reserved:
+            work.token = b""
         if not work.known:
             work.known = True
-            fresh = isinstance(verdict, Reserved) and verdict.previous is Previous.NONE
+            fresh = reserved and verdict.previous is Previous.NONE  # type: ignore[union-attr]
             self.observer.count(Signal.CACHE_MISS if fresh else Signal.CACHE_HIT, work.event_type)
-        if isinstance(verdict, Reserved) and verdict.previous is Previous.LAPSED:
+        if reserved and verdict.previous is Previous.LAPSED:  # type: ignore[union-attr]
             self.observer.count(Signal.TAKEOVER, work.event_type)
-        return verdict
 
     async def _blocked(
         self,
         work: Work,
-        function: Callable[[Attempt, Seal], Awaitable[T]],
+        function: Callable[[Attempt], Awaitable[T]],
         verdict: InProgress | Completed | Failed | KeyReused | Corrupt,
     ) -> Outcome[T]:
+        self.blocked(work, verdict)
+        on_key_reused = work.on_key_reused or self.config.on_key_reused
+        if isinstance(verdict, KeyReused) and on_key_reused is OnKeyReused.RUN:
+            # Downstream it is other work: with the same key, what it publishes would be dropped there.
+            return await self._unguarded(work, function, downstream_key(verdict.key, verdict.offered.hex()))
+        return verdict
+
+    def blocked(self, work: Work, verdict: InProgress | Completed | Failed | KeyReused | Corrupt) -> None:
+        """Tell that `verdict` lets no run begin."""
         match verdict:
             case Completed() | Failed():
                 self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
@@ -232,23 +377,23 @@ class Passes:
                         span.link(verdict.trace)
             case KeyReused():
                 self.observer.count(Signal.KEY_REUSED, work.event_type)
-                if (work.on_key_reused or self.config.on_key_reused) is OnKeyReused.RUN:
-                    # Downstream it is other work: with the same key, what it publishes would be dropped there.
-                    return await self._unguarded(work, function, downstream_key(verdict.key, verdict.offered.hex()))
             case Corrupt():
                 self.observer.count(Signal.CORRUPT_RECORD, work.event_type)
             case InProgress():
                 pass
-        return verdict
 
-    async def _unguarded(self, work: Work, function: Callable[[Attempt, Seal], Awaitable[T]], key: str) -> Outcome[T]:
+    def give_back(self, work: Work, reserved: Reserved) -> None:
+        """A reservation of which no run has come; without waiting."""
+        self._ledger.release_later(work, reserved)
+
+    async def _unguarded(self, work: Work, function: Callable[[Attempt], Awaitable[T]], key: str) -> Outcome[T]:
         """Run without a reservation, because a policy says so."""
         self.observer.count(Signal.UNGUARDED, work.event_type)
         work.unguarded_runs += 1
         attempt = _attempt(work, key, work.unguarded_runs, 0, float("inf"))
         try:
             with self.observer.phase(Phase.HANDLE, work.event_type):
-                return Executed(await function(attempt, Seal(self._ledger, work, None)), attempt.number)
+                return Executed(await function(attempt), attempt.number)
         except Exception as error:  # noqa: BLE001  # handed on as the outcome
             self.observer.count(Signal.HANDLER_FAILED, work.event_type)
             return HandlerFailed(error, attempt.number, self._hopeless(work, error, attempt.number))
@@ -268,88 +413,119 @@ class Passes:
     async def _perform(
         self,
         work: Work,
-        function: Callable[[Attempt, Seal], Awaitable[T]],
+        function: Callable[[Attempt], Awaitable[T]],
         reserved: Reserved,
         asked_at: float,
         wait_for_store: WaitForStore | None,
-        *,
-        seals_itself: bool,
+        seal: Seal | None,
     ) -> Outcome[T]:
-        lease = self._leases.hold(
-            reserved, asked_at, reserve_anew=lambda: self._ledger.reserved_anew(work), renewed=not seals_itself
-        )
-        seal = Seal(self._ledger, work, reserved)
-        attempt = Attempt(
-            reserved.key, reserved.attempt, reserved.fence, lease.deadline, work.key.label, work.key.generation
-        )
-        try:
-            run = Run(work, attempt, seals_itself, lease)
-            with self._under_way(run):
-                return await self._run(run, function, lease, seal, wait_for_store)
-        finally:
-            # The key may have been reserved anew under it: the next run needs a reservation of its own.
-            work.token = secrets.token_bytes(16)
+        done = await self.perform(work, function, reserved, asked_at, wait_for_store, seal)
+        if isinstance(done, HandlerFailed):
+            return done
+        if seal is not None:
+            self.over(done.run)
+            return Executed(done.value, done.run.attempt.number)
+        return await self.conclude(done, wait_for_store)
 
-    @contextmanager
-    def _under_way(self, run: Run) -> Iterator[None]:
-        """Others of this process who ask for its key are told when the run is over; itself it must not wait for."""
-        key = run.attempt.key
-        ended = self._running[key] = asyncio.get_running_loop().create_future()
+    async def perform(
+        self,
+        work: Work,
+        function: Callable[[Attempt], Awaitable[T]],
+        reserved: Reserved,
+        asked_at: float,
+        wait_for_store: WaitForStore | None,
+        seal: Seal | None = None,
+    ) -> Returned[T] | HandlerFailed:
+        """Run `function` under its lease.  What it returned is to be remembered: by `conclude`, or with others.
+
+        Raises: As `execute`.
+        """
+        lease = self._leases.hold(
+            reserved, asked_at, reserve_anew=lambda: self._ledger.reserved_anew(work), renewed=seal is None
+        )
+        if seal is not None:
+            seal.reserved = reserved
+        key = work.key
+        attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, key.label, key.generation)
+        run = self._begin(Run(self, work, attempt, seal is not None, lease))
         try:
-            with self.within(run):
-                yield
+            try:
+                with lease, self.observer.phase(Phase.HANDLE, work.event_type):
+                    value = await function(attempt)
+            except asyncio.CancelledError:
+                self._ledger.release_later(work, lease.reservation)
+                raise
+            except Exception as error:
+                failed = await self._run_failed(work, lease, seal, error, wait_for_store)
+                if failed is None:
+                    raise
+                self.over(run)
+                return failed
+            for tell in run.at_end:
+                tell()
+            return Returned(run, value, None if seal else self._ledger.outcome_of(work, lease.reservation, value))
+        except BaseException:
+            self.over(run)
+            raise
         finally:
-            run.over = True
-            if self._running.get(key) is ended:
-                del self._running[key]
-            ended.set_result(None)
+            _RUN.set(run.outer)
+
+    async def conclude(self, done: Returned[T], wait_for_store: WaitForStore | None) -> Executed[T]:
+        """Remember what a run returned, as `execute` does."""
+        run = done.run
+        assert run.lease is not None
+        assert done.outcome is not None
+        begun = monotonic()
+        try:
+            with self.observer.phase(Phase.COMPLETE, run.work.event_type):
+                await self._ledger.settle(run.work, done.outcome, run.lease.deadline, wait_for_store)
+            self._keep(done, begun)
+        finally:
+            self.over(run)
+        return Executed(done.value, run.attempt.number)
+
+    def _begin(self, run: Run) -> Run:
+        """Others of this process who ask for its key are told when the run is over; itself it must not wait for."""
+        run.outer = _RUN.get()
+        self._running[run.attempt.key] = run
+        _RUN.set(run)
+        return run
+
+    def over(self, run: Run) -> None:
+        """It is settled, or will be by somebody else."""
+        if self._running.get(run.attempt.key) is run:
+            del self._running[run.attempt.key]
+        run.end()
+        # The key may have been reserved anew under it: the next run needs a reservation of its own.
+        run.work.token = b""
 
     @contextmanager
     def within(self, run: Run) -> Iterator[None]:
         """The code in the block is part of `run`, which is under way."""
-        around, outer = _AROUND.get(), _RUN.get()
-        _AROUND.set(around | {self._running[run.attempt.key]})
-        _RUN.set((self, run))
+        outer = _RUN.get()
+        _RUN.set(run)
         try:
             yield
         finally:
             _RUN.set(outer)
-            _AROUND.set(around)
 
-    async def _run(
-        self,
-        run: Run,
-        function: Callable[[Attempt, Seal], Awaitable[T]],
-        lease: HeldLease,
-        seal: Seal,
-        wait_for_store: WaitForStore | None,
-    ) -> Outcome[T]:
-        work, attempt = run.work, run.attempt
-        try:
-            async with lease:
-                with self.observer.phase(Phase.HANDLE, work.event_type):
-                    value = await function(attempt, seal)
-        except asyncio.CancelledError:
-            self._ledger.release_later(work, lease.reservation)
-            raise
-        except Exception as error:
-            if lease.lost and run.commits_itself and not seal.refused:
-                # It had one lease's time, and was too slow: like any failure, or it would run for ever.
-                slow = self._ledger.lost(work, lease.reservation)
-                slow.__cause__ = error
-                return await self._handler_failed(work, lease, slow, wait_for_store)
-            if lease.lost or seal.refused:
-                self.observer.count(Signal.RESERVATION_LOST, work.event_type)
-                raise self._ledger.lost(work, lease.reservation, "another worker" if seal.refused else "") from error
-            if error is seal.store_error:
-                await self._ledger.try_to_release(work, lease.reservation)
-                raise
-            return await self._handler_failed(work, lease, error, wait_for_store)
-        for tell in run.at_end:
-            tell()
-        if not seal.written:
-            await self._complete(work, lease, value, wait_for_store)
-        return Executed(value, attempt.number)
+    async def _run_failed(
+        self, work: Work, lease: HeldLease, seal: Seal | None, error: Exception, wait_for_store: WaitForStore | None
+    ) -> HandlerFailed | None:
+        """What comes of a run that has raised `error`; `None` if it was the store's, and is to be raised on."""
+        refused = seal is not None and seal.refused
+        if lease.lost and seal is not None and not refused:
+            # It had one lease's time, and was too slow: like any failure, or it would run for ever.
+            slow = self._ledger.lost(work, lease.reservation)
+            slow.__cause__ = error
+            return await self._handler_failed(work, lease, slow, wait_for_store)
+        if lease.lost or refused:
+            self.observer.count(Signal.RESERVATION_LOST, work.event_type)
+            raise self._ledger.lost(work, lease.reservation, "another worker" if refused else "") from error
+        if seal is not None and error is seal.store_error:
+            await self._ledger.try_to_release(work, lease.reservation)
+            return None
+        return await self._handler_failed(work, lease, error, wait_for_store)
 
     async def _handler_failed(
         self, work: Work, lease: HeldLease, error: Exception, wait_for_store: WaitForStore | None
@@ -361,26 +537,13 @@ class Passes:
         await self._ledger.try_to_release(work, reserved, wait_for_store, lease.deadline)
         return HandlerFailed(error, reserved.attempt, given_up=False)
 
-    async def _complete(self, work: Work, lease: HeldLease, value: object, wait_for_store: WaitForStore | None) -> None:
-        completion = self._ledger.outcome_of(work, lease.reservation, value)
-
-        async def write(ours: Reserved) -> bool:
-            return await self._ledger.complete(replace(completion, reservation=ours))
-
-        with self.observer.phase(Phase.COMPLETE, work.event_type):
-            await self._ledger.settle(work, lease.reservation, write, lease.deadline, wait_for_store)
-
     async def _fail(
         self, work: Work, reserved: Reserved, error: Exception, deadline: float, wait_for_store: WaitForStore | None
     ) -> HandlerFailed:
-        text = describe_error(error)
-
-        async def write(ours: Reserved) -> bool:
-            return await self._ledger.fail(self._ledger.failure(ours, text, work.ttl))
-
+        failure = self._ledger.failure(reserved, describe_error(error), work.ttl)
         with self.observer.phase(Phase.FAIL, work.event_type):
             try:
-                await self._ledger.settle(work, reserved, write, deadline, wait_for_store)
+                await self._ledger.settle(work, failure, deadline, wait_for_store)
             except ResultNotStoredError:
                 # Nothing was done: the caller's answer is the handler's error, and the lease ends by itself.
                 return HandlerFailed(error, reserved.attempt, given_up=False)

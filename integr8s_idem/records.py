@@ -15,6 +15,8 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Final, TypeAlias
 
+from integr8s_idem.frozen import quick
+
 JSON: Final = "application/json"
 
 
@@ -37,6 +39,7 @@ class Previous(str, Enum):
     """Its lease ended without a word: the owner crashed or stalled.  This run is a takeover."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class StoredResult:
     """What a handler returned, as bytes and their media type."""
@@ -45,6 +48,7 @@ class StoredResult:
     content_type: str = JSON
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TraceLink:
     """The span that did the work: 16 bytes of trace id, 8 of span id (W3C Trace Context)."""
@@ -53,6 +57,7 @@ class TraceLink:
     span_id: bytes
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveRequest:
     """The wish to do one unit of work."""
@@ -72,6 +77,7 @@ class ReserveRequest:
     trace: TraceLink | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
     """We may do the work, until the lease ends, as long as nobody holds a higher `fence`."""
@@ -86,6 +92,7 @@ class Reserved:
     previous: Previous = Previous.NONE
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InProgress:
     """Somebody else holds the key; ask again after `retry_after` at the latest."""
@@ -97,6 +104,7 @@ class InProgress:
     owner: str = ""
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     """The work is done; `result` is what it returned."""
@@ -111,6 +119,7 @@ class Completed:
     trace: TraceLink | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """The work was given up."""
@@ -143,6 +152,7 @@ Verdict: TypeAlias = Reserved | InProgress | Completed | Failed | KeyReused | Co
 """The answer to `reserve`."""
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The work of `reservation` is done."""
@@ -154,6 +164,7 @@ class Completion:
     result_dropped: bool = False
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """The work of `reservation` is given up."""

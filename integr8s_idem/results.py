@@ -10,7 +10,9 @@ import inspect
 import typing
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final
+from types import FunctionType
+from typing import Any, Final, cast
+from weakref import ref
 
 import pydantic_core
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
@@ -22,6 +24,9 @@ OCTETS: Final = "application/octet-stream"
 
 NOT_KEPT: Final = object()
 """Stands for a result that nobody holds: larger than any that is kept, or of a kind that is not."""
+
+_NOTHING: Final = StoredResult(b"null")
+"""What most handlers return."""
 
 LONGEST_PLACE: Final = 200
 """Characters of the place in a result that an error names: its names come from the result."""
@@ -35,6 +40,8 @@ def encode_result(value: object) -> StoredResult:
     Raises:
         ValueError: There is no way to write it (pydantic's serialization error is one).
     """
+    if value is None:
+        return _NOTHING
     if isinstance(value, StoredResult):
         return value
     if isinstance(value, bytes):
@@ -56,7 +63,7 @@ def decode_result(key: str, stored: StoredResult, expected: object = Any) -> Any
     try:
         if expected is Any:
             return pydantic_core.from_json(stored.body)
-        return _adapter_of(expected).validate_json(stored.body)
+        return _validate(expected)(stored.body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))[:LONGEST_PLACE]
@@ -67,14 +74,25 @@ def decode_result(key: str, stored: StoredResult, expected: object = Any) -> Any
 
 def return_type_of(function: Callable[..., object]) -> object:
     """What `function` promises to return; `Any` where it says nothing or names what is out of reach."""
+    function = getattr(function, "__func__", function)  # of a bound method, which is made anew for each look at it
     try:
-        # A callable object says it on __call__; functools.partial on the function inside.
-        inner = inspect.unwrap(getattr(function, "func", function))
-        if not inspect.isroutine(inner) and not inspect.isclass(inner):
-            inner = type(inner).__call__
-        return typing.get_type_hints(inner).get("return", Any)
+        return _kept_promise(ref(function)) if isinstance(function, FunctionType) else _promise_of(function)
     except (NameError, TypeError, AttributeError):
         return Any
+
+
+@lru_cache(maxsize=512)
+def _kept_promise(function: ref[FunctionType]) -> object:
+    # By a weak reference: functions within functions hold what was theirs.
+    return _promise_of(cast("FunctionType", function()))
+
+
+def _promise_of(function: Callable[..., object]) -> object:
+    # A callable object says it on __call__; functools.partial on the function inside.
+    inner = inspect.unwrap(getattr(function, "func", function))
+    if not inspect.isroutine(inner) and not inspect.isclass(inner):
+        inner = type(inner).__call__
+    return typing.get_type_hints(inner).get("return", Any)
 
 
 def why_unreadable(expected: object) -> str | None:
@@ -84,6 +102,20 @@ def why_unreadable(expected: object) -> str | None:
     except (TypeError, PydanticSchemaGenerationError, PydanticUserError) as error:
         return str(error).partition("\n")[0]
     return None
+
+
+def _validate(expected: Any) -> Callable[[bytes], Any]:
+    try:
+        return _validator(expected)
+    except TypeError:  # as below
+        return TypeAdapter(expected).validate_json
+
+
+@lru_cache(maxsize=512)
+def _validator(expected: Any) -> Callable[[bytes], Any]:
+    # Past the adapter, which looks at options that we never give.
+    validate: Callable[[bytes], Any] = _adapter(expected).validator.validate_json
+    return validate
 
 
 def _adapter_of(expected: Any) -> TypeAdapter[Any]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent, Message, derived_event_id, event_type_of
+from integr8s_idem.frozen import quick
 from integr8s_idem.work import Attempt, Transaction
 
 HandlerFunction = Callable[..., Awaitable[Any]]
@@ -18,6 +19,8 @@ FunctionT = TypeVar("FunctionT", bound=HandlerFunction)
 
 class Outgoing:
     """Events that a handler leaves behind.  They are sent once the handler and its scope have succeeded."""
+
+    __slots__ = ("_events",)
 
     def __init__(self) -> None:
         self._events: list[BaseEvent] = []
@@ -29,6 +32,8 @@ class Outgoing:
 
     def finished(self, incoming: BaseEvent, key: str, service: str) -> list[BaseEvent]:
         """The events as they go out: with their final ids, in the name of `service`, correlated with `incoming`."""
+        if not self._events:
+            return self._events
         return [_finish(event, index, incoming, key, service) for index, event in enumerate(self._events)]
 
 
@@ -98,6 +103,7 @@ class BatchCall:
         return list(self.events)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class HandlerCall:
     """What one run of a handler is given."""

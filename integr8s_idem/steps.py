@@ -84,7 +84,7 @@ class Steps:
         self._places = _Places(space, repository, run)
         self._asked: set[str] = set()
         if run.attempt.number > 1 or run.attempt.generation:
-            run.at_end.append(self._report_orphans)
+            run.at_end = (*run.at_end, self._report_orphans)
 
     async def run(
         self,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from integr8s_idem.config import OnFailure, OnKeyReused
 from integr8s_idem.errors import StoreError
 from integr8s_idem.events import Message
+from integr8s_idem.frozen import quick
 from integr8s_idem.keys import Key, downstream_key, first_generation_key
 from integr8s_idem.records import Completed, Completion, Corrupt, Failed, InProgress, KeyReused
 
@@ -20,6 +20,7 @@ WaitForStore: TypeAlias = Callable[[StoreError], Awaitable[None]]
 """Returns when it is worth asking the store again."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One run of some work, as its function sees it."""
@@ -86,10 +87,11 @@ class Work:
     """Runs without a reservation, counted here because no record does."""
     aborted_runs: int = 0
     """Runs that the database has ended and rolled back: they are attempts, but no failures."""
-    token: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    """Kept while `reserve` gets no answer, so that a lost answer finds its reservation; then made anew."""
+    token: bytes = b""
+    """Kept while `reserve` gets no answer, so that a lost answer finds its reservation; empty: a new one is drawn."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Executed(Generic[T]):
     """The function ran and returned."""

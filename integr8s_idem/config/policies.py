@@ -127,6 +127,8 @@ class IdempotencyConfig(Section):
     """While the store is down: closed (nothing is handled, nothing is lost) or open (unguarded)."""
     on_key_reused: OnKeyReused = OnKeyReused.RAISE
     """Same key, other payload: raise or run."""
+    local_memory_keys: Annotated[int, Field(ge=0, le=10_000_000), NOT_BOOL] = 0
+    """Keys that this process completed and whose duplicates it answers by itself; deletions elsewhere are seen late."""
     hash_keys: bool = False
     """Store and show keys as hashes only: for keys that hold personal data."""
 

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from integr8s_idem.records import TraceLink
 
-__all__ = ["SILENT", "Gauge", "Headers", "Observer", "Phase", "Signal", "SilentObserver", "Span"]
+__all__ = ["SILENT", "Gauge", "Headers", "Observer", "Phase", "Signal", "SilentObserver", "Span", "is_recorded"]
 
 Headers = Sequence[tuple[str, bytes]]
 """Kafka headers."""
@@ -104,6 +104,10 @@ class Observer(Protocol):
         """One phase; its duration is measured, an exception marks it failed."""
         ...
 
+    def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
+        """One phase of many deliveries at once, none of which is recorded in a span; the type of each."""
+        ...
+
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
         """Something happened; `reason`, of a closed set, says why a message was not or could not be handled.
 
@@ -137,12 +141,18 @@ _SILENT_PHASE: Final[AbstractContextManager[Span]] = nullcontext(_SilentSpan())
 
 
 class SilentObserver:
-    """Tells nobody.  One object serves every span, so that disabled telemetry costs next to nothing."""
+    """Tells nobody.  One object serves every span, so that disabled telemetry costs next to nothing.
+
+    An observer that cares for some of it inherits the rest from here; then `combined` does not ask it in vain.
+    """
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+        return _SILENT_PHASE
+
+    def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
         return _SILENT_PHASE
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
@@ -156,3 +166,8 @@ class SilentObserver:
 
 
 SILENT: Final[Observer] = SilentObserver()
+
+
+def is_recorded(phase: AbstractContextManager[Span]) -> bool:
+    """Whether what an observer has begun goes into a span that somebody keeps."""
+    return bool(getattr(phase, "recorded", False))

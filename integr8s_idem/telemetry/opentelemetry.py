@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from math import inf
 from time import monotonic
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
@@ -22,7 +22,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from integr8s_idem.config.addresses import redacted
 from integr8s_idem.config.words import text_of
 from integr8s_idem.records import TraceLink
-from integr8s_idem.telemetry import SILENT, Gauge, Headers, Phase, Signal, Span
+from integr8s_idem.telemetry import SILENT, Headers, Phase, SilentObserver, Span
+
+if TYPE_CHECKING:
+    from integr8s_idem.telemetry.sampling import KnownSampling
 
 KEY_ATTRIBUTE: Final = "idempotency.key"
 """The one annotation that is kept only where a setting says so."""
@@ -39,7 +42,7 @@ _RUN_LINK: Final = {"idempotency.relation": "run"}
 """Tells a link to the run that did the work from the one to the producer."""
 
 
-class OpenTelemetryObserver:
+class OpenTelemetryObserver(SilentObserver):
     """Spans for one service, through `tracer_provider` or else the one the process has set.
 
     Silent while there is none; one that is set later is found within a quarter of a second.  A span
@@ -64,17 +67,21 @@ class OpenTelemetryObserver:
         self._group = _text(group or service)
         self._span_keys = span_keys
         self._tracer: otel.Tracer | None = None
+        self._sampling: KnownSampling | None = None
         self._next_look = 0.0
         if tracer_provider is not None:
             self._adopt(tracer_provider)
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
         """Open the span `process <event type>`, a child of the producer's and linked to it."""
-        tracer = self._find_tracer()
+        tracer = self._tracer or self._find_tracer()
         if tracer is None:
             return _SILENT_PHASE
+        carrier = _carrier(headers)
+        if self._sampling is not None and (unrecorded := self._sampling.delivery(carrier)) is not None:
+            return unrecorded
         event_type = _text(event_type)
-        parent = _W3C.extract(_carrier(headers), Context())
+        parent = _W3C.extract(carrier, Context())
         producer = otel.get_current_span(parent).get_span_context()
         span = tracer.start_span(
             f"process {event_type}".rstrip(),
@@ -95,19 +102,15 @@ class OpenTelemetryObserver:
 
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
         """Open a span named after `phase`, below the current one."""
-        tracer = self._find_tracer()
+        tracer = self._tracer or self._find_tracer()
         if tracer is None:
             return _SILENT_PHASE
+        if self._sampling is not None and (unrecorded := self._sampling.phase()) is not None:
+            return unrecorded
         attributes = {"idempotency.service": self._service}
         if event_type:
             attributes["idempotency.event_type"] = _text(event_type)
         return _RecordedPhase(tracer.start_span(phase.value, attributes=attributes), self._span_keys)
-
-    def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
-        """Counting is left to the metrics."""
-
-    def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
-        """Levels are left to the metrics."""
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
         """Put the context of the current span into `headers`, in place of one that is there."""
@@ -118,7 +121,7 @@ class OpenTelemetryObserver:
             headers.extend((name, value.encode()) for name, value in carrier.items())
 
     def _find_tracer(self) -> otel.Tracer | None:
-        if self._tracer is None and monotonic() >= self._next_look:
+        if monotonic() >= self._next_look:
             self._adopt(otel.get_tracer_provider())
         return self._tracer
 
@@ -129,14 +132,25 @@ class OpenTelemetryObserver:
         self._next_look = inf
         tracer = provider.get_tracer("integr8s_idem")
         # What an SDK gives that was switched off by OTEL_SDK_DISABLED.
-        if not isinstance(tracer, otel.NoOpTracer):
-            self._tracer = tracer
+        if isinstance(tracer, otel.NoOpTracer):
+            return
+        if hasattr(tracer, "sampler"):
+            # It is the SDK's, which therefore is loaded.
+            from integr8s_idem.telemetry.sampling import known_sampling
+
+            self._sampling = known_sampling(tracer)
+        self._tracer = tracer
 
 
 class _RecordedPhase:
     """One span, current from enter to exit."""
 
     __slots__ = ("_span", "_span_keys", "_token")
+
+    @property
+    def recorded(self) -> bool:
+        """See `is_recorded`."""
+        return self._span.is_recording()
 
     def __init__(self, span: otel.Span, span_keys: bool) -> None:
         self._span = span

@@ -156,8 +156,11 @@ def _make_provider(settings: TelemetrySettings, exporter: SpanExporter, service_
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
+    from integr8s_idem.telemetry.sampling import DrawnIds
+
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
+        id_generator=DrawnIds(),
         resource=Resource.create({SERVICE_NAME: service_name}),
         # It would wait half a minute for a collector that is gone; the handle closes within its time.
         shutdown_on_exit=False,

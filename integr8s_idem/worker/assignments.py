@@ -26,8 +26,9 @@ class Assignment:
     """It holds a batch that cannot be read: it rests until somebody skips that on purpose and restarts."""
     ended: bool = False
     """The partition is no longer ours: nothing of this assignment is committed any more."""
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    """What handles its deliveries."""
+    running: set[Delivery] = field(default_factory=set)
+    """Deliveries that were begun and have not come to an end."""
+    _idle: asyncio.Future[None] | None = None
     closing: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done once no delivery of it may be begun or tried again."""
 
@@ -46,6 +47,31 @@ class Assignment:
     def closed(self) -> bool:
         return self.closing.done()
 
+    def began(self, delivery: Delivery) -> None:
+        """`delivery` is on its way."""
+        self.running.add(delivery)
+
+    def ended_one(self, delivery: Delivery) -> None:
+        """`delivery` has come to its end, settled or let go."""
+        self.running.discard(delivery)
+        if self._idle is not None and not self.running:
+            self._idle.set_result(None)
+            self._idle = None
+
+    def idle(self) -> asyncio.Future[None]:
+        """Done once nothing of it is on its way."""
+        if self._idle is None:
+            self._idle = asyncio.get_running_loop().create_future()
+            if not self.running:
+                idle, self._idle = self._idle, None
+                idle.set_result(None)
+                return idle
+        return self._idle
+
+    def handlers(self) -> set[asyncio.Task[Any]]:
+        """The tasks that have its deliveries in hand."""
+        return {delivery.task for delivery in self.running if delivery.task is not None}
+
 
 @dataclass(eq=False, slots=True)
 class Delivery:
@@ -53,11 +79,13 @@ class Delivery:
 
     record: Record
     assignment: Assignment
+    task: asyncio.Task[Any] | None = None
+    """What handles it now."""
+    size: int = field(init=False)
+    """Bytes it keeps in memory, roughly."""
 
-    @property
-    def size(self) -> int:
-        """Bytes it keeps in memory, roughly."""
-        return len(self.record.value or b"") + len(self.record.key or b"")
+    def __post_init__(self) -> None:
+        self.size = len(self.record.value or b"") + len(self.record.key or b"")
 
 
 class AbandonedError(Exception):

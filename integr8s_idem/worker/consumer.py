@@ -23,14 +23,14 @@ from integr8s_idem.errors import ApplicationError, StoreUnavailableError
 from integr8s_idem.events import EventDecoder, event_type_of, read_json
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
-from integr8s_idem.worker.assignments import AbandonedError, Delivery
+from integr8s_idem.worker.assignments import Delivery
 from integr8s_idem.worker.batch_sizes import limits_of_batches
 from integr8s_idem.worker.clients import bounded, connection_options
 from integr8s_idem.worker.committing import OffsetCommitter
+from integr8s_idem.worker.crew import Crew
 from integr8s_idem.worker.gate import StoreGate
 from integr8s_idem.worker.health import ServiceHealth
 from integr8s_idem.worker.holdings import Holdings
-from integr8s_idem.worker.lanes import Lanes
 from integr8s_idem.worker.polling import POLL_BACKOFF, POLL_RECORDS, WATCH_SECONDS, Poller
 from integr8s_idem.worker.pressure import Pressure
 from integr8s_idem.worker.publisher import EventPublisher
@@ -38,6 +38,7 @@ from integr8s_idem.worker.purging import Purger
 from integr8s_idem.worker.records import Consumer, Partition
 from integr8s_idem.worker.retries import Backoff
 from integr8s_idem.worker.settling import Settler, Tally
+from integr8s_idem.worker.slots import Slots
 from integr8s_idem.worker.watch import MOST_RENEWALS, PATIENCE, FetchWatch
 
 logger = logging.getLogger(__name__)
@@ -131,14 +132,16 @@ class ServiceWorker:
             EventDecoder(dispatcher.router.events, codec_for(service, dispatcher)),
             publisher,
             self._gate,
-            asyncio.Semaphore(service.concurrency),
+            Slots(service.concurrency),
             Backoff(service.retry_initial_seconds, service.retry_max_seconds),
             kafka.dead_letter_suffix,
             self.observer,
         )
         self._holdings = Holdings(name, service.drain_timeout_seconds)
         self._pressure = Pressure(service.max_in_flight, service.max_in_flight_bytes)
-        self._lanes = Lanes(service.ordering, self._settle, self._pressure.let_go)
+        self._crew = Crew(
+            self._settler, service.ordering, finish=self._finish, let_go=self._pressure.let_go, fail=self.fail
+        )
         self._offsets = OffsetCommitter(name, kafka.request_timeout_seconds, self.observer)
         self._poller: Poller | None = None
         """That of the present client; none before the first."""
@@ -155,7 +158,7 @@ class ServiceWorker:
         if not self._stopping.done():
             self._stopping.set_result(None)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Something of ours is broken: stop rather than lose an event."""
         if not self._failed.done():
             self._failed.set_exception(error)
@@ -314,8 +317,9 @@ class ServiceWorker:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await self._drain(poller.consumer)
         finally:
-            # Stopped at once, it leaves no handler behind that runs on without what it was given.
-            last = {*loops, *self._holdings.handlers()}
+            # Stopped at once, it leaves no handler behind that runs on without what it was given, and begins none.
+            self._holdings.close_at_once()
+            last = {*loops, *self._holdings.handlers(), *self._crew.tasks}
             for task in last:
                 task.cancel()
             await asyncio.wait(last, timeout=LAST_GRACE)
@@ -323,6 +327,12 @@ class ServiceWorker:
                 logger.error(
                     "%s: handlers were cancelled and do not end; their keys are free when their leases end", self.name
                 )
+            self._crew.forget()
+            # What those have begun in their last steps.
+            if rest := self._crew.tasks - last:
+                for task in rest:
+                    task.cancel()
+                await asyncio.wait(rest, timeout=LAST_GRACE)
             self._holdings.forget()
             await bounded_stop(poller.consumer, self._kafka.request_timeout_seconds)
         # None of the loops ends by itself: one that has ended has failed, and so has the service.
@@ -346,26 +356,7 @@ class ServiceWorker:
 
     def _put(self, delivery: Delivery) -> None:
         self._pressure.took(delivery)
-        self._lanes.put(delivery)
-
-    async def _settle(self, delivery: Delivery) -> None:
-        try:
-            if delivery.assignment.closed:
-                return
-            await self._settler.settle(delivery)
-        except AbandonedError:
-            return
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            # A bug of ours: better a stopped service than a lost event.
-            logger.exception("%s: a delivery could not be settled", self.name)
-            self.fail(error)
-            delivery.assignment.close()
-        else:
-            self._finish(delivery)
-        finally:
-            self._pressure.let_go(delivery)
+        self._crew.put(delivery)
 
     def _finish(self, delivery: Delivery) -> None:
         if delivery.assignment.ended:

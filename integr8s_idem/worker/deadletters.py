@@ -37,6 +37,11 @@ REPLAY_HANDLER: Final = "idempotency-replay-handler"
 """Header of a message that is meant for one handler of its group, by the handler's name."""
 
 
+def is_replay(record: Record) -> bool:
+    """Whether `record` may be one that was published again on purpose; hardly any is, and that is seen at once."""
+    return any(name.startswith("idempotency-") for name, _ in record.headers)
+
+
 def generation_of(record: Record) -> int:
     """How often `record` was replayed on purpose; 0 for all that come by themselves.
 
@@ -56,7 +61,8 @@ def generation_of(record: Record) -> int:
 
 def is_meant_for(group: str, record: Record) -> bool:
     """Whether `group` is to handle `record`: always, unless it is a replay for another one."""
-    return _last(record, REPLAY_GROUP) in (None, group.encode("utf-8", "backslashreplace"))
+    told = _last(record, REPLAY_GROUP)
+    return told is None or told == group.encode("utf-8", "backslashreplace")
 
 
 def handler_meant(record: Record) -> str | None:
@@ -142,8 +148,10 @@ def _is_ours(name: str) -> bool:
 
 def _last(record: Record, header: str) -> bytes | None:
     """The header that counts, if one name stands there several times; a null value counts as empty."""
-    told = [value for name, value in record.headers if name == header]
-    return (told[-1] or b"") if told else None
+    for name, value in reversed(record.headers):
+        if name == header:
+            return value or b""
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ class Holdings:
         self._service = service
         self._drain_seconds = drain_seconds
         self.assignments: dict[Partition, Assignment] = {}
-        self._leftover: set[asyncio.Task[Any]] = set()
+        self._leftover: list[Assignment] = []
+        """Not ours any more, and not idle yet."""
 
     def begin(self, partitions: Iterable[Partition]) -> list[Assignment]:
         """They are ours from now on."""
@@ -30,11 +31,16 @@ class Holdings:
         logger.info("%s: partitions that are ours now: %d", self._service, len(self.assignments))
         return begun
 
+    def close_at_once(self) -> None:
+        """Begin nothing more, of whatever is ours."""
+        for assignment in self.assignments.values():
+            assignment.close()
+
     async def close(self, assignments: Collection[Assignment]) -> None:
         """Begin nothing more of them, and let what runs come to its end, for a while."""
         for assignment in assignments:
             assignment.close()
-        running = {task for assignment in assignments for task in assignment.tasks}
+        running = {assignment.idle() for assignment in assignments if assignment.running}
         if running:
             await asyncio.wait(running, timeout=self._drain_seconds)
 
@@ -44,9 +50,7 @@ class Holdings:
         assignment.ended = True
         if self.assignments.get(assignment.partition) is assignment:
             del self.assignments[assignment.partition]
-        for task in assignment.tasks:
-            self._leftover.add(task)
-            task.add_done_callback(self._leftover.discard)
+        self._leftover = [left for left in (*self._leftover, assignment) if left.running]
 
     def begin_anew(self, old: Assignment, offset: int) -> Assignment:
         """Take `old` for over, and begin at `offset`.
@@ -74,7 +78,7 @@ class Holdings:
 
     def handlers(self) -> set[asyncio.Task[Any]]:
         """What handles deliveries, those of partitions given up included."""
-        return {task for assignment in self.assignments.values() for task in assignment.tasks} | self._leftover
+        return {task for held in (*self.assignments.values(), *self._leftover) for task in held.handlers()}
 
     def lag(self, consumer: Consumer, topic: str | None = None) -> int:
         """Messages behind what is committed, as far as the last poll knows; of one topic, or of all."""

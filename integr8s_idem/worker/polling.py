@@ -95,7 +95,11 @@ class Poller:
         """
         failures = 0
         while True:
-            self._pressure.apply(self.consumer, self._holdings.assignments, hold=self._hold())
+            self._apply_pressure()
+            if self._pressure.full:
+                # A poll of partitions that all rest would last its full time, though there is room again soon.
+                await self._pressure.ease(POLL_SECONDS)
+                self._apply_pressure()
             try:
                 await self._note_starts()
                 batches = await self._fetch(most=min(POLL_RECORDS, self._pressure.room))
@@ -108,6 +112,9 @@ class Poller:
             failures, self.reason, self.polled = 0, "", True
             self.last_poll = time.monotonic()
             self._take(batches)
+
+    def _apply_pressure(self) -> None:
+        self._pressure.apply(self.consumer, self._holdings.assignments, hold=self._hold())
 
     async def look(self) -> None:
         """Notice a client that fetches no more (A5), until it is cancelled."""

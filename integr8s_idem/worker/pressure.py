@@ -5,6 +5,7 @@ Polling never stops (R5).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Final
 
@@ -25,7 +26,9 @@ class Pressure:
         self.in_flight = 0
         """Deliveries taken and not settled yet."""
         self._bytes = 0
-        self._full = False
+        self.full = False
+        """Whether nothing more is fetched for now."""
+        self._eased: asyncio.Future[None] | None = None
         self._resting: frozenset[Partition] = frozenset()
 
     @property
@@ -38,6 +41,9 @@ class Pressure:
         """How many more may come; at least one, since what rests brings nothing anyway."""
         return max(1, self._most - self.in_flight)
 
+    def _above_half(self) -> bool:
+        return self.in_flight > self._most // 2 or self._bytes > self._most_bytes // 2
+
     def took(self, delivery: Delivery) -> None:
         """`delivery` is in flight."""
         self.in_flight += 1
@@ -47,17 +53,25 @@ class Pressure:
         """`delivery` is settled, or given up."""
         self.in_flight -= 1
         self._bytes -= delivery.size
+        if self._eased is not None and not self._above_half():
+            self._eased.set_result(None)
+            self._eased = None
+
+    async def ease(self, at_most: float) -> None:
+        """Return when more may be fetched, or after so many seconds."""
+        if self._eased is None:
+            self._eased = asyncio.get_running_loop().create_future()
+        await asyncio.wait({self._eased}, timeout=at_most)
 
     def apply(self, consumer: Consumer, assignments: Mapping[Partition, Assignment], *, hold: bool) -> None:
         """Pause and resume partitions of `consumer`.  `hold`: all of them rest, whatever the load."""
         at_limit = self.in_flight >= self._most or self._bytes >= self._most_bytes
-        above_half = self.in_flight > self._most // 2 or self._bytes > self._most_bytes // 2
-        self._full = at_limit or (self._full and above_half)
+        self.full = at_limit or (self.full and self._above_half())
         resting = frozenset(
             partition
             for partition, assignment in assignments.items()
             if hold
-            or self._full
+            or self.full
             or assignment.closed
             or assignment.damaged
             or assignment.progress.span >= MOST_UNCOMMITTED

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.dispatcher import EventDispatcher, Handling
@@ -28,7 +30,7 @@ from integr8s_idem.errors import (
 from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.ledger import describe_error
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
-from integr8s_idem.telemetry import Observer, Signal
+from integr8s_idem.telemetry import SILENT, Observer, Signal, Span, is_recorded
 from integr8s_idem.work import Executed, HandlerFailed, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.deadletters import (
@@ -37,10 +39,12 @@ from integr8s_idem.worker.deadletters import (
     generation_of,
     handler_meant,
     is_meant_for,
+    is_replay,
 )
 from integr8s_idem.worker.gate import StoreGate
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.retries import Backoff
+from integr8s_idem.worker.slots import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +69,30 @@ class Tally:
     """Settled after the partition was gone: not committed by us."""
 
 
+Begun: TypeAlias = Callable[[], Awaitable[Outcome[Any]]]
+"""Gives what came of a first try, or raises it."""
+
+_UNSEEN: Final = SILENT.processing("", "", ())
+
+
+@dataclass(slots=True, eq=False)
+class Met:
+    """What a delivery holds: the handlings of its event, or why there are none."""
+
+    handlings: Sequence[Handling] = ()
+    letter: DeadLetter | None = None
+    processing: AbstractContextManager[Span] = _UNSEEN
+    """To be entered around its handling."""
+
+    @property
+    def alone(self) -> Handling | None:
+        """Its one handling, if it can be reserved and remembered together with those of other deliveries."""
+        if len(self.handlings) != 1 or is_recorded(self.processing):
+            return None
+        handling = self.handlings[0]
+        return handling if handling.together else None
+
+
 @dataclass(frozen=True, slots=True)
 class Settler:
     """Settles the deliveries of one service."""
@@ -75,7 +103,7 @@ class Settler:
     decoder: EventDecoder
     publisher: EventPublisher
     gate: StoreGate
-    slots: asyncio.Semaphore
+    slots: Slots
     """Handlers running at once.  Waiting deliveries hold none."""
     backoff: Backoff
     dead_letter_suffix: str
@@ -84,53 +112,71 @@ class Settler:
     _letters: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
     """One for each dead-letter topic: a topic that is missing holds up no letters to others."""
 
-    async def settle(self, delivery: Delivery) -> None:
+    def meet(self, delivery: Delivery) -> Met:
+        """Decode `delivery`, and find its handlers and their keys."""
+        record = delivery.record
+        replay = is_replay(record)
+        if replay and not is_meant_for(self.group, record):
+            return Met()
+        generation = 0
+        try:
+            generation = generation_of(record) if replay else 0
+            event = self.decoder.decode(record.value, record.headers)
+        except UndecodableEventError as error:
+            self.observer.count(Signal.UNDECODABLE, reason=error.reason)
+            return Met(letter=DeadLetter(error.reason, error, generation=generation))
+        self.observer.count(Signal.DELIVERED, event.event_type)
+        processing = self.observer.processing(event.event_type, record.topic, record.headers)
+        only = handler_meant(record) if replay else None
+        try:
+            handlings = self.dispatcher.handlings(event, generation, only)
+        except Exception as error:  # noqa: BLE001  # a key function is the user's code: its error goes with the letter
+            letter = DeadLetter("no_key", error, generation=generation, event_type=event.event_type)
+            return Met((), letter, processing)
+        if only is not None and not handlings:
+            return Met((), _nobody(only, event, generation), processing)
+        return Met(handlings, None, processing)
+
+    async def settle(self, delivery: Delivery, met: Met, begun: Begun | None = None) -> None:
         """Return once `delivery` may be acknowledged.
+
+        `begun`: what came of the first try of its only handler, if there was one.
 
         Raises:
             AbandonedError: Its assignment is closing; it will come again.
         """
-        record = delivery.record
-        if not is_meant_for(self.group, record):
-            return
-        generation = 0
-        try:
-            generation = generation_of(record)
-            event = self.decoder.decode(record.value, record.headers)
-        except UndecodableEventError as error:
-            self.observer.count(Signal.UNDECODABLE, reason=error.reason)
-            await self._dead_letter(delivery, DeadLetter(error.reason, error, generation=generation))
-            return
-        self.observer.count(Signal.DELIVERED, event.event_type)
-        with self.observer.processing(event.event_type, record.topic, record.headers):
-            only = handler_meant(record)
-            try:
-                handlings = self.dispatcher.handlings(event, generation, only)
-            except Exception as error:  # noqa: BLE001  # a key function is the user's code: its error goes with the letter
-                await self._dead_letter(
-                    delivery, DeadLetter("no_key", error, generation=generation, event_type=event.event_type)
-                )
-                return
-            if only is not None and not handlings:
-                await self._dead_letter(delivery, _nobody(only, event, generation))
-                return
-            if len(handlings) == 1:
-                await self._settle(delivery, handlings[0])
+        with met.processing:
+            if met.letter is not None:
+                await self._dead_letter(delivery, met.letter)
+            elif len(met.handlings) == 1:
+                await self._settle(delivery, met.handlings[0], begun)
             else:
-                await _all(*(self._settle(delivery, handling) for handling in handlings))
+                await _all(*(self._settle(delivery, handling) for handling in met.handlings))
 
-    async def _settle(self, delivery: Delivery, handling: Handling) -> None:
+    async def go_on(self, delivery: Delivery, handling: Handling, begun: Begun) -> None:
+        """As `settle`, after a first try."""
+        record = delivery.record
+        with self.observer.processing(handling.event.event_type, record.topic, record.headers):
+            await self._settle(delivery, handling, begun)
+
+    def handled(self, attempt: int) -> None:
+        """A handler has done its work, and that is remembered."""
+        self.tally.handled += 1
+        self.tally.reruns += attempt > 1
+
+    async def _settle(self, delivery: Delivery, handling: Handling, begun: Begun | None = None) -> None:
         """Try until one handler has come to an end."""
         looks = 0
         while True:
-            await self._may_go_on(delivery)
-            outcome = await self._attempt(delivery, handling)
+            if begun is None:
+                await self._may_go_on(delivery)
+            outcome = await self._attempt(delivery, handling, begun)
+            begun = None
             match outcome:
                 case None:
                     continue
                 case Executed(attempt=attempt):
-                    self.tally.handled += 1
-                    self.tally.reruns += attempt > 1
+                    self.handled(attempt)
                     return None
                 case Completed():
                     self.tally.duplicates += 1
@@ -156,19 +202,21 @@ class Settler:
         if delivery.assignment.closed:
             raise AbandonedError
 
-    async def _attempt(self, delivery: Delivery, handling: Handling) -> Outcome[Any] | None:
+    async def _attempt(self, delivery: Delivery, handling: Handling, begun: Begun | None = None) -> Outcome[Any] | None:
         """One try; `None` if nothing is known and it should be repeated, which counts as no attempt."""
-        async with self.slots:
-            if delivery.assignment.closed:
-                raise AbandonedError
-            try:
+        try:
+            if begun is not None:
+                return await begun()
+            async with self.slots:
+                if delivery.assignment.closed:
+                    raise AbandonedError
                 return await handling.attempt(wait_for_store=self.gate.wait_out)
-            except StoreError as error:
-                self.gate.close(error)
-                return None
-            except LeaseLostError as error:
-                self.tally.leases_lost += 1
-                logger.warning("%s", error)
+        except StoreError as error:
+            self.gate.close(error)
+            return None
+        except LeaseLostError as error:
+            self.tally.leases_lost += 1
+            logger.warning("%s", error)
         await self._pause(delivery, self.backoff.pause(1))
         return None
 

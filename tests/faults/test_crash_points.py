@@ -125,7 +125,7 @@ def test_a_lease_is_taken_beside_one_that_is_due_now(loop_factory: Callable[[], 
         assert isinstance(second, Reserved)
         due = now - first.lease.total_seconds() * RENEW_AFTER
 
-        async with keeper.hold(first, due, _never), keeper.hold(second, due, _never):
+        with keeper.hold(first, due, _never), keeper.hold(second, due, _never):
             assert len(keeper) == 2
 
         assert len(keeper) == 0

@@ -23,6 +23,10 @@ _BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
 _LOADERS = frozenset({"load", "loads", "Unpickler", "unsafe_load", "full_load", "literal_eval"})
 
 
+_OF_NO_DATA = {"integr8s_idem/frozen.py": ["exec"]}
+"""Made of the names of a class's fields when that class is made, as `dataclasses` does it: no data is near."""
+
+
 def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Lines at which data could become code."""
     for node in ast.walk(tree):
@@ -44,7 +48,9 @@ def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
 @pytest.mark.scenario(101)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_data_becomes_code(path: Path) -> None:
-    assert list(offences(ast.parse(path.read_text()))) == []
+    found = [what for _, what in offences(ast.parse(path.read_text()))]
+
+    assert found == _OF_NO_DATA.get(path.relative_to(ROOT).as_posix(), [])
 
 
 @pytest.mark.parametrize(

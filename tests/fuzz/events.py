@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from random import Random
 from typing import Any, Literal
 
 from pydantic import Field
 
 from integr8s_idem.errors import InvalidKeyError, UndecodableEventError
-from integr8s_idem.events import BaseEvent, EventDecoder, encode_event, event_headers
+from integr8s_idem.events import BaseEvent, EventDecoder, _read_carefully, encode_event, event_headers, read_json
 from integr8s_idem.keys import MAX_KEY_LENGTH, KeyResolver, KeySpace, KeyStrategy
 from integr8s_idem.ledger import LONGEST_ERROR
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
@@ -62,6 +63,7 @@ def message(random: Random) -> bytes:
 def decoded(random: Random) -> Figures:
     """One message through decoding, keys and encoding."""
     raw = message(random)
+    must(_told(read_json, raw) == _told(_read_carefully, raw), raw)
     try:
         event = DECODER.decode(raw)
     except UndecodableEventError as error:
@@ -77,6 +79,13 @@ def decoded(random: Random) -> Figures:
     for resolver in _RESOLVERS:
         _keyed(resolver, event, again)
     return Figures(accepted=1)
+
+
+def _told(read: Callable[[bytes], object], raw: bytes) -> str:
+    try:
+        return repr(read(raw))
+    except UndecodableEventError as error:
+        return f"{error.reason}: {error.detail}"
 
 
 def _keyed(resolver: KeyResolver, event: BaseEvent, again: BaseEvent) -> None:

@@ -25,7 +25,7 @@ from integr8s_idem.stores.redis import codec
 from tests.campaigns.figures import Figures
 from tests.fuzz.claims import must
 from tests.fuzz.mutators import damaged, flipped, text, value
-from tests.support.stored import checked
+from tests.support.stored import checked, settled
 
 NOW_US = 1_893_456_000_000_000
 _LEASE = timedelta(seconds=30)
@@ -56,9 +56,12 @@ def stored(random: Random, wish: ReserveRequest) -> bytes:
     """A record as the scripts write it, in one of its three states."""
     reserved = Reserved(key="k", token=wish.token, attempt=1, fence=NOW_US, lease=_LEASE)
     packed = codec.wish_of(wish)
-    extras = (16 if packed[0] & 1 else 0) + (24 if packed[0] & 2 else 0)
     status = random.randint(1, 3)
-    flags, rest = packed[0] + random.choice((0, 32, 64)), packed[1:]
+    flags = packed[0] + random.choice((0, 32, 64))
+    attempt, fence = random.randint(1, 65_535), NOW_US + random.randint(-(10**9), 10**9)
+    now_ms = NOW_US // 1000 + random.randint(-(10**6), 10**6)
+    header = bytes((2, codec.PROCESSING, flags)) + attempt.to_bytes(2, "big") + fence.to_bytes(7, "big")
+    held = checked(header + now_ms.to_bytes(6, "big")) + packed[1:]
     if status != codec.PROCESSING:
         body = random.choice(
             (None, StoredResult(random.randbytes(random.randint(0, 300)), random.choice((JSON, "a/b"))))
@@ -68,11 +71,8 @@ def stored(random: Random, wish: ReserveRequest) -> bytes:
             if status == codec.COMPLETED
             else codec.outcome_of_failure(Failure(reservation=reserved, ttl=_LEASE, error=text(random)))
         )
-        flags, rest = packed[0] + outcome[0], packed[1 : 5 + extras] + outcome[1:]
-    attempt, fence = random.randint(1, 65_535), NOW_US + random.randint(-(10**9), 10**9)
-    time_ms = NOW_US // 1000 + random.randint(-(10**6), 10**6)
-    header = bytes((2, status, flags)) + attempt.to_bytes(2, "big") + fence.to_bytes(7, "big")
-    return checked(header + time_ms.to_bytes(6, "big")) + rest
+        return settled(status, held, outcome[0], outcome[1:], now_ms)
+    return held
 
 
 def recorded(random: Random) -> Figures:

@@ -21,7 +21,13 @@ from sqlalchemy.orm import Session
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.config import OnInProgress
-from integr8s_idem.errors import ApplicationError, InProgressError, StoreConfigurationError, TransactionAbortedError
+from integr8s_idem.errors import (
+    ApplicationError,
+    InProgressError,
+    LeaseLostError,
+    StoreConfigurationError,
+    TransactionAbortedError,
+)
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
@@ -108,6 +114,59 @@ async def test_work_that_fails_is_undone_and_the_rest_of_the_transaction_stands(
             await manager.run("refund:1", failing)
 
     assert await charged(engine) == ["before"]
+    assert await manager.get("refund:1") is None
+
+
+async def test_work_that_fails_first_of_all_is_undone_and_the_transaction_goes_on(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with session_of(engine) as session, manager.in_transaction(session):
+
+        async def failing() -> None:
+            await Refund(session)()
+            raise ConnectionError("the bank is away")
+
+        with pytest.raises(ConnectionError, match="the bank is away"):
+            await manager.run("refund:1", failing)
+        await manager.run("refund:2", Refund(session))
+        await session.execute(insert(charges).values(order_id="behind"))
+
+    assert await charged(engine) == ["run 1", "behind"]
+    assert await manager.get("refund:1") is None
+    assert await manager.get("refund:2") is not None
+
+
+async def test_work_within_work_that_fails_is_undone_alone(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+    async with session_of(engine) as session, manager.in_transaction(session):
+
+        async def failing() -> None:
+            await session.execute(insert(charges).values(order_id="inner"))
+            raise ConnectionError("the bank is away")
+
+        async def outer() -> None:
+            await session.execute(insert(charges).values(order_id="outer"))
+            with suppress(ConnectionError):
+                await manager.run("refund:inner", failing)
+
+        await manager.run("refund:outer", outer)
+
+    assert await charged(engine) == ["outer"]
+    assert await manager.get("refund:inner") is None
+    assert await manager.get("refund:outer") is not None
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+async def test_work_that_rolls_all_back_itself_is_not_done(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+    async with AsyncSession(engine) as session, manager.in_transaction(session):
+
+        async def rolling_back() -> None:
+            await session.rollback()
+            await session.execute(insert(charges).values(order_id="by the work, behind its rollback"))
+
+        with pytest.raises(LeaseLostError):
+            await manager.run("refund:1", rolling_back)
+
+    assert await charged(engine) == []
     assert await manager.get("refund:1") is None
 
 
@@ -272,6 +331,20 @@ async def test_work_that_commits_by_itself_is_refused_and_leaves_nothing(
                 await manager.run("refund:1", committing)
 
     assert await charged(engine) == []
+    assert await manager.get("refund:1") is None
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+async def test_a_commit_is_refused_on_each_engine_that_shares_the_connections(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    strict = engine.execution_options(isolation_level="REPEATABLE READ")
+    for one in (strict, engine, strict):
+        async with AsyncSession(one) as session, manager.in_transaction(session):
+            await session.execute(select(charges))
+            with pytest.raises(ApplicationError, match="before its outcome was written"):
+                await manager.run("refund:1", session.commit)
+
     assert await manager.get("refund:1") is None
 
 

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import event, text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy import event, make_url, text
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.records import Reserved
@@ -90,6 +90,25 @@ async def test_a_restart_of_which_no_connection_was_told_costs_no_call(
     restart(server)  # in the event loop, which hears nothing meanwhile
 
     assert await calls(store) == [True] * CONNECTIONS
+
+
+async def test_a_restart_costs_one_call_where_the_engine_looks_at_no_connection(server: Server) -> None:
+    name = "postgresql+asyncpg" if isinstance(server, PostgresServer) else "mysql+aiomysql"
+    engine = create_async_engine(make_url(server.url).set(drivername=name), pool_size=CONNECTIONS)
+    store = SqlIdempotencyRepository(engine, timeout=timedelta(seconds=20))
+    await migrate(engine)
+    await fill(engine)
+    await asyncio.to_thread(restart, server)
+
+    failed = 0
+    for _ in range(CONNECTIONS):
+        try:
+            await store.reserve([wish(new_key())])
+        except StoreUnavailableError:
+            failed += 1
+
+    await engine.dispose()
+    assert failed == 1
 
 
 async def test_a_pool_has_no_more_connections_than_it_was_given(

@@ -213,10 +213,17 @@ async def on_sqlite(folder: Path) -> AsyncIterator[tuple[IdempotencyRepository, 
     async with open_store(settings, key_prefix="trips") as store:
         assert isinstance(store, SqlIdempotencyRepository)
         statements: list[str] = []
-        engine = store.engine.sync_engine
-        event.listen(engine, "before_cursor_execute", lambda *told: statements.append(told[2]))
-        for ending in ("commit", "rollback"):
-            event.listen(engine, ending, lambda *_, ending=ending: statements.append(ending))
+
+        def told(statement: str) -> None:
+            # One for many rows is told once a row, with its values behind the verb and the table.
+            begun, *last = statements[-2:] if len(statements) > 1 else ("", "")
+            if not (begun.startswith("BEGIN") and statement.split()[:2] == last[0].split()[:2]):
+                statements.append(statement)
+
+        def trace(connection: Any, *_: Any) -> None:
+            connection.run_async(lambda driver: driver.set_trace_callback(told))
+
+        event.listen(store.engine.sync_engine, "checkout", trace)
         yield store, lambda: len(statements)
 
 

@@ -7,19 +7,90 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cost_tables import STAGES as TOLD_STAGES
+from benchmarks.costs import STAGES
+from benchmarks.deployments import foretold
+from benchmarks.flames import flame_graph
+from benchmarks.profiled import GRAPH, stacks
+from benchmarks.questions import KEYS
 from benchmarks.servers import KINDS
-from benchmarks.tables import PAGES, RESULTS, filled
-from tests.packaging.repository import name_of
+from benchmarks.tables import LATEST, PAGES, RESULTS, all_tables, filled
+from benchmarks.targets import GUARANTEES, TARGETS
+from tests.packaging.repository import ROOT, name_of
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_tables_are_those_of_the_results(page: Path) -> None:
-    told = json.loads(RESULTS.read_text(encoding="utf-8"))
-
-    assert page.read_text(encoding="utf-8") == filled(page.read_text(encoding="utf-8"), told)
+    assert page.read_text(encoding="utf-8") == filled(page.read_text(encoding="utf-8"), all_tables())
 
 
 def test_every_kind_of_store_was_measured() -> None:
     told = json.loads(RESULTS.read_text(encoding="utf-8"))
 
     assert {name.partition(".")[0] for name in told} - {"machine", "version"} == set(KINDS)
+
+
+def test_every_target_has_a_question_and_every_figure_a_target() -> None:
+    assert sorted(KEYS) == sorted(TARGETS)
+
+
+@pytest.mark.parametrize("key", TARGETS)
+def test_every_figure_is_the_median_of_five_rounds_or_more(key: str) -> None:
+    told = json.loads(LATEST.read_text(encoding="utf-8"))
+
+    assert told[f"{key}.min"] <= told[key] <= told[f"{key}.max"]
+    assert told[f"{key}.rounds"] >= 5
+
+
+def test_what_each_contestant_promises_stands_beside_its_numbers() -> None:
+    told = json.loads(LATEST.read_text(encoding="utf-8"))
+
+    assert {name.split(".")[2] for name in told if name.startswith("contest.")} == set(GUARANTEES)
+
+
+def test_every_stage_is_told_and_stands_in_the_results_by_five_rounds_or_more() -> None:
+    told = json.loads(LATEST.read_text(encoding="utf-8"))
+
+    assert tuple(TOLD_STAGES) == STAGES
+    assert all(told[f"cost.{name}_us.rounds"] >= 5 for name in (*STAGES, "sum", "whole", "residue"))
+
+
+def test_two_workers_are_foretold_twice_the_rate_of_one_until_something_is_full() -> None:
+    costs = {"cost.whole_us": 100.0, "cost.redis_us": 20.0, "cost.broker_us": 5.0}
+
+    assert foretold(costs, 1, 8) == 10_000
+    assert foretold(costs, 2, 8) == 20_000
+    assert foretold(costs, 8, 16) == 50_000  # Redis has one processor
+    assert foretold(costs, 2, 2) == 16_000  # all share two
+
+
+def test_the_flame_graph_is_small_and_tells_nothing_of_the_machine_it_was_made_on() -> None:
+    drawn = GRAPH.read_text(encoding="utf-8")
+
+    assert len(drawn) < 500_000
+    assert "Crew" in drawn
+    assert "(/" not in drawn
+    assert str(ROOT) not in drawn
+    assert "site-packages" not in drawn
+
+
+def test_frames_are_named_by_what_one_would_import_and_imports_are_left_out() -> None:
+    looked = "<module> (/x/lib/python3.11/site-packages/uvloop/__init__.py:5);"
+    raw = "\n".join(
+        [
+            f"{looked}poll (/x/lib/python3.11/site-packages/aiokafka/consumer.py:7) 3",
+            f"{looked}poll ({ROOT}/integr8s_idem/worker/polling.py:1) 2",
+            f"{looked}poll (aiokafka/consumer.py:9) 1",
+            "_find_and_load (<frozen importlib._bootstrap>:1) 9",
+        ]
+    )
+
+    assert stacks(raw) == {("poll (aiokafka/consumer.py)",): 4, ("poll (integr8s_idem/worker/polling.py)",): 2}
+
+
+def test_a_flame_is_as_wide_as_its_share_and_names_its_function() -> None:
+    drawn = flame_graph("A & B", stacks("outer (a.py:1);inner (b.py:2) 3\nouter (a.py:1) 1"))
+
+    assert "A &amp; B" in drawn
+    assert "<title>outer (a.py) 100.0%</title>" in drawn
+    assert "<title>inner (b.py) 75.0%</title>" in drawn

@@ -35,9 +35,10 @@ def text_of(path: Path) -> str | None:
 
 
 def asked_for() -> list[Requirement]:
-    """What pyproject.toml asks for: to run, with every extra, to develop, to build."""
+    """What pyproject.toml asks for: to run, with every extra, to develop, to measure, to build."""
     project = PROJECT["project"]
-    lists = [project["dependencies"], *project["optional-dependencies"].values(), PROJECT["dependency-groups"]["dev"]]
+    groups = PROJECT["dependency-groups"].values()
+    lists = [project["dependencies"], *project["optional-dependencies"].values(), *groups]
     return [Requirement(line) for line in sum(lists, start=list(PROJECT["build-system"]["requires"]))]
 
 

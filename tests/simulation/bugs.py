@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any, Final
 from unittest import mock
 
 from integr8s_idem.config import OnInProgress
+from integr8s_idem.deadlines import Deadline
 from integr8s_idem.errors import StoreError
 from integr8s_idem.handling import GuardedHandling
 from integr8s_idem.leases import HeldLease, LeaseKeeper
@@ -25,8 +27,8 @@ from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reser
 from integr8s_idem.stores import memory
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.work import Executed
-from integr8s_idem.worker.assignments import AbandonedError, Assignment, Delivery
-from integr8s_idem.worker.consumer import ServiceWorker
+from integr8s_idem.worker.assignments import Assignment, Delivery
+from integr8s_idem.worker.crew import Crew
 from integr8s_idem.worker.holdings import Holdings
 from integr8s_idem.worker.offsets import Progress
 from integr8s_idem.worker.polling import Poller
@@ -148,16 +150,16 @@ def check_then_act() -> AbstractContextManager[Any]:
 def no_fencing_by_oneself() -> AbstractContextManager[Any]:
     """A run whose lease has ended goes on."""
 
-    async def enter(self: HeldLease) -> HeldLease:
-        await self._fence.__aenter__()
-        self._fence.reschedule(None)
+    def enter(self: HeldLease) -> HeldLease:
+        Deadline.__enter__(self)
+        self.reschedule(None)
         self._keeper.take(self)
         return self
 
     def renewed(self: HeldLease, asked_at: float, lease: float) -> None:
-        self._count_from(asked_at, lease)
+        self._count_from(asked_at, lease)  # and the deadline stays away
 
-    return mock.patch.multiple(HeldLease, __aenter__=enter, renewed=renewed, lose=lambda self: None)
+    return mock.patch.multiple(HeldLease, __enter__=enter, renewed=renewed, lose=lambda self: None)
 
 
 def no_renewal() -> AbstractContextManager[Any]:
@@ -181,7 +183,7 @@ def key_made_again() -> AbstractContextManager[Any]:
 
     async def attempt(self: GuardedHandling, **told: Any) -> Any:
         handler: Any = self.handler
-        self._work.key = handler.resolver.resolve(handler.name, self.event, self.generation).key
+        self.work.key = handler.resolver.resolve(handler.name, self.event, self.generation).key
         return await right(self, **told)
 
     return _instead(GuardedHandling, "attempt", attempt)
@@ -189,14 +191,14 @@ def key_made_again() -> AbstractContextManager[Any]:
 
 def completed_before_the_handler() -> AbstractContextManager[Any]:
     """The outcome is written first, as with an offset committed before the work."""
-    performed = Passes._perform
+    performed = Passes.perform
 
     async def perform(self: Passes, work: Any, function: Any, reserved: Reserved, *told: Any, **more: Any) -> Any:
         completion = self._ledger.completion(reserved, "done", work.ttl)
         await self._ledger.complete(completion)
         return await performed(self, work, function, reserved, *told, **more)
 
-    return _instead(Passes, "_perform", perform)
+    return _instead(Passes, "perform", perform)
 
 
 def token_of_the_process() -> AbstractContextManager[Any]:
@@ -214,13 +216,7 @@ def token_of_the_process() -> AbstractContextManager[Any]:
 
 def acknowledge_in_progress() -> AbstractContextManager[Any]:
     """A duplicate of what is being worked on is acknowledged."""
-    right = GuardedHandling.__init__
-
-    def init(self: GuardedHandling, *told: Any, **named: Any) -> None:
-        right(self, *told, **named)
-        self.on_in_progress = OnInProgress.SKIP
-
-    return _instead(GuardedHandling, "__init__", init)
+    return _instead(GuardedHandling, "on_in_progress", property(lambda _: OnInProgress.SKIP))
 
 
 def watermark_off_by_one() -> AbstractContextManager[Any]:
@@ -270,21 +266,22 @@ def no_seek_after_a_failed_poll() -> AbstractContextManager[Any]:
 
 def abandoned_is_finished() -> AbstractContextManager[Any]:
     """What is let go in a rebalance counts as done."""
-    right = Settler.settle
+    right = Crew._end
 
-    async def settle(self: Settler, delivery: Delivery) -> None:
-        try:
-            await right(self, delivery)
-        except AbandonedError:
-            return
+    def end(self: Crew, delivery: Delivery) -> None:
+        if delivery.assignment.closed:
+            self._finish(delivery)
+        right(self, delivery)
 
-    return _instead(Settler, "settle", settle)
+    return _instead(Crew, "_end", end)
 
 
 def acknowledged_in_an_outage() -> AbstractContextManager[Any]:
     """A delivery that meets a silent store is acknowledged."""
 
-    async def attempt(self: Settler, delivery: Delivery, handling: Any) -> Any:
+    async def attempt(self: Settler, delivery: Delivery, handling: Any, begun: Any = None) -> Any:
+        if begun is not None:
+            return await begun()
         async with self.slots:
             try:
                 return await handling.attempt(wait_for_store=self.gate.wait_out)
@@ -312,20 +309,21 @@ def letter_after_the_offset() -> AbstractContextManager[Any]:
             await right(self, *told)
 
         delivery: Delivery = told[0]
-        delivery.assignment.tasks.add(asyncio.get_running_loop().create_task(later()))
+        delivery.task = asyncio.get_running_loop().create_task(later())
 
     return _instead(Settler, "_dead_letter", beside)
 
 
 def offset_first() -> AbstractContextManager[Any]:
     """A delivery counts as finished when it begins."""
-    right = ServiceWorker._settle
+    right = Crew._wave
 
-    async def settle(self: ServiceWorker, delivery: Delivery) -> None:
-        self._finish(delivery)
-        await right(self, delivery)
+    async def wave(self: Crew, taken: deque[Delivery]) -> None:
+        for delivery in taken:
+            self._finish(delivery)
+        await right(self, taken)
 
-    return _instead(ServiceWorker, "_settle", settle)
+    return _instead(Crew, "_wave", wave)
 
 
 BUGS: Final[dict[str, Bug]] = {

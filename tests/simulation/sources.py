@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from random import Random
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
-from integr8s_idem import passes, work
+from integr8s_idem import deadlines, ledger, passes
 from integr8s_idem.worker import consumer, deadletters, polling, retries
+from tests.simulation.processes import PROCESS
 
 POLL_SECONDS: Final = 1.0
 """Longest wait of one poll here: an idle worker polls less often, so that a run takes less time."""
@@ -28,15 +30,16 @@ def _now() -> float:
 def driven_by(random: Random) -> Iterator[None]:
     """Jitter, tokens and clocks from `random` and from the loop; silence in the log."""
     chance = SimpleNamespace(uniform=random.uniform)
-    secrets = SimpleNamespace(token_bytes=random.randbytes)
+    clocks: defaultdict[object, Any] = defaultdict(deadlines._Clock)
     time = SimpleNamespace(monotonic=_now, time=lambda: WALL_CLOCK + _now())
     logger = logging.getLogger("integr8s_idem")
     level = logger.level
     with ExitStack() as patches:
         for place, name, source in (
             (passes, "random", chance),
-            (passes, "secrets", secrets),
-            (work, "secrets", secrets),
+            (ledger, "new_token", lambda: random.randbytes(16)),
+            # Processes share an event loop here, and a timer of the dead never rings.
+            (deadlines, "_clock_of", lambda _: clocks[PROCESS.get()]),
             (retries, "random", chance),
             (consumer, "time", time),
             (polling, "time", time),

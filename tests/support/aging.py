@@ -15,7 +15,8 @@ for _, key in ipairs(KEYS) do
   elseif life > 0 then
     redis.call('PEXPIRE', key, life - by)
     local old = redis.call('GETRANGE', key, 12, 21)
-    local time = struct.unpack('>I6', old)
+    -- A settled record knows only how long after its fence it was settled, and the fence names a reservation.
+    local time = redis.call('GETRANGE', key, 0, 0) ~= '\\3' and struct.unpack('>I6', old) or 0
     if time > 0 then
       local new = struct.pack('>I6', math.max(time - by, 1))
       local high, low, check = struct.unpack('>I4I2I4', old)
@@ -28,7 +29,7 @@ end
 
 
 async def age_records(client: Redis, duration: timedelta, prefix: str = "", *, one_by_one: bool = False) -> None:
-    """Move every time in every record, and every expiry, `duration` into the past.
+    """Move the end of every lease, and every expiry, `duration` into the past.
 
     `one_by_one`: a server of a cluster takes only keys of one slot at once.
     """

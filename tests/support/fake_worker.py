@@ -53,7 +53,7 @@ class RunningWorker:
 
     async def crash(self) -> None:
         """It is gone without a word, as far as the broker is concerned."""
-        doomed = {self.task}.union(*(place.tasks for place in self.worker._holdings.assignments.values()))
+        doomed = {self.task, *self.worker._crew.tasks}
         for task in doomed:
             task.cancel()
         await asyncio.wait(doomed)
@@ -78,6 +78,7 @@ async def running(
         yield under_way
     finally:
         worker.stop()
-        await asyncio.wait({under_way.task})
+        _, hanging = await asyncio.wait({under_way.task}, timeout=3_600)
+        assert not hanging, "told to stop, it goes on"
     if not under_way.task.cancelled():
         under_way.task.result()

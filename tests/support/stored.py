@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import reduce
 from operator import xor
+from zlib import crc32
 
 HEADER = 18
 CHECKED_HEADER = 22
@@ -14,6 +15,26 @@ def checked(header: bytes) -> bytes:
     """The first 18 bytes of `header`, with the check that Lua would put behind them."""
     words = (int.from_bytes(header[at : min(at + 4, HEADER)], "big") for at in range(0, HEADER, 4))
     return header[:HEADER] + reduce(xor, words).to_bytes(4, "big")
+
+
+def settled(status: int, record: bytes, flags: int, rest: bytes, now_ms: int) -> bytes:
+    """A record that was worked on, as settle.lua settles it; `rest`: what follows fingerprint and trace."""
+    kept = record[2] & 3
+    extras = record[CHECKED_HEADER : CHECKED_HEADER + (16 if kept & 1 else 0) + (24 if kept & 2 else 0)]
+    later = max(now_ms - int.from_bytes(record[5:12], "big") // 1000, 0)
+    header = bytes((3, 32 * status + kept + flags)) + record[3:12] + later.to_bytes(5, "big")
+    words = (int.from_bytes(header[at : at + 4], "big") for at in range(0, 16, 4))
+    return header + (reduce(xor, words) ^ crc32(extras)).to_bytes(4, "big") + extras + rest
+
+
+def settled_earlier(record: bytes) -> bytes:
+    """A settled record in format 2, as it was written before."""
+    both = record[1]
+    time = (int.from_bytes(record[4:11], "big") // 1000 + int.from_bytes(record[11:16], "big")).to_bytes(6, "big")
+    extras = record[20 : 20 + (16 if both & 1 else 0) + (24 if both & 2 else 0)]
+    rest = record[20 + len(extras) :] or bytes(4)
+    header = checked(bytes((2, both // 32, both % 32)) + record[2:11] + time)
+    return header + extras + crc32(extras).to_bytes(4, "big") + rest
 
 
 def changed(record: bytes, at: int, new: bytes) -> bytes:

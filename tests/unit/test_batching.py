@@ -178,3 +178,89 @@ def test_in_any_interleaving_each_caller_gets_its_own_answer_or_it_is_abandoned(
     assert not set(answered) & set(abandoned)
     assert all(answer == number**2 for number, answer in (answered | abandoned).items())
     assert len(answered) >= callers - callers // 3
+
+
+async def had_alone(coalescer: Coalescer[int, int]) -> None:
+    """After a question without company the next is sent by its asker."""
+    await coalescer.answer(0)
+
+
+@virtual_time
+async def test_a_lone_question_is_sent_by_its_asker_and_its_error_is_raised_as_it_is() -> None:
+    backend, senders = Backend(), list[asyncio.Task[None] | None]()
+
+    async def call(questions: list[int]) -> Sequence[int]:
+        senders.append(asyncio.current_task())
+        return await backend(questions)
+
+    coalescer = Coalescer(call)
+    await had_alone(coalescer)
+    assert await coalescer.answer(3) == 9
+    backend.error = StoreUnavailableError("reserve", "down")
+    with pytest.raises(StoreUnavailableError) as raised:
+        await coalescer.answer(4)
+
+    assert senders[1:] == [asyncio.current_task()] * 2
+    assert raised.value is backend.error
+
+
+@virtual_time
+async def test_those_who_ask_beside_a_lone_question_go_together_after_it() -> None:
+    backend = Backend()
+    coalescer = Coalescer(backend)
+    await had_alone(coalescer)
+
+    answers = await asyncio.gather(*(coalescer.answer(number) for number in range(1, 6)))
+    more = await asyncio.gather(*(coalescer.answer(number) for number in range(6, 9)))
+
+    assert answers + more == [number**2 for number in range(1, 9)]
+    assert backend.batches == [[0], [1], [2, 3, 4, 5], [6, 7, 8]]
+
+
+@virtual_time
+async def test_a_lone_question_whose_asker_is_cancelled_is_asked_again_and_abandoned() -> None:
+    backend, abandoned = Backend(), list[tuple[int, int]]()
+    coalescer = Coalescer(backend, abandoned=lambda question, answer: abandoned.append((question, answer)))
+    await had_alone(coalescer)
+    asking = asyncio.create_task(coalescer.answer(3))
+    await asyncio.sleep(0.5)
+    beside = asyncio.create_task(coalescer.answer(4))
+    await asyncio.sleep(0)
+
+    asking.cancel()
+    settled = asyncio.create_task(coalescer.settled())
+    await asyncio.wait({asking, beside})
+    await settled
+
+    assert asking.cancelled()
+    assert beside.result() == 16
+    assert abandoned == [(3, 9)]
+    assert backend.batches == [[0], [3], [4, 3]]
+
+
+@virtual_time
+async def test_settled_waits_for_a_lone_question_and_for_what_came_behind_it() -> None:
+    coalescer = Coalescer(Backend())
+    await had_alone(coalescer)
+    first = asyncio.create_task(coalescer.answer(1))
+    await asyncio.sleep(0.5)
+    second = coalescer.ask(2)
+
+    await asyncio.gather(coalescer.settled(), coalescer.settled())
+
+    assert first.done()
+    assert second.done()
+
+
+@virtual_time
+async def test_a_lone_question_with_too_many_answers_is_an_error() -> None:
+    answers = [[0], [0, 0]]
+
+    async def backend(questions: list[int]) -> Sequence[int]:
+        return answers.pop(0)
+
+    coalescer = Coalescer(backend)
+    await had_alone(coalescer)
+
+    with pytest.raises(RuntimeError, match="1 questions, 2 answers"):
+        await coalescer.answer(1)

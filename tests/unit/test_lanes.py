@@ -2,121 +2,65 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
 from typing import Literal
 
 import pytest
 
-from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Delivery
 from integr8s_idem.worker.lanes import Lanes
 from tests.support.deliveries import assignment, delivery
 
 
-class Settling:
-    """Takes a second for each delivery, and notes when it began and ended."""
-
-    def __init__(self) -> None:
-        self.began: list[int] = []
-        self.ended: list[int] = []
-        self.most = 0
-
-    async def __call__(self, delivery: Delivery) -> None:
-        self.began.append(delivery.record.offset)
-        self.most = max(self.most, len(self.began) - len(self.ended))
-        await asyncio.sleep(1)
-        self.ended.append(delivery.record.offset)
+def turns(lanes: Lanes, deliveries: list[Delivery]) -> list[list[int]]:
+    """Whose turn it is together, by offset, where each turn ends before the next begins."""
+    now = [each for each in deliveries if lanes.enter(each)]
+    found = []
+    while now:
+        found.append([each.record.offset for each in now])
+        now = [following for each in now if (following := lanes.leave(each)) is not None]
+    return found
 
 
-def never(delivery: Delivery) -> None:
-    raise AssertionError(f"{delivery} was dropped")
-
-
-@pytest.mark.parametrize(("ordering", "seconds", "beside"), [("partition", 6, 1), ("key", 3, 2), ("none", 1, 6)])
-@virtual_time
-async def test_an_ordering_says_what_runs_beside_each_other(
-    ordering: Literal["partition", "key", "none"], seconds: float, beside: int
+@pytest.mark.parametrize(
+    ("ordering", "together"),
+    [
+        ("partition", [[0], [1], [2], [3], [4], [5]]),
+        ("key", [[0, 1], [2, 3], [4, 5]]),
+        ("none", [[0, 1, 2, 3, 4, 5]]),
+    ],
+)
+async def test_an_ordering_says_whose_turn_it_is_together(
+    ordering: Literal["partition", "key", "none"], together: list[list[int]]
 ) -> None:
-    settling, here = Settling(), assignment()
-    lanes = Lanes(ordering, settling, never)
+    here, lanes = assignment(), Lanes(ordering)
 
-    for offset in range(6):
-        lanes.put(delivery(here, offset, key=b"even" if offset % 2 == 0 else b"odd"))
-    await asyncio.wait(here.tasks)
+    found = turns(lanes, [delivery(here, number, key=b"odd" if number % 2 else b"even") for number in range(6)])
 
-    assert asyncio.get_running_loop().time() == seconds
-    assert settling.most == beside
-    by_key: dict[int, list[int]] = defaultdict(list)
-    for offset in settling.ended:
-        by_key[offset % 2].append(offset)
-    if ordering != "none":
-        assert by_key == {0: [0, 2, 4], 1: [1, 3, 5]}
+    assert found == together
+    assert len(lanes) == 0
 
 
-@virtual_time
 async def test_messages_without_a_key_keep_the_order_of_their_partition() -> None:
-    settling, here = Settling(), assignment()
-    lanes = Lanes("key", settling, never)
+    here, lanes = assignment(), Lanes("key")
 
-    for offset in range(3):
-        lanes.put(delivery(here, offset))
-    await asyncio.wait(here.tasks)
-
-    assert (settling.ended, settling.most) == ([0, 1, 2], 1)
+    assert turns(lanes, [delivery(here, number) for number in range(3)]) == [[0], [1], [2]]
 
 
-@virtual_time
 async def test_partitions_do_not_wait_for_each_other() -> None:
-    settling, one, other = Settling(), assignment(partition=0), assignment(partition=1)
-    lanes = Lanes("partition", settling, never)
+    one, other, lanes = assignment(partition=0), assignment(partition=1), Lanes("partition")
 
-    for place in (one, other):
-        lanes.put(delivery(place, 0))
-    await asyncio.wait(one.tasks | other.tasks)
-
-    assert settling.most == 2
+    assert turns(lanes, [delivery(one, 0), delivery(other, 10)]) == [[0, 10]]
 
 
-@virtual_time
 async def test_a_partition_that_comes_back_does_not_wait_for_its_earlier_assignment() -> None:
-    settling, before, after = Settling(), assignment(), assignment()
-    lanes = Lanes("partition", settling, never)
+    before, after, lanes = assignment(), assignment(), Lanes("partition")
 
-    lanes.put(delivery(before, 0))
-    lanes.put(delivery(after, 0))
-    await asyncio.wait(before.tasks | after.tasks)
-
-    assert settling.most == 2
+    assert turns(lanes, [delivery(before, 0), delivery(after, 0)]) == [[0, 0]]
 
 
-@virtual_time
 async def test_an_idle_lane_leaves_nothing_behind_and_starts_again() -> None:
-    settling, here = Settling(), assignment()
-    lanes = Lanes("key", settling, never)
+    here, lanes = assignment(), Lanes("key")
 
-    for offset in range(2):
-        lanes.put(delivery(here, offset, key=b"a"))
-        await asyncio.sleep(2)
-
-    assert settling.ended == [0, 1]
-    assert not lanes._lanes
-    assert not here.tasks
-
-
-@pytest.mark.parametrize("steps", [0, 1], ids=["not begun", "under way"])
-@virtual_time
-async def test_a_cancelled_lane_tells_what_it_drops(steps: int) -> None:
-    settling, here, dropped = Settling(), assignment(), list[int]()
-    lanes = Lanes("partition", settling, lambda delivery: dropped.append(delivery.record.offset))
-    for offset in range(3):
-        lanes.put(delivery(here, offset))
-    for _ in range(steps):
-        await asyncio.sleep(0)
-
-    for task in here.tasks:
-        task.cancel()
-    await asyncio.sleep(0.01)
-
-    assert dropped == [0, 1, 2][steps:]
-    assert not lanes._lanes
+    for number in range(2):
+        assert turns(lanes, [delivery(here, number, key=b"a")]) == [[number]]
+        assert len(lanes) == 0

@@ -108,7 +108,7 @@ async def test_a_zombie_does_not_overwrite_the_outcome_of_its_successor() -> Non
 
 async def stall(here: Guarded, job: Job) -> asyncio.Task[object]:
     """A run whose process does not renew, and whose own clock does not stop it: as after SIGSTOP."""
-    here.manager._leases.take = lambda lease: lease._fence.reschedule(None)  # type: ignore[method-assign]
+    here.manager._leases.take = lambda lease: lease.reschedule(None)  # type: ignore[method-assign]
     running = asyncio.create_task(here.manager.execute(Work(Key.of("order:1")), job.with_attempt))
     await job.started.wait()
     return running

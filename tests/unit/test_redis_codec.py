@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +27,8 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores.redis import codec
 from integr8s_idem.stores.redis.batches import MOST_BYTES, MOST_KEYS, slices
-from tests.support.stored import checked, flips, unchecked
+from tests.support import stored
+from tests.support.stored import checked, flips, settled_earlier, unchecked
 
 LEASE = timedelta(seconds=30)
 NOW_US = 1_800_000_000_000_000
@@ -58,11 +60,10 @@ def processing(request: ReserveRequest, attempt: int = 1, fence: int = NOW_US, p
 
 
 def settled(status: int, record: bytes, outcome: bytes) -> bytes:
-    """As settle.lua writes it."""
-    kept = record[2] & (codec.HAS_FINGERPRINT | codec.HAS_TRACE)
-    extras = record[22 : 26 + (16 if kept & 1 else 0) + (24 if kept & 2 else 0)]
-    header = bytes((2, status, kept + outcome[0])) + record[3:12]
-    return checked(header + NOW_MS.to_bytes(6, "big")) + extras + outcome[1:]
+    return stored.settled(status, record, outcome[0], outcome[1:], NOW_MS)
+
+
+RESERVED = Reserved(key="k", token=b"t" * 16, attempt=1, fence=NOW_US, lease=LEASE)
 
 
 def reservation_of(request: ReserveRequest) -> Reserved:
@@ -116,14 +117,17 @@ def test_an_error_comes_back_whole(request: ReserveRequest, error: str) -> None:
 
 
 @pytest.mark.scenario(92)
-@given(raw=st.binary(max_size=120) | st.builds(bytes.__add__, st.sampled_from([b"\1", b"\2"]), st.binary(max_size=120)))
+@given(
+    raw=st.binary(max_size=120)
+    | st.builds(bytes.__add__, st.sampled_from([b"\1", b"\2", b"\3"]), st.binary(max_size=120))
+)
 def test_arbitrary_bytes_are_a_verdict_and_never_an_error(raw: bytes) -> None:
     request = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE)
 
     verdict = codec.verdict_of(request, raw, NOW_US)
 
     assert verdict.key == "k"
-    assert isinstance(verdict, Corrupt) or raw[:1] in {b"\1", b"\2"}
+    assert isinstance(verdict, Corrupt) or raw[:1] in {b"\1", b"\2", b"\3"}
 
 
 @pytest.mark.scenario(94)
@@ -140,6 +144,14 @@ def test_one_flipped_bit_anywhere_makes_a_record_corrupt(
     for record in (sound, settled(codec.COMPLETED, sound, outcome), settled(codec.FAILED, sound, failure)):
         for raw in flips(record):
             assert isinstance(codec.verdict_of(other(request), raw, NOW_US), Corrupt)
+
+
+@pytest.mark.parametrize("length", [16, 24, 40])
+def test_no_damage_to_the_first_byte_behind_a_check_is_made_good_by_one_to_the_last_byte_of_it(length: int) -> None:
+    """Two damaged bytes side by side are noticed, also where one check holds header, fingerprint and trace."""
+    sound = crc32(bytes(length))
+
+    assert all((crc32(bytes((byte,)) + bytes(length - 1)) ^ sound) >> 8 for byte in range(1, 256))
 
 
 @settings(max_examples=30)
@@ -172,16 +184,17 @@ def test_a_record_cut_short_or_with_something_behind_it_is_corrupt(
 
 @pytest.mark.scenario(93)
 @given(request=_REQUESTS, attempt=_ATTEMPTS, result=_RESULTS)
-def test_records_of_the_format_without_checks_are_read_as_before(
+def test_records_of_the_earlier_formats_are_read_as_before(
     request: ReserveRequest, attempt: int, result: StoredResult | None
 ) -> None:
     held = processing(request, attempt)
     completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result)
     done = settled(codec.COMPLETED, held, codec.outcome_of_completion(completion))
 
-    for raw in (held, done):
-        assert codec.parse(unchecked(raw)) == codec.parse(raw)
-        assert codec.holds_lease(unchecked(raw), NOW_MS) == codec.holds_lease(raw, NOW_MS)
+    for now, earlier in ((held, held), (done, settled_earlier(done))):
+        for raw in (earlier, unchecked(earlier)):
+            assert codec.parse(raw) == codec.parse(now)
+            assert codec.holds_lease(raw, NOW_MS) == codec.holds_lease(now, NOW_MS)
 
 
 @given(request=_REQUESTS, at=st.integers(0, 200), byte=st.integers(0, 255), cut=st.integers(0, 200))
@@ -199,12 +212,23 @@ def test_a_damaged_record_is_a_verdict_and_never_an_error(
 @pytest.mark.scenario(92, 93)
 def test_every_way_of_being_unreadable_has_its_reason() -> None:
     good = processing(ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE))
+    result = Completion(reservation=RESERVED, ttl=LEASE, result=StoredResult(b"r", "a/b"))
+    done = settled(codec.COMPLETED, good, codec.outcome_of_completion(result))
     # Without checks, so that what they would catch first is seen as well.
     bare = unchecked(good)
     reasons = {
         b"": "it is empty",
         b'{"status": 1}': "it was written by another program",
-        b"\3" + good[1:]: "its format 3 is newer than this version reads (2)",
+        b"\4" + good[1:]: "its format 4 is newer than this version reads (3)",
+        done[:9]: "it ends after 9 bytes",
+        b"\3" + good[1:]: "its status is 0",
+        done[:1] + b"\x20" + done[2:]: "its status is 1",
+        done[:1] + b"\x64" + done[2:]: "its header is damaged",
+        done[:1] + b"\x48" + done[2:]: "it has 29 bytes, and its header says 20",
+        done[:2] + b"\0\0" + done[4:]: "its header is damaged",
+        done[:3] + b"\7" + done[4:]: "it is damaged: a check does not match",
+        done[:-1] + b"x": "it is damaged: a check does not match",
+        done[:1] + b"\x40" + done[2:]: "it has 29 bytes, and its header says 20",
         good[:9]: "it ends after 9 bytes",
         good[:40]: "it ends after 40 bytes",
         good[:1] + b"\7" + good[2:]: "its status is 7",
@@ -231,7 +255,7 @@ def test_another_fingerprint_is_a_reused_key_whoever_asks() -> None:
     assert verdict == KeyReused(key="k", stored=b"a" * 16, offered=b"b" * 16)
 
 
-def test_a_completed_record_with_fingerprint_and_trace_takes_70_bytes() -> None:
+def test_a_completed_record_with_fingerprint_and_trace_takes_60_bytes() -> None:
     trace = TraceLink(b"i" * 16, b"s" * 8)
     request = ReserveRequest(
         key="k", token=b"t" * 16, lease=LEASE, retention=LEASE, fingerprint=b"f" * 16, trace=trace, owner="o" * 128
@@ -240,7 +264,7 @@ def test_a_completed_record_with_fingerprint_and_trace_takes_70_bytes() -> None:
 
     raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
 
-    assert len(raw) == 70
+    assert len(raw) == 60
 
 
 @pytest.mark.parametrize(
@@ -278,3 +302,17 @@ def test_a_batch_is_cut_in_order_into_bounded_calls(sizes: list[int]) -> None:
     assert [size for part in parts for size in part] == sizes
     assert all(0 < len(part) <= MOST_KEYS for part in parts)
     assert all(len(part) == 1 or sum(part) <= MOST_BYTES for part in parts)
+
+
+def test_nothing_as_a_result_takes_no_bytes_and_comes_back() -> None:
+    request = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE)
+    nothing = Completion(reservation=RESERVED, ttl=LEASE, result=StoredResult(b"null"))
+    none_kept = Completion(reservation=RESERVED, ttl=LEASE)
+
+    kept, without = (
+        settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(each))
+        for each in (nothing, none_kept)
+    )
+
+    assert len(kept) == len(without)
+    assert [codec.parse(raw).result for raw in (kept, without)] == [StoredResult(b"null"), None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -277,6 +278,28 @@ async def wrapped(*args: object) -> Any:
 )
 def test_the_return_type_is_found_wherever_it_stands(function: Callable[..., object], expected: object) -> None:
     assert return_type_of(function) is expected
+    assert return_type_of(function) is expected, "asked again"
+
+
+def test_a_return_type_that_comes_into_being_later_is_found_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    def paid() -> Later: ...  # type: ignore[name-defined]  # noqa: F821  # that is the question
+
+    assert return_type_of(paid) is Any
+
+    monkeypatch.setitem(globals(), "Later", Receipt)
+
+    assert return_type_of(paid) is Receipt
+
+
+def test_a_function_whose_return_type_is_known_is_not_kept_alive() -> None:
+    def paid() -> int:
+        return 1
+
+    gone = weakref.ref(paid)
+    assert return_type_of(paid) is int
+    del paid
+
+    assert gone() is None
 
 
 @virtual_time

@@ -282,7 +282,7 @@ async def test_a_run_that_was_taken_over_begins_no_more_steps() -> None:
         zombie.here.store.held = {"renew": asyncio.Event()}
         # As a process does that is stopped as a whole: no clock of its own ends it.
         lease = zombie.here.manager.passes.current_run().lease  # type: ignore[union-attr]
-        lease._fence.reschedule(None)  # type: ignore[union-attr]
+        lease.reschedule(None)  # type: ignore[union-attr]
         stalled.set()
         await go_on.wait()
         await steps.run("ship", effects.ship, reservation)
@@ -311,7 +311,7 @@ async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
         zombie.here.store.held = {"renew": asyncio.Event()}
         outer = zombie.here.manager._leases._held
         for lease in outer:
-            lease._fence.reschedule(None)
+            lease.reschedule(None)
         begun.set()
         await asyncio.sleep(35)
         return "done by the zombie"

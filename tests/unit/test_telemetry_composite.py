@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
 from integr8s_idem.records import TraceLink
-from integr8s_idem.telemetry import SILENT, Gauge, Headers, Observer, Phase, Signal, Span
+from integr8s_idem.telemetry import SILENT, Gauge, Headers, Observer, Phase, Signal, SilentObserver, Span, is_recorded
 from integr8s_idem.telemetry.composite import CompositeObserver, combined
 
 TRACE = TraceLink(b"\1" * 16, b"\2" * 8)
@@ -39,6 +39,9 @@ class Recorder:
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
         return self._span(f"{event_type} {topic} {len(headers)}")
 
+    def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
+        return self._span(f"{phase.name} of {len(event_types)}")
+
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
         return self._span(phase.name)
 
@@ -63,6 +66,9 @@ class Recorder:
 
 class BrokenObserver(Recorder):
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+        return _Broken()
+
+    def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
         return _Broken()
 
 
@@ -148,3 +154,58 @@ def test_what_was_opened_is_closed_if_the_second_cannot_open() -> None:
         pass
 
     assert story == ["a opens HANDLE", "a sees RuntimeError", "a closes HANDLE"]
+
+
+def test_a_phase_of_many_deliveries_is_one_to_every_observer() -> None:
+    story: list[str] = []
+
+    with combined(Recorder("a", story), Recorder("b", story)).together(Phase.RESERVE, ["order", "parcel"]):
+        pass
+
+    opens, closes = ["a opens RESERVE of 2", "b opens RESERVE of 2"], ["b closes RESERVE of 2", "a closes RESERVE of 2"]
+    assert story == opens + closes
+
+
+def test_a_phase_of_many_is_closed_in_the_first_if_the_second_cannot_open() -> None:
+    story: list[str] = []
+    both = combined(Recorder("a", story), BrokenObserver("b", story))
+
+    with pytest.raises(RuntimeError, match="broken"), both.together(Phase.RESERVE, ["order"]):
+        pass
+
+    assert story == ["a opens RESERVE of 1", "a sees RuntimeError", "a closes RESERVE of 1"]
+
+
+class RecordedPhase(_Broken):
+    recorded = True
+
+
+def test_a_phase_is_recorded_if_one_of_its_observers_records_it() -> None:
+    class Recording(SilentObserver):
+        def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
+            return RecordedPhase()
+
+    quiet = Recorder("a", [])
+
+    assert is_recorded(combined(quiet, Recording()).processing("order", "orders", []))
+    assert is_recorded(combined(Recording(), quiet).processing("order", "orders", []))
+    assert not is_recorded(combined(quiet, quiet).processing("order", "orders", []))
+    assert not is_recorded(SILENT.processing("order", "orders", []))
+
+
+class Tracing(SilentObserver):
+    """Leaves the counting to others."""
+
+
+def test_who_leaves_counting_to_others_is_not_asked_to_count() -> None:
+    talkative = Recorder("a", [])
+    both = combined(Tracing(), talkative)
+
+    both.count(Signal.DEAD_LETTER, "order", 2, reason="no_key")
+
+    assert talkative.story == ["a DEAD_LETTER order 2 no_key"]
+    assert both.count == talkative.count
+
+
+def test_nobody_needs_to_count() -> None:
+    combined(Tracing(), Tracing()).count(Signal.RETRY, "order")

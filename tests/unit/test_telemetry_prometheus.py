@@ -5,15 +5,23 @@ from __future__ import annotations
 import gc
 import inspect
 import re
+from threading import Thread
+from time import time
 from typing import Literal
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    disable_created_metrics,
+    enable_created_metrics,
+    generate_latest,
+)
 
 from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder
-from integr8s_idem.telemetry import Gauge, Phase, Signal
-from integr8s_idem.telemetry.prometheus import HELP, MAX_LABELS, MAX_REASONS, PrometheusObserver
+from integr8s_idem.telemetry import Gauge, Phase, Signal, prometheus
+from integr8s_idem.telemetry.prometheus import BUCKETS, HELP, MAX_LABELS, MAX_REASONS, PrometheusObserver
 from integr8s_idem.worker import settling
 
 WITH_REASON = (Signal.DEAD_LETTER, Signal.UNDECODABLE)
@@ -185,8 +193,6 @@ def test_services_of_one_process_share_their_metrics(registry: CollectorRegistry
 
 
 def test_a_registry_is_forgotten_with_its_last_user() -> None:
-    from integr8s_idem.telemetry import prometheus
-
     gc.collect()
     before = len(prometheus._made)
 
@@ -210,8 +216,9 @@ def test_event_types_without_end_make_a_bounded_number_of_series(registry: Colle
     assert len(labels_in(registry, "idempotency_cache_hits_total", "event_type")) == MAX_LABELS + 2
     assert registry.get_sample_value("idempotency_cache_hits_total", others) == 300
     assert registry.get_sample_value("idempotency_processing_seconds_count", others) == 300
-    assert len(observer._counters) < len(Signal) * (MAX_LABELS + 3)
-    assert len(observer._processing) + len(observer._phases) + len(observer._gauges) <= 3 * (MAX_LABELS + 2)
+    kept = observer._service.tallies.totals()
+    assert len(kept.counts) <= MAX_LABELS + 2
+    assert len(kept.times) + len(observer._gauges) <= 2 * (MAX_LABELS + 2)
 
 
 @pytest.mark.scenario(109)
@@ -256,3 +263,105 @@ def test_quotes_in_an_event_type_are_escaped(registry: CollectorRegistry) -> Non
 
     line = r'idempotency_deliveries_total{event_type="x\",service=\"other\"} 9 \\",service="billing"} 1.0'
     assert line in lines_of(registry)
+
+
+def test_counts_and_times_of_several_threads_are_all_on_the_page(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    def work() -> None:
+        for _ in range(500):
+            observer.count(Signal.DELIVERED, "order_placed")
+            with observer.phase(Phase.HANDLE, "order_placed"):
+                pass
+
+    threads = [Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert "idempotency_deliveries_total" in generate_latest(registry).decode()
+    work()
+
+    labels = {"service": "billing", "event_type": "order_placed"}
+    assert registry.get_sample_value("idempotency_deliveries_total", labels) == 2_500
+    assert registry.get_sample_value("idempotency_phase_seconds_count", labels | {"phase": "handle"}) == 2_500
+
+
+def test_a_phase_that_ends_in_another_thread_is_measured(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+    phase = observer.phase(Phase.HANDLE, "order_placed")
+    phase.__enter__()
+
+    thread = Thread(target=phase.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+
+    labels = {"service": "billing", "phase": "handle", "event_type": "order_placed"}
+    assert registry.get_sample_value("idempotency_phase_seconds_count", labels) == 1
+
+
+def test_a_duration_is_counted_within_all_bounds_it_does_not_exceed(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(prometheus, "perf_counter", lambda: clock[0])
+    observer = PrometheusObserver("billing", registry)
+
+    for seconds in (0.25, 0.3, 1_000):
+        clock[0] = 0.0
+        with observer.processing("order_placed", "orders", []):
+            clock[0] = seconds
+
+    found = {
+        sample.labels["le"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "idempotency_processing_seconds_bucket"
+    }
+    assert list(found) == [*map(str, map(float, BUCKETS)), "+Inf"]
+    assert (found["0.1"], found["0.25"], found["0.5"], found["300.0"], found["+Inf"]) == (0, 1, 2, 2, 3)
+    labels = {"service": "billing", "event_type": "order_placed"}
+    assert registry.get_sample_value("idempotency_processing_seconds_sum", labels) == 1000.55
+
+
+def test_a_series_tells_when_it_began_unless_the_process_forbids_it(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+    before = time()
+    with observer.phase(Phase.HANDLE, "order_placed"):
+        observer.count(Signal.DELIVERED, "order_placed")
+
+    labels = {"service": "billing", "event_type": "order_placed"}
+    counter = registry.get_sample_value("idempotency_deliveries_created", labels)
+    histogram = registry.get_sample_value("idempotency_phase_seconds_created", labels | {"phase": "handle"})
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    try:
+        page = generate_latest(registry).decode()
+    finally:
+        enable_created_metrics()  # type: ignore[no-untyped-call]
+
+    assert counter is not None
+    assert histogram is not None
+    assert before <= counter <= histogram <= time()
+    assert "_created" not in page
+
+
+def test_a_registry_knows_the_names_and_refuses_them_to_others(registry: CollectorRegistry) -> None:
+    PrometheusObserver("billing", registry)
+
+    for taken in ("idempotency_deliveries", "idempotency_phase_seconds", "idempotency_store_up"):
+        with pytest.raises(ValueError, match="Duplicated timeseries"):
+            Counter(taken, "Of somebody else.", registry=registry)
+
+
+def test_a_phase_of_many_deliveries_counts_for_each_of_them(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    with observer.together(Phase.RESERVE, ["order_placed", "order_paid", "order_placed"]):
+        pass
+    with pytest.raises(ZeroDivisionError), observer.together(Phase.RESERVE, ["order_paid"]):
+        raise ZeroDivisionError
+
+    def counted(event_type: str) -> float | None:
+        labels = {"service": "billing", "event_type": event_type, "phase": "reserve"}
+        return registry.get_sample_value("idempotency_phase_seconds_count", labels)
+
+    assert (counted("order_placed"), counted("order_paid")) == (2, 2)

@@ -6,13 +6,14 @@ from typing import Any, Final
 
 from pydantic import SecretStr
 from redis.asyncio import Redis
-from redis.asyncio.connection import BlockingConnectionPool, parse_url
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 
 from integr8s_idem.config import RedisClusterStoreSettings, RedisSentinelStoreSettings, RedisStoreSettings
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
+from integr8s_idem.stores.redis.pools import QuickPool
 from integr8s_idem.stores.redis.sending import Address
 from integr8s_idem.stores.redis.sentinels import PrimaryPool, Sentinels
 from integr8s_idem.stores.redis.topology import Topology
@@ -80,7 +81,7 @@ def redis_sentinel_client(settings: RedisSentinelStoreSettings) -> Redis:
 
 
 def _client(options: dict[str, Any]) -> Redis:
-    return Redis.from_pool(BlockingConnectionPool(**options))
+    return Redis.from_pool(QuickPool(**options))
 
 
 def _options(settings: _AnyRedis) -> dict[str, Any]:

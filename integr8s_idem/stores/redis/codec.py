@@ -3,27 +3,41 @@
 Lua writes records from parts made here and from the server's clock; Python reads them.  All
 numbers are big-endian.
 
+A record that is worked on, format 2:
+
     offset  bytes  what
-         0      1  format: 2.  A higher one was written by a newer version and is `Corrupt` to this one
-         1      1  status: 1 processing, 2 completed, 3 failed
+         0      1  format: 2.  A higher one than 3 was written by a newer version and is `Corrupt` to this one
+         1      1  status: 1 processing
          2      1  flags, see below
-         3      2  attempt, 1 to 65 535; stays there
+         3      2  attempt, 1 to 65 535
          5      7  fence in µs of the server's clock, below 2^53, which is what Lua can count to
-        12      6  ms since 1970: processing: when the lease ends, 0 once released; else when it was settled
+        12      6  when the lease ends, in ms since 1970; 0 once released
         18      4  check of the 18 bytes before: their 32-bit words, the last two bytes as one, in exclusive or
         22     16  fingerprint, if its flag is set
          …     24  trace id (16) and span id (8), if their flag is set
          …      4  check of fingerprint and trace: their CRC-32
          …      4  check of all that follows: its CRC-32
-         …         processing: token (16), owner in UTF-8
-                   completed: the content type in UTF-8 and a zero byte, unless it is JSON; the body
+         …         token (16), owner in UTF-8
+
+A record that is settled, format 3, is what millions are for days, and spares what it can:
+
+         0      1  format: 3
+         1      1  32 times the status, 2 completed or 3 failed, and flags
+         2      2  attempt
+         4      7  fence
+        11      5  when it was settled, in ms after the fence's time
+        16      4  check: the four 32-bit words before, in exclusive or with the CRC-32 of fingerprint and trace
+        20     16  fingerprint, if its flag is set
+         …     24  trace id and span id, if their flag is set
+         …      4  failed, or with a result: check of all that follows, its CRC-32
+         …         completed: the content type in UTF-8 and a zero byte, unless it is JSON; the body
                    failed: the error in UTF-8
 
     flag  meaning
        1  there is a fingerprint
        2  there is a trace
        4  completed: there is a result
-       8  completed: the result is application/json
+       8  completed: the result is application/json; without flag 4, in format 3, it is `null` and takes no bytes
       16  completed: the result was dropped
       32  processing: the run before was released
       64  processing: the run before lapsed
@@ -31,20 +45,22 @@ numbers are big-endian.
 Any one bit that is not as it was written is noticed, and so is nearly every other damage.
 
 Parts are made here for Lua.  A *wish* is the flags and everything from offset 22 of the
-processing record to be.  An *outcome* is the flags and everything after the check of the trace of
-the terminal record to be: Lua keeps fingerprint and trace.  A *mark* is fence and token, by
+processing record to be.  An *outcome* is the flags and everything behind the trace of the
+settled record to be: Lua keeps fingerprint and trace.  A *mark* is fence and token, by
 which a reservation is known again.  Lengths of time are six bytes of milliseconds.  What
 belongs to one key goes in one argument: the driver spends its time per argument.
 
-Format 1 had no checks and was otherwise the same; it is read, and taken over when its lease ends.
+Formats 1, which had no checks, and 2 were used for settled records, too; both are read, and taken over when their
+leases end.
 
-A completed record without a result takes 30 to 70 bytes.
+A completed record without a result takes 20 to 60 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from struct import Struct
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -68,6 +84,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 
+SETTLED_FORMAT: Final = 3
 FORMAT: Final = 2
 UNCHECKED_FORMAT: Final = 1
 PROCESSING: Final = 1
@@ -89,9 +106,14 @@ TRACE_ID_BYTES: Final = 16
 TRACE_BYTES: Final = 24
 CHECK_BYTES: Final = 4
 
+NULL: Final = b"null"
+"""What a function returns that returns nothing: most of all results."""
+
 _HEADER: Final = Struct(">BBBH7s6s")
 _WORDS: Final = Struct(">IIIIHI")
 _CHECKS: Final = Struct(">II")
+_SETTLED: Final = Struct(">BBH7s5sI")
+_SETTLED_WORDS: Final = Struct(">IIIII")
 _FLAGS_OF: Final = {
     PROCESSING: HAS_FINGERPRINT | HAS_TRACE | WAS_RELEASED | HAS_LAPSED,
     COMPLETED: HAS_FINGERPRINT | HAS_TRACE | HAS_RESULT | IS_JSON | IS_DROPPED,
@@ -108,7 +130,9 @@ _PREVIOUS: Final[Mapping[int, Previous]] = {
     HAS_LAPSED: Previous.LAPSED,
 }
 _FLAG_BYTES: Final = tuple(bytes((flags,)) for flags in range(128))
+_SETTLED_MARK: Final = bytes((SETTLED_FORMAT,))
 _READ: Final = (bytes((UNCHECKED_FORMAT,)), bytes((FORMAT,)))
+_DAMAGED: Final = "it is damaged: a check does not match"
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST_MS: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // _MILLISECOND
@@ -129,9 +153,23 @@ def life_ms(duration: timedelta) -> int:
     return max(milliseconds(duration), 1)
 
 
-def packed_ms(ms: int) -> bytes:
-    """A length of time for Lua."""
-    return ms.to_bytes(6, "big")
+@lru_cache(maxsize=64)
+def life_of(duration: timedelta) -> bytes:
+    """How long a record is to live, for Lua: at least a millisecond."""
+    return life_ms(duration).to_bytes(6, "big")
+
+
+@lru_cache(maxsize=64)
+def _times_of(lease: timedelta, retention: timedelta) -> bytes:
+    lease_ms = milliseconds(lease)
+    # A record that is gone before its lease would leave the key with two owners.
+    retention_ms = max(life_ms(retention), lease_ms)
+    return lease_ms.to_bytes(6, "big") + retention_ms.to_bytes(6, "big")
+
+
+def timed_wish_of(request: ReserveRequest) -> bytes:
+    """Lease and retention before the wish: all that `reserve` is told of a key."""
+    return _times_of(request.lease, request.retention) + wish_of(request)
 
 
 def wish_of(request: ReserveRequest) -> bytes:
@@ -180,7 +218,9 @@ def outcome_of_completion(completion: Completion) -> bytes:
     flags = IS_DROPPED if completion.result_dropped else 0
     result = completion.result
     if result is None:
-        return _FLAG_BYTES[flags] + _checked(b"")
+        return _FLAG_BYTES[flags]
+    if result.content_type == JSON and result.body == NULL:
+        return _FLAG_BYTES[flags | IS_JSON]
     if result.content_type == JSON:
         return _FLAG_BYTES[flags | HAS_RESULT | IS_JSON] + _checked(result.body)
     content_type = result.content_type.encode("utf-8", "surrogatepass")
@@ -226,7 +266,7 @@ class Stored(NamedTuple):
     @property
     def result(self) -> StoredResult | None:
         if not self.flags & HAS_RESULT:
-            return None
+            return StoredResult(NULL) if self.flags & IS_JSON else None
         if self.flags & IS_JSON:
             return StoredResult(self.rest)
         content_type, separator, body = self.rest.partition(b"\0")
@@ -248,6 +288,8 @@ def parse(raw: bytes) -> Stored:
     Raises:
         UnreadableError: It is none, or one of a newer version.
     """
+    if raw[:1] == _SETTLED_MARK:
+        return _parse_settled(raw)
     if raw[:1] not in _READ:
         raise UnreadableError(_foreign(raw))
     if len(raw) < HEADER_BYTES:
@@ -260,14 +302,7 @@ def parse(raw: bytes) -> Stored:
     if attempt == 0 or time_ms > _LAST_MS or not _are_flags(flags, known):
         raise UnreadableError("its header is damaged")
     checks = 0 if layout == UNCHECKED_FORMAT else CHECK_BYTES
-    at = HEADER_BYTES + checks
-    fingerprint = trace = None
-    if flags & HAS_FINGERPRINT:
-        fingerprint = raw[at : at + FINGERPRINT_BYTES]
-        at += FINGERPRINT_BYTES
-    if flags & HAS_TRACE:
-        trace = TraceLink(raw[at : at + TRACE_ID_BYTES], raw[at + TRACE_ID_BYTES : at + TRACE_BYTES])
-        at += TRACE_BYTES
+    fingerprint, trace, at = _extras(raw, flags, HEADER_BYTES + checks)
     least = TOKEN_BYTES if status == PROCESSING else 0
     if len(raw) < at + 2 * checks + least:
         raise UnreadableError(f"it ends after {len(raw)} bytes")
@@ -279,11 +314,50 @@ def parse(raw: bytes) -> Stored:
     return Stored(status, flags, attempt, int.from_bytes(fence, "big"), time_ms, fingerprint, trace, rest)
 
 
+def _parse_settled(raw: bytes) -> Stored:
+    if len(raw) < _SETTLED.size:
+        raise UnreadableError(f"it ends after {len(raw)} bytes")
+    _, both, attempt, fence, later, _ = _SETTLED.unpack_from(raw)
+    status, flags = divmod(both, 32)
+    known = _FLAGS_OF.get(status) if status != PROCESSING else None
+    if known is None:
+        raise UnreadableError(f"its status is {status}")
+    if attempt == 0 or flags & ~known:
+        raise UnreadableError("its header is damaged")
+    fingerprint, trace, at = _extras(raw, flags, _SETTLED.size)
+    rest = b""
+    if flags & HAS_RESULT or status == FAILED:
+        rest = raw[at + CHECK_BYTES :]
+        if raw[at : at + CHECK_BYTES] != crc32(rest).to_bytes(CHECK_BYTES, "big"):
+            raise UnreadableError(_DAMAGED)
+    elif len(raw) != at:
+        raise UnreadableError(f"it has {len(raw)} bytes, and its header says {at}")
+    first, second, third, fourth, check = _SETTLED_WORDS.unpack_from(raw)
+    if first ^ second ^ third ^ fourth ^ crc32(raw[_SETTLED.size : at]) != check:
+        raise UnreadableError(_DAMAGED)
+    fence_us = int.from_bytes(fence, "big")
+    return Stored(
+        status, flags, attempt, fence_us, fence_us // 1000 + int.from_bytes(later, "big"), fingerprint, trace, rest
+    )
+
+
+def _extras(raw: bytes, flags: int, at: int) -> tuple[bytes | None, TraceLink | None, int]:
+    """Fingerprint and trace, which begin at `at`, and where they end."""
+    fingerprint = trace = None
+    if flags & HAS_FINGERPRINT:
+        fingerprint = raw[at : at + FINGERPRINT_BYTES]
+        at += FINGERPRINT_BYTES
+    if flags & HAS_TRACE:
+        trace = TraceLink(raw[at : at + TRACE_ID_BYTES], raw[at + TRACE_ID_BYTES : at + TRACE_BYTES])
+        at += TRACE_BYTES
+    return fingerprint, trace, at
+
+
 def _check(raw: bytes, at: int, rest: bytes) -> None:
     first, second, third, fourth, last, check = _WORDS.unpack_from(raw)
     extras = raw[HEADER_BYTES + CHECK_BYTES : at]
     if first ^ second ^ third ^ fourth ^ last != check or (crc32(extras), crc32(rest)) != _CHECKS.unpack_from(raw, at):
-        raise UnreadableError("it is damaged: a check does not match")
+        raise UnreadableError(_DAMAGED)
 
 
 def _are_flags(flags: int, known: int) -> bool:
@@ -295,8 +369,8 @@ def _are_flags(flags: int, known: int) -> bool:
 def _foreign(raw: bytes) -> str:
     if not raw:
         return "it is empty"
-    if FORMAT < raw[0] < 32:
-        return f"its format {raw[0]} is newer than this version reads ({FORMAT})"
+    if SETTLED_FORMAT < raw[0] < 32:
+        return f"its format {raw[0]} is newer than this version reads ({SETTLED_FORMAT})"
     return "it was written by another program"
 
 

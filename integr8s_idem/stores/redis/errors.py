@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import timedelta
+from types import TracebackType
 from typing import Final
 
 from redis.asyncio.sentinel import MasterNotFoundError
@@ -22,6 +21,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from integr8s_idem.deadlines import Deadline
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.findings import Code
 
@@ -69,33 +69,53 @@ _COMMAND: Final = re.compile(r"permissions? to run the '([^']+)' command")
 _REFUSED: Final = re.compile(r"NOPERM|permissions|can't run this command")
 
 
-@asynccontextmanager
-async def guarded(operation: str, timeout: timedelta) -> AsyncIterator[None]:
+class guarded:  # noqa: N801  # `with guarded(…)`, as contextlib's
     """Give what happens inside `timeout`, and translate what goes wrong.
 
     Raises:
         StoreUnavailableError: No answer in time, no connection, or a refusal that passes.
         StoreConfigurationError: A refusal that does not pass by waiting.
     """
-    seconds = timeout.total_seconds()
-    task = asyncio.current_task()
-    assert task is not None, "the store needs an asyncio task"
-    cancellations = task.cancelling()
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise StoreUnavailableError(operation, f"no answer from Redis within {seconds:g} s") from error
-    except DataError:
-        # An argument that the driver cannot send is a bug of the caller, not the store's state.
-        raise
-    except RedisError as error:
-        raise translated(operation, error) from error
-    except OSError as error:
-        raise StoreUnavailableError(operation, f"no connection to Redis: {error}") from error
-    if task.cancelling() > cancellations:
-        # The driver waits by asyncio.wait_for, which swallows some cancellations before Python 3.12.
-        raise asyncio.CancelledError
+
+    __slots__ = ("_cancellations", "_limit", "_operation", "_seconds", "_task")
+
+    def __init__(self, operation: str, timeout: timedelta) -> None:
+        self._operation = operation
+        self._seconds = timeout.total_seconds()
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "the store needs an asyncio task"
+        self._task = task
+        self._cancellations = task.cancelling()
+        self._limit = Deadline(asyncio.get_running_loop().time() + self._seconds)
+        self._limit.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._limit.__exit__(kind, error, trace)
+        except TimeoutError:
+            raise self._late() from error
+        if error is not None:
+            self._translate(error)
+        elif self._task.cancelling() > self._cancellations:
+            # The driver waits by asyncio.wait_for, which swallows some cancellations before Python 3.12.
+            raise asyncio.CancelledError
+
+    def _late(self) -> StoreUnavailableError:
+        return StoreUnavailableError(self._operation, f"no answer from Redis within {self._seconds:g} s")
+
+    def _translate(self, error: BaseException) -> None:
+        if isinstance(error, DataError):
+            return  # an argument that the driver cannot send is a bug of the caller, not the store's state
+        if isinstance(error, TimeoutError):
+            raise self._late() from error
+        if isinstance(error, RedisError):
+            raise translated(self._operation, error) from error
+        if isinstance(error, OSError):
+            raise StoreUnavailableError(self._operation, f"no connection to Redis: {error}") from error
 
 
 def translated(operation: str, error: RedisError) -> StoreError:

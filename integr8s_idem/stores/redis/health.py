@@ -14,7 +14,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import StoreHealth
-from integr8s_idem.stores.redis.sending import Address, ReplicaWait, all_of, send
+from integr8s_idem.stores.redis.sending import Address, ReplicaWait, all_of
 
 _NO_INFO: Final = StoreWarning(
     Code.STORE_UNSEEN, "this Redis user may not run INFO", "settings that lose records stay unseen", "give it +info"
@@ -82,7 +82,10 @@ class Health:
     async def _told(self, client: Redis) -> _Told:
         latency = await _latency(client)
         # ASKING is needed only while slots move: whether we may is better known before.
-        asking, info = await send(client, [("ASKING",), ("INFO",)])
+        async with client.pipeline(transaction=False) as pipeline:
+            pipeline.execute_command("ASKING")
+            pipeline.execute_command("INFO")
+            asking, info = await pipeline.execute(raise_on_error=False)
         if isinstance(asking, Exception):
             raise asking
         if isinstance(info, Exception):

@@ -25,7 +25,7 @@ from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
 from integr8s_idem.stores.redis.sending import ReplicaWait, send
-from integr8s_idem.stores.redis.servers import Argument, OneServer, Servers
+from integr8s_idem.stores.redis.servers import Argument, Lazily, OneServer, Servers
 
 _ABSENT: Final = 0
 _OTHER_TYPE: Final = 1
@@ -47,31 +47,32 @@ class RecordsInRedis:
         self._wait = wait
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        verdicts: list[Verdict | None] = [None] * len(requests)
-        waiting: Sequence[int] = range(len(requests))
-        while waiting:
-            again: list[int] = []
-            for start in range(0, len(waiting), MOST_KEYS):
-                again += await self._reserve(requests, waiting[start : start + MOST_KEYS], verdicts)
-            waiting = again
+        verdicts: list[Verdict | None] = []
+        for start in range(0, len(requests), MOST_KEYS):
+            verdicts += await self._reserve(requests[start : start + MOST_KEYS])
+        while waiting := [index for index, verdict in enumerate(verdicts) if verdict is None]:
+            now = waiting[:MOST_KEYS]
+            for index, verdict in zip(now, await self._reserve([requests[index] for index in now]), strict=True):
+                verdicts[index] = verdict
         return cast(list[Verdict], verdicts)
 
-    async def _reserve(
-        self, requests: Sequence[ReserveRequest], indexes: Sequence[int], verdicts: list[Verdict | None]
-    ) -> list[int]:
-        """One round trip: fills `verdicts`, and tells the indexes that must be asked again."""
-        keys = [requests[index].key for index in indexes]
-        wishes = _wishes(requests, indexes)
-        async with guarded("reserve", self._timeout):
+    async def _reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict | None]:
+        """One round trip; `None` for a request that must be asked again."""
+        keys = [request.key for request in requests]
+        wishes = Lazily(codec.timed_wish_of, requests)
+        with guarded("reserve", self._timeout):
             told = await self._servers.run(scripts.RESERVE, keys, wishes, wait=self._wait)
-        again: list[int] = []
+        verdicts: list[Verdict | None] = [None] * len(requests)
         for places, (now_us, *answers) in told:
             for place, answer in zip(places, answers, strict=True):
-                if answer == _ASK_AGAIN:
-                    again.append(indexes[place])
-                else:
-                    verdicts[indexes[place]] = _verdict(requests[indexes[place]], answer, now_us)
-        return sorted(again)
+                request = requests[place]
+                if answer == _ABSENT:
+                    verdicts[place] = Reserved(
+                        key=request.key, token=request.token, attempt=1, fence=now_us, lease=request.lease
+                    )
+                elif answer != _ASK_AGAIN:
+                    verdicts[place] = _verdict(request, answer, now_us)
+        return verdicts
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         keys = [reservation.key for reservation in reservations]
@@ -89,24 +90,16 @@ class RecordsInRedis:
     async def _settle(
         self, operation: str, status: bytes, settled: Sequence[Completion | Failure], outcomes: list[bytes]
     ) -> list[bool]:
-        keys: list[str] = []
-        arguments: list[bytes] = []
-        ttl = None
-        packed_ttl = b""
-        for outcome, item in zip(outcomes, settled, strict=True):
-            if item.ttl is not ttl:
-                ttl = item.ttl
-                packed_ttl = codec.packed_ms(codec.life_ms(ttl))
-            keys.append(item.reservation.key)
-            arguments.append(packed_ttl + codec.mark_of(item.reservation) + outcome)
+        keys = [item.reservation.key for item in settled]
+        arguments = [
+            codec.life_of(item.ttl) + codec.mark_of(item.reservation) + outcome
+            for item, outcome in zip(settled, outcomes, strict=True)
+        ]
         return await self._write(operation, scripts.SETTLE, keys, arguments, [status])
 
     async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
         keys = [reservation.key for reservation in reservations]
-        arguments = [
-            codec.mark_of(reservation) + codec.packed_ms(2 * codec.life_ms(reservation.lease))
-            for reservation in reservations
-        ]
+        arguments = [codec.mark_of(reservation) + codec.life_of(2 * reservation.lease) for reservation in reservations]
         return await self._write("release", scripts.RELEASE, keys, arguments)
 
     async def _write(
@@ -119,7 +112,7 @@ class RecordsInRedis:
     ) -> list[bool]:
         written = [False] * len(keys)
         for part in slices(list(map(len, arguments))):
-            async with guarded(operation, self._timeout):
+            with guarded(operation, self._timeout):
                 told = await self._servers.run(script, keys[part], arguments[part], head, self._wait)
             for places, answers in told:
                 for place, answer in zip(places, answers, strict=True):
@@ -139,7 +132,7 @@ class RecordsInRedis:
         waiting: Sequence[int] = range(len(keys))
         while waiting:
             now, later = waiting[:_READ_AT_ONCE], waiting[_READ_AT_ONCE:]
-            async with guarded(operation, self._timeout):
+            with guarded(operation, self._timeout):
                 told = await self._servers.run(scripts.READ, [keys[index] for index in now], [])
             again: list[int] = []
             for places, (now_us, *found) in told:
@@ -154,7 +147,7 @@ class RecordsInRedis:
     async def delete(self, keys: Sequence[str]) -> int:
         deleted = 0
         for start in range(0, len(keys), MOST_KEYS):
-            async with guarded("delete", self._timeout):
+            with guarded("delete", self._timeout):
                 deleted += await self._servers.unlink(keys[start : start + MOST_KEYS], self._wait)
         return deleted
 
@@ -175,7 +168,7 @@ class RecordsInRedis:
         active = 0
         now_ms: dict[Redis, int] = {}
         async for client, page in self._pages("count_active", prefix):
-            async with guarded("count_active", self._timeout):
+            with guarded("count_active", self._timeout):
                 if client not in now_ms:
                     seconds, microseconds = await client.time()
                     now_ms[client] = seconds * 1000 + microseconds // 1000
@@ -186,12 +179,12 @@ class RecordsInRedis:
     async def _pages(self, operation: str, prefix: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:
         """Names of keys, and the server that has them."""
         pattern = self._servers.pattern(_glob(prefix))
-        async with guarded(operation, self._timeout):
+        with guarded(operation, self._timeout):
             primaries = await self._servers.primaries()
         for client in primaries:
             cursor = 0
             while True:
-                async with guarded(operation, self._timeout):
+                with guarded(operation, self._timeout):
                     cursor, page = await client.scan(cursor, match=pattern, count=_SCAN_COUNT)
                 if page:
                     yield client, cast(list[bytes], page)
@@ -199,7 +192,7 @@ class RecordsInRedis:
                     break
 
     async def ping(self) -> StoreHealth:
-        async with guarded("ping", self._timeout):
+        with guarded("ping", self._timeout):
             await self._servers.run(scripts.READ, [], [])
             return await self._servers.health(self._mark, self._wait)
 
@@ -309,28 +302,9 @@ async def _headers(client: Redis, names: list[bytes]) -> list[bytes | Exception]
 
 
 def _verdict(request: ReserveRequest, answer: Any, now_us: int) -> Verdict:
-    if answer == _ABSENT:
-        return Reserved(key=request.key, token=request.token, attempt=1, fence=now_us, lease=request.lease)
     if answer == _OTHER_TYPE:
         return Corrupt(key=request.key, reason=_OTHER_TYPE_REASON)
     return codec.verdict_of(request, answer, now_us)
-
-
-def _wishes(requests: Sequence[ReserveRequest], indexes: Sequence[int]) -> list[bytes]:
-    arguments: list[bytes] = []
-    lease = retention = None
-    times = b""
-    for index in indexes:
-        request = requests[index]
-        # The requests of a batch usually share these two objects.
-        if request.lease is not lease or request.retention is not retention:
-            lease, retention = request.lease, request.retention
-            lease_ms = codec.milliseconds(lease)
-            # A record that is gone before its lease would leave the key with two owners.
-            retention_ms = max(codec.life_ms(retention), lease_ms)
-            times = codec.packed_ms(lease_ms) + codec.packed_ms(retention_ms)
-        arguments.append(times + codec.wish_of(request))
-    return arguments
 
 
 def _readable(key: str, raw: Any, now_us: int, life: int) -> IdempotencyRecord | Corrupt | None:

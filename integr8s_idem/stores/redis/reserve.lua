@@ -28,6 +28,9 @@ end
 -- The record of somebody who asked before us, changed if it is ours to change.
 local function meet(key, record, wish, lease, retention)
   local format, status, flags, high, low = byte(record, 1, 5)
+  if format == 3 then
+    return record
+  end
   if format ~= 2 and format ~= 1 then
     return sub(record, 1, 1)
   end

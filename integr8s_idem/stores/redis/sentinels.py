@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from redis.asyncio.connection import BlockingConnectionPool
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.exceptions import (
     AuthenticationError,
@@ -14,6 +13,7 @@ from redis.exceptions import (
 )
 
 from integr8s_idem.stores.redis.errors import PrimaryUnknownError
+from integr8s_idem.stores.redis.pools import QuickPool
 
 
 class Sentinels(Sentinel):
@@ -53,7 +53,7 @@ class Sentinels(Sentinel):
         raise MasterNotFoundError(f"no Sentinel names a primary for {service_name!r} ({'; '.join(said)})")
 
 
-class PrimaryPool(SentinelConnectionPool, BlockingConnectionPool):
+class PrimaryPool(SentinelConnectionPool, QuickPool):
     """Connections to the primary, for which callers wait; closed together with those to the Sentinels."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, overload
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.redis.health import Health
-from integr8s_idem.stores.redis.scripts import Script
-from integr8s_idem.stores.redis.sending import ReplicaWait, run, send
+from integr8s_idem.stores.redis.scripts import Command, Script, command_of
+from integr8s_idem.stores.redis.sending import ReplicaWait, run, run_all, send
 
 Argument = bytes | int
+T_co = TypeVar("T_co", covariant=True)
+
+AT_ONCE: Final = 125
+"""Keys of one run of a script: while the server is at one, the next is on its way, in the same round trip."""
+
+
+class Lazily(Sequence[T_co]):
+    """The arguments of many keys, each made when it is sent."""
+
+    def __init__(self, make: Callable[[Any], T_co], of: Sequence[Any]) -> None:
+        self._make = make
+        self._of = of
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    @overload
+    def __getitem__(self, place: int) -> T_co: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[T_co]: ...
+
+    def __getitem__(self, place: int | slice) -> T_co | list[T_co]:
+        return list(map(self._make, self._of[place])) if isinstance(place, slice) else self._make(self._of[place])
 
 
 class Answered(NamedTuple):
@@ -72,7 +97,15 @@ class OneServer:
         head: Sequence[Argument] = (),
         wait: ReplicaWait | None = None,
     ) -> list[Answered]:
-        return [Answered(range(len(keys)), await run(self._client, script, keys, [*head, *args], wait))]
+        if len(keys) <= AT_ONCE:
+            return [Answered(range(len(keys)), await run(self._client, script, keys, [*head, *args], wait))]
+        parts = [range(start, min(start + AT_ONCE, len(keys))) for start in range(0, len(keys), AT_ONCE)]
+
+        def command(part: range) -> Command:
+            return command_of(script, keys[part.start : part.stop], [*head, *args[part.start : part.stop]])
+
+        answers = await run_all(self._client, script, [partial(command, part) for part in parts], wait)
+        return [Answered(part, answer) for part, answer in zip(parts, answers, strict=True)]
 
     async def unlink(self, keys: Sequence[str], wait: ReplicaWait | None) -> int:
         (answer,) = await send(self._client, [("UNLINK", *keys)], wait)

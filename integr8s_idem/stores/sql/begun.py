@@ -49,7 +49,7 @@ async def begun(connection: AsyncConnection) -> None:
     Raises:
         ApplicationError: As `refuse_unbegun`.
     """
+    if not connection.in_transaction():
+        await connection.begin()
     if connection.dialect.name == "sqlite":
-        if not connection.in_transaction():
-            await connection.begin()
         await connection.run_sync(refuse_unbegun)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
@@ -11,11 +12,22 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from integr8s_idem.stores.sql import statements
+from integr8s_idem.stores.sql.cursors import Answer, Wording, heard
 from integr8s_idem.stores.sql.dialects import Dialect
 from integr8s_idem.stores.sql.schema import PROCESSING, records
 
 Rows: TypeAlias = Sequence[dict[str, Any]]
-Bulk: TypeAlias = Callable[[AsyncConnection, Rows], Awaitable[Result[Any]]]
+
+
+@dataclass(frozen=True)
+class Bulk:
+    """A statement for any number of rows: in one of the two forms."""
+
+    of_arrays: Wording | None = None
+    """Told the rows as one array a column."""
+    of_rows: Callable[[AsyncConnection, Rows], Awaitable[Answer]] | None = None
+    of_one: Wording | None = None
+    """The same for a single row, where there is a shorter form for that."""
 
 
 def reserving(dialect: Dialect) -> Bulk:
@@ -23,34 +35,37 @@ def reserving(dialect: Dialect) -> Bulk:
     statement: Executable = statements.reserving(dialect)
     upsert = _Repeated(statement)
 
-    async def returned(connection: AsyncConnection, rows: Rows) -> Result[Any]:
-        return await connection.execute(statement, _parameters(dialect, rows))
+    async def returned(connection: AsyncConnection, rows: Rows) -> Answer:
+        return heard(await connection.execute(statement, rows))
 
-    async def read_again(connection: AsyncConnection, rows: Rows) -> Result[Any]:
+    async def read_again(connection: AsyncConnection, rows: Rows) -> Answer:
         await upsert(connection, rows)
-        answer: Result[Any] = await connection.execute(statements.reserved(dialect, [row["key"] for row in rows]))
-        return answer
+        return heard(await connection.execute(statements.reserved(dialect, [row["key"] for row in rows])))
 
-    return returned if dialect.returns else read_again
+    if dialect.arrays:
+        return Bulk(of_arrays=Wording(statement))
+    if dialect.returns:
+        return Bulk(of_rows=returned, of_one=Wording(statement))
+    return Bulk(of_rows=read_again)
 
 
 def settling(dialect: Dialect, status: int) -> Bulk:
     """`statements.settling` for all rows at once."""
-    statement: Executable = statements.settling(dialect, status)
+    statement = statements.settling(dialect, status)
 
-    async def many(connection: AsyncConnection, rows: Rows) -> Result[Any]:
-        return await connection.execute(statement, _parameters(dialect, rows))
+    async def many(connection: AsyncConnection, rows: Rows) -> Answer:
+        return heard(await connection.execute(statement, rows))
 
-    async def joined(connection: AsyncConnection, rows: Rows) -> Result[Any]:
+    async def joined(connection: AsyncConnection, rows: Rows) -> Answer:
         outcomes = " UNION ALL ".join([f"SELECT {', '.join(['%s'] * len(_OUTCOME))}"] * len(rows))
         told = chain.from_iterable([row["of_key"].encode(), *(row[name] for name in _OUTCOME[1:])] for row in rows)
-        return await _sent(connection, _settling_joined(dialect, status, outcomes), told)
+        return heard(await _sent(connection, _settling_joined(dialect, status, outcomes), told))
 
-    return many if dialect.returns else joined
-
-
-def _parameters(dialect: Dialect, rows: Rows) -> list[dict[str, Any]] | dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in rows[0]} if dialect.arrays else list(rows)
+    if dialect.arrays:
+        return Bulk(of_arrays=Wording(statement), of_one=Wording(statements.settling_one(dialect, status)))
+    if dialect.returns:
+        return Bulk(of_rows=many, of_one=Wording(statement.returning(records.c.key)))
+    return Bulk(of_rows=joined)
 
 
 _OUTCOME: Final = tuple(statements.OUTCOME)

@@ -189,9 +189,14 @@ async def joining(operation: str, kind: str) -> AsyncIterator[None]:
     try:
         yield
     except DBAPIError as error:
-        if said := gave_up(error):
-            raise TransactionAbortedError(operation, said) from error
-        raise translated(operation, error, kind) from error
+        raise of_joined(operation, error, kind) from error
+
+
+def of_joined(operation: str, error: DBAPIError, kind: str) -> StoreError | TransactionAbortedError:
+    """Our error for one of the driver's in a transaction of the application's."""
+    if said := gave_up(error):
+        return TransactionAbortedError(operation, said)
+    return translated(operation, error, kind)
 
 
 @asynccontextmanager

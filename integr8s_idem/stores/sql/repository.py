@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
 from weakref import WeakSet
 
 from sqlalchemy import Executable, select
-from sqlalchemy.engine import Engine
+from sqlalchemy.engine import Engine, RootTransaction
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 
 from integr8s_idem.errors import ApplicationError, CorruptRecordError, StoreConfigurationError
@@ -28,12 +29,21 @@ from integr8s_idem.records import (
 from integr8s_idem.stores.sql import bulk, statements
 from integr8s_idem.stores.sql.batches import rounds, slices
 from integr8s_idem.stores.sql.begun import begun
+from integr8s_idem.stores.sql.cursors import Answer, Wording, say_alone, say_within
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import alone, writing
-from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining
+from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining, of_joined
 from integr8s_idem.stores.sql.health import health_of, look_at_indexes
-from integr8s_idem.stores.sql.rows import held_elsewhere, microseconds, outcome_of, record_of, verdict_of, wish_of
-from integr8s_idem.stores.sql.savepoints import savepoint, uncommitted
+from integr8s_idem.stores.sql.rows import (
+    held_elsewhere,
+    microseconds,
+    outcome_of,
+    record_of,
+    stands,
+    verdict_of,
+    wish_of,
+)
+from integr8s_idem.stores.sql.savepoints import Undo, uncommitted, undo, undoing
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
 from integr8s_idem.stores.sql.sqlite_engine import among_handlers
 
@@ -78,6 +88,7 @@ class SqlIdempotencyRepository:
         self._timeout = timeout
         self._dialect = dialect_of(engine.dialect.name)
         self._reserving = bulk.reserving(self._dialect)
+        self._reserving_new = Wording(statements.reserving_new(self._dialect)) if self._dialect.arrays else None
         self._settling = {status: bulk.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
         self._has_indexes = False
         # Engines of the application's that were found to lead to the database of this one.
@@ -95,8 +106,9 @@ class SqlIdempotencyRepository:
         times = self._dialect.times()
         wishes = [wish_of(request) | times for request in requests]
         try:
-            async with self._asking("reserve") as connection:
-                rows = {row.key: row for row in await self._reserving(connection, wishes)}
+            if len(requests) == 1 and (verdict := await self._reserve_new(requests[0], wishes[0])) is not None:
+                return [verdict]
+            rows = {row.key: row for row in (await self._tell("reserve", self._reserving, wishes)).rows}
         except RecordHeldError:
             if len(requests) == 1:
                 return [held_elsewhere(requests[0])]
@@ -108,6 +120,14 @@ class SqlIdempotencyRepository:
         now = times.get("now")
         found = [(request, rows[request.key]) for request in requests]
         return [verdict_of(request, row, row.asked_at if now is None else now) for request, row in found]
+
+    async def _reserve_new(self, request: ReserveRequest, wish: dict[str, Any]) -> Verdict | None:
+        """The verdict on a key that is not there, or that nobody may take; `None` if that is still to be asked."""
+        if self._reserving_new is None:
+            return None
+        [row] = (await self._say("reserve", self._reserving_new, wish)).rows
+        verdict = verdict_of(request, row, row.asked_at)
+        return verdict if stands(verdict, row, row.asked_at) else None
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         length = microseconds(lease)
@@ -141,10 +161,13 @@ class SqlIdempotencyRepository:
                 times = self._dialect.times()
                 outcomes = [outcome_of(one) | times for one in part]
                 reservations = [one.reservation for one in part]
+                if (await self._tell(operation, self._settling[status], outcomes)).written == len(part):
+                    done |= {(one.key, one.fence) for one in reservations}
+                    continue
                 asks = statements.settled_so(self._dialect, status, reservations)
                 async with self._asking(operation) as connection:
-                    written = await self._settling[status](connection, outcomes)
-                    done |= await self._marks(connection, reservations, written, asks)
+                    found = await connection.execute(asks, self._dialect.times())
+                    done |= {(row.key, row.fence) for row in found}
         return [(one.reservation.key, one.reservation.fence) in done for one in settled]
 
     async def _marks(
@@ -253,6 +276,21 @@ class SqlIdempotencyRepository:
         async with self._asking(operation, reads_only=True) as connection:
             return (await connection.execute(ask(self._dialect, *arguments), self._dialect.times())).all()
 
+    async def _tell(self, operation: str, statement: bulk.Bulk, rows: bulk.Rows) -> Answer:
+        if len(rows) == 1 and statement.of_one is not None:
+            return await self._say(operation, statement.of_one, rows[0])
+        if statement.of_arrays is not None:
+            return await self._say(
+                operation, statement.of_arrays, {name: [row[name] for row in rows] for name in rows[0]}
+            )
+        assert statement.of_rows is not None
+        async with self._asking(operation) as connection:
+            return await statement.of_rows(connection, rows)
+
+    async def _say(self, operation: str, wording: Wording, told: Mapping[str, Any]) -> Answer:
+        async with guarded(operation, self._timeout, self._dialect.name):
+            return await say_alone(self.engine, wording, told)
+
     @asynccontextmanager
     async def _asking(
         self, operation: str, *, together: bool = False, reads_only: bool = False
@@ -276,6 +314,11 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         # There is one for each delivery: statements that are compiled, and engines that are known, stay its parent's.
         vars(self).update(vars(records))
         self._held = held
+        self._connection: AsyncConnection | None = None
+        self._transaction: RootTransaction | None = None
+        """That of the connection, when we looked at it last."""
+        self._behind: Undo | None = None
+        """Undoes what has happened since its making, as long as that is nothing."""
 
     async def connection(self) -> AsyncConnection:
         """The connection that the transaction is on.
@@ -284,6 +327,8 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
             ApplicationError: It is closed, or there is no transaction in the database, although SQLAlchemy says so.
             StoreConfigurationError: It leads to another database than the store's.
         """
+        if self._connection is not None and self._still_in_it():
+            return self._connection
         connection = self._held if isinstance(self._held, AsyncConnection) else await self._held.connection()
         _refuse_closed(connection)
         if dialect_of(connection.dialect.name) is not self._dialect:
@@ -294,7 +339,14 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
             # By another name it may be the same.  The pools are two: ours is not used up by those who wait here.
             await self._compare(connection)
             self._same.add(theirs)
+        self._connection = connection
+        self._transaction = connection.sync_connection.get_transaction() if connection.sync_connection else None
         return connection
+
+    def _still_in_it(self) -> bool:
+        """Whether the connection is in the transaction that it was in when we looked at it."""
+        ours, one = self._transaction, self._connection.sync_connection if self._connection else None
+        return bool(one and ours and ours.is_active and not one.closed and one.get_transaction() is ours)
 
     @asynccontextmanager
     async def savepoint(self) -> AsyncIterator[None]:
@@ -304,7 +356,7 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
             ApplicationError: The block tried to commit: all of the transaction is rolled back.
         """
         connection = await self.connection()
-        async with uncommitted(connection), savepoint(connection, "savepoint"):
+        async with uncommitted(connection), undoing(connection, "savepoint") as self._behind:
             yield
 
     async def _compare(self, connection: AsyncConnection) -> None:
@@ -321,15 +373,29 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         if there != ours:
             raise StoreConfigurationError("join", _ELSEWHERE)
 
+    async def _say(self, operation: str, wording: Wording, told: Mapping[str, Any]) -> Answer:
+        async with self._asking(operation) as connection:
+            return await say_within(connection, wording, told)
+
     @asynccontextmanager
     async def _asking(
         self, operation: str, *, together: bool = False, reads_only: bool = False
     ) -> AsyncIterator[AsyncConnection]:
-        connection = await self.connection()
-        # A row that somebody holds must cost us this statement only, not the transaction.
-        undone = savepoint(connection, operation) if operation == "reserve" else nullcontext()
-        async with undone, joining(operation, self.engine.dialect.name):
+        connection, kind = await self.connection(), self._dialect.name
+        behind, self._behind = self._behind, None
+        if operation == "reserve" and behind is None:
+            # A row that somebody holds must cost us this statement only, not the transaction.
+            async with undoing(connection, operation), joining(operation, kind):
+                yield connection
+            return
+        try:
             yield connection
+        except DBAPIError as error:
+            ours = of_joined(operation, error, kind)
+            if behind is not None and isinstance(ours, RecordHeldError):
+                # Nothing else has happened since: it takes no second savepoint.
+                await undo(behind, operation, ours, kind)
+            raise ours from error
 
 
 def _refuse_closed(connection: AsyncConnection) -> None:

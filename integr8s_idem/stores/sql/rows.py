@@ -103,6 +103,17 @@ def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
     )
 
 
+def stands(verdict: Verdict, row: Any, now: int) -> bool:
+    """Whether `verdict` is the last word on a row that was left as it was, or was made just now."""
+    if isinstance(verdict, Reserved):
+        # One that we have had for longer is to have its lease begin anew.
+        return bool(row.fence == now)
+    if isinstance(verdict, Corrupt):
+        return True
+    lapsed = isinstance(verdict, InProgress) and not verdict.retry_after
+    return bool(row.expires_at > now) and not lapsed
+
+
 def held_elsewhere(request: ReserveRequest) -> InProgress:
     """The verdict on a row that a transaction holds: somebody works on it, and nobody sees how far."""
     return InProgress(key=request.key, attempt=1, retry_after=HELD_PAUSE, owner="a transaction that is under way")

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, Protocol
 
-from sqlalchemy import event, text
+from sqlalchemy import text
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
 
 from integr8s_idem.errors import ApplicationError, StoreUnavailableError, TransactionAbortedError
+from integr8s_idem.stores.sql.commits import watching
+from integr8s_idem.stores.sql.cursors import has_said_nothing, roll_back
 from integr8s_idem.stores.sql.errors import gave_up, joining, savepoint_gone, translated
 
 MARK: Final = "SAVEPOINT integr8s_idem"
@@ -33,8 +35,62 @@ _COMMITTED: Final = (
 )
 
 
+class Undo(Protocol):
+    """Takes back what has happened in a transaction since it was made."""
+
+    async def undo(self) -> None:
+        """Raises DBAPIError: The database refuses."""
+        ...
+
+    async def end(self) -> None:
+        """It will not be needed.
+
+        Raises:
+            DBAPIError: The transaction has ended meanwhile.
+        """
+        ...
+
+
+class _Savepoint:
+    def __init__(self, nested: AsyncTransaction) -> None:
+        self._nested = nested
+        self._undone = False
+
+    async def undo(self) -> None:
+        self._undone = True
+        if self._nested.is_active:
+            await self._nested.rollback()
+
+    async def end(self) -> None:
+        if not self._undone:
+            await self._nested.commit()
+
+
+class _Whole:
+    """Of a transaction in which nothing was said before: to undo that, all of it is rolled back, and it begins anew.
+
+    asyncpg's connections are told of a BEGIN by the first statement, and so once more by the first behind a ROLLBACK.
+    """
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+        self._transaction = connection.get_transaction()
+
+    async def undo(self) -> None:
+        ours, connection = self._transaction, self._connection
+        if ours is not None and ours.is_active and connection.get_transaction() is ours:
+            await roll_back(connection)
+
+    async def end(self) -> None:
+        """Nothing was set that would have to go."""
+
+
+async def _undo_of(connection: AsyncConnection) -> Undo:
+    return _Whole(connection) if has_said_nothing(connection) else _Savepoint(await connection.begin_nested())
+
+
 @asynccontextmanager
-async def savepoint(connection: AsyncConnection, operation: str) -> AsyncIterator[None]:
+async def undoing(connection: AsyncConnection, operation: str) -> AsyncIterator[Undo]:
     """What happens in the block is undone by an exception, and the transaction goes on.
 
     Raises:
@@ -43,16 +99,16 @@ async def savepoint(connection: AsyncConnection, operation: str) -> AsyncIterato
         Exception: Whatever else the block raises, unchanged.
     """
     async with joining(operation, connection.dialect.name):
-        nested = await connection.begin_nested()
+        behind = await _undo_of(connection)
     try:
-        yield
+        yield behind
     except BaseException as error:
-        await _undo(nested, operation, error)
+        await undo(behind, operation, error, connection.dialect.name)
         if said := gave_up(error):
             raise TransactionAbortedError(operation, said) from error
         raise
     async with joining(operation, connection.dialect.name), _ended_is_told():
-        await nested.commit()
+        await behind.end()
 
 
 @asynccontextmanager
@@ -72,15 +128,13 @@ async def uncommitted(connection: AsyncConnection) -> AsyncIterator[None]:
 
     watched = connection.sync_connection
     assert watched is not None
-    event.listen(watched, "commit", refuse)
     try:
-        yield
+        with watching(watched, refuse):
+            yield
     except Exception as error:
         if told and error is not told[0]:
             raise told[0] from error
         raise
-    finally:
-        event.remove(watched, "commit", refuse)
     if told:
         raise told[0]
 
@@ -105,7 +159,7 @@ async def _ended_is_told() -> AsyncIterator[None]:
         raise
 
 
-async def _undo(nested: AsyncTransaction, operation: str, error: BaseException) -> None:
+async def undo(behind: Undo, operation: str, error: BaseException, kind: str) -> None:
     """Undo it because of `error`.
 
     Raises:
@@ -113,14 +167,13 @@ async def _undo(nested: AsyncTransaction, operation: str, error: BaseException) 
         StoreError: It could not be undone.
     """
     try:
-        if nested.is_active:
-            await nested.rollback()
+        await behind.undo()
     except DBAPIError as failed:
         if not isinstance(error, Exception) or isinstance(error, TransactionAbortedError):
             return  # that is what has to be told
         if said := _why_all_is_gone(error, failed):
             raise TransactionAbortedError(operation, said) from error
-        raise translated(operation, failed, nested.connection.dialect.name) from error
+        raise translated(operation, failed, kind) from error
 
 
 def _why_all_is_gone(error: Exception, failed: DBAPIError) -> str:

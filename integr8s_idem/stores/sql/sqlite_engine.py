@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import event
-from sqlalchemy.engine import URL, Connection, make_url
+from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -36,6 +36,10 @@ _handlers: _Turns = WeakKeyDictionary()
 """Another one for each file, among the handlers whose transactions hold their outcomes."""
 
 
+_lock_timeouts: WeakKeyDictionary[Engine, float] = WeakKeyDictionary()
+"""Of the engines of ours, whose connections leave transactions to us."""
+
+
 def sqlite_engine(
     url: str | URL, pool_size: int, lock_timeout_seconds: float, *, as_it_is: bool = False
 ) -> AsyncEngine:
@@ -44,6 +48,7 @@ def sqlite_engine(
     arguments = {"timeout": lock_timeout_seconds, "factory": _Connection}
     engine = create_async_engine(url, pool_size=pool_size, connect_args=arguments)
     file = _file_of(make_url(url))
+    _lock_timeouts[engine.sync_engine] = lock_timeout_seconds
 
     @event.listens_for(engine.sync_engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
@@ -78,6 +83,27 @@ def sqlite_engine(
     event.listen(engine.sync_engine, "checkin", lambda _, record: _end_turn(record.info))
     event.listen(engine.sync_engine, "invalidate", lambda _, record, error: _end_turn(record.info))
     return engine
+
+
+def commits_alone(engine: Engine) -> bool:
+    """Whether a statement without a BEGIN commits for itself on connections of `engine`."""
+    return engine in _lock_timeouts
+
+
+@asynccontextmanager
+async def among_writers(engine: AsyncEngine) -> AsyncIterator[None]:
+    """Take turns with whoever else of this process writes, for a statement that commits for itself.
+
+    Raises:
+        ApplicationError: It is the turn of the very code that asks.
+        OperationalError: The wait was too long.
+    """
+    turn = _turn(_turns, _file_of(engine.url))
+    await turn.begin(_lock_timeouts[engine.sync_engine])
+    try:
+        yield
+    finally:
+        turn.end()
 
 
 @asynccontextmanager

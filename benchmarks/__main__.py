@@ -1,0 +1,75 @@
+"""Ask every question but that of the stores: `python -m benchmarks`, see `benchmarks/README.md`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.machine import machine
+from benchmarks.measuring import Flat
+from benchmarks.questions import KEYS, QUESTIONS, Question
+from benchmarks.rounds import Options, Tell
+
+
+def asked(options: Options, file: Path | None) -> Flat:
+    """Ask what `options` want, and save after each question: a run that is cut off has not been for nothing."""
+    start = time.perf_counter()
+    found = machine()
+    # What is measured in part keeps the rest of its numbers; a whole run keeps nothing old.
+    before: Flat = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() and options.only else {}
+    for name, question in QUESTIONS.items():
+        if not options.wants(name, *question.keys):
+            continue
+
+        def tell(line: str, name: str = name) -> None:
+            print(f"{time.perf_counter() - start:6.1f} s  {name}: {line}", file=sys.stderr, flush=True)
+
+        tell("starting")
+        found |= uvloop.run(_answer(question, options, tell))
+        found |= {f"{name}.measured_at": datetime.now(UTC).isoformat(timespec="minutes")}
+        found |= {f"{name}.turn_seconds": options.seconds}
+        if file is not None:
+            file.write_text(_sorted({**before, **found}), encoding="utf-8")
+    return found
+
+
+async def _answer(question: Question, options: Options, tell: Tell) -> Flat:
+    return await question.measured(options, tell)
+
+
+def _chosen(asked: Iterable[str]) -> frozenset[str]:
+    """The name of a question stands for its figures."""
+    return frozenset(asked).union(*(QUESTIONS[name].keys for name in asked if name in QUESTIONS))
+
+
+def _sorted(found: Flat) -> str:
+    return json.dumps(dict(sorted(found.items())), indent=1) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="KEY",
+        choices=(*KEYS, *QUESTIONS),
+        help="only this figure, or all of this question; can be given again",
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    told = parser.parse_args()
+    found = asked(Options(told.rounds, told.seconds, _chosen(told.only or ())), told.json)
+    if told.json is None:
+        print(_sorted(found), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Where it was measured, and with what."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from benchmarks.measuring import Flat
+
+DRIVERS: Final = ("redis", "hiredis", "SQLAlchemy", "asyncpg", "aiomysql", "aiosqlite", "aiobotocore", "uvloop")
+PEERS: Final = (
+    "redis",
+    "hiredis",
+    "aiokafka",
+    "pydantic",
+    "faststream",
+    "idemkit",
+    "idempotency-kit",
+    "aws_lambda_powertools",
+    "SQLAlchemy",
+    "asyncpg",
+    "opentelemetry-sdk",
+    "prometheus_client",
+    "uvloop",
+)
+
+
+def machine(packages: tuple[str, ...] = PEERS) -> Flat:
+    """The machine, and the versions of `packages`."""
+    found: Flat = {
+        "machine.cpus": len(os.sched_getaffinity(0)),
+        "machine.cpu": _processor(),
+        "machine.system": f"{platform.system()} {platform.machine()}",
+        "machine.python": platform.python_version(),
+    }
+    return found | {f"version.{name}": version(name) for name in packages}
+
+
+def _processor() -> str:
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

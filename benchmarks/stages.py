@@ -1,0 +1,296 @@
+"""The stages of an event, each alone: the parts that a service is made of, called one after the other.
+
+Events go through in portions as large as a wave of the worker, so that each stage does for many what it does there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from aiokafka import ConsumerRecord, TopicPartition
+from dishka import AsyncContainer, FromDishka, Provider, Scope, make_async_container, provide
+
+from benchmarks.contestants import must
+from benchmarks.kafka import POLL_RECORDS, Handler, OrderPlaced, Topic, new_scope, router_of
+from integr8s_idem import (
+    EventDispatcher,
+    EventRouter,
+    IdempotencyConfig,
+    IdempotencyManager,
+    IdempotentEventDispatcher,
+    Settings,
+)
+from integr8s_idem.dispatcher import Handling
+from integr8s_idem.events import BaseEvent, EventDecoder
+from integr8s_idem.handling import GuardedHandling
+from integr8s_idem.integrations.dishka import (
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+)
+from integr8s_idem.passes import Returned
+from integr8s_idem.records import Completion, Reserved, ReserveRequest, Verdict
+from integr8s_idem.routing import Invoke
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.work import Attempt
+from integr8s_idem.worker.consumer import make_consumer
+from integr8s_idem.worker.crew import MOST_TOGETHER
+
+COMMITS: Final = 50
+
+Record: TypeAlias = ConsumerRecord[Any, Any]
+
+Costs: TypeAlias = dict[str, float]
+"""Microseconds of CPU in this process for each event, by what they are spent on."""
+
+
+@dataclass
+class Clocks:
+    """How much CPU each stage has taken."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """The block is a part of that stage."""
+        before = time.process_time()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - before
+
+    def us(self, events: int) -> Costs:
+        return {f"{name}_us": seconds / events * 1e6 for name, seconds in self.seconds.items()}
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """What the garbage collector takes depends on all that is alive, and is measured in whole services."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def collector() -> Iterator[Clocks]:
+    """How much CPU the garbage collector takes in the block, as the stage `gc`."""
+    clocks, before = Clocks({"gc": 0.0}), 0.0
+
+    def told(phase: str, _: Mapping[str, int]) -> None:
+        nonlocal before
+        if phase == "start":
+            before = time.thread_time()
+        else:
+            clocks.seconds["gc"] += time.thread_time() - before
+
+    gc.callbacks.append(told)
+    try:
+        yield clocks
+    finally:
+        gc.callbacks.remove(told)
+
+
+class FreeStore(MemoryIdempotencyRepository):
+    """Says yes to everything and remembers nothing: what a store costs is what is left out with it."""
+
+    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        return [
+            Reserved(key=request.key, token=request.token, attempt=1, fence=1, lease=request.lease)
+            for request in requests
+        ]
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        return [True] * len(completions)
+
+
+class Log:
+    """A consumer of messages that were fetched before: what fetching costs is what is left out with it."""
+
+    def __init__(self, records: Mapping[TopicPartition, Sequence[Record]]) -> None:
+        self._records = records
+        self._places = dict.fromkeys(records, 0)
+        self._listener: Any = None
+
+    def subscribe(self, _: Sequence[str], *, listener: Any) -> None:
+        self._listener = listener
+
+    async def start(self) -> None:
+        await self._listener.on_partitions_assigned(set(self._records))
+
+    async def stop(self) -> None:
+        await self._listener.on_partitions_revoked(set(self._records))
+
+    async def getmany(self, *_: Any, timeout_ms: int, max_records: int) -> dict[Any, Sequence[Record]]:
+        """From one partition at a time, as a fetch brings them."""
+        for partition, place in self._places.items():
+            if found := self._records[partition][place : place + max_records]:
+                self._places[partition] = place + len(found)
+                await asyncio.sleep(0)
+                return {partition: found}
+        await asyncio.sleep(timeout_ms / 1000)
+        return {}
+
+    async def commit(self, offsets: Mapping[Any, int]) -> None: ...
+
+    async def position(self, partition: Any) -> int:
+        return self._places[partition]
+
+    def seek(self, partition: Any, offset: int) -> None:
+        raise AssertionError("nothing of it fails")
+
+    def pause(self, *partitions: Any) -> None: ...
+
+    def resume(self, *partitions: Any) -> None: ...
+
+    def assignment(self) -> set[Any]:
+        return set(self._records)
+
+    def highwater(self, partition: Any) -> int | None:
+        return len(self._records[partition])
+
+    async def end_offsets(self, partitions: Sequence[Any]) -> Mapping[Any, int]:
+        return {partition: len(self._records[partition]) for partition in partitions}
+
+
+class UnitOfWork:
+    """What handlers often ask for: something that lives as long as one event is handled."""
+
+
+class _UnitsOfWork(Provider):
+    @provide(scope=Scope.REQUEST)
+    async def unit(self) -> AsyncGenerator[UnitOfWork, None]:
+        yield UnitOfWork()
+
+
+@asynccontextmanager
+async def scoped(handler: Handler) -> AsyncGenerator[tuple[EventRouter, Invoke], None]:
+    """A handler with something of a REQUEST scope, and how Dishka calls it."""
+    router = EventRouter()
+
+    @router.on(OrderPlaced)
+    async def ship(event: OrderPlaced, unit: FromDishka[UnitOfWork]) -> None:
+        assert unit is not None
+        await handler.handle(event)
+
+    provider = IdempotentDispatcherProvider(router)
+    context = {Settings: Settings(), ServiceName: ServiceName("bench")}
+    container: AsyncContainer = make_async_container(
+        _UnitsOfWork(), provider, IdempotencyProvider(), KafkaProvider(), context=context
+    )
+    try:
+        yield router, provider.invoker(container)
+    finally:
+        await container.close()
+
+
+async def fetched(topic: Topic) -> tuple[Costs, dict[TopicPartition, list[Record]]]:
+    """All messages of `topic`, what fetching them costs, and committing."""
+    clocks, found, left = Clocks(), dict[TopicPartition, list[Record]](), topic.events
+    consumer: Any = make_consumer(topic.settings, new_scope())
+    consumer.subscribe([topic.name])
+    await consumer.start()
+    try:
+        # As for a whole service, time counts from the first messages on.
+        while not (batches := await consumer.getmany(timeout_ms=200, max_records=POLL_RECORDS)):
+            pass
+        with without_collector(), clocks.stage("fetch"):
+            while True:
+                for partition, records in batches.items():
+                    found.setdefault(partition, []).extend(records)
+                    left -= len(records)
+                if left <= 0:
+                    break
+                batches = await consumer.getmany(timeout_ms=200, max_records=POLL_RECORDS)
+        offsets = {partition: records[-1].offset + 1 for partition, records in found.items()}
+        before = time.process_time()
+        for _ in range(COMMITS):
+            await consumer.commit(offsets)
+        commit = (time.process_time() - before) / COMMITS * 1e6
+    finally:
+        await consumer.stop()
+    return {**clocks.us(topic.events), "commit_call_us": commit}, found
+
+
+class Stages:
+    """What comes between fetching and committing."""
+
+    def __init__(self, records: Mapping[TopicPartition, Sequence[Record]]) -> None:
+        self._records = [record for part in records.values() for record in part]
+
+    async def run(self, repository: IdempotencyRepository) -> Costs:
+        """All records, a wave at a time, stage by stage."""
+        clocks, handler = Clocks(), Handler(len(self._records))
+        manager = IdempotencyManager(IdempotencyConfig(), repository, scope=new_scope())
+        dispatcher = IdempotentEventDispatcher(router_of(handler), manager)
+        decoder = EventDecoder(dispatcher.router.events)
+        try:
+            async with scoped(handler) as (router, invoke):
+                in_scope = IdempotentEventDispatcher(router, manager, invoke=invoke)
+                for start in range(0, len(self._records), MOST_TOGETHER):
+                    with without_collector():
+                        with clocks.stage("decode"):
+                            events = [
+                                decoder.decode(record.value, record.headers)
+                                for record in self._records[start : start + MOST_TOGETHER]
+                            ]
+                        await _handled(clocks, dispatcher, events)
+                        await _called(clocks, handler, dispatcher, in_scope, events)
+                    gc.collect(0)
+        finally:
+            await manager.close()
+        return clocks.us(len(self._records))
+
+
+async def _handled(clocks: Clocks, dispatcher: EventDispatcher, events: Sequence[BaseEvent]) -> None:
+    with clocks.stage("key"):
+        handlings = [dispatcher.handlings(event)[0] for event in events]
+    guarded = [handling for handling in handlings if isinstance(handling, GuardedHandling)]
+    passes, asked_at = guarded[0].passes, asyncio.get_running_loop().time()
+    with clocks.stage("reserve"):
+        verdicts = await passes.reserve_together([handling.work for handling in guarded])
+    done: list[Returned[Any]] = []
+    with clocks.stage("run"):
+        for handling, verdict in zip(guarded, verdicts, strict=True):
+            assert isinstance(verdict, Reserved)
+            returned = await handling.perform(verdict, asked_at, _never)
+            assert isinstance(returned, Returned)
+            done.append(returned)
+    with clocks.stage("settle"):
+        written = await passes.complete_together(done)
+    must(all(written), "an outcome was refused")
+
+
+async def _called(
+    clocks: Clocks,
+    handler: Handler,
+    dispatcher: EventDispatcher,
+    in_scope: EventDispatcher,
+    events: Sequence[BaseEvent],
+) -> None:
+    with clocks.stage("handler"):
+        for event in events:
+            assert isinstance(event, OrderPlaced)
+            await handler.handle(event)
+    for name, of in (("plain_call", dispatcher), ("scoped_call", in_scope)):
+        calls = [_call_of(of.handlings(event)[0]) for event in events]
+        with clocks.stage(name):
+            for call_of, event, attempt in calls:
+                await call_of.handler.work(event, attempt)
+
+
+def _call_of(handling: Handling) -> tuple[Handling, BaseEvent, Attempt]:
+    return handling, handling.event, Attempt("key", 1, 1, float("inf"), "label", 0)
+
+
+async def _never(_: Exception) -> None:
+    raise AssertionError("the store answers")

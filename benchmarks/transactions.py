@@ -1,0 +1,265 @@
+"""What does the guard cost in a transaction of the application's?
+
+Each contestant writes one row of the business in one transaction of PostgreSQL, 16 of them at once.  Without a
+guard that is all; with one the row and the record of the work commit together.  No contestant is measured that has
+not written all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+import asyncpg
+from dishka import FromDishka, Provider, Scope, make_async_container
+from sqlalchemy import Column, LargeBinary, MetaData, Table, Text, func, insert, select
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+
+from benchmarks.contestants import RESULT, must
+from benchmarks.measuring import Flat
+from benchmarks.rounds import Comparison, Measured, Options, Tell, Turn, compared, fresh_keys, in_lanes
+from benchmarks.servers import DurablePostgres, asked, running
+from integr8s_idem import (
+    BaseEvent,
+    EventDispatcher,
+    EventRouter,
+    IdempotencyManager,
+    IdempotentEventDispatcher,
+    Settings,
+)
+from integr8s_idem.integrations.dishka import (
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+)
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
+from integr8s_idem.stores.sql.schema import COMPLETED, records
+from integr8s_idem.work import Executed
+
+AT_ONCE: Final = 16
+KEY: Final = "sql_inbox"
+KEYS: Final = (KEY,)
+
+tables: Final = MetaData()
+orders: Final = Table(
+    "orders", tables, Column("id", Text, primary_key=True), Column("of", Text), Column("note", Text, nullable=False)
+)
+inbox: Final = Table("inbox", tables, Column("key", Text, primary_key=True), Column("result", LargeBinary))
+NOTE: Final = "two boxes of oranges, by the back door"
+
+
+class Contestant(Protocol):
+    """Commits one order; `name` is new."""
+
+    async def order(self, name: str) -> None: ...
+
+
+class Bare:
+    """asyncpg and its pool: BEGIN, INSERT, COMMIT."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    async def order(self, name: str) -> None:
+        async with self._pool.acquire() as connection, connection.transaction():
+            said = await connection.execute(
+                'INSERT INTO orders (id, "of", note) VALUES ($1, $2, $3)', name, "bare", NOTE
+            )
+        must(said == "INSERT 0 1", said)
+
+
+class ByHand:
+    """The bare driver with an inbox as one writes it oneself: what a guard without any code of its own would cost.
+
+    No lease, no attempts, no check of the payload, no expiry.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    async def order(self, name: str) -> None:
+        async with self._pool.acquire() as connection, connection.transaction():
+            said = await connection.execute("INSERT INTO inbox (key) VALUES ($1) ON CONFLICT DO NOTHING", name)
+            must(said == "INSERT 0 1", said)
+            await connection.execute('INSERT INTO orders (id, "of", note) VALUES ($1, $2, $3)', name, "by_hand", NOTE)
+            said = await connection.execute("UPDATE inbox SET result = $2 WHERE key = $1", name, RESULT)
+            must(said == "UPDATE 1", said)
+
+
+class Core:
+    """SQLAlchemy Core, without a guard."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def order(self, name: str) -> None:
+        async with self._engine.begin() as connection:
+            await connection.execute(insert(orders).values(id=name, of="core", note=NOTE))
+
+
+class Session:
+    """SQLAlchemy's session, without a guard."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def order(self, name: str) -> None:
+        async with AsyncSession(self._engine) as session, session.begin():
+            await session.execute(insert(orders).values(id=name, of="session", note=NOTE))
+
+
+class GuardedCore:
+    """Core with the guard: `manager.in_transaction(connection)`."""
+
+    def __init__(self, engine: AsyncEngine, manager: IdempotencyManager) -> None:
+        self._engine = engine
+        self._manager = manager
+
+    async def order(self, name: str) -> None:
+        async with self._engine.begin() as connection, self._manager.in_transaction(connection):
+
+            async def place() -> str:
+                await connection.execute(insert(orders).values(id=name, of="guarded_core", note=NOTE))
+                return "receipt"
+
+            await self._manager.run(name, place)
+
+
+class GuardedSession:
+    """The session with the guard: `manager.in_transaction(session)`."""
+
+    def __init__(self, engine: AsyncEngine, manager: IdempotencyManager) -> None:
+        self._engine = engine
+        self._manager = manager
+
+    async def order(self, name: str) -> None:
+        async with AsyncSession(self._engine) as session, session.begin(), self._manager.in_transaction(session):
+
+            async def place() -> str:
+                await session.execute(insert(orders).values(id=name, of="guarded_session", note=NOTE))
+                return "receipt"
+
+            await self._manager.run(name, place)
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str
+
+
+class Handler:
+    """A handler of the idempotent dispatcher whose session commits with its outcome; reserved in one more."""
+
+    def __init__(self, dispatcher: IdempotentEventDispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def order(self, name: str) -> None:
+        [handling] = self._dispatcher.handlings(OrderPlaced(order_id=name))
+        outcome = await handling.attempt()
+        must(isinstance(outcome, Executed), repr(outcome))
+
+
+async def place(event: OrderPlaced, session: FromDishka[AsyncSession]) -> str:
+    await session.execute(insert(orders).values(id=event.order_id, of="handler", note=NOTE))
+    return "receipt"
+
+
+Contestants: TypeAlias = Mapping[str, Contestant]
+GUARDED: Final = ("guarded_core", "guarded_session", "handler")
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[tuple[Contestants, AsyncEngine]]:
+    """All of them on one server that keeps what it acknowledges, each with as many connections as there are at once."""
+    server = DurablePostgres()
+    async with running(server), AsyncExitStack() as stack:
+        store, engine = (sql_engine(server.url, pool_size=AT_ONCE) for _ in range(2))
+        for one in (store, engine):
+            stack.push_async_callback(one.dispose)
+        await migrate(store)
+        async with store.begin() as connection:
+            await connection.run_sync(tables.create_all)
+        pool = await stack.enter_async_context(
+            asyncpg.create_pool(
+                host=str(server.folder), user="postgres", database="postgres", min_size=AT_ONCE, max_size=AT_ONCE
+            )
+        )
+        repository = SqlIdempotencyRepository(store)
+        manager = IdempotencyManager(repository=repository, scope="orders")
+        yield (
+            {
+                "bare": Bare(pool),
+                "by_hand": ByHand(pool),
+                "core": Core(engine),
+                "session": Session(engine),
+                "guarded_core": GuardedCore(engine, manager),
+                "guarded_session": GuardedSession(engine, manager),
+                "handler": Handler(await stack.enter_async_context(_dispatcher(repository, engine))),
+            },
+            store,
+        )
+
+
+@asynccontextmanager
+async def _dispatcher(
+    repository: IdempotencyRepository, engine: AsyncEngine
+) -> AsyncIterator[IdempotentEventDispatcher]:
+    async def session() -> AsyncGenerator[AsyncSession, BaseException | None]:
+        async with AsyncSession(engine) as session:
+            error = yield session
+            if error is None:
+                await session.commit()
+
+    router, provider = EventRouter(), Provider()
+    router.on(OrderPlaced)(place)
+    provider.provide(session, scope=Scope.REQUEST)
+    provider.provide(lambda: repository, provides=IdempotencyRepository, scope=Scope.APP, override=True)
+    container = make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router, transaction=AsyncSession),
+        provider,
+        context={Settings: Settings(), ServiceName: ServiceName("orders")},
+    )
+    try:
+        dispatcher = await container.get(EventDispatcher)
+        assert isinstance(dispatcher, IdempotentEventDispatcher)
+        yield dispatcher
+    finally:
+        await container.close()
+
+
+async def measured(options: Options, tell: Tell) -> Flat:
+    """Each figure of this question."""
+    async with opened() as (contestants, engine):
+        placed: dict[str, int] = dict.fromkeys(contestants, 0)
+        turns = {name: _turn(contestant, name, placed) for name, contestant in contestants.items()}
+        told = await compared(Comparison("inbox", turns, {KEY: ("guarded_core", "bare")}), options, tell)
+        await _looked_up(engine, {name: number for name, number in placed.items() if number})
+        version = await asked(engine, "SELECT current_setting('server_version')")
+    return told | {"transactions.server": f"PostgreSQL {version}, fsync on, Unix socket"}
+
+
+def _turn(contestant: Contestant, name: str, placed: dict[str, int]) -> Turn:
+    ids = fresh_keys(f"order-{name}")
+
+    async def turn(seconds: float) -> Measured:
+        found = await in_lanes(contestant.order, ids, AT_ONCE, seconds)
+        placed[name] += found.events
+        return found
+
+    return turn
+
+
+async def _looked_up(engine: AsyncEngine, placed: Mapping[str, int]) -> None:
+    """Raises AssertionError: somebody has written less, or more, than it was measured for."""
+    async with engine.connect() as connection:
+        rows = await connection.execute(select(orders.c.of, func.count()).group_by(orders.c.of))
+        found: dict[str, int] = dict(rows.tuples().all())
+        kept = await connection.scalar(select(func.count()).where(records.c.status == COMPLETED))
+    must(found == dict(placed), f"{found} orders, not {dict(placed)}")
+    wanted = sum(placed.get(name, 0) for name in GUARDED)
+    must(kept == wanted, f"{kept} records, not {wanted}")

@@ -1,0 +1,101 @@
+"""Deadlines for those who set thousands in a second: all of one event loop share a timer.
+
+As `asyncio.timeout_at`, whose timer of its own costs more than many a call that it guards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from weakref import WeakKeyDictionary
+
+
+class Deadline:
+    """`with` it around what must end before `when`, by the event loop's clock; `None` for no limit.
+
+    What runs late is cancelled, and leaving the block raises `TimeoutError` instead of that cancellation.
+    """
+
+    __slots__ = ("_cancelling", "_clock", "_task", "expired", "when")
+
+    def __init__(self, when: float | None) -> None:
+        self.when = when
+        self.expired = False
+        """Whether it has cancelled what it limits."""
+        self._clock: _Clock | None = None
+
+    def reschedule(self, when: float | None) -> None:
+        """Another limit from now on; no way back for one that has expired."""
+        self.when = when
+        if self._clock is not None:
+            self._clock.heed(self)
+
+    def __enter__(self) -> Deadline:
+        task = asyncio.current_task()
+        assert task is not None, "what has a deadline runs in a task"
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._clock = _clock_of(asyncio.get_running_loop())
+        self._clock.heed(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._clock is not None, "it was entered"
+        self._clock.forget(self)
+        self._clock = None  # whoever moves it now is too late, and must not cancel what comes after the block
+        # A cancellation that is ours alone becomes an error; any other goes on.
+        if self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise TimeoutError from error
+
+    def expire(self) -> None:
+        """Its time has come."""
+        self.expired = True
+        self._task.cancel()
+
+
+class _Clock:
+    """The deadlines of one event loop that have not expired, and one timer for the first of them."""
+
+    def __init__(self) -> None:
+        self._heeded: set[Deadline] = set()
+        self._timer: asyncio.Handle | None = None
+        self._rings_at = 0.0
+
+    def heed(self, deadline: Deadline) -> None:
+        if deadline.when is None or deadline.expired:
+            self._heeded.discard(deadline)
+            return
+        self._heeded.add(deadline)
+        if self._timer is None or deadline.when < self._rings_at:
+            self._set(deadline.when)
+
+    def forget(self, deadline: Deadline) -> None:
+        # The timer stays: it is cheaper to let it ring in vain once than to set it anew each time.
+        self._heeded.discard(deadline)
+
+    def _set(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._rings_at = when
+        self._timer = asyncio.get_running_loop().call_at(when, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        for deadline in [late for late in self._heeded if late.when is not None and late.when <= now]:
+            self._heeded.discard(deadline)
+            deadline.expire()
+        if self._heeded:
+            self._set(min(deadline.when for deadline in self._heeded if deadline.when is not None))
+
+
+_clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, _Clock] = WeakKeyDictionary()
+
+
+def _clock_of(loop: asyncio.AbstractEventLoop) -> _Clock:
+    clock = _clocks.get(loop)
+    if clock is None:
+        clock = _clocks[loop] = _Clock()
+    return clock

@@ -1,0 +1,151 @@
+"""Which spans the SDK would not record, known without asking it.
+
+Where one trace in ten is recorded, to ask about each span of the other nine costs more than all metrics
+together.  Known is OpenTelemetry's usual sampler, `ParentBased` as it comes: what has a parent that is not
+sampled is not recorded.  Any other sampler is asked, span by span.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from threading import local
+from types import TracebackType
+from typing import Final
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace as otel
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from integr8s_idem.telemetry import SILENT, Phase, Span
+
+_SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
+_SILENT_SPAN: Final = _SILENT_PHASE.__enter__()
+_W3C: Final = TraceContextTextMapPropagator()
+_NOT_SAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]")
+"""A `traceparent` of a trace that is not recorded, nobody finds fault with.  Any other is left to the SDK."""
+(_SPAN_KEY,) = otel.set_span_in_context(otel.INVALID_SPAN, Context())
+
+
+class DrawnIds(RandomIdGenerator):
+    """Random ids, of which one may be seen before it is used: whether a trace is recorded depends on its id."""
+
+    def __init__(self) -> None:
+        self._next = _Next()
+
+    def draw(self) -> int:
+        """An id that no trace has."""
+        return super().generate_trace_id()
+
+    def use(self, trace_id: int) -> None:
+        """The next trace that this thread begins gets this id."""
+        self._next.trace_id = trace_id
+
+    def generate_trace_id(self) -> int:
+        drawn, self._next.trace_id = self._next.trace_id, 0
+        return drawn or self.draw()
+
+
+class _Next(local):
+    trace_id = 0
+
+
+class KnownSampling:
+    """What a tracer does not record, where its sampler is known."""
+
+    def __init__(self, tracer: otel.Tracer, root: object) -> None:
+        self._tracer = tracer
+        ids = getattr(tracer, "id_generator", None)
+        self._ids = ids if isinstance(ids, DrawnIds) and type(root) is TraceIdRatioBased else None
+        self._bound = root.bound if isinstance(root, TraceIdRatioBased) else 0
+
+    def delivery(self, carrier: Mapping[str, str]) -> AbstractContextManager[Span] | None:
+        """How to go through a delivery with these headers of W3C, if it is not recorded."""
+        traceparent = carrier.get("traceparent")
+        if traceparent is None:
+            return self._root()
+        return _Unrecorded(UnrecordedSpan(self, carrier)) if _NOT_SAMPLED.fullmatch(traceparent) else None
+
+    def phase(self) -> AbstractContextManager[Span] | None:
+        """How to go through a phase that begins now, if it is not recorded."""
+        current = otel_context.get_current()
+        if type(current) is _UnrecordedContext:
+            return _SILENT_PHASE
+        parent = otel.get_current_span(current).get_span_context()
+        if not parent.is_valid:
+            return self._root()
+        return None if parent.trace_flags.sampled else _SILENT_PHASE
+
+    def begin(self, carrier: Mapping[str, str], trace_id: int) -> otel.Span:
+        """The span that is not recorded, as the SDK makes it."""
+        if self._ids is not None and trace_id:
+            self._ids.use(trace_id)
+        return self._tracer.start_span("unrecorded", context=_W3C.extract(carrier, Context()))
+
+    def _root(self) -> AbstractContextManager[Span] | None:
+        if self._ids is None:
+            return None
+        trace_id = self._ids.draw()
+        if trace_id & TraceIdRatioBased.TRACE_ID_LIMIT >= self._bound:
+            return _Unrecorded(UnrecordedSpan(self, {}, trace_id))
+        self._ids.use(trace_id)
+        return None
+
+
+def known_sampling(tracer: otel.Tracer) -> KnownSampling | None:
+    """What `tracer` does not record; `None` if its sampler is not known to follow the parent."""
+    sampler = getattr(tracer, "sampler", None)
+    # A subclass may have a root of its own; it may not decide otherwise.
+    if getattr(type(sampler), "should_sample", None) is not ParentBased.should_sample:
+        return None
+    below_unsampled = [getattr(sampler, f"_{place}_parent_not_sampled", None) for place in ("local", "remote")]
+    if any(decides is not ALWAYS_OFF for decides in below_unsampled):
+        return None
+    return KnownSampling(tracer, getattr(sampler, "_root", None))
+
+
+class UnrecordedSpan(otel.NonRecordingSpan):
+    """A span that is not recorded.  Its context is made when somebody asks for it, which most often nobody does."""
+
+    def __init__(self, sampling: KnownSampling, carrier: Mapping[str, str], trace_id: int = 0) -> None:
+        self._sampling = sampling
+        self._carrier = carrier
+        self._trace_id = trace_id
+        self._made: list[otel.SpanContext] = []
+
+    def get_span_context(self) -> otel.SpanContext:
+        """What goes on to the spans and services below, so that they are not recorded either."""
+        if not self._made:
+            self._made.append(self._sampling.begin(self._carrier, self._trace_id).get_span_context())
+        # Two threads may have asked at once: the first answer stands.
+        return self._made[0]
+
+    def __repr__(self) -> str:
+        return f"UnrecordedSpan({self.get_span_context()!r})"
+
+
+class _UnrecordedContext(Context):
+    """A context of OpenTelemetry whose span is not recorded.  Whoever puts another span in makes a plain one of it."""
+
+
+class _Unrecorded:
+    """A delivery or phase whose span is not recorded, and current from enter to exit."""
+
+    __slots__ = ("_span", "_token")
+
+    def __init__(self, span: otel.Span) -> None:
+        self._span = span
+
+    def __enter__(self) -> Span:
+        context = _UnrecordedContext({**otel_context.get_current(), _SPAN_KEY: self._span})
+        self._token = otel_context.attach(context)
+        return _SILENT_SPAN
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        otel_context.detach(self._token)

@@ -1,0 +1,144 @@
+"""Workers whose handlers do as they are told, and what must be true when one has come to rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.routing import EventRouter
+from integr8s_idem.worker import ServiceWorker
+from integr8s_idem.worker.records import Partition
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import RunningWorker
+from tests.support.guarded import Guarded, guarded
+
+TOPIC = Partition("parcel_sent", 0)
+
+
+class ParcelSent(BaseEvent):
+    event_type: Literal["parcel_sent"] = "parcel_sent"
+    number: int = 0
+    """Which of the test it is."""
+
+
+@dataclass(slots=True)
+class Depot:
+    """Handles parcels, sees how many are in hand at once, and keeps those back that it is told to."""
+
+    seconds: float = 0.0
+    errors: dict[int, list[Exception]] = field(default_factory=dict)
+    """Raised by the first runs of a parcel, one each."""
+    held: dict[int, asyncio.Event] = field(default_factory=dict)
+    begun: list[int] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+    in_hand: int = 0
+    most_in_hand: int = 0
+
+    async def handle(self, event: ParcelSent) -> None:
+        self.begun.append(event.number)
+        self.in_hand += 1
+        self.most_in_hand = max(self.most_in_hand, self.in_hand)
+        try:
+            await self._work(event.number)
+        finally:
+            self.in_hand -= 1
+        self.done.append(event.number)
+
+    async def _work(self, number: int) -> None:
+        if number in self.held:
+            await self.held[number].wait()
+        elif self.seconds:
+            await asyncio.sleep(self.seconds)
+        if errors := self.errors.get(number):
+            raise errors.pop(0)
+
+
+def dispatcher_of(
+    handle: Callable[[ParcelSent], Awaitable[Any]], here: Guarded | None = None, **told: Any
+) -> EventDispatcher:
+    """`told`: options of `router.on`."""
+    router = EventRouter()
+    router.on(ParcelSent, name="handle", **told)(handle)
+    return IdempotentEventDispatcher(router, here.manager) if here else EventDispatcher(router)
+
+
+def parcels(number: int, *, keys: int = 0) -> list[ParcelSent]:
+    """`keys`: how many recipients they go to in turn; no recipient, if not given."""
+    return [
+        ParcelSent(number=each, aggregate_id=str(each % keys) if keys else None, event_id=f"parcel-{each}")
+        for each in range(number)
+    ]
+
+
+def sent(number: int, *, keys: int = 0, partitions: int = 1) -> FakeBroker:
+    """A broker that holds `parcels`, in turn on its partitions."""
+    broker = FakeBroker()
+    for each in parcels(number, keys=keys):
+        broker.publish(each, partition=each.number % partitions)
+    return broker
+
+
+async def turns(number: int) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def all_committed(worker: RunningWorker) -> bool:
+    logs = worker.broker.logs
+    return all(
+        worker.broker.committed.get(at, 0) == log[-1].offset + 1 for at, log in logs.items() if at.topic == TOPIC.topic
+    )
+
+
+def whats_left(worker: ServiceWorker) -> dict[str, object]:
+    """What its crew still holds; nothing once it is at rest."""
+    crew, pressure = worker._crew, worker._pressure
+    here = {
+        "tasks": [task for task in crew.tasks if not task.done()],
+        "ready": list(crew._ready),
+        "held": list(crew._held),
+        "done": list(crew._done),
+        "waves": crew._waves,
+        "lanes": len(crew._lanes),
+        "in flight": pressure.in_flight,
+        "bytes": pressure._bytes,
+        "slots taken": worker._service.concurrency - crew._slots._free,
+        "waiting for slots": [turn for turn in crew._slots._waiting if not turn.done()],
+    }
+    return {name: left for name, left in here.items() if left}
+
+
+async def leases_left(here: Guarded) -> list[str]:
+    """Keys that somebody still holds, once all that is written in the background is written."""
+    await here.manager.close()
+    held = [record.key async for record in here.store.scan("") if await here.store.count_active(record.key)]
+    return held + list(here.manager.passes._running)
+
+
+async def remembered(here: Guarded) -> set[int]:
+    """Parcels whose outcome the store knows."""
+    records = [record async for record in here.store.scan("")]
+    return {
+        int(record.key.rpartition("parcel-")[2]) for record in records if record.status is IdempotencyStatus.COMPLETED
+    }
+
+
+__all__ = [
+    "TOPIC",
+    "Depot",
+    "ParcelSent",
+    "all_committed",
+    "dispatcher_of",
+    "guarded",
+    "leases_left",
+    "parcels",
+    "remembered",
+    "sent",
+    "turns",
+    "whats_left",
+]

@@ -1,0 +1,84 @@
+"""Work of one task in contexts of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import Context, ContextVar, copy_context
+
+import pytest
+
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.contexts import in_context
+
+NAME: ContextVar[str] = ContextVar("name", default="nobody")
+
+
+@virtual_time
+async def test_what_work_sets_stays_in_its_context_through_all_that_it_waits_for() -> None:
+    async def work(name: str) -> tuple[str, str]:
+        before = NAME.get()
+        NAME.set(name)
+        await asyncio.sleep(1)
+        inherited = await asyncio.create_task(reads())
+        assert inherited == name
+        return before, NAME.get()
+
+    async def reads() -> str:
+        return NAME.get()
+
+    NAME.set("me")
+    inherited = copy_context()
+
+    assert await in_context(inherited.copy(), work("one")) == ("me", "one")
+    assert await in_context(inherited.copy(), work("two")) == ("me", "two")
+    assert await in_context(Context(), work("three")) == ("nobody", "three")
+    assert NAME.get() == "me"
+
+
+@virtual_time
+async def test_errors_and_cancellations_go_through_it() -> None:
+    seen: list[str] = []
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("mine")
+
+    async def cleans_up() -> None:
+        NAME.set("mine")
+        try:
+            await asyncio.sleep(10)
+        finally:
+            seen.append(NAME.get())
+            await asyncio.sleep(1)
+            seen.append("clean")
+
+    with pytest.raises(ValueError, match="mine"):
+        await in_context(copy_context(), fails())
+    task = asyncio.create_task(in_context_of_its_own(cleans_up))
+    await asyncio.sleep(1)
+    task.cancel()
+    await asyncio.wait({task})
+
+    assert task.cancelled()
+    assert seen == ["mine", "clean"]
+
+
+async def in_context_of_its_own(work: object) -> None:
+    assert callable(work)
+    await in_context(copy_context(), work())
+
+
+@virtual_time
+async def test_work_may_swallow_its_cancellation_and_has_timeouts_of_its_own() -> None:
+    async def swallows() -> str:
+        try:
+            async with asyncio.timeout(1):
+                await asyncio.sleep(10)
+        except TimeoutError:
+            return "late"
+        return "done"
+
+    assert await in_context(copy_context(), swallows()) == "late"
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0

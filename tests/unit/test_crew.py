@@ -1,0 +1,429 @@
+"""The crew: what goes together, what beside each other, what in order, and how deliveries come to their end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from os import urandom
+from typing import cast
+
+import pytest
+
+from integr8s_idem.config import OnStoreError
+from integr8s_idem.dispatcher import Handling, IdempotentEventDispatcher
+from integr8s_idem.keys import Key
+from integr8s_idem.records import Completion, IdempotencyStatus, Reserved, ReserveRequest, Verdict
+from integr8s_idem.routing import EventRouter
+from integr8s_idem.telemetry import SILENT, Headers, Phase, Signal, SilentObserver, Span
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.settling import Met
+from tests.support.crews import (
+    TOPIC,
+    Depot,
+    ParcelSent,
+    all_committed,
+    dispatcher_of,
+    leases_left,
+    parcels,
+    remembered,
+    sent,
+    turns,
+    whats_left,
+)
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import running
+from tests.support.flaky_store import FlakyStore
+from tests.support.guarded import LEASE, Guarded, guarded, virtual_store
+
+EVERY_ORDERING = pytest.mark.parametrize("ordering", ["partition", "key", "none"])
+
+
+class CountedStore(FlakyStore):
+    """Knows how many were asked for together."""
+
+    def __init__(self) -> None:
+        super().__init__(virtual_store())
+        self.together: list[int] = []
+
+    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        self.together.append(len(requests))
+        return await super().reserve(requests)
+
+
+def key_of(here: Guarded, parcel: int) -> str:
+    return here.manager.space.full(Key.of_event("handle", "parcel_sent", "id", f"parcel-{parcel}"))
+
+
+# Together.
+
+
+@virtual_time
+async def test_one_round_trip_reserves_as_many_as_are_ready_and_one_remembers_them() -> None:
+    store, depot, broker = CountedStore(), Depot(), sent(600)
+    here = guarded(store)
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none", concurrency=1_000) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+        assert max(store.together) == 250
+        assert sum(store.together) == 600
+        assert store.calls["reserve"] <= 4
+        assert store.calls["complete"] <= 6
+        assert whats_left(worker.worker) == {}
+    assert depot.done == list(range(600))
+    assert await remembered(here) == set(range(600))
+
+
+@virtual_time
+async def test_while_the_store_answers_one_wave_another_is_reserved_and_no_third() -> None:
+    store, depot, broker = CountedStore(), Depot(), sent(1_000)
+    store.held["reserve"] = asyncio.Event()
+    dispatcher = dispatcher_of(depot.handle, guarded(store))
+    async with running(dispatcher, broker, ordering="none", concurrency=1_000) as worker:
+        await worker.until(lambda: worker.worker.report().in_flight == 1_000)
+        await asyncio.sleep(1)
+
+        assert store.together == [250, 250]
+        store.held["reserve"].set()
+        await worker.until(lambda: all_committed(worker))
+
+
+@virtual_time
+async def test_duplicates_that_are_ready_together_are_handled_once() -> None:
+    here, depot, broker = guarded(), Depot(seconds=0.2), FakeBroker()
+    broker.publish(*(parcel for parcel in parcels(5) for _ in range(4)))
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+        tally = worker.worker.report().tally
+
+    assert sorted(depot.done) == list(range(5))
+    assert (tally.handled, tally.duplicates) == (5, 15)
+
+
+# In order, and beside each other.
+
+
+@EVERY_ORDERING
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+@virtual_time
+async def test_the_order_of_a_lane_holds_though_some_are_tried_again(ordering: str, seconds: float) -> None:
+    depot = Depot(seconds=seconds, errors={number: [OSError("later")] for number in (0, 3, 4, 11)})
+    broker = sent(24, keys=3, partitions=1)
+
+    async with running(dispatcher_of(depot.handle, guarded()), broker, ordering=ordering) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert whats_left(worker.worker) == {}
+
+    lanes = {"partition": 1, "key": 3, "none": 24}[ordering]
+    for lane in range(lanes):
+        of_lane = [number for number in depot.done if number % lanes == lane]
+        assert of_lane == sorted(of_lane)
+    assert sorted(depot.done) == list(range(24))
+
+
+@pytest.mark.parametrize(("ordering", "beside"), [("partition", 2), ("key", 6), ("none", 24)])
+@virtual_time
+async def test_lanes_run_beside_each_other(ordering: str, beside: int) -> None:
+    depot, broker = Depot(seconds=0.1), sent(24, keys=6, partitions=2)
+
+    async with running(dispatcher_of(depot.handle, guarded()), broker, ordering=ordering) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert depot.most_in_hand == beside
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize("concurrency", [1, 3])
+@virtual_time
+async def test_no_more_handlers_run_at_once_than_are_allowed_though_some_are_tried_again(
+    concurrency: int, guard: bool
+) -> None:
+    depot, broker = Depot(seconds=0.3, errors={each: [OSError("later")] * 2 for each in range(0, 30, 4)}), sent(30)
+    dispatcher = dispatcher_of(depot.handle, guarded() if guard else None)
+
+    async with running(dispatcher, broker, ordering="none", concurrency=concurrency) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert whats_left(worker.worker) == {}
+
+    assert depot.most_in_hand == concurrency
+    assert sorted(depot.done) == list(range(30))
+
+
+@virtual_time
+async def test_a_handler_that_waits_holds_up_none_of_the_others() -> None:
+    depot, broker = Depot(held={0: asyncio.Event(), 7: asyncio.Event()}), sent(30)
+
+    async with running(dispatcher_of(depot.handle, guarded()), broker, ordering="none") as worker:
+        await worker.until(lambda: len(depot.done) == 28)
+        assert {task.done() for task in worker.worker._crew.tasks} == {False}
+        assert broker.committed.get(TOPIC, 0) == 0
+        for each in depot.held.values():
+            each.set()
+        await worker.until(lambda: all_committed(worker))
+
+
+@virtual_time
+async def test_handlers_that_never_wait_leave_the_event_loop_its_turns() -> None:
+    depot, broker, looks = Depot(), sent(240), list[int]()
+
+    async def look_on() -> None:
+        while len(depot.done) < 240:
+            looks.append(len(depot.done))
+            await asyncio.sleep(0)
+
+    dispatcher = dispatcher_of(depot.handle, guarded())
+    async with running(dispatcher, broker, ordering="none", concurrency=240) as worker:
+        watching = asyncio.create_task(look_on())
+        await worker.until(lambda: all_committed(worker))
+        await watching
+
+    assert max(after - before for before, after in pairwise(looks)) <= 100
+
+
+# A way of their own.
+
+
+@virtual_time
+async def test_an_event_of_several_handlers_is_settled_by_each_of_them() -> None:
+    here, first, second, broker = guarded(), Depot(), Depot(errors={2: [OSError("later")]}), sent(6)
+    router = EventRouter()
+    router.on(ParcelSent, name="first")(first.handle)
+    router.on(ParcelSent, name="second")(second.handle)
+
+    async with running(IdempotentEventDispatcher(router, here.manager), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert sorted(first.done) == sorted(second.done) == list(range(6))
+    assert await leases_left(here) == []
+
+
+@virtual_time
+async def test_a_batch_handler_gets_together_what_was_reserved_together() -> None:
+    here, broker, batches = guarded(), sent(20), list[int]()
+    router = EventRouter()
+
+    @router.on_batch(ParcelSent, max_size=10, max_wait=timedelta(seconds=1))
+    async def handle(events: Sequence[ParcelSent]) -> None:
+        batches.append(len(events))
+
+    async with running(IdempotentEventDispatcher(router, here.manager), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert whats_left(worker.worker) == {}
+
+    assert batches == [10, 10]
+
+
+class Recorded(SilentObserver):
+    """Records deliveries, and tells which phases it saw in them."""
+
+    def __init__(self, *, recorded: bool = True) -> None:
+        self.seen: list[Phase] = []
+        self.open = self.opened = 0
+        self._recorded = recorded
+
+    def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
+        return RecordedSpan(self, self._recorded)
+
+    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+        assert self.open, "outside of every delivery"
+        self.seen.append(phase)
+        return super().phase(phase, event_type)
+
+
+class RecordedSpan(AbstractContextManager[Span]):
+    def __init__(self, observer: Recorded, recorded: bool = True) -> None:
+        self._observer = observer
+        self.recorded = recorded
+
+    def __enter__(self) -> Span:
+        self._observer.open += 1
+        self._observer.opened += 1
+        return SILENT.phase(Phase.HANDLE).__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._observer.open -= 1
+
+
+@virtual_time
+async def test_deliveries_that_are_recorded_have_all_their_phases_in_their_own_span() -> None:
+    here, depot, broker, observer = guarded(), Depot(), sent(5), Recorded()
+    here.manager.observer = here.manager.passes.observer = observer
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert observer.open == 0
+    assert observer.seen.count(Phase.RESERVE) == observer.seen.count(Phase.COMPLETE) == 5
+
+
+@virtual_time
+async def test_every_delivery_is_measured_once_those_of_duplicates_too() -> None:
+    broker, observer = sent(5), Recorded(recorded=False)
+    here = guarded(local_memory_keys=2)
+    here.manager.observer = here.manager.passes.observer = observer
+    dispatcher = dispatcher_of(Depot().handle, here)
+    async with running(dispatcher, broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+        broker.publish(*parcels(5))
+        await worker.until(lambda: all_committed(worker))
+        assert worker.worker.report().tally.duplicates == 5
+
+    assert (observer.open, observer.opened) == (0, 10)
+    assert observer.seen.count(Phase.HANDLE) == 5
+    assert observer.seen.count(Phase.REPLAY) == 3, "of two the process knew without asking"
+
+
+@dataclass
+class Way:
+    """As a handling, that says of itself whether it may go together with others."""
+
+    together: bool
+
+
+def test_what_settles_in_a_transaction_of_its_own_or_is_recorded_goes_alone() -> None:
+    together, sealed = cast(Handling, Way(True)), cast(Handling, Way(False))
+
+    alone = Met((together,)).alone
+
+    assert alone is together
+    assert Met((sealed,)).alone is None
+    assert Met((together, together)).alone is None
+    assert Met(()).alone is None
+    assert Met((together,), None, RecordedSpan(Recorded())).alone is None
+
+
+# A store that fails.
+
+
+@pytest.mark.parametrize("verb", ["reserve", "complete"])
+@virtual_time
+async def test_a_store_that_is_down_for_a_while_costs_no_event_and_no_attempt(verb: str) -> None:
+    here, depot, broker = guarded(), Depot(), sent(20)
+    here.store.down.add(verb)
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none", concurrency=8) as worker:
+        await worker.until(lambda: here.store.calls[verb] > 3)
+        assert broker.committed == {}
+        here.store.down.clear()
+        await worker.until(lambda: all_committed(worker))
+        assert whats_left(worker.worker) == {}
+        assert worker.worker.report().tally.retries == 0
+
+    assert sorted(depot.done) == list(range(20))
+    assert {record.attempt async for record in here.store.scan("")} == {1}
+    assert await leases_left(here) == []
+
+
+@pytest.mark.parametrize("verb", ["reserve", "complete"])
+@virtual_time
+async def test_an_answer_that_was_lost_leads_to_no_second_run(verb: str) -> None:
+    here, depot, broker = guarded(), Depot(), sent(20)
+    here.store.lose_answers[verb] = 1
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert sorted(depot.done) == list(range(20))
+    assert {record.attempt async for record in here.store.scan("")} == {1}
+
+
+@virtual_time
+async def test_an_outcome_whose_record_has_vanished_is_remembered_all_the_same() -> None:
+    here, broker, runs = guarded(), sent(10), list[int]()
+
+    async def handle(event: ParcelSent) -> None:
+        runs.append(event.number)
+        await here.store.delete([key_of(here, event.number)] if event.number % 2 else [])
+
+    async with running(dispatcher_of(handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert whats_left(worker.worker) == {}
+
+    assert sorted(runs) == list(range(10))
+    assert await remembered(here) == set(range(10))
+    assert here.observer.counts[Signal.RECORD_VANISHED] == 5
+
+
+@virtual_time
+async def test_an_event_whose_key_somebody_else_has_by_now_waits_for_what_comes_of_that() -> None:
+    here, depot, broker = guarded(), Depot(), sent(1)
+    theirs: list[Reserved] = []
+
+    async def handle(event: ParcelSent) -> None:
+        await depot.handle(event)
+        await here.store.delete([key_of(here, 0)])
+        theirs.extend(await reserved_by_another(here, 0, timedelta(hours=1)))
+
+    async with running(dispatcher_of(handle, here), broker) as worker:
+        await worker.until(lambda: bool(theirs))
+        await asyncio.sleep(5)
+        assert broker.committed == {}
+
+        assert await here.store.complete([Completion(reservation=theirs[0], ttl=timedelta(hours=1))]) == [True]
+        await worker.until(lambda: all_committed(worker))
+        assert worker.worker.report().tally.leases_lost == 1
+
+    assert depot.done == [0]
+
+
+async def reserved_by_another(here: Guarded, parcel: int, lease: timedelta) -> list[Reserved]:
+    request = ReserveRequest(
+        key=key_of(here, parcel), token=urandom(16), lease=lease, retention=timedelta(hours=2), owner="another"
+    )
+    (verdict,) = await here.store.reserve([request])
+    assert isinstance(verdict, Reserved)
+    return [verdict]
+
+
+@virtual_time
+async def test_without_the_store_where_a_setting_says_so_nothing_waits_for_it() -> None:
+    here, depot, broker = guarded(on_store_error=OnStoreError.OPEN), Depot(), sent(12)
+    here.store.down.update({"reserve", "complete", "release"})
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none", concurrency=4) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert whats_left(worker.worker) == {}
+
+    assert sorted(depot.done) == list(range(12))
+    assert depot.most_in_hand <= 4
+    assert here.observer.counts[Signal.UNGUARDED] == 12
+
+
+@virtual_time
+async def test_an_event_that_crashes_its_process_too_often_is_dead_lettered_and_its_neighbours_are_handled() -> None:
+    here, depot, broker = guarded(max_attempts=2), Depot(), sent(5)
+    for _ in range(2):
+        # What a process leaves behind that died within its handler.
+        await reserved_by_another(here, 2, timedelta(seconds=LEASE))
+        await asyncio.sleep(LEASE + 1)
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert whats_left(worker.worker) == {}
+
+    assert sorted(depot.done) == [0, 1, 3, 4]
+    (letter,) = broker.values("parcel_sent.dlq")
+    assert dict(letter.headers)["idempotency-dlq-reason"] == b"handler_failed"
+    (record,) = await here.store.get([key_of(here, 2)])
+    assert record is not None
+    assert record.status is IdempotencyStatus.FAILED
+
+
+@virtual_time
+async def test_a_worker_that_stops_waits_for_what_is_being_remembered() -> None:
+    here, depot, broker = guarded(), Depot(), sent(4)
+    here.store.held["complete"] = asyncio.Event()
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: here.store.calls["complete"] == 1)
+        worker.worker.stop()
+        await turns(10)
+        assert broker.committed == {}
+        here.store.held["complete"].set()
+
+    assert broker.committed == {TOPIC: 4}
+    assert await leases_left(here) == []

@@ -1,0 +1,249 @@
+"""The crew when something ends before its time: a worker, a client, an assignment, a store, a task of ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from integr8s_idem.config import OnKeyReused
+from integr8s_idem.dispatcher import EventDispatcher
+from integr8s_idem.records import ReserveRequest, Verdict
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker import ServiceWorker
+from integr8s_idem.worker.crew import Crew
+from integr8s_idem.worker.settling import Settler
+from tests.support.crews import (
+    TOPIC,
+    Depot,
+    ParcelSent,
+    all_committed,
+    dispatcher_of,
+    leases_left,
+    parcels,
+    remembered,
+    sent,
+    turns,
+    whats_left,
+)
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import RunningWorker, running
+from tests.support.guarded import guarded
+
+
+async def stopped_at_once(worker: RunningWorker) -> None:
+    worker.task.cancel()
+    await asyncio.wait({worker.task}, timeout=3_600)
+
+
+async def failure_of(dispatcher: EventDispatcher, broker: FakeBroker, **service: Any) -> tuple[ServiceWorker, str]:
+    """A worker that stops by itself, and why."""
+    try:
+        async with running(dispatcher, broker, **service) as worker:
+            await asyncio.wait({worker.task}, timeout=3_600)
+    except (RuntimeError, ValueError) as error:
+        return worker.worker, str(error)
+    raise AssertionError("it goes on")
+
+
+@pytest.mark.parametrize("ordering", ["partition", "key", "none"])
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+@virtual_time
+async def test_a_worker_cancelled_at_any_step_leaves_nothing_behind_and_loses_no_outcome(
+    ordering: str, seconds: float
+) -> None:
+    for step in range(100):
+        here, depot = guarded(), Depot(seconds=seconds)
+        broker = sent(30, keys=3)
+        async with running(dispatcher_of(depot.handle, here), broker, ordering=ordering, concurrency=5) as worker:
+            await turns(step)
+            await stopped_at_once(worker)
+            begun = list(depot.begun)
+            await asyncio.sleep(10)
+
+            assert depot.begun == begun, "nothing is begun once it has ended"
+            assert whats_left(worker.worker) == {}
+            assert await leases_left(here) == []
+            assert await remembered(here) == set(depot.done)
+            assert broker.committed.get(TOPIC, 0) <= len(depot.done)
+
+
+@virtual_time
+async def test_a_worker_cancelled_while_the_store_is_slow_loses_no_outcome() -> None:
+    for step in range(25):
+        here, depot, broker = guarded(), Depot(), sent(30, keys=10)
+        here.store.held["complete"] = asyncio.Event()
+        async with running(dispatcher_of(depot.handle, here), broker, ordering="key", concurrency=5) as worker:
+            while not here.store.calls["complete"]:
+                await turns(1)
+            await turns(step)
+            await stopped_at_once(worker)
+            here.store.held["complete"].set()
+            await asyncio.sleep(10)
+
+            assert whats_left(worker.worker) == {}
+            assert await leases_left(here) == []
+            assert await remembered(here) == set(depot.done)
+
+
+@virtual_time
+async def test_a_new_client_goes_on_though_tasks_were_cancelled_before_they_began() -> None:
+    here, depot, broker = guarded(), Depot(), sent(20, keys=5)
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="key", concurrency=5) as worker:
+        crew = worker.worker._crew
+        for _ in range(60):
+            # As the end of a client cancels what it finds.
+            for task in crew.tasks:
+                task.cancel()
+            await asyncio.sleep(0)
+        broker.publish(*parcels(30)[20:])
+        await worker.until(lambda: set(range(20, 30)) <= set(depot.done))
+        await worker.until(lambda: whats_left(worker.worker) == {})
+
+    assert await leases_left(here) == []
+    assert await remembered(here) == set(depot.done)
+
+
+@virtual_time
+async def test_a_retry_that_ignores_its_cancellation_keeps_its_worker_in_sight() -> None:
+    depot, broker = Depot(errors={0: [OSError("not yet")]}), sent(1)
+    may_end = asyncio.Event()
+
+    async def stubborn(event: ParcelSent) -> None:
+        await depot.handle(event)
+        while not may_end.is_set():
+            try:
+                await may_end.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async with running(dispatcher_of(stubborn, guarded()), broker) as worker:
+        await worker.until(lambda: depot.done == [0])
+        await stopped_at_once(worker)
+
+        stuck = worker.worker.stuck
+        may_end.set()
+        await asyncio.sleep(1)
+
+        assert stuck
+        assert whats_left(worker.worker) == {}
+
+
+@pytest.mark.parametrize("verb", ["reserve", "complete"])
+@virtual_time
+async def test_an_answer_that_makes_no_sense_stops_the_service_and_loses_nothing(verb: str) -> None:
+    here, depot, broker = guarded(), Depot(), sent(10, keys=5)
+    dispatcher = dispatcher_of(depot.handle, here)
+
+    with mock.patch.object(here.store, verb, side_effect=RuntimeError("a bug")):
+        worker, why = await failure_of(dispatcher, broker, ordering="key")
+
+    assert why == "a bug"
+    assert whats_left(worker) == {}
+    assert broker.committed.get(TOPIC, 0) == 0
+    async with running(dispatcher, broker, ordering="key") as another:
+        await another.until(lambda: all_committed(another))
+    assert set(depot.done) == set(range(10))
+
+
+@virtual_time
+async def test_a_store_that_answers_too_few_stops_the_service_and_loses_nothing() -> None:
+    here, depot, broker = guarded(), Depot(), sent(10, keys=5)
+    right = here.store.reserve
+
+    async def too_few(requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        return (await right(requests))[:-1]
+
+    with mock.patch.object(here.store, "reserve", too_few):
+        worker, why = await failure_of(dispatcher_of(depot.handle, here), broker, ordering="key")
+
+    assert "zip" in why
+    assert whats_left(worker) == {}
+    assert broker.committed == {}
+
+
+@virtual_time
+async def test_a_bug_in_meeting_a_delivery_stops_the_service_and_loses_nothing() -> None:
+    here, depot, broker = guarded(), Depot(), sent(10, keys=5)
+    dispatcher, right = dispatcher_of(depot.handle, here), Settler.meet
+
+    def meet(self: Settler, delivery: Any) -> Any:
+        if delivery.record.offset == 3:
+            raise RuntimeError("a bug")
+        return right(self, delivery)
+
+    with mock.patch.object(Settler, "meet", meet):
+        worker, why = await failure_of(dispatcher, broker, ordering="none")
+
+    assert why == "a bug"
+    assert whats_left(worker) == {}
+    assert await leases_left(here) == []
+    assert broker.committed.get(TOPIC, 0) <= 3
+    async with running(dispatcher, broker) as another:
+        await another.until(lambda: all_committed(another))
+    assert sorted(depot.done) == list(range(10))
+
+
+@virtual_time
+async def test_a_bug_in_a_task_of_the_crew_stops_the_service() -> None:
+    broker = sent(3)
+
+    with mock.patch.object(Crew, "_sort", side_effect=RuntimeError("a bug")):
+        _, why = await failure_of(dispatcher_of(Depot().handle, guarded()), broker, drain_timeout_seconds=1)
+
+    assert why == "a bug"
+    assert broker.committed == {}
+
+
+@virtual_time
+async def test_runs_of_a_reused_key_take_slots_too() -> None:
+    here, depot, broker = guarded(on_key_reused=OnKeyReused.RUN), Depot(seconds=1), FakeBroker()
+    # One id, many contents: all but the first are other work under the same key.
+    broker.publish(*(ParcelSent(number=each, event_id="one") for each in range(12)))
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none", concurrency=2) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert sorted(depot.done) == list(range(12))
+    assert depot.most_in_hand == 2
+
+
+WHOSE: ContextVar[str] = ContextVar("whose")
+
+
+@pytest.mark.parametrize("ordering", ["partition", "key", "none"])
+@virtual_time
+async def test_what_a_handler_puts_into_its_context_is_not_seen_by_others(ordering: str) -> None:
+    depot, seen, set_before = Depot(errors={4: [OSError("once more")]}), list[tuple[str, int]](), WHOSE.set("service")
+
+    async def handle(event: ParcelSent) -> None:
+        seen.append((WHOSE.get(), event.number))
+        WHOSE.set(str(event.number))
+        if event.number % 2:
+            await asyncio.sleep(0)
+        await depot.handle(event)
+        assert WHOSE.get() == str(event.number)
+
+    broker = sent(12, keys=3)
+    async with running(dispatcher_of(handle, guarded()), broker, ordering=ordering) as worker:
+        await worker.until(lambda: all_committed(worker))
+    WHOSE.reset(set_before)
+
+    assert sorted(seen, key=lambda each: each[1]) == [("service", each) for each in (*range(5), *range(4, 12))]
+
+
+@virtual_time
+async def test_a_cancelled_remembering_leaves_no_run_that_others_would_wait_for() -> None:
+    here, depot, broker = guarded(), Depot(), sent(1)
+    here.store.held["complete"] = asyncio.Event()
+    async with running(dispatcher_of(depot.handle, here), broker) as worker:
+        await worker.until(lambda: here.store.calls["complete"] == 1)
+        await stopped_at_once(worker)
+
+        assert here.manager.passes._running == {}
+        here.store.held["complete"].set()
+
+    assert await remembered(here) == {0}

@@ -1,0 +1,224 @@
+"""Deadlines: as `asyncio.timeout`, and one timer for all of an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from integr8s_idem.deadlines import Deadline, _clocks
+from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@virtual_time
+async def test_what_runs_late_is_cancelled_in_time_and_raises_an_error() -> None:
+    with pytest.raises(TimeoutError) as raised, Deadline(now() + 2) as deadline:
+        await asyncio.sleep(10)
+
+    assert now() == 2
+    assert deadline.expired
+    assert isinstance(raised.value.__cause__, asyncio.CancelledError)
+    await asyncio.sleep(1)
+
+
+@virtual_time
+async def test_what_ends_in_time_is_left_alone() -> None:
+    with Deadline(now() + 2) as deadline:
+        await asyncio.sleep(1)
+
+    await asyncio.sleep(10)
+    assert not deadline.expired
+
+
+@virtual_time
+async def test_one_that_is_over_already_cancels_at_the_first_wait() -> None:
+    with pytest.raises(TimeoutError), Deadline(now() - 1):
+        await asyncio.sleep(10)
+
+    assert now() == 0
+
+
+@virtual_time
+async def test_no_limit_is_no_limit_until_one_is_set() -> None:
+    async def set_late(deadline: Deadline) -> None:
+        await asyncio.sleep(100)
+        deadline.reschedule(now() + 1)
+        await asyncio.sleep(100)
+
+    with pytest.raises(TimeoutError), Deadline(None) as deadline:
+        await set_late(deadline)
+
+    assert now() == 101
+
+
+@pytest.mark.parametrize(("moved_to", "ends_at"), [(3.0, 3.0), (0.5, 0.5), (None, 10.0), (-1.0, 0.0)])
+@virtual_time
+async def test_a_deadline_that_is_moved_counts_where_it_is_then(moved_to: float | None, ends_at: float) -> None:
+    expired = False
+    try:
+        with Deadline(2.0) as deadline:
+            deadline.reschedule(moved_to)
+            await asyncio.sleep(10)
+    except TimeoutError:
+        expired = True
+
+    assert now() == ends_at
+    assert expired == (moved_to is not None)
+
+
+@virtual_time
+async def test_one_that_has_expired_cannot_be_taken_back() -> None:
+    async def stubborn(deadline: Deadline) -> None:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            deadline.reschedule(now() + 100)
+            raise
+
+    with pytest.raises(TimeoutError), Deadline(1.0) as deadline:
+        await stubborn(deadline)
+
+
+@virtual_time
+async def test_one_that_is_moved_after_its_block_cancels_nothing() -> None:
+    with Deadline(1.0) as deadline:
+        pass
+    deadline.reschedule(2.0)
+
+    await asyncio.sleep(10)
+
+
+@virtual_time
+async def test_an_error_of_the_work_and_a_cancellation_by_others_go_on_as_they_are() -> None:
+    with pytest.raises(ValueError, match="mine"), Deadline(1.0):
+        raise ValueError("mine")
+
+    async def work() -> None:
+        with Deadline(5.0):
+            await asyncio.sleep(10)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(1)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+
+
+@virtual_time
+async def test_a_cancellation_by_others_at_the_same_moment_wins() -> None:
+    async def work() -> None:
+        with Deadline(5.0):
+            await asyncio.sleep(10)
+
+    task = asyncio.create_task(work())
+    asyncio.get_running_loop().call_at(5.0, task.cancel)
+    await asyncio.wait({task})
+
+    assert task.cancelled()
+
+
+@virtual_time
+async def test_of_two_within_each_other_the_one_that_expires_is_the_one_that_raises() -> None:
+    with Deadline(5.0) as outer:
+        with pytest.raises(TimeoutError), Deadline(1.0):
+            await asyncio.sleep(10)
+        assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+        await asyncio.sleep(1)
+    assert not outer.expired
+
+    inner = Deadline(50.0)
+    with pytest.raises(TimeoutError), Deadline(now() + 1), inner:
+        await asyncio.sleep(10)
+    assert not inner.expired
+
+
+@virtual_time
+async def test_an_error_in_place_of_the_cancellation_goes_on() -> None:
+    async def fails_late() -> None:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            raise KeyError from None
+
+    with pytest.raises(KeyError), Deadline(1.0):
+        await fails_late()
+
+    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+
+@virtual_time
+async def test_thousands_share_a_timer() -> None:
+    loop, timers, right = asyncio.get_running_loop(), list[float](), asyncio.get_running_loop().call_at
+
+    def call_at(when: float, *told: object, **more: object) -> asyncio.TimerHandle:
+        timers.append(when)
+        return right(when, *told, **more)  # type: ignore[arg-type]
+
+    loop.call_at = call_at  # type: ignore[method-assign]
+    for _ in range(1_000):
+        with Deadline(loop.time() + 30):
+            pass
+
+    assert timers == [30.0]
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, pytest.importorskip("uvloop").new_event_loop])
+def test_each_event_loop_has_its_own_and_takes_it_along(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def late() -> None:
+        with pytest.raises(TimeoutError), Deadline(now() + 0.001):
+            await asyncio.sleep(60)
+
+    before = len(_clocks)
+    for _ in range(2):
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(late())
+    gc.collect()
+
+    assert len(_clocks) <= before + 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_as_asyncio_s_own_whatever_is_set_moved_or_cancelled(seed: int) -> None:
+    """The same history under both: the same ends at the same moments."""
+
+    async def history(timeout: Callable[[float], object]) -> list[object]:
+        chance = random.Random(seed)
+
+        async def work(set_to: float, moved_after: float, moved_to: float, lasts: float) -> object:
+            try:
+                limit: object = timeout(set_to)
+                if isinstance(limit, Deadline):
+                    with limit:
+                        await steps(limit, moved_after, moved_to, lasts)
+                else:
+                    assert isinstance(limit, asyncio.Timeout)
+                    async with limit:
+                        await steps(limit, moved_after, moved_to, lasts)
+            except TimeoutError:
+                return "late", round(now(), 6)
+            except asyncio.CancelledError:
+                return "cancelled", round(now(), 6)
+            return "done", round(now(), 6)
+
+        async def steps(limit: Deadline | asyncio.Timeout, after: float, to: float, lasts: float) -> None:
+            await asyncio.sleep(after)
+            limit.reschedule(now() + to)
+            await asyncio.sleep(lasts)
+
+        # No two things at one moment: which is first then is nobody's promise.
+        tasks = [asyncio.create_task(work(*(chance.uniform(0.1, 9) for _ in range(4)))) for _ in range(30)]
+        for task in chance.sample(tasks, 10):
+            asyncio.get_running_loop().call_at(chance.uniform(0.1, 20), task.cancel)
+        return list(await asyncio.gather(*tasks))
+
+    assert run_virtual(history(Deadline)) == run_virtual(history(asyncio.timeout_at))

@@ -1,0 +1,162 @@
+"""A fingerprint is the same whichever way it was made: stored ones are compared with new ones for years."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ConfigDict, Field, PlainSerializer, computed_field, field_serializer, model_serializer
+
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.keys import _plain_names, canonical_json, fingerprint, fingerprint_of, payload_of
+
+
+class Plain(BaseEvent):
+    event_type: Literal["plain"] = "plain"
+    zebra: str
+    count: int
+    paid: bool = False
+    note: str | None = None
+    Äther: int = 0
+
+
+class PlainAscii(BaseEvent):
+    event_type: Literal["plain_ascii"] = "plain_ascii"
+    zebra: str
+    count: int
+    paid: bool = False
+    note: str | None = None
+    kind: Literal["a", "b"] = "a"
+
+
+def the_long_way(event: BaseEvent) -> bytes:
+    return fingerprint(canonical_json(payload_of(event)))
+
+
+class Loud(str):
+    __slots__ = ()
+
+
+@given(
+    zebra=st.text(st.characters(codec="utf-8")) | st.just('\x00\x1f\u2028\U0001f600"\\/'),
+    count=st.integers() | st.sampled_from([2**53, 2**53 - 1, -(2**53), 0]),
+    paid=st.booleans(),
+    note=st.none() | st.text(st.characters(codec="utf-8")),
+)
+def test_plain_payloads_have_the_fingerprint_of_the_long_way(
+    zebra: str, count: int, paid: bool, note: str | None
+) -> None:
+    event = PlainAscii(zebra=zebra, count=count, paid=paid, note=note)
+
+    assert _plain_names(PlainAscii) == (
+        "aggregate_id",
+        "count",
+        "event_type",
+        "event_version",
+        "kind",
+        "note",
+        "paid",
+        "zebra",
+    )
+    assert fingerprint_of(event) == the_long_way(event)
+
+
+def test_what_is_no_plain_value_after_all_takes_the_long_way() -> None:
+    loud = PlainAscii.model_construct(**(PlainAscii(zebra="a", count=1).__dict__ | {"zebra": Loud("a")}))
+
+    assert fingerprint_of(loud) == the_long_way(loud) == the_long_way(PlainAscii(zebra="a", count=1))
+
+
+class Colour(str, Enum):
+    RED = "red"
+
+
+class WithSerializer(BaseEvent):
+    event_type: Literal["with_serializer"] = "with_serializer"
+    name: str
+
+    @field_serializer("name")
+    def _shout(self, name: str) -> str:
+        return name.upper()
+
+
+class WithAnnotated(BaseEvent):
+    event_type: Literal["with_annotated"] = "with_annotated"
+    name: Annotated[str, PlainSerializer(lambda name: name + "!")]
+
+
+class WithModelSerializer(BaseEvent):
+    event_type: Literal["with_model"] = "with_model"
+    name: str
+
+    @model_serializer(mode="wrap")
+    def _more(self, handler: Any) -> Any:
+        return {**handler(self), "more": 1}
+
+
+class WithComputed(BaseEvent):
+    event_type: Literal["with_computed"] = "with_computed"
+    name: str
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def length(self) -> int:
+        return len(self.name)
+
+
+class WithExtra(BaseEvent):
+    model_config = ConfigDict(extra="allow")
+    event_type: Literal["with_extra"] = "with_extra"
+    name: str
+
+
+class WithAlias(BaseEvent):
+    model_config = ConfigDict(serialize_by_alias=True)
+    event_type: Literal["with_alias"] = "with_alias"
+    name: str = Field(serialization_alias="n")
+
+
+class WithExclusion(BaseEvent):
+    event_type: Literal["with_exclusion"] = "with_exclusion"
+    name: str = Field(exclude=True)
+
+
+class WithDump(BaseEvent):
+    event_type: Literal["with_dump"] = "with_dump"
+    name: str
+
+    def model_dump(self, **how: Any) -> dict[str, Any]:
+        return {**super().model_dump(**how), "dumped": True}
+
+
+class WithMore(BaseEvent):
+    event_type: Literal["with_more"] = "with_more"
+    name: str
+    when: datetime
+    colour: Colour = Colour.RED
+    amount: float = 0.1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Plain(zebra="ä", count=1),
+        WithSerializer(name="a"),
+        WithAnnotated(name="a"),
+        WithModelSerializer(name="a"),
+        WithComputed(name="a"),
+        WithExtra.model_validate({"name": "a", "more": 2}),
+        WithAlias(name="a"),
+        WithExclusion(name="a"),
+        WithDump(name="a"),
+        WithMore(name="a", when=datetime(2026, 1, 1)),  # noqa: DTZ001  # of no zone, as events may have it
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_classes_with_ways_of_their_own_take_the_long_way(event: BaseEvent) -> None:
+    assert _plain_names(type(event)) == ()
+    assert fingerprint_of(event) == the_long_way(event)

@@ -1,0 +1,95 @@
+"""What a process has completed itself it knows without the store, where a setting says so."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from integr8s_idem.errors import KeyReusedError
+from integr8s_idem.records import Completed, StoredResult
+from integr8s_idem.remembered import LARGEST, LocalMemory
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.guarded import Job, guarded
+
+
+def done(key: str, body: bytes = b"null") -> Completed:
+    return Completed(key=key, attempt=1, completed_at=datetime.now(UTC), result=StoredResult(body))
+
+
+@virtual_time
+async def test_a_duplicate_of_what_was_done_here_asks_no_store() -> None:
+    here, job = guarded(local_memory_keys=10), Job()
+    assert await here.manager.run("order:1", job) == "receipt-1"
+
+    assert await here.manager.run("order:1", job) == "receipt-1"
+
+    assert (job.runs, here.store.calls["reserve"]) == (1, 1)
+    assert here.observer.counts[Signal.DUPLICATE_BLOCKED] == 1
+    assert here.observer.counts[Signal.CACHE_HIT] == 1
+
+
+@virtual_time
+async def test_without_the_setting_the_store_is_asked() -> None:
+    here, job = guarded(), Job()
+    for _ in range(2):
+        await here.manager.run("order:1", job)
+
+    assert here.store.calls["reserve"] == 2
+
+
+@virtual_time
+async def test_the_same_key_with_another_payload_is_found_out_by_the_store() -> None:
+    here, job = guarded(local_memory_keys=10), Job()
+    await here.manager.run("order:1", job, fingerprint=b"a" * 16)
+
+    with pytest.raises(KeyReusedError):
+        await here.manager.run("order:1", job, fingerprint=b"b" * 16)
+
+
+@virtual_time
+async def test_what_is_deleted_here_is_done_again() -> None:
+    here, job = guarded(local_memory_keys=10), Job()
+    await here.manager.run("order:1", job)
+
+    await here.manager.delete("order:1")
+    await here.manager.run("order:1", job)
+
+    assert job.runs == 2
+
+
+@virtual_time
+async def test_a_failure_is_not_known_here() -> None:
+    here, job = guarded(local_memory_keys=10), Job(errors=[OSError("no")])
+    with pytest.raises(OSError, match="no"):
+        await here.manager.run("order:1", job)
+
+    assert await here.manager.run("order:1", job) == "receipt-1"
+
+
+def test_it_ends_before_the_record_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("integr8s_idem.remembered.monotonic", lambda: now)
+    memory = LocalMemory(10)
+    memory.keep(done("a"), None, begun=95.0, ttl=timedelta(seconds=10))
+    assert memory.look("a", None) is not None
+
+    now = 105.0
+
+    assert memory.look("a", None) is None
+
+
+def test_it_keeps_the_last_keys_up_to_a_number() -> None:
+    memory = LocalMemory(2)
+    for key in "abc":
+        memory.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
+
+    assert [memory.look(key, None) is not None for key in "abc"] == [False, True, True]
+
+
+def test_a_large_result_is_left_to_the_store() -> None:
+    memory = LocalMemory(2)
+    memory.keep(done("a", b"x" * (LARGEST + 1)), None, begun=0.0, ttl=timedelta(days=36_500))
+
+    assert memory.look("a", None) is None

@@ -1,0 +1,268 @@
+"""Many reserved, performed and remembered together: no reservation is left behind, no outcome is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from integr8s_idem.errors import LeaseLostError, StoreUnavailableError
+from integr8s_idem.keys import Key
+from integr8s_idem.passes import Returned
+from integr8s_idem.records import Completed, IdempotencyStatus, InProgress, Previous, Reserved
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.work import Attempt, Executed, HandlerFailed, Work
+from tests.support.crews import leases_left, turns
+from tests.support.guarded import LEASE, Guarded, Job, guarded
+
+
+def works(number: int) -> list[Work]:
+    return [Work(Key.of(f"order:{each}"), event_type="order") for each in range(number)]
+
+
+async def never_down(error: Exception) -> None:
+    raise AssertionError("the store answers") from error
+
+
+async def reserved(here: Guarded, together: list[Work]) -> list[Reserved]:
+    verdicts = await here.manager.passes.reserve_together(together)
+    return [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+
+
+async def performed(here: Guarded, work: Work, reservation: Reserved, value: object = "done") -> Returned[Any]:
+    async def function(attempt: Attempt) -> object:
+        return value
+
+    now = asyncio.get_running_loop().time()
+    returned = await here.manager.passes.perform(work, function, reservation, now, never_down)
+    assert isinstance(returned, Returned)
+    return returned
+
+
+async def all_performed(here: Guarded, number: int) -> list[Returned[Any]]:
+    together = works(number)
+    found = await reserved(here, together)
+    return [await performed(here, work, each) for work, each in zip(together, found, strict=True)]
+
+
+@virtual_time
+async def test_each_gets_its_own_verdict_in_one_call_and_each_is_counted() -> None:
+    here = guarded()
+    await here.manager.run("order:1", Job())
+    here.store.calls.clear()
+
+    verdicts = await here.manager.passes.reserve_together([*works(3), *works(1)])
+
+    assert [type(verdict) for verdict in verdicts] == [Reserved, Completed, Reserved, InProgress]
+    assert here.store.calls == {"reserve": 1}
+    assert here.observer.counts[Signal.CACHE_MISS] == 3
+    assert here.observer.counts[Signal.CACHE_HIT] == 2
+
+
+@virtual_time
+async def test_nothing_is_asked_of_the_store_for_nothing() -> None:
+    here = guarded()
+    ledger = here.manager._ledger
+
+    assert await ledger.reserve_together([]) == []
+    assert await ledger.complete_together([]) == []
+    assert await ledger.release_together([]) == []
+    assert here.store.calls == {}
+
+
+@pytest.mark.parametrize("steps", range(8))
+@virtual_time
+async def test_reservations_of_one_who_is_cancelled_at_any_step_are_given_back(steps: int) -> None:
+    here = guarded()
+    asking = asyncio.create_task(here.manager.passes.reserve_together(works(5)))
+    await turns(steps)
+    asking.cancel()
+    await asyncio.wait({asking})
+
+    if asking.cancelled():
+        assert await leases_left(here) == []
+        again = await reserved(here, works(5))
+        assert {each.previous for each in again} <= {Previous.NONE, Previous.RELEASED}
+        assert len(again) == 5
+
+
+@virtual_time
+async def test_reservations_whose_asker_is_gone_before_the_answer_are_given_back() -> None:
+    here = guarded()
+    here.store.held["reserve"] = asyncio.Event()
+    asking = asyncio.create_task(here.manager.passes.reserve_together(works(5)))
+    await turns(3)
+    asking.cancel()
+    await asyncio.wait({asking})
+    here.store.held["reserve"].set()
+
+    assert await leases_left(here) == []
+
+
+@pytest.mark.parametrize("verb", ["reserve", "complete", "release"])
+@virtual_time
+async def test_an_error_that_comes_when_the_asker_is_gone_is_nobody_s(
+    verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = guarded()
+    done = await all_performed(here, 2)
+    here.store.held[verb], here.store.down = asyncio.Event(), {verb}
+    calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+        "reserve": lambda: here.manager.passes.reserve_together(works(2)),
+        "complete": lambda: here.manager.passes.complete_together(done),
+        "release": lambda: here.manager._ledger.release_together([each.outcome.reservation for each in done]),  # type: ignore[union-attr]
+    }
+    asking = asyncio.create_task(calls[verb]())
+    await turns(3)
+    asking.cancel()
+    await asyncio.wait({asking})
+    here.store.held[verb].set()
+    await here.manager.close()
+    gc.collect()
+
+    assert asking.cancelled()
+    assert not [record for record in caplog.records if "never retrieved" in record.message]
+
+
+@pytest.mark.parametrize("steps", range(6))
+@virtual_time
+async def test_outcomes_are_written_though_the_writer_is_cancelled_at_any_step(steps: int) -> None:
+    here = guarded()
+    done = await all_performed(here, 4)
+    writing = asyncio.create_task(here.manager.passes.complete_together(done))
+    await turns(steps + 1)
+    writing.cancel()
+    await asyncio.wait({writing})
+    await here.manager.close()
+
+    assert [(await here.record(f"order:{each}")).status for each in range(4)] == [IdempotencyStatus.COMPLETED] * 4
+    assert await leases_left(here) == []
+
+
+@virtual_time
+async def test_reservations_are_released_together_though_the_caller_is_cancelled() -> None:
+    here = guarded()
+    found = await reserved(here, works(4))
+    releasing = asyncio.create_task(here.manager._ledger.release_together(found))
+    await turns(1)
+    releasing.cancel()
+    await asyncio.wait({releasing})
+
+    assert await leases_left(here) == []
+    assert here.store.calls["release"] == 1
+
+
+@virtual_time
+async def test_a_run_is_over_when_its_outcome_is_written_and_not_before() -> None:
+    here = guarded()
+    (done,) = await all_performed(here, 1)
+    ended = done.run.ended()
+    assert (done.run.over, ended.done()) == (False, False)
+
+    assert await here.manager.passes.complete_together([done]) == [True]
+
+    assert (done.run.over, ended.done()) == (True, True)
+    assert here.manager.passes._running == {}
+
+
+@virtual_time
+async def test_another_of_this_process_is_told_when_a_run_is_over() -> None:
+    here = guarded()
+    (done,) = await all_performed(here, 1)
+    again: asyncio.Task[Any] = asyncio.create_task(here.manager.run("order:0", Job()))
+    await asyncio.sleep(0.01)
+
+    await here.manager.passes.complete_together([done])
+    before = asyncio.get_running_loop().time()
+
+    assert await again == "done"
+    assert asyncio.get_running_loop().time() == before
+
+
+@virtual_time
+async def test_one_that_is_not_ours_any_more_is_concluded_alone_and_its_neighbours_are_remembered() -> None:
+    here = guarded()
+    done = await all_performed(here, 3)
+    key = done[1].run.attempt.key
+    await here.store.delete([key])
+    passes = here.manager.passes
+
+    assert await passes.complete_together(done) == [True, False, True]
+    assert [each.run.over for each in done] == [True, False, True]
+    assert await passes.conclude(done[1], never_down) == Executed("done", 1)
+
+    assert all(each.run.over for each in done)
+    assert here.observer.counts[Signal.RECORD_VANISHED] == 1
+
+
+@virtual_time
+async def test_one_that_somebody_else_has_by_now_is_lost_to_us() -> None:
+    here = guarded()
+    (done,) = await all_performed(here, 1)
+    await here.store.delete([done.run.attempt.key])
+    await here.manager.reserve("order:0")
+    passes = here.manager.passes
+
+    assert await passes.complete_together([done]) == [False]
+    with pytest.raises(LeaseLostError):
+        await passes.conclude(done, never_down)
+
+    assert done.run.over
+    assert passes._running == {}
+
+
+@virtual_time
+async def test_outcomes_whose_answer_is_lost_are_concluded_one_by_one() -> None:
+    here = guarded()
+    done = await all_performed(here, 3)
+    here.store.lose_answers["complete"] = 1
+    passes = here.manager.passes
+
+    with pytest.raises(StoreUnavailableError):
+        await passes.complete_together(done)
+    ends = [await passes.conclude(each, never_down) for each in done]
+
+    assert ends == [Executed("done", 1)] * 3
+    assert await leases_left(here) == []
+
+
+@virtual_time
+async def test_an_outcome_that_nobody_waits_for_is_written_by_the_time_the_manager_is_closed() -> None:
+    here = guarded()
+    done = await all_performed(here, 3)
+
+    for each in done:
+        here.manager.passes.complete_later(each)
+
+    assert all(each.run.over for each in done)
+    assert await leases_left(here) == []
+    assert (await here.record("order:2")).status is IdempotencyStatus.COMPLETED
+
+
+@virtual_time
+async def test_a_run_that_fails_or_is_cancelled_is_over_and_gives_its_key_back() -> None:
+    here = guarded()
+    passes, (first, second) = here.manager.passes, works(2)
+    one, two = await reserved(here, [first, second])
+
+    async def fails(attempt: Attempt) -> None:
+        raise OSError("later")
+
+    async def waits(attempt: Attempt) -> None:
+        await asyncio.sleep(100)
+
+    failed = await passes.perform(first, fails, one, 0.0, never_down)
+    waiting = asyncio.create_task(passes.perform(second, waits, two, 0.0, never_down))
+    await asyncio.sleep(LEASE * 2)  # it is renewed meanwhile
+    waiting.cancel()
+    await asyncio.wait({waiting})
+
+    assert isinstance(failed, HandlerFailed)
+    assert not failed.given_up
+    assert waiting.cancelled()
+    assert await leases_left(here) == []
+    assert passes.current_run() is None
