@@ -79,6 +79,18 @@ async def committed(bootstrap: str, group: str) -> dict[TopicPartition, int]:
         await admin.close()
 
 
+async def is_settled(bootstrap: str, group: str, members: int) -> bool:
+    """Whether the coordinator of `group` counts so many members, each of which knows what it holds."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await admin.start()
+    try:
+        [description] = await admin.describe_consumer_groups([group])
+        [(error, _, state, _, _, known, *_)] = description.groups
+        return not error and state == "Stable" and len(known) == members
+    finally:
+        await admin.close()
+
+
 async def records(keys: Sequence[str]) -> list[IdempotencyRecord]:
     """What the Redis that stays whole holds of `keys`."""
     async with redis().client() as client:

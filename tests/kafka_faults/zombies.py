@@ -106,6 +106,15 @@ class Pair:
             *(asyncio.to_thread(worker.wait_for_line, "partitions that are ours now") for worker in self.workers)
         )
 
+    async def together(self) -> None:
+        """Return once all of them are in one group again.
+
+        Whoever was put out of it fetches until it is told: it would reserve the next event and give it back unbegun.
+        """
+        async with asyncio.timeout(60):
+            while not await servers.is_settled(servers.kafka().bootstrap, self.group, len(self.workers)):
+                await asyncio.sleep(0.1)
+
     async def give(self, task: TaskGiven) -> None:
         """Ask for `task`."""
         self.given.append(task.work)
@@ -259,6 +268,7 @@ async def wake_a_zombie(pair: Pair, number: int) -> None:
     task = TaskGiven(work=f"{number}", **zombie.task)
     # Asked before: a handler that holds the loop would hold up the answer.
     lost_before = {worker.pid: await asyncio.to_thread(_leases_lost, worker) for worker in pair.workers}
+    await pair.together()
     await pair.give(task)
     holder, other = pair.of_process(await pair.until(zombie.stopped_at, task.work, 1))
     await pair.stop(holder)
