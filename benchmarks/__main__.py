@@ -16,6 +16,7 @@ from benchmarks.machine import machine
 from benchmarks.measuring import Flat
 from benchmarks.questions import KEYS, QUESTIONS, Question
 from benchmarks.rounds import Options, Tell
+from integr8s_idem.cli.collecting import collect_seldom
 
 
 def asked(options: Options, file: Path | None) -> Flat:
@@ -41,6 +42,7 @@ def asked(options: Options, file: Path | None) -> Flat:
 
 
 async def _answer(question: Question, options: Options, tell: Tell) -> Flat:
+    collect_seldom()  # as a worker does, and for everybody who takes part
     return await question.measured(options, tell)
 
 

@@ -3,6 +3,9 @@
 While one call is under way later questions gather, and they leave together when it returns.
 A lone question leaves at once, so nobody waits for company.
 
+Of many, half leave: while the store answers these, this process works on what the others were told.  All in one call
+would make both of them wait for each other in turn.
+
 Where the question before was alone, too, its asker makes the call itself: a task and a future for a single
 caller cost as much as sending it.  Where it had company, all that is asked in one turn of the event loop goes together.
 """
@@ -13,14 +16,17 @@ import asyncio
 import copy
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
+FEW: Final = 8
+"""Questions that are not worth two calls."""
+
 
 class Coalescer(Generic[Question, Answer]):
-    """Gathers concurrent questions into calls of at most `max_batch`."""
+    """Gathers concurrent questions into calls of at most `max_batch`, one at a time."""
 
     def __init__(
         self,
@@ -36,6 +42,7 @@ class Coalescer(Generic[Question, Answer]):
         self._waiting: deque[tuple[Question, asyncio.Future[Answer]]] = deque()
         self._sender: asyncio.Task[None] | None = None
         self._had_company = True
+        self._last_size = 0
         self._alone = False
         """An asker makes the call itself now."""
         self._alone_ends: asyncio.Future[None] | None = None
@@ -97,7 +104,7 @@ class Coalescer(Generic[Question, Answer]):
     async def _send_all(self) -> None:
         try:
             while self._waiting:
-                size = min(len(self._waiting), self._max_batch)
+                size = self._last_size = self._next_size()
                 self._had_company = size > 1
                 await self._send([self._waiting.popleft() for _ in range(size)])
         finally:
@@ -105,6 +112,12 @@ class Coalescer(Generic[Question, Answer]):
             for _, answer in self._waiting:  # only left over if we were cancelled
                 answer.cancel()
             self._waiting.clear()
+
+    def _next_size(self) -> int:
+        """Of the call that is made now: half of those who ask, as far as the last call and this one tell."""
+        waiting = len(self._waiting)
+        half = (self._last_size + waiting + 1) // 2
+        return min(waiting, max(half, FEW), self._max_batch)
 
     async def _send(self, batch: list[tuple[Question, asyncio.Future[Answer]]]) -> None:
         try:

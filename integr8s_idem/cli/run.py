@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from rich.console import Console
 
+from integr8s_idem.cli.collecting import collect_seldom
 from integr8s_idem.cli.embedding import NO_KAFKA_CREDENTIALS, embedded_settings, keeps_its_store, tell_where
 from integr8s_idem.cli.logging import log_as_json, log_as_text
 from integr8s_idem.cli.table import LiveTable
@@ -100,6 +101,7 @@ def run(asked: Run, make_group: MakeGroup = ServiceGroup, servers: StartServers 
         log_as_json(sys.stdout, settings.telemetry.log_level)
     else:
         log_as_text(console, settings.telemetry.log_level)
+    collect_seldom()
     return _in_loop(_run(asked, settings, make_group, servers or _embedded(settings), table))
 
 

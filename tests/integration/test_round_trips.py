@@ -87,10 +87,10 @@ async def test_a_hundred_events_at_once_share_their_round_trips(
     async with overheard(redis_client) as second:
         await asyncio.gather(*(manager.run(f"order:{number}", _work) for number in range(100, 200)))
 
-    # After a call that was alone the first of many leaves alone, too; from then on all of them go together.
-    assert set(first) == {"EVALSHA"}
-    assert len(first) <= 5
-    assert second == ["EVALSHA", "EVALSHA"]
+    # After a call that was alone the first of many leaves alone, too; from then on they go in two halves.
+    assert set(first) == set(second) == {"EVALSHA"}
+    assert len(first) <= 8
+    assert len(second) <= 5
 
 
 class TalkativeRepository(RedisIdempotencyRepository):

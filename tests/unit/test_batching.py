@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integr8s_idem.batching import Coalescer
+from integr8s_idem.batching import FEW, Coalescer
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
 
@@ -47,10 +47,46 @@ async def test_questions_during_a_call_leave_together_in_their_order() -> None:
 
     first = coalescer.ask(0)
     await asyncio.sleep(0.5)
-    answers = await asyncio.gather(first, *(coalescer.ask(number) for number in range(1, 100)))
+    answers = await asyncio.gather(first, *(coalescer.ask(number) for number in range(1, FEW)))
+
+    assert answers == [number**2 for number in range(FEW)]
+    assert backend.batches == [[0], list(range(1, FEW))]
+
+
+@virtual_time
+async def test_of_many_half_leave_so_that_the_others_are_answered_while_they_work() -> None:
+    backend = Backend()
+    coalescer = Coalescer(backend)
+
+    answers = await asyncio.gather(*(coalescer.ask(number) for number in range(100)))
 
     assert answers == [number**2 for number in range(100)]
-    assert backend.batches == [[0], list(range(1, 100))]
+    assert backend.batches == [list(range(50)), list(range(50, 100))]
+
+
+@virtual_time
+async def test_two_halves_of_those_who_ask_again_and_again_stay_halves() -> None:
+    backend = Backend()
+    coalescer = Coalescer(backend)
+
+    async def ask_ten_times(number: int) -> None:
+        for _ in range(10):
+            await coalescer.answer(number)
+
+    await asyncio.gather(*map(ask_ten_times, range(64)))
+
+    assert set(map(len, backend.batches)) == {32}
+
+
+@virtual_time
+async def test_a_few_leave_together_after_many_and_many_in_halves_after_one() -> None:
+    backend = Backend()
+    coalescer = Coalescer(backend)
+
+    for together in (100, FEW, 1, 40):
+        await asyncio.gather(*(coalescer.ask(number) for number in range(together)))
+
+    assert list(map(len, backend.batches)) == [50, 50, FEW, 1, 21, 19]
 
 
 @virtual_time
