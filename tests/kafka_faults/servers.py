@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
@@ -81,7 +82,7 @@ async def committed(bootstrap: str, group: str) -> dict[TopicPartition, int]:
 
 async def is_settled(bootstrap: str, group: str, members: int) -> bool:
     """Whether the coordinator of `group` counts so many members, each of which knows what it holds."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    admin: Any = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
     try:
         [description] = await admin.describe_consumer_groups([group])
