@@ -35,9 +35,9 @@ from integr8s_idem.integrations.dishka import (
     KafkaProvider,
     ServiceName,
 )
-from integr8s_idem.passes import Returned
 from integr8s_idem.records import Completion, Reserved, ReserveRequest, Verdict
 from integr8s_idem.routing import Invoke
+from integr8s_idem.runs import Returned
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.work import Attempt

@@ -28,8 +28,7 @@ from integr8s_idem.gathering import Gatherer, Member
 from integr8s_idem.joining import Seal
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
 from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.passes import Returned
-from integr8s_idem.records import InProgress, Reserved, Verdict
+from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, Reserved
 from integr8s_idem.routing import (
     Batch,
     BatchCall,
@@ -45,6 +44,7 @@ from integr8s_idem.routing import (
     call_with_event,
     name_of,
 )
+from integr8s_idem.runs import Returned
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Transaction, WaitForStore, Work
@@ -155,19 +155,17 @@ class GuardedHandling(Handling):
 
     def perform(
         self, reserved: Reserved, asked_at: float, wait_for_store: WaitForStore
-    ) -> Coroutine[Any, Any, Returned[Any] | Outcome[Any]]:
+    ) -> Coroutine[Any, Any, Returned[Any] | HandlerFailed]:
         """Run the handler under a reservation that was asked for at `asked_at`, by the event loop's clock."""
-        if self.passes.crashed_too_often(self.work, reserved):
-            return self.decline(reserved, asked_at, wait_for_store)
         self._patient = True
         return self.passes.perform(self.work, self._do, reserved, asked_at, wait_for_store)
 
     def decline(
-        self, verdict: Verdict, asked_at: float, wait_for_store: WaitForStore
+        self, verdict: InProgress | Completed | Failed | KeyReused | Corrupt
     ) -> Coroutine[Any, Any, Outcome[Any]]:
-        """What comes of a verdict that lets no handler run."""
+        """What comes of a verdict that lets no guarded handler run."""
         self._patient = True
-        return self.passes.decline(self.work, self._do, verdict, asked_at, wait_for_store)
+        return self.passes.decline(self.work, self._do, verdict)
 
     def give_back(self, reserved: Reserved) -> None:
         """It is not handled after all."""

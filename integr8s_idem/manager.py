@@ -30,7 +30,7 @@ from integr8s_idem.errors import (
 from integr8s_idem.keys import LAST_GENERATION, Key, KeySpace, generation_key
 from integr8s_idem.leases import LeaseKeeper
 from integr8s_idem.ledger import Ledger
-from integr8s_idem.passes import Passes, Run
+from integr8s_idem.passes import Passes
 from integr8s_idem.records import (
     Completed,
     Completion,
@@ -43,6 +43,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.results import decode_result, return_type_of
+from integr8s_idem.runs import Run
 from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository, JoinedRepository, JoiningRepository
 from integr8s_idem.telemetry import SILENT, Observer, Signal
@@ -280,7 +281,7 @@ class IdempotencyManager:
     def _under_way(self) -> tuple[IdempotencyManager, Run]:
         """The run that calls, and whose it is: ours, or that of the same manager in another scope."""
         for manager in (self, *self._in_scopes.values()):
-            if (run := manager.passes.current_run()) is not None:
+            if (run := manager.passes.runs.current()) is not None:
                 return manager, run
         raise ApplicationError(
             f"nothing that the manager of {self.scope} guards is under way here: ask within manager.run(…), or within "
@@ -422,7 +423,7 @@ class IdempotencyManager:
             if policy is OnInProgress.SKIP:
                 self.observer.count(Signal.DUPLICATE_BLOCKED)
                 return outcome
-            self.passes.refuse_to_wait_for_itself(outcome, work)
+            self.passes.runs.refuse_to_wait_for_itself(outcome, work)
             if policy is OnInProgress.RAISE:
                 raise InProgressError(work.key.label, outcome.attempt, outcome.retry_after, outcome.owner)
             longest = self.config.wait_timeout if wait_timeout is None else wait_timeout

@@ -18,7 +18,7 @@ from typing import Any
 
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.passes import Run
+from integr8s_idem.runs import Run
 from integr8s_idem.work import Attempt, Outcome, Work
 
 
@@ -53,7 +53,7 @@ class OpenRun:
         self._owner = owner or asyncio.current_task()
 
         async def work(_: Attempt) -> Any:
-            self._run = self._manager.passes.current_run()
+            self._run = self._manager.passes.runs.current()
             begun.set_result(None)
             return await self._end
 
@@ -79,7 +79,7 @@ class OpenRun:
     def within(self) -> Iterator[None]:
         """The code in the block is part of the run: it may ask for its steps, and not for its own key."""
         assert self._run is not None, "the run has begun"
-        with self._manager.passes.within(self._run):
+        with self._manager.passes.runs.within(self._run):
             yield
 
     def raise_if_lost(self) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from time import monotonic
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnKeyReused, OnStoreError
 from integr8s_idem.errors import (
@@ -28,7 +25,6 @@ from integr8s_idem.leases import HeldLease, LeaseKeeper
 from integr8s_idem.ledger import Ledger, describe_error
 from integr8s_idem.records import (
     Completed,
-    Completion,
     Corrupt,
     Failed,
     InProgress,
@@ -38,6 +34,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.remembered import LocalMemory
+from integr8s_idem.runs import Returned, Run, Runs
 from integr8s_idem.stores import JoinedRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, WaitForStore, Work
@@ -49,54 +46,6 @@ LONGEST_LOOK: Final = 1.0
 """Seconds between two looks at a key that another process works on, growing from the first to the longest."""
 
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """One run of some work that is under way."""
-
-    passes: Passes
-    work: Work
-    attempt: Attempt
-    commits_itself: bool
-    """Its outcome commits with a transaction of the application's."""
-    lease: HeldLease | None = None
-    """`None` in a transaction of the caller's, which holds the record itself."""
-    outer: Run | None = None
-    """The run that it is part of."""
-    at_end: Sequence[Callable[[], None]] = ()
-    """Called when the work has returned."""
-    steps: object = None
-    """Its steps, once it has asked for them."""
-    over: bool = False
-    """The work has returned or raised; what it began beside itself may go on still."""
-    _ended: asyncio.Future[None] | None = None
-
-    def ended(self) -> asyncio.Future[None]:
-        """Done when it is over.  Made for whoever asks first: hardly any run is waited for."""
-        if self._ended is None:
-            self._ended = asyncio.get_running_loop().create_future()
-        return self._ended
-
-    def end(self) -> None:
-        """It is over: tell those who wait."""
-        self.over = True
-        if self._ended is not None:
-            self._ended.set_result(None)
-
-
-@dataclass(slots=True, eq=False)
-class Returned(Generic[T]):
-    """A run whose function has returned, and whose outcome is not written yet."""
-
-    run: Run
-    value: T
-    outcome: Completion | None
-    """`None` if the function has written it itself."""
-
-
-_RUN: ContextVar[Run | None] = ContextVar("the innermost run that the current code is part of", default=None)
-"""Tasks inherit it from the code that begins them."""
-
-
 class Passes:
     """Makes passes on behalf of one manager, and knows which of them are under way in this process."""
 
@@ -105,7 +54,7 @@ class Passes:
         self.observer = observer
         self._ledger = ledger
         self._leases = leases
-        self._running: dict[str, Run] = {}
+        self.runs = Runs()
         self.memory = LocalMemory(config.local_memory_keys) if config.local_memory_keys else None
         """What this process has completed itself, if a setting says so."""
 
@@ -124,11 +73,6 @@ class Passes:
                 self.observer.count(Signal.CACHE_HIT, event_type)
             self.observer.count(Signal.DUPLICATE_BLOCKED, event_type)
         return done
-
-    def current_run(self) -> Run | None:
-        """The innermost run that the current code is part of, if it is one of this manager's."""
-        run = _RUN.get()
-        return run if run is not None and run.passes is self else None
 
     def execute(
         self,
@@ -180,19 +124,19 @@ class Passes:
         """As `execute`, in a transaction of the caller's; what `function` raises is raised."""
 
         async def under_way(attempt: Attempt) -> T:
-            run = self._begin(Run(self, work, attempt, True))
+            run = self.runs.begin(Run(self.runs, work, attempt, True))
             try:
                 with self.observer.phase(Phase.HANDLE, work.event_type):
                     return await function(attempt)
             finally:
-                _RUN.set(run.outer)
-                self.over(run)
+                self.runs.leave(run)
+                self.runs.over(run)
 
         outcome = await run_joined(self._ledger, records, work, under_way)
         if isinstance(outcome, Executed):
             return outcome
         assert not isinstance(outcome, Reserved)
-        return await self._blocked(work, function, outcome)
+        return await self.decline(work, function, outcome)
 
     async def _pass(
         self,
@@ -212,29 +156,9 @@ class Passes:
             if self.config.on_store_error is OnStoreError.CLOSED:
                 raise
             return await self._unguarded(work, function, self._ledger.space.full(work.key))
-        if isinstance(verdict, Reserved) and not self.crashed_too_often(work, verdict):
-            return await self._perform(work, function, verdict, asked_at, wait_for_store, seal)
-        return await self.decline(work, function, verdict, asked_at, wait_for_store)
-
-    def crashed_too_often(self, work: Work, reserved: Reserved) -> bool:
-        """Whether no more runs of it are begun, since none has come to an end."""
-        too_often = reserved.attempt > self.config.max_attempts and not work.forgotten
-        return too_often and reserved.previous is Previous.LAPSED
-
-    async def decline(
-        self,
-        work: Work,
-        function: Callable[[Attempt], Awaitable[T]],
-        verdict: Verdict,
-        asked_at: float,
-        wait_for_store: WaitForStore | None,
-    ) -> Outcome[T]:
-        """What comes of a pass that does not run `function` under a reservation."""
         if isinstance(verdict, Reserved):
-            crashed = CrashedTooOftenError(verdict.attempt - 1)
-            deadline = asked_at + verdict.lease.total_seconds()
-            return await self._fail(work, verdict, crashed, deadline, wait_for_store)
-        return await self._blocked(work, function, verdict)
+            return await self._perform(work, function, verdict, asked_at, wait_for_store, seal)
+        return await self.decline(work, function, verdict)
 
     async def wait_for_change(self, found: InProgress, *, at_most: float = 3600.0, looks: int = 0) -> None:
         """Return when it is worth asking again: the run in this process ended, or a while has passed.
@@ -247,26 +171,11 @@ class Passes:
         if looks == 0:
             self.observer.count(Signal.WAITED)
         with self.observer.phase(Phase.WAIT):
-            if (running := self._running.get(found.key)) is not None:
+            if (running := self.runs.of(found.key)) is not None:
                 # Our own process tells us; the lease is the limit in case it goes on and on.
                 await asyncio.wait({running.ended()}, timeout=min(max(pause, LONGEST_LOOK), at_most))
             else:
                 await asyncio.sleep(pause)
-
-    def refuse_to_wait_for_itself(self, found: InProgress, work: Work) -> None:
-        """A run that waits for its own key, by itself or by a task it began, has a mistake that no wait mends.
-
-        Raises:
-            ApplicationError: It would wait for itself.
-        """
-        running, around = self._running.get(found.key), _RUN.get()
-        while around is not None and around is not running:
-            around = around.outer
-        if around is not None:
-            raise ApplicationError(
-                f"{work.key.label} was asked for within its own run (attempt {found.attempt}), which would wait for "
-                "itself: give the inner work a key of its own"
-            )
 
     async def _reserve(self, work: Work) -> Verdict:
         with self.observer.phase(Phase.RESERVE, work.event_type) as span:
@@ -311,12 +220,12 @@ class Passes:
             raise  # concluded one by one
         except BaseException:
             for each in done:
-                self.over(each.run)
+                self.runs.over(each.run)
             raise
         for each, stands in zip(done, written, strict=True):
             if stands:
                 self._keep(each, begun)
-                self.over(each.run)
+                self.runs.over(each.run)
         return written
 
     def _keep(self, done: Returned[Any], begun: float) -> None:
@@ -340,7 +249,7 @@ class Passes:
         """Write an outcome without waiting: we are being cancelled."""
         assert done.outcome is not None
         self._ledger.complete_later(done.outcome)
-        self.over(done.run)
+        self.runs.over(done.run)
 
     def _told(self, work: Work, verdict: Verdict) -> None:
         """What the store has said of `work` is counted."""
@@ -354,12 +263,13 @@ class Passes:
         if reserved and verdict.previous is Previous.LAPSED:  # type: ignore[union-attr]
             self.observer.count(Signal.TAKEOVER, work.event_type)
 
-    async def _blocked(
+    async def decline(
         self,
         work: Work,
         function: Callable[[Attempt], Awaitable[T]],
         verdict: InProgress | Completed | Failed | KeyReused | Corrupt,
     ) -> Outcome[T]:
+        """What comes of a verdict that lets no guarded run begin."""
         self.blocked(work, verdict)
         on_key_reused = work.on_key_reused or self.config.on_key_reused
         if isinstance(verdict, KeyReused) and on_key_reused is OnKeyReused.RUN:
@@ -423,7 +333,7 @@ class Passes:
         if isinstance(done, HandlerFailed):
             return done
         if seal is not None:
-            self.over(done.run)
+            self.runs.over(done.run)
             return Executed(done.value, done.run.attempt.number)
         return await self.conclude(done, wait_for_store)
 
@@ -440,6 +350,11 @@ class Passes:
 
         Raises: As `execute`.
         """
+        if self._crashed_too_often(work, reserved):
+            deadline = asked_at + reserved.lease.total_seconds()
+            return await self._fail(
+                work, reserved, CrashedTooOftenError(reserved.attempt - 1), deadline, wait_for_store
+            )
         lease = self._leases.hold(
             reserved, asked_at, reserve_anew=lambda: self._ledger.reserved_anew(work), renewed=seal is None
         )
@@ -447,7 +362,7 @@ class Passes:
             seal.reserved = reserved
         key = work.key
         attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, key.label, key.generation)
-        run = self._begin(Run(self, work, attempt, seal is not None, lease))
+        run = self.runs.begin(Run(self.runs, work, attempt, seal is not None, lease))
         try:
             try:
                 with lease, self.observer.phase(Phase.HANDLE, work.event_type):
@@ -459,16 +374,21 @@ class Passes:
                 failed = await self._run_failed(work, lease, seal, error, wait_for_store)
                 if failed is None:
                     raise
-                self.over(run)
+                self.runs.over(run)
                 return failed
             for tell in run.at_end:
                 tell()
             return Returned(run, value, None if seal else self._ledger.outcome_of(work, lease.reservation, value))
         except BaseException:
-            self.over(run)
+            self.runs.over(run)
             raise
         finally:
-            _RUN.set(run.outer)
+            self.runs.leave(run)
+
+    def _crashed_too_often(self, work: Work, reserved: Reserved) -> bool:
+        """Whether no more runs of it are begun, since none has come to an end."""
+        too_often = reserved.attempt > self.config.max_attempts and not work.forgotten
+        return too_often and reserved.previous is Previous.LAPSED
 
     async def conclude(self, done: Returned[T], wait_for_store: WaitForStore | None) -> Executed[T]:
         """Remember what a run returned, as `execute` does."""
@@ -481,33 +401,8 @@ class Passes:
                 await self._ledger.settle(run.work, done.outcome, run.lease.deadline, wait_for_store)
             self._keep(done, begun)
         finally:
-            self.over(run)
+            self.runs.over(run)
         return Executed(done.value, run.attempt.number)
-
-    def _begin(self, run: Run) -> Run:
-        """Others of this process who ask for its key are told when the run is over; itself it must not wait for."""
-        run.outer = _RUN.get()
-        self._running[run.attempt.key] = run
-        _RUN.set(run)
-        return run
-
-    def over(self, run: Run) -> None:
-        """It is settled, or will be by somebody else."""
-        if self._running.get(run.attempt.key) is run:
-            del self._running[run.attempt.key]
-        run.end()
-        # The key may have been reserved anew under it: the next run needs a reservation of its own.
-        run.work.token = b""
-
-    @contextmanager
-    def within(self, run: Run) -> Iterator[None]:
-        """The code in the block is part of `run`, which is under way."""
-        outer = _RUN.get()
-        _RUN.set(run)
-        try:
-            yield
-        finally:
-            _RUN.set(outer)
 
     async def _run_failed(
         self, work: Work, lease: HeldLease, seal: Seal | None, error: Exception, wait_for_store: WaitForStore | None

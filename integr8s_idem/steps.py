@@ -34,7 +34,7 @@ from integr8s_idem.errors import (
     StoreUnavailableError,
 )
 from integr8s_idem.keys import FINGERPRINT_BYTES, KeySpace, first_generation_key, generation_key
-from integr8s_idem.passes import FIRST_LOOK, Passes, Run
+from integr8s_idem.passes import FIRST_LOOK, Passes
 from integr8s_idem.records import (
     Completed,
     Corrupt,
@@ -46,6 +46,7 @@ from integr8s_idem.records import (
     StoredResult,
 )
 from integr8s_idem.results import decode_result, encode_result, return_type_of
+from integr8s_idem.runs import Run
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Work
@@ -166,7 +167,7 @@ class Steps:
             if not isinstance(outcome, InProgress):
                 return outcome
             # A run before this one is at it still; its lease ends soon, or it does.
-            self._passes.refuse_to_wait_for_itself(outcome, work)
+            self._passes.runs.refuse_to_wait_for_itself(outcome, work)
             await self._passes.wait_for_change(outcome, looks=looks)
             looks += 1
 

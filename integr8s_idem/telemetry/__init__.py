@@ -97,7 +97,11 @@ class Observer(Protocol):
     """Receives what happens.  Must not raise and must not block."""
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
-        """One delivery, from decoding to settling; linked to the producer's context in `headers`."""
+        """One stretch of work on a delivery; linked to the producer's context in `headers`.
+
+        Entered around its handler and whatever is done for it alone: what it shares with others, reserving and
+        remembering, is `together`.  A delivery that is tried again has a stretch for that.
+        """
         ...
 
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from integr8s_idem.errors import StoreError
 from integr8s_idem.handling import GuardedHandling, Handling
-from integr8s_idem.passes import Returned
 from integr8s_idem.records import Completed, KeyReused, Reserved, Verdict
+from integr8s_idem.runs import Returned
 from integr8s_idem.work import Executed, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.contexts import in_context
@@ -254,7 +254,7 @@ class Crew:
             # It may be that it is run all the same, which takes a slot: it asks once more when it has one.
             self._go_alone(delivery, met)
         else:
-            self._go_alone(delivery, met, lambda: handling.decline(verdict, asked_at, self._settler.gate.wait_out))
+            self._go_alone(delivery, met, lambda: handling.decline(verdict))
 
     def _duplicate(self, delivery: Delivery) -> None:
         self._slots.give()

@@ -11,8 +11,8 @@ import pytest
 
 from integr8s_idem.errors import LeaseLostError, StoreUnavailableError
 from integr8s_idem.keys import Key
-from integr8s_idem.passes import Returned
 from integr8s_idem.records import Completed, IdempotencyStatus, InProgress, Previous, Reserved
+from integr8s_idem.runs import Returned
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Work
@@ -166,7 +166,7 @@ async def test_a_run_is_over_when_its_outcome_is_written_and_not_before() -> Non
     assert await here.manager.passes.complete_together([done]) == [True]
 
     assert (done.run.over, ended.done()) == (True, True)
-    assert here.manager.passes._running == {}
+    assert here.manager.passes.runs.keys() == []
 
 
 @virtual_time
@@ -212,7 +212,7 @@ async def test_one_that_somebody_else_has_by_now_is_lost_to_us() -> None:
         await passes.conclude(done, never_down)
 
     assert done.run.over
-    assert passes._running == {}
+    assert passes.runs.keys() == []
 
 
 @virtual_time
@@ -265,4 +265,4 @@ async def test_a_run_that_fails_or_is_cancelled_is_over_and_gives_its_key_back()
     assert not failed.given_up
     assert waiting.cancelled()
     assert await leases_left(here) == []
-    assert passes.current_run() is None
+    assert passes.runs.current() is None
