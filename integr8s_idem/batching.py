@@ -52,13 +52,13 @@ class Coalescer(Generic[Question, Answer]):
         """Await it for the answer.  Cancelling it does not recall the question."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append((question, answer))
-        if not self._busy:
+        if not self.busy:
             self._begin_sending()
         return answer
 
     async def answer(self, question: Question) -> Answer:
         """The answer.  A caller who is cancelled before it has that has abandoned it; the question is not recalled."""
-        if not self._had_company and not self._waiting and not self._busy:
+        if not self._had_company and not self._waiting and not self.busy:
             return await self._answer_alone(question)
         waiting = self.ask(question)
         try:
@@ -79,7 +79,8 @@ class Coalescer(Generic[Question, Answer]):
             await asyncio.wait({self._sender})
 
     @property
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
+        """Whether somebody's question has no answer yet."""
         return self._alone or (self._sender is not None and not self._sender.done())
 
     def _begin_sending(self) -> None:

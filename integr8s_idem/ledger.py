@@ -167,11 +167,19 @@ class Ledger:
         return Failure(reservation=reserved, ttl=self._ttl(ttl), error=error)
 
     async def close(self) -> None:
-        """Return once all writes that are under way have ended."""
-        if self._background:
-            await asyncio.wait(self._background)
-        for writes in (self._completions, self._failures, self._releases):
-            await writes.settled()
+        """Return once all calls that are under way have ended, and those that come of them."""
+        calls: Sequence[Coalescer[Any, Any]] = (
+            self._reservations,
+            self._completions,
+            self._failures,
+            self._releases,
+        )
+        # What was reserved for somebody who was cancelled meanwhile is given back: another call.
+        while self._background or any(each.busy for each in calls):
+            for each in calls:
+                await each.settled()
+            if self._background:
+                await asyncio.wait(self._background)
 
     def _ttl(self, ttl: timedelta | None) -> timedelta:
         return self._default_ttl if ttl is None else ttl

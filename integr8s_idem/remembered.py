@@ -1,7 +1,8 @@
 """Work that this process has completed itself: its duplicates need not be told apart by the store.
 
-Off unless a setting says how many keys to keep.  What is kept here ends before its record does, and a record that
-somebody else deletes on purpose is known here until then.
+Off unless a setting says how many keys to keep.  What is kept here ends before its record does, but for the time that
+the machine is suspended, which its clock does not count.  A record that somebody else deletes on purpose is known here
+until then.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class LocalMemory:
         """`begun`: before the outcome was sent to the store, by this process's monotonic clock (`time.monotonic()`)."""
         if done.result is not None and len(done.result.body) > LARGEST:
             return
+        self._kept.pop(done.key, None)  # what is kept anew stands last
         if len(self._kept) >= self._most:
             self._kept.pop(next(iter(self._kept)), None)
         self._kept[done.key] = (begun + ttl.total_seconds(), fingerprint, done)

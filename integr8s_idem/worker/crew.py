@@ -276,14 +276,13 @@ class Crew:
 
     async def _hand(self) -> None:
         self._spare = None
+        done = 0
         while self._held:
-            for _ in range(min(TURN, len(self._held))):
-                held = self._held.popleft()
-                self._begin_hands()
-                await self._handle(held)
-                if not self._held:
-                    break
-            else:
+            held = self._held.popleft()
+            self._begin_hands()
+            await self._handle(held)
+            done += 1
+            if done % TURN == 0:
                 await asyncio.sleep(0)
 
     async def _handle(self, held: Held) -> None:

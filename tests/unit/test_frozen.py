@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from dataclasses import FrozenInstanceError, InitVar, dataclass, field, fields, replace
 from typing import Any
 
 import pytest
 
-from integr8s_idem import records, work
 from integr8s_idem.frozen import quick
 
 
@@ -92,9 +91,32 @@ def test_what_it_cannot_make_it_refuses_at_once() -> None:
         quick(Made)
 
 
-def test_no_post_init_is_passed_over() -> None:
-    """It would not be called."""
-    made = [each for place in (records, work) for each in vars(place).values() if isinstance(each, type)]
+def test_no_check_is_passed_over() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Checked:
+        x: int
 
-    assert made
-    assert not [each for each in made if "__post_init__" in vars(each)]
+        def __post_init__(self) -> None:
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="Checked has a __post_init__"):
+        quick(Checked)
+
+
+def test_nothing_that_is_only_for_the_making_is_dropped() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Seeded:
+        x: int
+        seed: InitVar[int] = 0
+
+    with pytest.raises(TypeError, match="Seeded takes what it has no field for"):
+        quick(Seeded)
+
+
+def test_fields_of_a_parent_are_refused() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Child(Plain):
+        z: int = 3
+
+    with pytest.raises(TypeError, match=r"Child\.x has its slot elsewhere"):
+        quick(Child)

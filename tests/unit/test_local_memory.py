@@ -88,6 +88,14 @@ def test_it_keeps_the_last_keys_up_to_a_number() -> None:
     assert [memory.look(key, None) is not None for key in "abc"] == [False, True, True]
 
 
+def test_what_is_kept_anew_stands_last_and_puts_out_nobody() -> None:
+    memory = LocalMemory(2)
+    for key in "abaca":
+        memory.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
+
+    assert [memory.look(key, None) is not None for key in "abc"] == [True, False, True]
+
+
 def test_a_large_result_is_left_to_the_store() -> None:
     memory = LocalMemory(2)
     memory.keep(done("a", b"x" * (LARGEST + 1)), None, begun=0.0, ttl=timedelta(days=36_500))

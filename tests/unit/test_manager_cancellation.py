@@ -51,6 +51,25 @@ async def test_a_cancelled_run_gives_its_key_back() -> None:
     assert (await here.record()).attempt == 2
 
 
+@virtual_time
+async def test_closing_waits_for_what_was_reserved_for_nobody_and_gives_it_back() -> None:
+    here, job = guarded(), Job()
+    await here.manager.run("order:0", job)  # alone: the next caller makes its call itself, and asks again if cancelled
+    here.store.held["reserve"] = asyncio.Event()
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await turns(5)
+    await leave(running)
+
+    closing = asyncio.create_task(here.manager.close())
+    await turns(5)
+    assert not closing.done()
+    here.store.held.pop("reserve").set()
+    await closing
+
+    assert await here.store.count_active(here.manager.space.full(Key.of("order:1"))) == 0
+    assert here.store.calls["release"] == 1
+
+
 @pytest.mark.parametrize("steps", range(12))
 @virtual_time
 async def test_a_cancellation_at_any_step_of_a_run_leaves_no_lease_behind(steps: int) -> None:
