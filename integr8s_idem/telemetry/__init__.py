@@ -97,10 +97,10 @@ class Observer(Protocol):
     """Receives what happens.  Must not raise and must not block."""
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
-        """One stretch of work on a delivery; linked to the producer's context in `headers`.
+        """One delivery, from decoding to the end of its handler; linked to the producer's context in `headers`.
 
-        Entered around its handler and whatever is done for it alone: what it shares with others, reserving and
-        remembering, is `together`.  A delivery that is tried again has a stretch for that.
+        One that does not go with others lasts until it is settled.  One that has gone with others, and is tried
+        again or settled alone, is a second one for the rest.
         """
         ...
 

@@ -250,7 +250,7 @@ class _Families:
         )
         self.processing = HistogramMetricFamily(
             "idempotency_processing_seconds",
-            "Seconds of one stretch of work on a delivery: its handler, and what is done in the store for it alone.",
+            "Seconds of one delivery, from decoding to its handler's end; tried again, it counts once more for the rest.",
             labels=["service", "event_type"],
         )
         self._dated = _series_are_dated()
