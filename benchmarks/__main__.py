@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def asked(options: Options, file: Path | None) -> Flat:
             print(f"{time.perf_counter() - start:6.1f} s  {name}: {line}", file=sys.stderr, flush=True)
 
         tell("starting")
-        found |= uvloop.run(_answer(question, options, tell))
+        found |= uvloop.run(_answer(question, options.of(name), tell))
         found |= {f"{name}.measured_at": datetime.now(UTC).isoformat(timespec="minutes")}
         found |= {f"{name}.turn_seconds": options.seconds}
         if file is not None:
@@ -44,11 +43,6 @@ def asked(options: Options, file: Path | None) -> Flat:
 async def _answer(question: Question, options: Options, tell: Tell) -> Flat:
     collect_seldom()  # as a worker does, and for everybody who takes part
     return await question.measured(options, tell)
-
-
-def _chosen(asked: Iterable[str]) -> frozenset[str]:
-    """The name of a question stands for its figures."""
-    return frozenset(asked).union(*(QUESTIONS[name].keys for name in asked if name in QUESTIONS))
 
 
 def _sorted(found: Flat) -> str:
@@ -68,7 +62,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     told = parser.parse_args()
-    found = asked(Options(told.rounds, told.seconds, _chosen(told.only or ())), told.json)
+    found = asked(Options(told.rounds, told.seconds, frozenset(told.only or ())), told.json)
     if told.json is None:
         print(_sorted(found), end="")
 

@@ -14,7 +14,7 @@ from benchmarks.markdown import table as _table
 from benchmarks.markdown import time as _time
 from benchmarks.measuring import MODES
 from benchmarks.servers import KINDS
-from benchmarks.targets import GUARANTEES, TARGETS
+from benchmarks.targets import GUARANTEES, RATIOS, TARGETS
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "stores.json"
@@ -68,12 +68,16 @@ def latest_tables(told: Told) -> dict[str, str]:
             ["figure", "is", "at least", "measured", "by CPU", "ours", "partner"],
             [[f"`{key}`", target.meaning, target, _latest(told, key), _plain(told, f"{key}.cpu_ratio"),
               _micros(told, f"{key}.us"), _micros(told, f"{key}.partner_us")]
-             for key, target in TARGETS.items() if key in told],
+             for key, target in TARGETS.items() if key in told]
+            + [[f"`{key}`", meaning, "", _spread_of(told, key), _plain(told, f"{key}.cpu_ratio"),
+                _micros(told, f"{key}.us"), _micros(told, f"{key}.partner_us")]
+               for key, meaning in RATIOS.items() if key in told],
             words=2,
         ),
         "contestants": _table(
             ["contestant", "takes for an event, by contest", "guarantees", "does not"],
-            [[f"`{name}`", _everywhere(told, name), *promises] for name, promises in GUARANTEES.items()],
+            [[f"`{name}`", taken, *promises] for name, promises in GUARANTEES.items()
+             if (taken := _everywhere(told, name))],
             words=4,
         ),
         "figures-machine": _machine(told),
@@ -91,8 +95,11 @@ def _everywhere(told: Told, contestant: str) -> str:
 
 
 def _latest(told: Told, key: str) -> str:
-    mark = "" if TARGETS[key].reached(told[key]) else " ✗"
-    return f"**{_number(told[key])}** ({_number(told[f'{key}.min'])}..{_number(told[f'{key}.max'])}){mark}"
+    return _spread_of(told, key) + ("" if TARGETS[key].reached(told[key]) else " ✗")
+
+
+def _spread_of(told: Told, key: str) -> str:
+    return f"**{_number(told[key])}** ({_number(told[f'{key}.min'])}..{_number(told[f'{key}.max'])})"
 
 
 def _micros(told: Told, name: str) -> str:

@@ -40,8 +40,13 @@ from integr8s_idem.stores.sql.schema import COMPLETED, records
 from integr8s_idem.work import Executed
 
 AT_ONCE: Final = 16
-KEY: Final = "sql_inbox"
-KEYS: Final = (KEY,)
+FIGURES: Final = {
+    "sql_inbox": ("guarded_core", "bare"),
+    "sql_inbox_session": ("guarded_session", "session"),
+    "sql_inbox_core": ("guarded_core", "core"),
+    "sql_inbox_by_hand": ("guarded_core", "by_hand"),
+}
+KEYS: Final = tuple(FIGURES)
 
 tables: Final = MetaData()
 orders: Final = Table(
@@ -188,19 +193,23 @@ async def opened() -> AsyncIterator[tuple[Contestants, AsyncEngine]]:
             )
         )
         repository = SqlIdempotencyRepository(store)
-        manager = IdempotencyManager(repository=repository, scope="orders")
-        yield (
-            {
-                "bare": Bare(pool),
-                "by_hand": ByHand(pool),
-                "core": Core(engine),
-                "session": Session(engine),
-                "guarded_core": GuardedCore(engine, manager),
-                "guarded_session": GuardedSession(engine, manager),
-                "handler": Handler(await stack.enter_async_context(_dispatcher(repository, engine))),
-            },
-            store,
-        )
+        dispatcher = await stack.enter_async_context(_dispatcher(repository, engine))
+        yield contestants(pool, engine, IdempotencyManager(repository=repository, scope="orders"), dispatcher), store
+
+
+def contestants(
+    pool: Any, engine: AsyncEngine, manager: IdempotencyManager, dispatcher: IdempotentEventDispatcher
+) -> Contestants:
+    """All of them, by the names that their numbers have."""
+    return {
+        "bare": Bare(pool),
+        "by_hand": ByHand(pool),
+        "core": Core(engine),
+        "session": Session(engine),
+        "guarded_core": GuardedCore(engine, manager),
+        "guarded_session": GuardedSession(engine, manager),
+        "handler": Handler(dispatcher),
+    }
 
 
 @asynccontextmanager
@@ -234,10 +243,10 @@ async def _dispatcher(
 
 async def measured(options: Options, tell: Tell) -> Flat:
     """Each figure of this question."""
-    async with opened() as (contestants, engine):
-        placed: dict[str, int] = dict.fromkeys(contestants, 0)
-        turns = {name: _turn(contestant, name, placed) for name, contestant in contestants.items()}
-        told = await compared(Comparison("inbox", turns, {KEY: ("guarded_core", "bare")}), options, tell)
+    async with opened() as (takers, engine):
+        placed: dict[str, int] = dict.fromkeys(takers, 0)
+        turns = {name: _turn(contestant, name, placed) for name, contestant in takers.items()}
+        told = await compared(Comparison("inbox", turns, FIGURES), options, tell)
         await _looked_up(engine, {name: number for name, number in placed.items() if number})
         version = await asked(engine, "SELECT current_setting('server_version')")
     return told | {"transactions.server": f"PostgreSQL {version}, fsync on, Unix socket"}

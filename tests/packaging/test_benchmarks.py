@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from benchmarks import transactions
 from benchmarks.cost_tables import STAGES as TOLD_STAGES
 from benchmarks.costs import STAGES
 from benchmarks.deployments import foretold
 from benchmarks.flames import flame_graph
 from benchmarks.profiled import GRAPH, stacks
 from benchmarks.questions import KEYS
+from benchmarks.rounds import Comparison, Options
 from benchmarks.servers import KINDS
 from benchmarks.tables import LATEST, PAGES, RESULTS, all_tables, filled
-from benchmarks.targets import GUARANTEES, TARGETS
+from benchmarks.targets import GUARANTEES, RATIOS, TARGETS
 from tests.packaging.repository import ROOT, name_of
 
 
@@ -30,8 +33,8 @@ def test_every_kind_of_store_was_measured() -> None:
     assert {name.partition(".")[0] for name in told} - {"machine", "version"} == set(KINDS)
 
 
-def test_every_target_has_a_question_and_every_figure_a_target() -> None:
-    assert sorted(KEYS) == sorted(TARGETS)
+def test_every_target_and_every_ratio_has_a_question() -> None:
+    assert sorted(KEYS) == sorted([*TARGETS, *RATIOS])
 
 
 @pytest.mark.parametrize("key", TARGETS)
@@ -45,7 +48,26 @@ def test_every_figure_is_the_median_of_five_rounds_or_more(key: str) -> None:
 def test_what_each_contestant_promises_stands_beside_its_numbers() -> None:
     told = json.loads(LATEST.read_text(encoding="utf-8"))
 
-    assert {name.split(".")[2] for name in told if name.startswith("contest.")} == set(GUARANTEES)
+    assert {name.split(".")[2] for name in told if name.startswith("contest.")} <= set(GUARANTEES)
+
+
+def test_of_whoever_writes_a_transaction_it_is_told_what_he_promises() -> None:
+    assert transactions.contestants(*[Mock()] * 4).keys() <= GUARANTEES.keys()
+
+
+def test_nobody_takes_part_of_whom_is_not_told_what_he_promises() -> None:
+    with pytest.raises(ValueError, match="does not say what somebody promise"):
+        Comparison("here", {"somebody": AsyncMock()}, {})
+
+
+def test_with_one_figure_only_who_makes_it_takes_part_and_with_a_question_everybody() -> None:
+    everybody = dict.fromkeys(transactions.contestants(*[Mock()] * 4), AsyncMock())
+    comparison = Comparison("inbox", everybody, transactions.FIGURES)
+
+    one, whole = (Options(only=frozenset({name})).of("transactions") for name in ("sql_inbox", "transactions"))
+
+    assert comparison.chosen(one)[0].keys() == {"guarded_core", "bare"}
+    assert comparison.chosen(whole) == (everybody, transactions.FIGURES)
 
 
 def test_every_stage_is_told_and_stands_in_the_results_by_five_rounds_or_more() -> None:
