@@ -24,7 +24,7 @@ from benchmarks.measuring import Flat
 from benchmarks.observers import Telemetry
 from benchmarks.places import RedisPlace, redis_place
 from benchmarks.rounds import Comparison, Measured, Options, Stopwatch, Tell, Turn, compared
-from benchmarks.servers import running
+from benchmarks.servers import kafka_version, running
 from integr8s_idem import (
     BaseEvent,
     EventDispatcher,
@@ -122,6 +122,10 @@ class Topic:
         self.events = events
         self.settings = KafkaSettings(bootstrap_servers=kafka.bootstrap, topic_prefix="bench.")
         self.repository = repository
+
+    def server(self, place: RedisPlace) -> str:
+        """What answers, with the Redis that the records are in."""
+        return f"Apache Kafka {kafka_version()}, KRaft, {PARTITIONS} partitions; {place.version}"
 
     async def fill(self) -> None:
         """Orders of different customers, by their keys in all partitions."""
@@ -307,11 +311,7 @@ async def measured(options: Options, tell: Tell) -> Flat:
                 told |= await compared(comparison, options, tell)
             if telemetry.turns:
                 telemetry.check(telemetry.turns * topic.events)
-        return (
-            told
-            | {"kafka.server": f"Apache Kafka, KRaft, {PARTITIONS} partitions; {place.version}"}
-            | {"kafka.events": topic.events}
-        )
+        return told | {"kafka.server": topic.server(place), "kafka.events": topic.events}
 
 
 def _comparisons(topic: Topic, telemetry: Telemetry) -> list[Comparison]:

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import itertools
 import time
+from argparse import ArgumentTypeError
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,13 @@ WARM_UP: Final = 0.25
 Tell: TypeAlias = Callable[[str], None]
 
 
+def at_least_one(told: str) -> int:
+    """A number of rounds, from the command line."""
+    if (rounds := int(told)) < 1:
+        raise ArgumentTypeError("at least 1")
+    return rounds
+
+
 @dataclass(frozen=True)
 class Options:
     """How long to look, and at what."""
@@ -33,10 +41,6 @@ class Options:
     """Keys of figures and names of questions; empty: all."""
     known: Mapping[str, Any] = field(default_factory=dict)
     """What this machine has answered already, in this run or in the file that it adds to."""
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ValueError(f"{self.rounds} rounds are none")
 
     def wants(self, *keys: str) -> bool:
         return not self.only or not self.only.isdisjoint(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -73,7 +74,7 @@ def latest_tables(told: Told) -> dict[str, str]:
                 _micros(told, f"{key}.us"), _micros(told, f"{key}.partner_us")]
                for key, meaning in RATIOS.items() if key in told],
             words=2,
-        ),
+        ) + _limits(told),
         "contestants": _table(
             ["contestant", "takes for an event, by contest", "guarantees", "does not"],
             [[f"`{name}`", taken, *promises] for name, promises in GUARANTEES.items()
@@ -81,7 +82,29 @@ def latest_tables(told: Told) -> dict[str, str]:
             words=4,
         ),
         "figures-machine": _machine(told),
+        "figures-servers": _table(
+            ["question", "server", "rounds", "seconds of a turn", "measured at"],
+            [[f"`{name}.py`", *(told.get(f"{name}.{what}", "") for what in
+              ("server", "rounds", "turn_seconds", "measured_at"))] for name in _questions(told)],
+            words=2,
+        ),
     }  # fmt: skip
+
+
+def missed(told: Told) -> list[str]:
+    """The keys of figures that do not reach their targets."""
+    return [key for key, target in TARGETS.items() if key in told and not target.reached(told[key])]
+
+
+def _limits(told: Told) -> str:
+    """Why targets are missed, where it is known."""
+    limits = [f"- `{key}`: {TARGETS[key].limit}" for key in missed(told) if TARGETS[key].limit]
+    return "".join(["\n\n", "\n".join(limits)]) if limits else ""
+
+
+def _questions(told: Told) -> list[str]:
+    """Whose answers are there."""
+    return [name.partition(".")[0] for name in told if name.endswith(".turn_seconds")]
 
 
 def _everywhere(told: Told, contestant: str) -> str:
@@ -154,6 +177,7 @@ def _rate(told: Told, name: str) -> str:
 
 
 def main() -> None:
+    ArgumentParser(prog="python -m benchmarks.tables", description=__doc__).parse_args()
     tables = all_tables()
     for page in PAGES:
         page.write_text(filled(page.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -9,16 +9,18 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from benchmarks import transactions
+from benchmarks.__main__ import kept
 from benchmarks.cost_tables import STAGES as TOLD_STAGES
 from benchmarks.costs import STAGES
-from benchmarks.deployments import foretold
+from benchmarks.deployments import foretold, known_costs
 from benchmarks.flames import flame_graph
+from benchmarks.machine import machine
 from benchmarks.profiled import GRAPH, stacks
 from benchmarks.questions import KEYS
 from benchmarks.rounds import Comparison, Options
 from benchmarks.servers import KINDS
-from benchmarks.tables import LATEST, PAGES, RESULTS, all_tables, filled
-from benchmarks.targets import GUARANTEES, RATIOS, TARGETS
+from benchmarks.tables import LATEST, PAGES, RESULTS, all_tables, filled, latest_tables, missed
+from benchmarks.targets import GUARANTEES, RATIOS, TARGETS, Target
 from tests.packaging.repository import ROOT, name_of
 
 
@@ -42,7 +44,46 @@ def test_every_figure_is_the_median_of_five_rounds_or_more(key: str) -> None:
     told = json.loads(LATEST.read_text(encoding="utf-8"))
 
     assert told[f"{key}.min"] <= told[key] <= told[f"{key}.max"]
-    assert told[f"{key}.rounds"] >= 5
+    assert told.get(f"{key}.rounds", told.get(f"{key}.records")) >= 5
+
+
+def test_of_every_figure_that_is_missed_it_is_told_what_the_limit_is() -> None:
+    told = json.loads(LATEST.read_text(encoding="utf-8"))
+
+    assert [key for key in missed(told) if not TARGETS[key].limit] == []
+
+
+def test_limits_stand_below_the_figures_that_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = json.loads(LATEST.read_text(encoding="utf-8")) | {"growth_2m": 0.5, "sql_inbox": 0.9}
+    limited = {key: Target("it", TARGETS[key].bound, limit=f"why {key}") for key in ("growth_2m", "sql_inbox")}
+    monkeypatch.setattr("benchmarks.tables.TARGETS", limited)
+
+    assert latest_tables(told)["figures"].endswith("|\n\n- `growth_2m`: why growth_2m")
+
+
+def test_each_question_tells_its_server_and_when_it_was_asked() -> None:
+    told = {
+        "kafka.server": "Apache Kafka 4.1.0",
+        "kafka.rounds": 7,
+        "kafka.turn_seconds": 1.0,
+        "kafka.measured_at": "now",
+    }
+
+    assert "| `kafka.py` | Apache Kafka 4.1.0 | 7 | 1.0 | now |" in latest_tables(machine() | told)["figures-servers"]
+
+
+def test_numbers_of_another_machine_are_not_added_to(tmp_path: Path) -> None:
+    file = tmp_path / "latest.json"
+    file.write_text(json.dumps({"machine.cpu": "another", "growth_2m": 1.0}), encoding="utf-8")
+
+    with pytest.raises(SystemExit, match=r"machine\.cpu 'another', here 'this'"):
+        kept(file, {"machine.cpu": "this"})
+    assert kept(file, {"machine.cpu": "another"})["growth_2m"] == 1.0
+
+
+def test_without_costs_nothing_is_foretold_and_it_is_told_what_to_run() -> None:
+    with pytest.raises(SystemExit, match="--only costs --json FILE"):
+        known_costs({"cost.whole_us": 1.0})
 
 
 def test_what_each_contestant_promises_stands_beside_its_numbers() -> None:
