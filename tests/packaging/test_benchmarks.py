@@ -101,6 +101,24 @@ def test_nobody_takes_part_of_whom_is_not_told_what_he_promises() -> None:
         Comparison("here", {"somebody": AsyncMock()}, {})
 
 
+class Placing:
+    """Answers the second order of a name with `second`."""
+
+    def __init__(self, second: object) -> None:
+        self.order = AsyncMock(side_effect=[None, second])
+
+
+@pytest.mark.parametrize("second", [transactions.RECEIPT, transactions.RefusedError("known")])
+async def test_who_answers_as_before_or_refuses_blocks_what_comes_twice(second: object) -> None:
+    await transactions.blocks_twice(Placing(second), "order")
+
+
+@pytest.mark.parametrize("second", [None, AssertionError("a row of this name is there")])
+async def test_who_does_neither_does_not_block_it(second: object) -> None:
+    with pytest.raises(AssertionError):
+        await transactions.blocks_twice(Placing(second), "order")
+
+
 def test_with_one_figure_only_who_makes_it_takes_part_and_with_a_question_everybody() -> None:
     everybody = dict.fromkeys(transactions.contestants(*[Mock()] * 4), AsyncMock())
     comparison = Comparison("inbox", everybody, transactions.FIGURES)
