@@ -64,13 +64,14 @@ def _turn(taker: Batches, name: str) -> Turn:
             await taker.batch(list(itertools.islice(keys, BATCH)))
             done += BATCH
         found = watch.read(done)
-        await _refuses_twice(taker, [next(keys)])
+        await refuses_twice(taker, [next(keys)])
         return found
 
     return turn
 
 
-async def _refuses_twice(taker: Batches, keys: list[str]) -> None:
+async def refuses_twice(taker: Batches, keys: list[str]) -> None:
+    """Raises AssertionError: what is new is not taken, or what is done is taken again."""
     await taker.batch(keys)
     try:
         await taker.batch(keys)

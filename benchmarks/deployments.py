@@ -25,15 +25,18 @@ from benchmarks.kafka import LONGEST_TURN, NOOP, PARTITIONS, Handler, Topic, fil
 from benchmarks.measuring import Flat
 from benchmarks.places import open_place
 from benchmarks.rounds import Options, Tell, spread_of
-from benchmarks.tables import LATEST, ROOT
+from benchmarks.tables import ROOT
 from integr8s_idem import IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
+from integr8s_idem.cli.collecting import collect_seldom
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.worker.consumer import make_consumer
 from tests.support.kafka.broker import Kafka, KafkaBroker
 
 EVENTS: Final = 15_000
 WORKERS: Final = (1, 2)
-ROUNDS: Final = 3
+ROUNDS: Final = 5
+FORETELLING: Final = ("whole_us", "redis_us", "broker_us")
+"""What a rate is foretold by."""
 
 
 # A worker.
@@ -178,14 +181,29 @@ def foretold(costs: Mapping[str, Any], workers: int, processors: float) -> float
 
     None of them has more than one processor; all together not more than there are.
     """
-    each, redis, broker = (costs[f"cost.{name}"] for name in ("whole_us", "redis_us", "broker_us"))
+    each, redis, broker = (costs[f"cost.{name}"] for name in FORETELLING)
     alone = 1e6 / each * min(1.0, processors)
     return float(min(workers * alone, 1e6 / redis, processors * 1e6 / (each + redis + broker)))
 
 
+def known_costs(known: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was found on this machine.
+
+    Raises:
+        SystemExit: Nothing was found yet; it says what to run first.
+    """
+    if missing := [f"cost.{name}" for name in FORETELLING if f"cost.{name}" not in known]:
+        raise SystemExit(
+            f"There is nothing to foretell by: {', '.join(missing)}. "
+            "Run `python -m benchmarks --only costs --json FILE` first and give the same FILE again, "
+            "or ask both at once: `--only costs --only deployments`."
+        )
+    return known
+
+
 async def measured(options: Options, tell: Tell) -> Flat:
-    """Rates, and what the costs of the last results foretell."""
-    costs = json.loads(LATEST.read_text(encoding="utf-8"))
+    """Rates, and what the costs that this machine came to foretell."""
+    costs = known_costs(options.known)
     told: Flat = {}
     processors = len(psutil.Process().cpu_affinity())
     async with filled_topic(int(EVENTS * options.seconds), tell) as (topic, place):
@@ -205,12 +223,17 @@ async def measured(options: Options, tell: Tell) -> Flat:
         )
         told |= spread_of(f"deployment.{number}.others", [ran.others for ran in runs])
         told |= spread_of(f"deployment.{number}.worker_us", [ran.worker_us for ran in runs])
-    return told | {"deployment.events": topic.events, "deployment.server": place.version}
+    return told | {
+        "deployment.events": topic.events,
+        "deployments.server": topic.server(place),
+        "deployments.rounds": len(found[1]),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.deployments", description="One worker of `measured`.")
     parser.add_argument("--work", nargs=4, required=True, metavar=("KAFKA", "REDIS", "GROUP", "SCOPE"))
+    collect_seldom()  # as `integr8s-idem run` does
     uvloop.run(_work(*parser.parse_args().work))
 
 

@@ -43,11 +43,12 @@ async def measured(options: Options, tell: Tell) -> Flat:
         keys = await _records(place, client)
         sizes = [await client.memory_usage(key) or 0 for key in keys]
         told = spread_of(KEYS[0], [float(size) for size in sizes])
+        told[f"{KEYS[0]}.records"] = told.pop(f"{KEYS[0]}.rounds")
         told["redis_bytes_per_key.key_bytes"] = len(keys[0])
         # With what the server's own tables need for one more key.
         told["redis_bytes_per_key.of_used_memory"] = round((await _used(client) - before) / EVENTS)
         tell(f"{KEYS[0]} = {told[KEYS[0]]}, with keys of {len(keys[0])} bytes")
-        return told | {"footprint.server": place.version}
+        return told | {"footprint.server": place.version, "footprint.rounds": 1}
 
 
 async def _handled(place: RedisPlace) -> None:

@@ -7,6 +7,7 @@ import itertools
 from contextlib import AsyncExitStack
 from typing import Final
 
+from benchmarks.batches import refuses_twice
 from benchmarks.contestants import LEASE, RETENTION, Store, must
 from benchmarks.measuring import Flat, for_seconds
 from benchmarks.places import RedisPlace, redis_place
@@ -76,6 +77,8 @@ async def _turn(place: RedisPlace, count: int) -> Turn:
             await store.batch(keys)
             written += keys
         found = watch.read(len(written))
+        written.append(f"{_NEW}{next(numbers):032x}")
+        await refuses_twice(store, written[-1:])
         for start in range(0, len(written), BATCH):
             await repository.delete(written[start : start + BATCH])
         must(await client.dbsize() == count, f"{await client.dbsize()} keys, not {count}")

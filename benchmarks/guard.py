@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +20,8 @@ from benchmarks.targets import TARGETS, Target
 
 MARGIN: Final = 0.1
 """Part of a target by which a figure may miss it: two runs on one machine differ by as much."""
+
+LEAST_ROUNDS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -34,23 +37,46 @@ class Finding:
 
     def __str__(self) -> str:
         now, before = ("-" if value is None else f"{value:.4g}" for value in (self.now, self.before))
-        return f"{self.key:30} {now:>8} {self.target!s:>12} {before:>8}  {self.wrong or 'ok'}"
+        return f"{self.key:30} {now:>8} {self.target!s:>12} {before:>8}  {self.wrong or self._held()}"
+
+    def _held(self) -> str:
+        """What is to be said of a figure with which nothing is wrong."""
+        assert self.now is not None
+        if self.target.reached(self.now):
+            return "ok"
+        if self.target.reached(self.now, margin=_margin(self.target)):
+            return f"within {_margin(self.target):.0%} of its target"
+        return "misses its target, with a known limit"
 
 
 def findings(now: Told, before: Told) -> list[Finding]:
     """One for each target."""
     return [
-        Finding(key, target, now.get(key), before.get(key), _wrong(target, now.get(key), before.get(key)))
+        Finding(
+            key, target, now.get(key), before.get(key), _wrong(target, now.get(key), before.get(key), _of(now, key))
+        )
         for key, target in TARGETS.items()
     ]
 
 
-def _wrong(target: Target, now: float | None, before: float | None) -> str:
+def _of(told: Told, key: str) -> int:
+    """How many rounds a figure is the median of, or how many records."""
+    number: int = told.get(f"{key}.rounds", told.get(f"{key}.records", 0))
+    return number
+
+
+def _margin(target: Target) -> float:
+    return min(MARGIN, target.noise)
+
+
+def _wrong(target: Target, now: float | None, before: float | None, rounds: int) -> str:
     if now is None:
         return "not measured"
+    if rounds < LEAST_ROUNDS:
+        return f"of {rounds} rounds, not of {LEAST_ROUNDS} or more"
     if before is not None and target.worse(now, before):
         return "fell behind what is committed"
-    if not target.limit and not target.reached(now, margin=min(MARGIN, target.noise)):
+    if not target.limit and not target.reached(now, margin=_margin(target)):
         return "misses its target"
     return ""
 
@@ -64,6 +90,7 @@ def committed() -> Mapping[str, Any]:
 
 
 def main() -> int:
+    ArgumentParser(prog="python -m benchmarks.guard", description=__doc__).parse_args()
     found = findings(json.loads(LATEST.read_text(encoding="utf-8")), committed())
     print(f"{'figure':30} {'now':>8} {'target':>12} {'before':>8}")
     print("\n".join(map(str, found)))

@@ -35,6 +35,11 @@ class Guard(Protocol):
     handled: int
     """How often the work was really done."""
 
+    @property
+    def answer(self) -> object:
+        """What a duplicate is told."""
+        ...
+
     async def once(self, key: str) -> object:
         """The work of `key`, or what became of it."""
         ...
@@ -44,7 +49,7 @@ class Ours:
     """`manager.run`."""
 
     def __init__(self, manager: IdempotencyManager) -> None:
-        self.handled = 0
+        self.handled, self.answer = 0, RECEIPT
         self._manager = manager
 
     async def once(self, key: str) -> dict[str, str]:
@@ -59,7 +64,7 @@ class RawRedis:
     """redis-py by hand: `SET NX EX`, the work, `SET KEEPTTL`.  A duplicate is one `SET NX` that loses."""
 
     def __init__(self, place: RedisPlace) -> None:
-        self.handled = 0
+        self.handled, self.answer = 0, None
         self._client = place.plain_client()
 
     async def once(self, key: str) -> None:
@@ -75,7 +80,7 @@ class Idemkit:
     """idemkit's decorator for functions, on its Redis backend."""
 
     def __init__(self, place: RedisPlace) -> None:
-        self.handled = 0
+        self.handled, self.answer = 0, RECEIPT
         self._backend = RedisBackend.from_url(place.url)
         place.stack.push_async_callback(self._backend.aclose)
 
@@ -95,7 +100,7 @@ class IdempotencyKit:
     """idempotency-kit's coordinator, on its Redis repository."""
 
     def __init__(self, place: RedisPlace) -> None:
-        self.handled = 0
+        self.handled, self.answer = 0, RECEIPT
         repository = RedisAsyncIdempotencyRepository(place.plain_client())
         self._coordinator = AsyncIdempotencyCoordinator(repository, IdempotencyDomainService())
         self._adapter = JsonResultAdapter()
@@ -122,7 +127,7 @@ class Powertools:
         # It takes the name of the function's place from here, as Lambda sets it.
         os.environ.setdefault("AWS_LAMBDA_FUNCTION_NAME", "bench")
         logging.getLogger("aws_lambda_powertools").setLevel(logging.WARNING)
-        self.handled = 0
+        self.handled, self.answer = 0, RECEIPT
         self._client = redis.Redis.from_url(place.url, decode_responses=True)
         place.stack.callback(self._client.close)
         client: Any = self._client  # its Protocol knows fewer arguments than redis-py has

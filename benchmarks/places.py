@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from redis.asyncio import Redis
 
@@ -18,9 +18,8 @@ from integr8s_idem.stores.opening import open_store
 from integr8s_idem.telemetry import SILENT, Observer
 from tests.support.redis import RedisServer
 
-LOCAL_MEMORY: Final = "local_memory_keys"
-"""The setting by which a manager remembers keys that this process completed, where the library has one."""
 LOCAL_KEYS: Final = 100_000
+"""That a manager remembers of those which this process completed, where that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class RedisPlace:
 
     async def manager(self, scope: str, *, local: bool = False, observer: Observer = SILENT) -> IdempotencyManager:
         """A manager as by default; `local`: with a memory of what this process completed."""
-        manager = IdempotencyManager(config(local=local), await self.repository(), observer, scope=scope)
+        config = IdempotencyConfig(local_memory_keys=LOCAL_KEYS if local else 0)
+        manager = IdempotencyManager(config, await self.repository(), observer, scope=scope)
         self.stack.push_async_callback(manager.close)
         return manager
 
@@ -55,14 +55,6 @@ class RedisPlace:
 def open_place(url: str) -> AbstractAsyncContextManager[IdempotencyRepository]:
     """The store on a server that runs already."""
     return open_store(RedisStoreSettings(url=url, timeout_seconds=60), key_prefix="idempotency")
-
-
-def config(*, local: bool = False) -> IdempotencyConfig:
-    """As by default, but for the memory of this process, which is on where it is asked for alone."""
-    chosen: dict[str, Any] = {}
-    if LOCAL_MEMORY in IdempotencyConfig.model_fields:
-        chosen[LOCAL_MEMORY] = LOCAL_KEYS if local else 0
-    return IdempotencyConfig.model_validate(chosen)
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from benchmarks.flames import Stack, flame_graph
 from benchmarks.kafka import EVENTS, Topic, filled_topic
 from benchmarks.places import open_place
 from benchmarks.tables import ROOT
+from integr8s_idem.cli.collecting import collect_seldom
 from tests.support.kafka.broker import Kafka
 
 GRAPH: Final = ROOT / "docs" / "explanation" / "speed-flames.svg"
@@ -82,6 +83,7 @@ def main() -> None:
     told = parser.parse_args()
     if told.serve:
         bootstrap, redis, events = told.serve
+        collect_seldom()  # as `integr8s-idem run` does
         uvloop.run(_serve(bootstrap, redis, int(events)))
         return
     with TemporaryDirectory(prefix="idem-bench-profile-") as folder:

@@ -18,7 +18,7 @@ from integr8s_idem.telemetry import SILENT
 from integr8s_idem.worker.gate import StoreGate
 from integr8s_idem.worker.purging import Purger
 
-ROUNDS: Final = 3
+ROUNDS: Final = 5
 _ROWS_AT_ONCE: Final = 2_000
 _DAY_US: Final = 86_400_000_000
 

@@ -16,7 +16,7 @@ class Question:
     """One file."""
 
     keys: tuple[str, ...]
-    """Its figures that have a target."""
+    """Its figures, with a target or without."""
     measured: Callable[[Options, Tell], Awaitable[Flat]]
 
 

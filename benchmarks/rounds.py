@@ -9,17 +9,26 @@ import asyncio
 import gc
 import itertools
 import time
+from argparse import ArgumentTypeError
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self, TypeAlias
 
 from benchmarks.measuring import Flat, for_seconds, spread, turned
+from benchmarks.targets import GUARANTEES
 
 WARM_UP: Final = 0.25
 """Part of a turn that each has before the first round: it connects, prepares and is not counted."""
 
 Tell: TypeAlias = Callable[[str], None]
+
+
+def at_least_one(told: str) -> int:
+    """A number of rounds, from the command line."""
+    if (rounds := int(told)) < 1:
+        raise ArgumentTypeError("at least 1")
+    return rounds
 
 
 @dataclass(frozen=True)
@@ -29,10 +38,16 @@ class Options:
     rounds: int = 7
     seconds: float = 1.0
     only: frozenset[str] = frozenset()
-    """Keys of figures; empty: all."""
+    """Keys of figures and names of questions; empty: all."""
+    known: Mapping[str, Any] = field(default_factory=dict)
+    """What this machine has answered already, in this run or in the file that it adds to."""
 
     def wants(self, *keys: str) -> bool:
         return not self.only or not self.only.isdisjoint(keys)
+
+    def of(self, question: str) -> Self:
+        """As this question hears it: whoever says its name wants all of it, with whoever takes part in it."""
+        return replace(self, only=frozenset()) if question in self.only else self
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,10 @@ class Comparison:
     turns: Mapping[str, Turn]
     figures: Mapping[str, tuple[str, str]]
     """The key of a figure: whose rate, divided by whose."""
+
+    def __post_init__(self) -> None:
+        if unknown := self.turns.keys() - GUARANTEES:
+            raise ValueError(f"{self.name}: GUARANTEES does not say what {', '.join(sorted(unknown))} promise")
 
     def chosen(self, options: Options) -> tuple[dict[str, Turn], dict[str, tuple[str, str]]]:
         """The turns and figures that are wanted; with all figures, also who takes part for information."""

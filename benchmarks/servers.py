@@ -39,6 +39,7 @@ from integr8s_idem.stores.opening import open_store
 from integr8s_idem.stores.redis import redis_client, redis_sentinel_client
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine, writing
 from tests.support.dynamodb.server import DynamoServer
+from tests.support.kafka.broker import find_jars
 from tests.support.mariadb import MariadbServer
 from tests.support.postgres import PostgresServer
 from tests.support.redis import RedisServer
@@ -132,6 +133,12 @@ def redis_version(server: RedisServer) -> str:
     """What it is, with the settings that all benchmarks give it.  Blocks."""
     told = server.admin("INFO", "server")
     return f"Redis {told['redis_version']}, appendonly yes, appendfsync everysec"
+
+
+def kafka_version() -> str:
+    """By the jar that is run."""
+    [jar] = find_jars().glob("kafka_*.jar")
+    return jar.stem.rpartition("-")[2]
 
 
 class DurablePostgres(PostgresServer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Final
 
 from benchmarks.contestants import must
@@ -28,6 +28,8 @@ KEYS: Final = (
 )
 KNOWN: Final = 2_000
 """Keys that are done before a turn of duplicates begins; gone through again and again."""
+LOOKED_AT: Final = 50
+"""Duplicates behind a turn whose answers are looked at."""
 CALLS: Final = 500
 """Single calls of each in a round of the latency."""
 PAUSE: Final = 0.001
@@ -79,8 +81,8 @@ def fresh(guard: Guard, name: str, at_once: int) -> Turn:
         found = await in_lanes(guard.once, keys, at_once, seconds)
         must(guard.handled - before == found.events, f"{name}: {guard.handled - before} of {found.events} handled")
         again = next(keys)
-        for _ in range(2):
-            await guard.once(again)
+        await guard.once(again)
+        await _answered(guard, name, [again])
         must(guard.handled - before == found.events + 1, f"{name} lets a duplicate through")
         return found
 
@@ -97,24 +99,36 @@ async def duplicate(guard: Guard, name: str, at_once: int, *, known: int = KNOWN
     async def turn(seconds: float) -> Measured:
         before = guard.handled
         found = await in_lanes(guard.once, keys, at_once, seconds)
+        await _answered(guard, name, names[:LOOKED_AT])
         must(guard.handled == before, f"{name}: {guard.handled - before} of {found.events} were not blocked")
         return found
 
     return turn
 
 
+async def _answered(guard: Guard, name: str, keys: Iterable[str]) -> None:
+    """Keys that are done have the answer that they should have."""
+    for key in keys:
+        answer = await guard.once(key)
+        must(answer == guard.answer, f"{name} answers a duplicate with {answer!r}, not {guard.answer!r}")
+
+
 async def _latency(ours: Guard, raw: Guard, options: Options, tell: Tell) -> Flat:
-    """The slowest of a hundred single calls.  The two take turns call by call: a hiccup hits whom it hits."""
+    """The p99 of single calls.  The two take turns call by call: a hiccup hits whom it hits."""
     ratios, tails = [], {"ours": [0.0], "raw": [0.0]}
     keys = {name: fresh_keys(f"{name}-latency") for name in tails}
     for number in range(options.rounds + 1):
         taken: dict[str, list[float]] = {"ours": [], "raw": []}
+        handled = {"ours": ours.handled, "raw": raw.handled}
         for call in range(CALLS if number else CALLS // 5):
             for name, guard in turned([("ours", ours), ("raw", raw)], call):
                 await asyncio.sleep(PAUSE)
                 start = time.perf_counter()
                 await guard.once(next(keys[name]))
                 taken[name].append(time.perf_counter() - start)
+        for name, guard in (("ours", ours), ("raw", raw)):
+            done = guard.handled - handled[name]
+            must(done == len(taken[name]), f"{name}: {done} of {len(taken[name])} single calls handled")
         if number:
             p99 = {name: sorted(times)[int(len(times) * 0.99)] * 1e6 for name, times in taken.items()}
             ratios.append(p99["ours"] / p99["raw"])

@@ -19,7 +19,9 @@ import uvloop
 from benchmarks.machine import DRIVERS, machine
 from benchmarks.measuring import Flat, compared
 from benchmarks.purging import purged
+from benchmarks.rounds import at_least_one
 from benchmarks.servers import KINDS
+from integr8s_idem.cli.collecting import collect_seldom
 from integr8s_idem.stores.sql import SqlIdempotencyRepository
 
 
@@ -32,6 +34,7 @@ async def measured(kind: str, rounds: int, seconds: float, rows: int) -> Flat:
 
     tell("starting")
     load = os.getloadavg()[0]
+    collect_seldom()  # as a worker does, and for everybody who takes part
     async with KINDS[kind]() as contest:
         told = await compared(contest.contestants, rounds, seconds, tell)
         if isinstance(contest.repository, SqlIdempotencyRepository) and rows:
@@ -54,9 +57,9 @@ def _saved(file: Path, found: Flat) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=__doc__)
     parser.add_argument("--kind", action="append", choices=KINDS, help="only this one; can be given again")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
-    parser.add_argument("--rows", type=int, default=100_000, help="to purge; 0 for none")
+    parser.add_argument("--rounds", type=at_least_one, default=5, help="that are counted (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=100_000, help="to purge; 0 for none (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     told = parser.parse_args()
     found = machine(DRIVERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,7 @@ from benchmarks.markdown import table as _table
 from benchmarks.markdown import time as _time
 from benchmarks.measuring import MODES
 from benchmarks.servers import KINDS
-from benchmarks.targets import GUARANTEES, TARGETS
+from benchmarks.targets import GUARANTEES, RATIOS, TARGETS
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "stores.json"
@@ -68,16 +69,42 @@ def latest_tables(told: Told) -> dict[str, str]:
             ["figure", "is", "at least", "measured", "by CPU", "ours", "partner"],
             [[f"`{key}`", target.meaning, target, _latest(told, key), _plain(told, f"{key}.cpu_ratio"),
               _micros(told, f"{key}.us"), _micros(told, f"{key}.partner_us")]
-             for key, target in TARGETS.items() if key in told],
+             for key, target in TARGETS.items() if key in told]
+            + [[f"`{key}`", meaning, "", _spread_of(told, key), _plain(told, f"{key}.cpu_ratio"),
+                _micros(told, f"{key}.us"), _micros(told, f"{key}.partner_us")]
+               for key, meaning in RATIOS.items() if key in told],
             words=2,
-        ),
+        ) + _limits(told),
         "contestants": _table(
             ["contestant", "takes for an event, by contest", "guarantees", "does not"],
-            [[f"`{name}`", _everywhere(told, name), *promises] for name, promises in GUARANTEES.items()],
+            [[f"`{name}`", taken, *promises] for name, promises in GUARANTEES.items()
+             if (taken := _everywhere(told, name))],
             words=4,
         ),
         "figures-machine": _machine(told),
+        "figures-servers": _table(
+            ["question", "server", "rounds", "seconds of a turn", "measured at"],
+            [[f"`{name}.py`", *(told.get(f"{name}.{what}", "") for what in
+              ("server", "rounds", "turn_seconds", "measured_at"))] for name in _questions(told)],
+            words=2,
+        ),
     }  # fmt: skip
+
+
+def missed(told: Told) -> list[str]:
+    """The keys of figures that do not reach their targets."""
+    return [key for key, target in TARGETS.items() if key in told and not target.reached(told[key])]
+
+
+def _limits(told: Told) -> str:
+    """Why targets are missed, where it is known."""
+    limits = [f"- `{key}`: {TARGETS[key].limit}" for key in missed(told) if TARGETS[key].limit]
+    return "".join(["\n\n", "\n".join(limits)]) if limits else ""
+
+
+def _questions(told: Told) -> list[str]:
+    """Whose answers are there."""
+    return [name.partition(".")[0] for name in told if name.endswith(".turn_seconds")]
 
 
 def _everywhere(told: Told, contestant: str) -> str:
@@ -91,8 +118,11 @@ def _everywhere(told: Told, contestant: str) -> str:
 
 
 def _latest(told: Told, key: str) -> str:
-    mark = "" if TARGETS[key].reached(told[key]) else " ✗"
-    return f"**{_number(told[key])}** ({_number(told[f'{key}.min'])}..{_number(told[f'{key}.max'])}){mark}"
+    return _spread_of(told, key) + ("" if TARGETS[key].reached(told[key]) else " ✗")
+
+
+def _spread_of(told: Told, key: str) -> str:
+    return f"**{_number(told[key])}** ({_number(told[f'{key}.min'])}..{_number(told[f'{key}.max'])})"
 
 
 def _micros(told: Told, name: str) -> str:
@@ -147,6 +177,7 @@ def _rate(told: Told, name: str) -> str:
 
 
 def main() -> None:
+    ArgumentParser(prog="python -m benchmarks.tables", description=__doc__).parse_args()
     tables = all_tables()
     for page in PAGES:
         page.write_text(filled(page.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -55,6 +55,13 @@ TARGETS: Final[Mapping[str, Target]] = {
     ),
 }
 
+RATIOS: Final[Mapping[str, str]] = {
+    "sql_inbox_session": "the same by SQLAlchemy's session ÷ the session without a guard",
+    "sql_inbox_core": "the same by SQLAlchemy Core ÷ Core without a guard",
+    "sql_inbox_by_hand": "the same by SQLAlchemy Core ÷ the bare driver with an inbox by hand",
+}
+"""Figures without a target, and what they mean: they say where the time of others goes."""
+
 _OWNED: Final = (
     "one owner by token and fence; attempts counted through crashes; late owners refused; the result replayed"
 )
@@ -64,6 +71,10 @@ _VERBS: Final = (f"{_OWNED}; a lease that ends when its worker dies", f"renews n
 _BY_HAND: Final = (
     "the first wins",
     "a crash blocks the key until it expires; whoever is late overwrites; no result is replayed, no failure remembered",
+)
+_KEY_TOGETHER: Final = (
+    "row and key commit together; the first wins",
+    "no lease, no attempts, no check of the payload, no expiry; no result is replayed",
 )
 _TOGETHER: Final = "row and record commit together: exactly once, whatever crashes; the result replayed"
 _CROSSING: Final = "what the handler does outside this database"
@@ -105,6 +116,7 @@ GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "guarded_session": (_TOGETHER, _CROSSING),
     "handler": (f"{_TOGETHER}; attempts counted, outgoing events committed with it", _CROSSING),
     "bare": ("the row is committed", _UNGUARDED),
+    "by_hand": _KEY_TOGETHER,
     "core": ("the row is committed", _UNGUARDED),
     "session": ("the row is committed", _UNGUARDED),
     "powertools_sync": (

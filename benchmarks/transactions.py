@@ -7,13 +7,14 @@ not written all.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import asyncpg
 from dishka import FromDishka, Provider, Scope, make_async_container
-from sqlalchemy import Column, LargeBinary, MetaData, Table, Text, func, insert, select
+from sqlalchemy import Column, ColumnElement, LargeBinary, MetaData, Table, Text, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from benchmarks.contestants import RESULT, must
@@ -34,27 +35,38 @@ from integr8s_idem.integrations.dishka import (
     KafkaProvider,
     ServiceName,
 )
+from integr8s_idem.records import Completed
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.stores.sql.schema import COMPLETED, records
 from integr8s_idem.work import Executed
 
 AT_ONCE: Final = 16
-KEY: Final = "sql_inbox"
-KEYS: Final = (KEY,)
+FIGURES: Final = {
+    "sql_inbox": ("guarded_core", "bare"),
+    "sql_inbox_session": ("guarded_session", "session"),
+    "sql_inbox_core": ("guarded_core", "core"),
+    "sql_inbox_by_hand": ("guarded_core", "by_hand"),
+}
+KEYS: Final = tuple(FIGURES)
 
 tables: Final = MetaData()
 orders: Final = Table(
     "orders", tables, Column("id", Text, primary_key=True), Column("of", Text), Column("note", Text, nullable=False)
 )
 inbox: Final = Table("inbox", tables, Column("key", Text, primary_key=True), Column("result", LargeBinary))
+RECEIPT: Final = "receipt"
 NOTE: Final = "two boxes of oranges, by the back door"
 
 
 class Contestant(Protocol):
-    """Commits one order; `name` is new."""
+    """Commits one order if `name` is new; if it is not, whoever is guarded answers what he did, or fails."""
 
-    async def order(self, name: str) -> None: ...
+    async def order(self, name: str) -> object: ...
+
+
+class RefusedError(AssertionError):
+    """An order is placed already, says who keeps no answer."""
 
 
 class Bare:
@@ -83,7 +95,8 @@ class ByHand:
     async def order(self, name: str) -> None:
         async with self._pool.acquire() as connection, connection.transaction():
             said = await connection.execute("INSERT INTO inbox (key) VALUES ($1) ON CONFLICT DO NOTHING", name)
-            must(said == "INSERT 0 1", said)
+            if said != "INSERT 0 1":
+                raise RefusedError(name)
             await connection.execute('INSERT INTO orders (id, "of", note) VALUES ($1, $2, $3)', name, "by_hand", NOTE)
             said = await connection.execute("UPDATE inbox SET result = $2 WHERE key = $1", name, RESULT)
             must(said == "UPDATE 1", said)
@@ -118,14 +131,14 @@ class GuardedCore:
         self._engine = engine
         self._manager = manager
 
-    async def order(self, name: str) -> None:
+    async def order(self, name: str) -> str:
         async with self._engine.begin() as connection, self._manager.in_transaction(connection):
 
             async def place() -> str:
                 await connection.execute(insert(orders).values(id=name, of="guarded_core", note=NOTE))
-                return "receipt"
+                return RECEIPT
 
-            await self._manager.run(name, place)
+            return await self._manager.run(name, place)
 
 
 class GuardedSession:
@@ -135,14 +148,14 @@ class GuardedSession:
         self._engine = engine
         self._manager = manager
 
-    async def order(self, name: str) -> None:
+    async def order(self, name: str) -> str:
         async with AsyncSession(self._engine) as session, session.begin(), self._manager.in_transaction(session):
 
             async def place() -> str:
                 await session.execute(insert(orders).values(id=name, of="guarded_session", note=NOTE))
-                return "receipt"
+                return RECEIPT
 
-            await self._manager.run(name, place)
+            return await self._manager.run(name, place)
 
 
 class OrderPlaced(BaseEvent):
@@ -156,19 +169,25 @@ class Handler:
     def __init__(self, dispatcher: IdempotentEventDispatcher) -> None:
         self._dispatcher = dispatcher
 
-    async def order(self, name: str) -> None:
-        [handling] = self._dispatcher.handlings(OrderPlaced(order_id=name))
+    async def order(self, name: str) -> object:
+        # An order that comes again is the same event.
+        [handling] = self._dispatcher.handlings(OrderPlaced(event_id=name, order_id=name))
         outcome = await handling.attempt()
+        if isinstance(outcome, Completed):
+            return json.loads(outcome.result.body) if outcome.result else None
         must(isinstance(outcome, Executed), repr(outcome))
+        return RECEIPT
 
 
 async def place(event: OrderPlaced, session: FromDishka[AsyncSession]) -> str:
     await session.execute(insert(orders).values(id=event.order_id, of="handler", note=NOTE))
-    return "receipt"
+    return RECEIPT
 
 
 Contestants: TypeAlias = Mapping[str, Contestant]
 GUARDED: Final = ("guarded_core", "guarded_session", "handler")
+BLOCKING: Final = (*GUARDED, "by_hand")
+"""Who lets nobody order twice."""
 
 
 @asynccontextmanager
@@ -188,19 +207,23 @@ async def opened() -> AsyncIterator[tuple[Contestants, AsyncEngine]]:
             )
         )
         repository = SqlIdempotencyRepository(store)
-        manager = IdempotencyManager(repository=repository, scope="orders")
-        yield (
-            {
-                "bare": Bare(pool),
-                "by_hand": ByHand(pool),
-                "core": Core(engine),
-                "session": Session(engine),
-                "guarded_core": GuardedCore(engine, manager),
-                "guarded_session": GuardedSession(engine, manager),
-                "handler": Handler(await stack.enter_async_context(_dispatcher(repository, engine))),
-            },
-            store,
-        )
+        dispatcher = await stack.enter_async_context(_dispatcher(repository, engine))
+        yield contestants(pool, engine, IdempotencyManager(repository=repository, scope="orders"), dispatcher), store
+
+
+def contestants(
+    pool: Any, engine: AsyncEngine, manager: IdempotencyManager, dispatcher: IdempotentEventDispatcher
+) -> Contestants:
+    """All of them, by the names that their numbers have."""
+    return {
+        "bare": Bare(pool),
+        "by_hand": ByHand(pool),
+        "core": Core(engine),
+        "session": Session(engine),
+        "guarded_core": GuardedCore(engine, manager),
+        "guarded_session": GuardedSession(engine, manager),
+        "handler": Handler(dispatcher),
+    }
 
 
 @asynccontextmanager
@@ -234,32 +257,53 @@ async def _dispatcher(
 
 async def measured(options: Options, tell: Tell) -> Flat:
     """Each figure of this question."""
-    async with opened() as (contestants, engine):
-        placed: dict[str, int] = dict.fromkeys(contestants, 0)
-        turns = {name: _turn(contestant, name, placed) for name, contestant in contestants.items()}
-        told = await compared(Comparison("inbox", turns, {KEY: ("guarded_core", "bare")}), options, tell)
-        await _looked_up(engine, {name: number for name, number in placed.items() if number})
+    async with opened() as (takers, engine):
+        placed: dict[str, int] = dict.fromkeys(takers, 0)
+        turns = {name: _turn(contestant, name, placed, engine) for name, contestant in takers.items()}
+        told = await compared(Comparison("inbox", turns, FIGURES), options, tell)
+        await _looked_up(engine, placed)
         version = await asked(engine, "SELECT current_setting('server_version')")
     return told | {"transactions.server": f"PostgreSQL {version}, fsync on, Unix socket"}
 
 
-def _turn(contestant: Contestant, name: str, placed: dict[str, int]) -> Turn:
+def _turn(contestant: Contestant, name: str, placed: dict[str, int], engine: AsyncEngine) -> Turn:
     ids = fresh_keys(f"order-{name}")
 
     async def turn(seconds: float) -> Measured:
         found = await in_lanes(contestant.order, ids, AT_ONCE, seconds)
         placed[name] += found.events
+        if name in BLOCKING:
+            await blocks_twice(contestant, next(ids))
+            placed[name] += 1
+        written = await _count(engine, orders.c.of == name)
+        must(written == placed[name], f"{name} has written {written} orders, not {placed[name]}")
         return found
 
     return turn
 
 
+async def blocks_twice(contestant: Contestant, name: str) -> None:
+    """Raises AssertionError: an order that is placed is neither refused nor answered as before.
+
+    A second row of one name is nothing to look for: the table takes none, and its refusal comes through here.
+    """
+    await contestant.order(name)
+    try:
+        answer = await contestant.order(name)
+    except RefusedError:
+        return
+    must(answer == RECEIPT, f"{type(contestant).__name__} answers a duplicate with {answer!r}")
+
+
 async def _looked_up(engine: AsyncEngine, placed: Mapping[str, int]) -> None:
-    """Raises AssertionError: somebody has written less, or more, than it was measured for."""
-    async with engine.connect() as connection:
-        rows = await connection.execute(select(orders.c.of, func.count()).group_by(orders.c.of))
-        found: dict[str, int] = dict(rows.tuples().all())
-        kept = await connection.scalar(select(func.count()).where(records.c.status == COMPLETED))
-    must(found == dict(placed), f"{found} orders, not {dict(placed)}")
-    wanted = sum(placed.get(name, 0) for name in GUARDED)
+    """Raises AssertionError: somebody has kept less, or more, than he has written."""
+    kept = await _count(engine, records.c.status == COMPLETED)
+    wanted = sum(placed[name] for name in GUARDED)
     must(kept == wanted, f"{kept} records, not {wanted}")
+    kept = await _count(engine, inbox.c.result == RESULT)
+    must(kept == placed["by_hand"], f"{kept} in the inbox, not {placed['by_hand']}")
+
+
+async def _count(engine: AsyncEngine, which: ColumnElement[bool]) -> int:
+    async with engine.connect() as connection:
+        return await connection.scalar(select(func.count()).where(which)) or 0

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+from types import ModuleType
+
 import pytest
 
-from benchmarks.guard import findings
+from benchmarks import guard, tables
+from benchmarks.guard import Finding, findings
+from benchmarks.rounds import at_least_one
 from benchmarks.targets import TARGETS, Target
 
-REACHED = {key: target.bound for key, target in TARGETS.items()}
+REACHED = {key: target.bound for key, target in TARGETS.items()} | {f"{key}.rounds": 5 for key in TARGETS}
 
 
 @pytest.fixture(autouse=True)
@@ -17,9 +22,13 @@ def no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.guard.TARGETS", plain)
 
 
-def wrong_with(key: str, now: dict[str, float], before: dict[str, float]) -> str:
+def found_of(key: str, now: dict[str, float], before: dict[str, float]) -> Finding:
     [found] = [finding for finding in findings({**REACHED, **now}, {**REACHED, **before}) if finding.key == key]
-    return found.wrong
+    return found
+
+
+def wrong_with(key: str, now: dict[str, float], before: dict[str, float]) -> str:
+    return found_of(key, now, before).wrong
 
 
 def test_figures_that_reach_their_targets_hold() -> None:
@@ -48,6 +57,49 @@ def test_a_figure_with_a_known_limit_is_held_against_the_committed_one_alone(mon
 
     assert wrong_with("single_fresh_c1", {"single_fresh_c1": 0.5}, {"single_fresh_c1": 0.5}) == ""
     assert wrong_with("single_fresh_c1", {"single_fresh_c1": 0.3}, {"single_fresh_c1": 0.5}) != ""
+
+
+@pytest.mark.parametrize(("now", "said"), [(0.9, "ok"), (0.86, "within 10% of its target")])
+def test_a_figure_that_misses_its_target_by_less_than_the_margin_says_so(now: float, said: str) -> None:
+    assert str(found_of("single_fresh_c1", {"single_fresh_c1": now}, {})).endswith(f"  {said}")
+
+
+def test_a_figure_that_misses_its_target_with_a_known_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.guard.TARGETS", {"single_fresh_c1": Target("a call", 1.0, limit="the network")})
+
+    found = found_of("single_fresh_c1", {"single_fresh_c1": 0.5}, {"single_fresh_c1": 0.5})
+
+    assert str(found).endswith("  misses its target, with a known limit")
+
+
+def test_a_figure_of_too_few_rounds_fails() -> None:
+    assert wrong_with("growth_2m", {"growth_2m.rounds": 4}, {}) == "of 4 rounds, not of 5 or more"
+
+
+def test_a_figure_of_records_needs_no_rounds() -> None:
+    now = {key: value for key, value in REACHED.items() if key != "redis_bytes_per_key.rounds"}
+
+    assert [finding.wrong for finding in findings(now | {"redis_bytes_per_key.records": 1_000}, {})] == [""] * len(
+        TARGETS
+    )
+
+
+@pytest.mark.parametrize("tool", [guard, tables])
+def test_who_asks_for_help_gets_nothing_else(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["it", "--help"])
+    monkeypatch.delattr(tool, "LATEST")
+
+    with pytest.raises(SystemExit, match="0"):
+        tool.main()
+    assert capsys.readouterr().out.startswith(f"usage: python -m {tool.__name__}")
+
+
+def test_no_rounds_are_refused() -> None:
+    assert at_least_one("1") == 1
+    with pytest.raises(ArgumentTypeError):
+        at_least_one("0")
 
 
 def test_a_figure_that_is_missing_fails() -> None:
