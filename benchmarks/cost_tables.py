@@ -94,7 +94,7 @@ def _memory(told: Told) -> str:
 
 
 def _example(told: Told) -> str:
-    worker, redis = told["cost.whole_us"], told["cost.redis_us"]
+    worker, redis = told["cost.telemetry_whole_us"], told["cost.redis_us"]
     kept = told["cost.record_bytes"] + told["cost.table_bytes"]
     network = told["cost.redis_in_bytes"] + told["cost.redis_out_bytes"]
     by_cpu = EXAMPLE_RATE * worker / 1e6 / FULL
