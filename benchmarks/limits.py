@@ -36,7 +36,7 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "kafka_vs_raw_loop": (
         "the loop is little but aiokafka's and pydantic's C. Whatever settles events out of order, in slots, with "
-        "retries, takes several times as long in Python, guarded or not: the plain service is at a third of it"
+        "retries, takes several times as long in Python, guarded or not: the plain service is at a quarter of it"
     ),
     "kafka_vs_faststream": (
         "`ACK_FIRST` promises less than any other way and does nothing for it: one handler after the other, "
@@ -47,14 +47,14 @@ LIMITS: Final[Mapping[str, str]] = {
         "about the broker as about us"
     ),
     "telemetry_on": (
-        "a recorded trace has four spans of the SDK, some 25 µs each, and its event leaves the wave for them; the "
-        "metrics of the others are a tenth of the cost"
+        "a recorded trace has four spans, which take the SDK and its batch processor some 50 µs each, and its "
+        "event leaves the wave for them, which takes another 35; metrics are a tenth of an event's cost"
     ),
     "growth_2m": "a larger table misses the processor's caches more often",
     "sql_inbox": (
         "SQLAlchemy without a guard is at a third of the bare driver already, and the bare driver with an inbox "
-        "by hand, which promises less, at about the target: `sql_inbox_core` and `sql_inbox_session` say what the "
-        "guard costs beside its own library"
+        "by hand, which promises less, just below the target: `sql_inbox_core` and `sql_inbox_session` say what "
+        "the guard costs beside its own library"
     ),
     "latency_p99_ratio": "Redis runs each of the two scripts some 20 µs longer than a `SET`",
 }
