@@ -63,7 +63,7 @@ matrix: $(SETUP)  ## docs/reference/fault-matrix.md from what was recorded
 reference: $(SETUP)  ## docs/reference/api/ from signatures and docstrings
 	@$(BIN)/python -m tests.packaging.reference
 
-bench: $(SETUP) $(KAFKA) $(DYNAMODB)  ## every question of benchmarks/ (three quarters of an hour, on a quiet machine), into the pages
+bench: $(SETUP) $(KAFKA) $(DYNAMODB)  ## every question of benchmarks/ (half an hour, on a quiet machine), into the pages
 	@$(BIN)/python -m benchmarks --json benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks.stores --json benchmarks/results/stores.json
 	@$(BIN)/python -m benchmarks.tables
