@@ -41,8 +41,8 @@ class Coalescer(Generic[Question, Answer]):
         self._abandoned = abandoned
         self._waiting: deque[tuple[Question, asyncio.Future[Answer]]] = deque()
         self._sender: asyncio.Task[None] | None = None
-        self._had_company = True
         self._last_size = 0
+        """Questions of the last call that a sender made; 0 before the first."""
         self._alone = False
         """An asker makes the call itself now."""
         self._alone_ends: asyncio.Future[None] | None = None
@@ -58,7 +58,7 @@ class Coalescer(Generic[Question, Answer]):
 
     async def answer(self, question: Question) -> Answer:
         """The answer.  A caller who is cancelled before it has that has abandoned it; the question is not recalled."""
-        if not self._had_company and not self._waiting and not self.busy:
+        if self._last_size == 1 and not self._waiting and not self.busy:
             return await self._answer_alone(question)
         waiting = self.ask(question)
         try:
@@ -106,7 +106,6 @@ class Coalescer(Generic[Question, Answer]):
         try:
             while self._waiting:
                 size = self._last_size = self._next_size()
-                self._had_company = size > 1
                 await self._send([self._waiting.popleft() for _ in range(size)])
         finally:
             self._sender = None

@@ -54,18 +54,15 @@ class Assignment:
     def ended_one(self, delivery: Delivery) -> None:
         """`delivery` has come to its end, settled or let go."""
         self.running.discard(delivery)
-        if self._idle is not None and not self.running:
+        if self._idle is not None and not self._idle.done() and not self.running:
             self._idle.set_result(None)
-            self._idle = None
 
     def idle(self) -> asyncio.Future[None]:
         """Done once nothing of it is on its way."""
-        if self._idle is None:
+        if self._idle is None or self._idle.done():
             self._idle = asyncio.get_running_loop().create_future()
             if not self.running:
-                idle, self._idle = self._idle, None
-                idle.set_result(None)
-                return idle
+                self._idle.set_result(None)
         return self._idle
 
     def handlers(self) -> set[asyncio.Task[Any]]:

@@ -41,8 +41,16 @@ class Campaign:
     the same number is the same run as far as the servers allow.  Raises `ViolationError` that names the number."""
     at_least: int | None = None
     """How many of what it counts `make test` must see, where that is not one a run."""
+    on_page: tuple[int, int] | None = None
+    """What `make test` shows and the target where all servers are, of a campaign that makes less where some are not:
+    the matrix says the same on every machine."""
 
     @property
     def shown_in_test(self) -> int:
         """How many of what it counts `make test` shows."""
         return self.in_test if self.at_least is None else self.at_least
+
+    @property
+    def stated(self) -> tuple[int, int]:
+        """What `make test` shows and the target, as the matrix says them."""
+        return (self.shown_in_test, self.target) if self.on_page is None else self.on_page

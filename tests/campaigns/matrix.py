@@ -99,8 +99,9 @@ def _figures(campaign: Campaign, record: Record) -> str:
     broken = f" **{len(record.violations)} broken**" if record.violations else ""
     commits = f"{record.since} … {record.until}" if record.since else NOTHING
     zeros = " | ".join(f"{told[name]:,}" if name in told else NOTHING for name in ("lost", "fenced_repeats", "repeats"))
+    in_test, target = campaign.stated
     return (
-        f"| {campaign.name} | {campaign.says} | {campaign.shown_in_test:,} | {campaign.target:,} {campaign.counts} "
+        f"| {campaign.name} | {campaign.says} | {in_test:,} | {target:,} {campaign.counts} "
         f"| {told[campaign.counts]:,}{broken} | {zeros} | {record.seconds / 60:,.0f} | {commits} |\n"
     )
 

@@ -14,7 +14,8 @@ from tests.crashes.ground import Ground, Topics
 from tests.crashes.points import LIVES, POINTS, Trial, points_of, run_trials
 from tests.support.homes import at_hand, open_records
 
-KINDS: Final = at_hand("postgresql", "sqlite", "mysql", "redis-cluster", "redis-sentinel", "dynamodb")
+ALL: Final = ("postgresql", "sqlite", "mysql", "redis-cluster", "redis-sentinel", "dynamodb")
+KINDS: Final = at_hand(*ALL)
 """Those of the trials in turn."""
 
 KILLS_OF_A_KIND: Final = 500
@@ -68,6 +69,7 @@ CAMPAIGN = Campaign(
     in_test=2 * len(KINDS),
     at_least=2 * LIVES * len(KINDS) - 2,
     target=KILLS_OF_A_KIND * len(KINDS),
+    on_page=(2 * LIVES * len(ALL) - 2, KILLS_OF_A_KIND * len(ALL)),
     batch=len(POINTS) // LIVES * len(KINDS),
     run=run,
 )

@@ -9,7 +9,8 @@ from tests.campaigns.figures import Campaign
 from tests.kafka_faults import zombies
 from tests.support.homes import at_hand
 
-KINDS: Final = at_hand("postgresql", "sqlite", "mysql", "redis-cluster", "redis-sentinel", "dynamodb")
+ALL: Final = ("postgresql", "sqlite", "mysql", "redis-cluster", "redis-sentinel", "dynamodb")
+KINDS: Final = at_hand(*ALL)
 
 OF_A_KIND: Final = 60
 
@@ -21,6 +22,7 @@ CAMPAIGN: Final = Campaign(
     scenarios=(33, 35, 36, 38),
     in_test=2 * len(KINDS),
     target=OF_A_KIND * len(KINDS),
+    on_page=(2 * len(ALL), OF_A_KIND * len(ALL)),
     # Each pair has each kind of zombie once.
     batch=14 * len(KINDS),
     run=partial(zombies.run, kinds=KINDS),

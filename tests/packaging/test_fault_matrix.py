@@ -17,14 +17,10 @@ from tests.campaigns.matrix import PAGE, cases, groups, page
 from tests.campaigns.record import Record, commit, load, load_tests, save
 from tests.campaigns.registry import campaigns
 from tests.packaging.repository import ROOT
-from tests.support.homes import KINDS, at_hand
 
 NUMBERS = [row.number for _, rows in groups() for row in rows]
 
 
-@pytest.mark.skipif(
-    set(at_hand(*KINDS)) != set(KINDS), reason="the page counts trials on each kind of server, and not all are here"
-)
 def test_the_page_is_what_marks_rows_and_records_make() -> None:
     assert PAGE.read_text() == page(), "run `make matrix`"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import pytest
 from dishka import AsyncContainer, make_async_container
 from rich.console import Console
 
+from integr8s_idem.cli.collecting import SELDOM
 from integr8s_idem.cli.embedding import merged
 from integr8s_idem.cli.run import Run, run
 from integr8s_idem.cli.table import report_table
@@ -75,15 +77,17 @@ class Terminal(StringIO):
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No settings of this machine, an empty working directory, and logging as it was."""
+    """No settings of this machine, an empty working directory, logging and the garbage collector as they were."""
     for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     root = logging.getLogger()
-    handlers, level = root.handlers.copy(), root.level
+    handlers, level, thresholds = root.handlers.copy(), root.level, gc.get_threshold()
     yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(capture=False)
@@ -97,6 +101,16 @@ def asked(*services: str, embedded: bool = False, as_json: bool = False) -> Run:
 @pytest.mark.parametrize("status", [0, 1])
 def test_the_status_is_that_of_the_group(status: int) -> None:
     assert run(asked(), FakeGroup(status=status)) == status
+
+
+def test_the_garbage_collector_looks_seldom_by_the_time_the_services_run() -> None:
+    seen: list[tuple[int, int]] = []
+
+    run(asked(), FakeGroup(then=lambda: seen.append((gc.get_threshold()[0], gc.get_freeze_count()))))
+
+    [(threshold, frozen)] = seen
+    assert threshold == SELDOM
+    assert frozen > 10_000
 
 
 def test_the_group_gets_the_settings_and_the_services_asked_for() -> None:

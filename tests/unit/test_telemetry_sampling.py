@@ -272,17 +272,7 @@ class HandlersOnly(Sampler):
 
 
 class OfItsOwnMind(ParentBased):
-    def should_sample(
-        self,
-        parent_context: Context | None,
-        trace_id: int,
-        name: str,
-        kind: SpanKind | None = None,
-        attributes: Attributes = None,
-        links: Sequence[Link] | None = None,
-        trace_state: otel.TraceState | None = None,
-    ) -> SamplingResult:
-        return HandlersOnly().should_sample(parent_context, trace_id, name)
+    should_sample = HandlersOnly.should_sample
 
 
 @pytest.mark.parametrize(
