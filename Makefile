@@ -21,7 +21,7 @@ $(SETUP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group bench --editable '.[all]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group docs --group bench --editable '.[all]'
 	@touch $@
 
 kafka: $(KAFKA)  ## the jars of a real Apache Kafka, for the tests

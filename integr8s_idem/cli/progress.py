@@ -1,0 +1,31 @@
+"""Progress of long work, on standard error: what a command prints stays fit for a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+Advance: TypeAlias = Callable[[int], None]
+"""Tell that so many more are done."""
+
+
+@contextmanager
+def progress(title: str, total: int | None = None, *, quiet: bool = False) -> Iterator[Advance]:
+    """A bar while inside, gone afterwards; nothing where standard error is no terminal.
+
+    Args:
+        title: What is done, in a word or two.
+        total: How many there will be, if that is known or can be guessed.
+        quiet: No bar, whatever standard error is.
+    """
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    is_hidden = quiet or not console.is_terminal
+    shown = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=is_hidden)
+    with shown:
+        task = shown.add_task(title, total=total)
+        yield lambda more: shown.update(task, advance=more)
