@@ -53,12 +53,18 @@ class Front:
             self._loop.close()
 
     async def _close(self, server: asyncio.Server) -> None:
-        server.close()
+        for listening in server.sockets:
+            # A server that is closed between accepting and making a connection loses the socket (Python 3.11).
+            self._loop.remove_reader(listening.fileno())
         self._groups.close()
-        clients = tuple(self._clients)
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        # What was accepted a moment ago becomes a client in the next turns of the loop, which is ours alone, and a
+        # client that is cancelled before it has begun would leave its socket open.
+        while begun := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.sleep(0)
+            for client in self._clients & begun:
+                client.cancel()
+            await asyncio.wait(begun)
+        server.close()
 
     def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = self._loop.create_task(self._serve(reader, writer))

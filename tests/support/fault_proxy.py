@@ -28,6 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeAlias
 
+from tests.support.accepting import Acceptor
+
 Address: TypeAlias = Path | int
 """A Unix socket, or a port of 127.0.0.1."""
 
@@ -152,8 +154,8 @@ class FaultProxy:
         """Connections so far."""
         self._placed: list[Placed] = []
         self._changed = asyncio.Event()
-        self._links: dict[asyncio.Task[None], _Link] = {}
-        self._server: asyncio.Server | None = None
+        self._links: set[_Link] = set()
+        self._acceptor = Acceptor(self._serve)
 
     def put(self, fault: Fault) -> Placed:
         """Let `fault` act from now on."""
@@ -189,21 +191,16 @@ class FaultProxy:
 
     def reset(self) -> None:
         """RST to both ends of every connection, now."""
-        for link in self._links.values():
+        for link in self._links:
             link.sever(reset=True)
 
     async def start(self) -> Self:
-        kind = asyncio.start_unix_server if isinstance(self.address, Path) else asyncio.start_server
-        self._server = await kind(self._serve, sock=self._socket)
+        await self._acceptor.start(self._socket)
         return self
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        await self._acceptor.close()
         self._socket.close()
-        for task in list(self._links):
-            task.cancel()
-        await asyncio.gather(*self._links, return_exceptions=True)
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -230,16 +227,12 @@ class FaultProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
-        task = asyncio.current_task()
-        assert task is not None
         link = _Link(self, reader, writer)
-        self._links[task] = link
+        self._links.add(link)
         try:
             await link.run()
-        except asyncio.CancelledError:
-            return  # only `close` cancels: nobody waits for more
         finally:
-            del self._links[task]
+            self._links.discard(link)
             await link.close()
 
 

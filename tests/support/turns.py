@@ -15,6 +15,7 @@ import asyncio
 from types import TracebackType
 from typing import Final, Self
 
+from tests.support.accepting import Acceptor
 from tests.support.fault_proxy import Address
 
 _CHUNK: Final = 1 << 16
@@ -34,37 +35,27 @@ class TurnCounter:
         self.turns = 0
         self._target = target
         self._strangers = strangers
-        self._links: set[asyncio.Task[None]] = set()
+        self._acceptor = Acceptor(self._serve)
 
     @property
     def port(self) -> int:
-        return int(self._server.sockets[0].getsockname()[1])
+        return self._acceptor.port
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        await self._acceptor.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.close()
-        for link in self._links:
-            link.cancel()
-        await asyncio.gather(*self._links, return_exceptions=True)
+        await self._acceptor.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._links.add(task)
         server = await _connect(self._target)
         try:
             await self._pass_on((reader, writer), server)
-        except asyncio.CancelledError:
-            return  # only the end of the block cancels: nobody waits for more
         finally:
-            self._links.discard(task)
-            for end in (writer, server[1]):
-                end.close()
+            server[1].transport.abort()
 
     async def _pass_on(self, client: _Ends, server: _Ends) -> None:
         link = _Link(self, self._strangers)

@@ -22,6 +22,8 @@ from email.utils import format_datetime, formatdate, parsedate_to_datetime
 from types import TracebackType
 from typing import Final, Self
 
+from tests.support.accepting import Acceptor
+
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _TARGET: Final = re.compile(rb"\r\nx-amz-target: *\w+\.(\w+)", re.IGNORECASE)
 _DATE: Final = re.compile(rb"\r\ndate: *([^\r]+)", re.IGNORECASE)
@@ -48,7 +50,7 @@ class DynamoFront:
         self.rewrite: Callable[[bytes], bytes] = lambda answer: answer
         """What becomes of an answer, head and body, before it is passed on."""
         self._refusals: list[_Refusal] = []
-        self._links: set[asyncio.Task[None]] = set()
+        self._acceptor = Acceptor(self._serve)
 
     def refuse(
         self, code: str, *, status: int = 400, message: str = "", times: int | None = None, only: str = ""
@@ -61,40 +63,30 @@ class DynamoFront:
 
     @property
     def port(self) -> int:
-        return int(self._server.sockets[0].getsockname()[1])
+        return self._acceptor.port
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        await self._acceptor.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.close()
-        for link in self._links:
-            link.cancel()
-        await asyncio.gather(*self._links, return_exceptions=True)
+        await self._acceptor.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._links.add(task)
         behind = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             with suppress(asyncio.IncompleteReadError, OSError):
                 while True:
                     writer.write(await self._answer(await _message(reader), behind))
                     await writer.drain()
-        except asyncio.CancelledError:
-            return  # only the end of the block cancels: nobody waits for more
         finally:
-            self._links.discard(task)
-            for end in (writer, behind[1]):
-                end.close()
+            behind[1].transport.abort()
 
     async def _answer(self, request: bytes, behind: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
         target = _TARGET.search(request)
