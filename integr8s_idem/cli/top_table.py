@@ -20,7 +20,7 @@ _BAD: Final = "bold red"
 """Of all other states, of what is failing now."""
 _WORTH_A_LOOK: Final = "yellow"
 _UNKNOWN: Final = Text("-", style="dim")
-_GROWS: Final = " ▲"
+_GROWS: Final = "▲ "  # before the number, so that digits stand below each other
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def _counted(*signals: Signal, style: str = "") -> Callable[[Figures], Text]:
         count, rate = figures.count(*signals), figures.rate(*signals)
         if not style or not count:
             return Text(f"{count:,}")
-        return Text(f"{count:,}{_GROWS}", style=_BAD) if rate else Text(f"{count:,}", style=style)
+        return Text(f"{_GROWS}{count:,}", style=_BAD) if rate else Text(f"{count:,}", style=style)
 
     return cell
 
@@ -55,7 +55,7 @@ def _per_second(signal: Signal) -> Callable[[Figures], Text]:
 
 def _lag(figures: Figures) -> Text:
     if figures.lag_is_growing:
-        return Text(f"{figures.lag:,}{_GROWS}", style=_WORTH_A_LOOK)
+        return Text(f"{_GROWS}{figures.lag:,}", style=_WORTH_A_LOOK)
     return Text(f"{figures.lag:,}")
 
 

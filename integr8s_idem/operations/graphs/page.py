@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from html import escape
@@ -20,15 +21,12 @@ _LIVES: Final = {
     "ACTION": "one for each action within a delivery",
     "STEP": "one for each step within an action",
 }
-_KINDS: Final = {
-    "context": "from outside",
-    "alias": "alias",
-    "decorator": "decorator",
-    "selector": "selector",
-    "collection": "collection",
-    HANDLER: "handler",
-}
-"""What is said of a part; nothing of what a provider makes, which is the usual case."""
+_KINDS: Final = frozenset({"alias", "decorator", "selector", "collection"})
+"""What is said of a part; that others come from a provider, from outside or for a handler stands above them."""
+_WORDS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+"""Between the words of a name."""
+_FEW: Final = 6
+"""Parts that stand below each other in one column; more of them take two."""
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -128,6 +126,7 @@ def _handlers(handlers: Sequence[Handler]) -> str:
 
 def _service(graph: ServiceGraph, number: int) -> str:
     scopes = "\n".join(_scope(scope, graph) for scope in graph.scopes)
+    columns = " ".join(f"minmax(0, {_columns(scope)}fr)" for scope in graph.scopes)
     refused = (
         '<p class="warning">This container is synchronous, and the worker refuses it: '
         "make it with <code>make_async_container</code>.</p>\n"
@@ -137,7 +136,7 @@ def _service(graph: ServiceGraph, number: int) -> str:
     return f"""<section class="service" id="service-{number}" aria-labelledby="name-{number}">
 <div class="title"><h2 id="name-{number}">{escape(graph.name)}</h2>{_badge(graph.dispatcher)}</div>
 <p class="facts">{_facts(graph)}</p>
-{refused}<div class="scopes">
+{refused}<div class="scopes" style="grid-template-columns: {columns}">
 {scopes}
 </div>
 <details><summary>The same as Mermaid, to paste elsewhere</summary>
@@ -162,7 +161,12 @@ def _scope(scope: Scope, graph: ServiceGraph) -> str:
     groups = "\n".join(_group(title, parts, graph) for title, parts in _grouped(scope))
     lives = f' <span class="note">{_LIVES[scope.name]}</span>' if scope.name in _LIVES else ""
     heading = f"<h3>{escape(scope.name)}{lives}</h3>"
-    return f'<section class="scope">\n{heading}\n<div class="groups">\n{groups}\n</div>\n</section>'
+    look = f"scope columns-{_columns(scope)}"
+    return f'<section class="{look}">\n{heading}\n<div class="groups">\n{groups}\n</div>\n</section>'
+
+
+def _columns(scope: Scope) -> int:
+    return 1 if len(scope.parts) <= _FEW else 2
 
 
 def _grouped(scope: Scope) -> Iterator[tuple[str, list[Part]]]:
@@ -185,23 +189,23 @@ def _group_of(part: Part) -> tuple[int, str]:
 
 def _group(title: str, parts: Sequence[Part], graph: ServiceGraph) -> str:
     items = "\n".join(_part(part, graph) for part in parts)
-    return f'<div class="group">\n<h4>{escape(title)}</h4>\n<ul class="parts">\n{items}\n</ul>\n</div>'
+    return f'<div class="group">\n<h4>{_name(title)}</h4>\n<ul class="parts">\n{items}\n</ul>\n</div>'
 
 
 def _part(part: Part, graph: ServiceGraph) -> str:
     parts = graph.parts
-    marks = [_KINDS[part.kind]] if part.kind in _KINDS else []
+    marks = [part.kind] if part.kind in _KINDS else []
     marks += ["protocol"] if part.is_protocol else []
     kinds = "".join(f'<span class="kind">{escape(mark)}</span>' for mark in marks)
-    look = "part"
+    look, told = "part", ""
     if part.name == DISPATCHER:
         look += " idempotent" if graph.dispatcher.is_idempotent else " plain"
-        kinds += f'<span class="kind">{escape(graph.dispatcher.type)}</span>'
-    needs = ", ".join(f'<a href="#{needed}">{escape(parts[needed].name)}</a>' for needed in part.needs)
-    told = f'<p class="needs">needs {needs}</p>' if needs else ""
+        told = f'<p class="needs">is {_code(graph.dispatcher.type)}</p>'
+    needs = ", ".join(f'<a href="#{needed}">{_name(parts[needed].name)}</a>' for needed in part.needs)
+    told += f'<p class="needs">needs {needs}</p>' if needs else ""
     return (
         f'<li class="{look}" id="{part.id}" data-needs="{" ".join(part.needs)}">'
-        f'<button type="button" aria-pressed="false">{escape(part.name)}</button>{kinds}{told}</li>'
+        f'<button type="button" aria-pressed="false">{_name(part.name)}</button>{kinds}{told}</li>'
     )
 
 
@@ -214,8 +218,13 @@ def lasting(seconds: float) -> str:
     return f"{seconds:g} seconds"
 
 
+def _name(text: str) -> str:
+    """Escaped, and with places where a long name may be broken: before each word of it."""
+    return "<wbr>".join(escape(word) for word in _WORDS.split(text))
+
+
 def _code(text: str) -> str:
-    return f"<code>{escape(text)}</code>"
+    return f"<code>{_name(text)}</code>"
 
 
 def _none(text: str) -> str:
