@@ -161,7 +161,7 @@ def _telling(service: str, what: str) -> Iterator[None]:
         raise ApplicationError(f"the container of service {service} {what}: {told}") from error
     except DishkaError as error:
         drawing = "\n".join(f"    {line}".rstrip() for line in text_of(error).strip().splitlines())
-        raise ApplicationError(f"the container of service {service} {what}:\n{drawing}") from error
+        raise ApplicationError(f"the container of service {service} {what}:\n{drawing}\nMend its providers") from error
     except Exception as error:  # whatever an application raises is told of it
         told = shown(text_of(error), _LONGEST_REASON)
         raise ApplicationError(f"the container of service {service} {what}: {type(error).__name__}: {told}") from error
