@@ -132,6 +132,8 @@ class IdempotentEventDispatcher(EventDispatcher):
 
     manager: IdempotencyManager
     ttl: timedelta
+    resolver: KeyResolver
+    """How keys are made."""
 
     def __init__(
         self,
@@ -158,12 +160,12 @@ class IdempotentEventDispatcher(EventDispatcher):
             InvalidKeyError: The resolver can make no key of some event of the router.
         """
         self.manager = manager
-        self._resolver = resolver or KeyResolver()
+        self.resolver = resolver or KeyResolver()
         self._ttl = ttl
         self.outbox = outbox
         self.ttl = manager.config.ttl if ttl is None else ttl
         for event in router.events:
-            self._resolver.check(event)
+            self.resolver.check(event)
         super().__init__(
             router,
             scope=manager.scope,
@@ -179,7 +181,7 @@ class IdempotentEventDispatcher(EventDispatcher):
         return IdempotentEventHandler(
             registered.function,
             self.manager,
-            resolver=self._resolver,
+            resolver=self.resolver,
             ttl=self.ttl,
             name=registered.name,
             event=registered.event,

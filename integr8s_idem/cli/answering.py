@@ -19,6 +19,9 @@ FAILURE: Final = 1
 SettingsFile = Annotated[
     Path | None, typer.Option("--settings", metavar="FILE", help="TOML file; ./settings.toml if it is there.")
 ]
+AppOption = Annotated[
+    str | None, typer.Option("--app", metavar="MODULE:APP", help="The platform whose own settings count as well.")
+]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 

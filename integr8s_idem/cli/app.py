@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from integr8s_idem.cli.answering import MISTAKE, Json, SettingsFile, answered
+from integr8s_idem.cli.answering import MISTAKE, AppOption, Json, SettingsFile, answered
 from integr8s_idem.cli.application import chosen_services, load_application
 from integr8s_idem.cli.doctor import DoctorCommand, doctor_command
+from integr8s_idem.cli.graph import graph_command
 from integr8s_idem.cli.run import Run, run
 from integr8s_idem.cli.store import store_app
+from integr8s_idem.cli.top import top_command
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.example import example_settings
 from integr8s_idem.config.loading import settings_source
@@ -31,11 +33,10 @@ settings_app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_
 app.add_typer(settings_app, name="settings")
 app.add_typer(store_app, name="store")
 app.command("doctor", cls=DoctorCommand)(doctor_command)
+app.command("graph")(graph_command)
+app.command("top")(top_command)
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, as in billing.workers:platform.")]
-AppOption = Annotated[
-    str | None, typer.Option("--app", metavar="MODULE:APP", help="The platform whose own settings count as well.")
-]
 
 
 def _print_version(asked: bool) -> None:

@@ -17,8 +17,9 @@ from rich.console import Console
 
 from integr8s_idem.cli.collecting import collect_seldom
 from integr8s_idem.cli.embedding import NO_KAFKA_CREDENTIALS, embedded_settings, keeps_its_store, tell_where
+from integr8s_idem.cli.live import LiveTable
 from integr8s_idem.cli.logging import log_as_json, log_as_text
-from integr8s_idem.cli.table import LiveTable
+from integr8s_idem.cli.table import report_table
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.loading import settings_source
 from integr8s_idem.errors import IdempotencyError
@@ -117,7 +118,7 @@ async def _run(
         _warn(asked, settings)
         group = make_group(asked.services, settings)
         if table is not None:
-            await stack.enter_async_context(table.shown(group.reports))
+            await stack.enter_async_context(table.shown(lambda width: report_table(group.reports(), width)))
         try:
             status = await group.run()
         except IdempotencyError:

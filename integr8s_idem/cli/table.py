@@ -1,23 +1,19 @@
-"""The live table of `integr8s-idem run`: one row for each service."""
+"""The table of `integr8s-idem run`: one row for each service."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from rich import box
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from integr8s_idem.config.words import printable
 from integr8s_idem.worker import ServiceReport
 
-REFRESH_SECONDS: Final = 0.25
 _COLOURS: Final = {"running": "green", "paused": "yellow", "draining": "yellow", "failed": "red", "stopped": "dim"}
 
 
@@ -41,8 +37,6 @@ _COLUMNS: Final = (
     _Column("lag", "lag", lambda report: report.lag),
 )
 
-Snapshot: TypeAlias = Callable[[], Sequence[ServiceReport]]
-
 
 def report_table(reports: Sequence[ServiceReport], width: int) -> Group:
     """The table of one moment, for a terminal of `width` columns, and below it why services are as they are."""
@@ -65,32 +59,3 @@ def _reasons(reports: Sequence[ServiceReport]) -> Iterator[Text]:
         if report.reason:
             text = printable(f"{report.name} {report.state}: {report.reason}")
             yield Text(text, style=_COLOURS.get(report.state, ""))
-
-
-class LiveTable:
-    """Redrawn about four times a second."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    @asynccontextmanager
-    async def shown(self, snapshot: Snapshot) -> AsyncIterator[None]:
-        """On the screen while inside; what it said last stays there."""
-        with Live(console=self._console, auto_refresh=False, transient=False) as live:
-            drawing = asyncio.create_task(self._draw(live, snapshot), name="integr8s-idem table")
-            try:
-                yield
-            finally:
-                drawing.cancel()
-                with suppress(asyncio.CancelledError):
-                    await drawing
-                self._show(live, snapshot)
-
-    async def _draw(self, live: Live, snapshot: Snapshot) -> None:
-        while True:
-            self._show(live, snapshot)
-            await asyncio.sleep(REFRESH_SECONDS)
-
-    def _show(self, live: Live, snapshot: Snapshot) -> None:
-        # Asked each time: people change the size of their terminals.
-        live.update(report_table(snapshot(), self._console.width), refresh=True)

@@ -265,11 +265,16 @@ def handler_timeout(settings: Settings, service: str) -> timedelta | None:
     return timedelta(seconds=seconds) if seconds is not None else None
 
 
+def name_of_needs(function: HandlerFunction) -> str:
+    """What the entry of a handler is called in the graph of its container."""
+    return f"what {function.__qualname__} asks for"
+
+
 class _Needs:
     """What a handler asks its container for, as one entry of the graph: checked once, fetched at once."""
 
     def __init__(self, function: HandlerFunction, parameters: dict[str, Any]) -> None:
-        self.key = type(f"what {function.__qualname__} asks for", (dict,), {"__module__": function.__module__})
+        self.key = type(name_of_needs(function), (dict,), {"__module__": function.__module__})
 
         def make(**found: Any) -> Any:
             return self.key(found)

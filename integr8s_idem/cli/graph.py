@@ -1,0 +1,87 @@
+"""`integr8s-idem graph`: what the containers hold, and who gets which dispatcher."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from integr8s_idem.cli.answering import SettingsFile, answered
+from integr8s_idem.cli.application import chosen_services, load_application
+from integr8s_idem.config import load_settings
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.operations.graphs import ServiceGraph, drawn
+from integr8s_idem.operations.graphs.mermaid import as_mermaid
+from integr8s_idem.operations.graphs.page import as_page
+
+
+class Format(str, Enum):
+    """What to draw as."""
+
+    MERMAID = "mermaid"
+    HTML = "html"
+    JSON = "json"
+
+
+_BY_SUFFIX: Final = {".html": Format.HTML, ".htm": Format.HTML, ".json": Format.JSON}
+
+
+def graph_command(
+    target: Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, as in billing.workers:platform.")],
+    service: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this one; can be repeated.")] = None,
+    form: Annotated[
+        Format | None,
+        typer.Option("--format", help="[default: as the end of FILE says, else mermaid]", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; - or nothing prints it.")
+    ] = None,
+    settings: SettingsFile = None,
+) -> None:
+    """Draw, per service, what its container holds and which dispatcher it gets.
+
+    As Mermaid, as an HTML page that needs no network, or as JSON.  The containers are made with these settings, looked
+    at and closed; nothing is connected.
+    """
+
+    def draw() -> int:
+        platform = load_application(target)
+        names = [each.name for each in chosen_services(platform, service or [])]
+        read = load_settings(settings, platform.settings_type, services=platform.services)
+        graphs = asyncio.run(drawn(platform, read, names))
+        file = None if output is None or str(output) == "-" else output
+        _write(_as(form or _form_of(file), graphs, target), file)
+        return 0
+
+    raise typer.Exit(answered(draw))
+
+
+def _form_of(file: Path | None) -> Format:
+    return _BY_SUFFIX.get(file.suffix.lower(), Format.MERMAID) if file is not None else Format.MERMAID
+
+
+def _as(form: Format, graphs: Sequence[ServiceGraph], target: str) -> str:
+    match form:
+        case Format.MERMAID:
+            return as_mermaid(graphs)
+        case Format.HTML:
+            return as_page(graphs, target)
+        case Format.JSON:
+            return json.dumps({"application": target, "services": [asdict(graph) for graph in graphs]}, indent=2) + "\n"
+
+
+def _write(text: str, file: Path | None) -> None:
+    if file is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ApplicationError(f"{file} cannot be written: {error.strerror}") from error
+    typer.echo(f"{file} is written", err=True)

@@ -1,0 +1,144 @@
+"""`integr8s-idem top`: workers, watched from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+from integr8s_idem.cli.answering import FAILURE, AppOption, Json, SettingsFile, answered
+from integr8s_idem.cli.application import load_application
+from integr8s_idem.cli.live import LiveTable
+from integr8s_idem.cli.top_table import fleet_table
+from integr8s_idem.config import Settings, load_settings
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.operations.addresses import Address, address_in, address_of
+from integr8s_idem.operations.fleet import Fleet, FleetLook
+
+LEAST_SECONDS: Final = 0.1
+MOST_SECONDS: Final = 3_600.0
+_PLAIN_WIDTH: Final = 200
+"""Columns for a pipe or a file, where nobody says how many there are: all of the table."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What was asked for on the command line."""
+
+    addresses: Sequence[Address]
+    interval: float
+    once: bool
+    as_json: bool
+
+
+def top_command(
+    addresses: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ADDRESS]...",
+            help="host:port or URL of a worker's metrics; a name of several machines is a row for each. "
+            "Without one: that of the settings, on this machine.",
+        ),
+    ] = None,
+    settings: SettingsFile = None,
+    application: AppOption = None,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="From one look to the next.")] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look twice, so that there are rates, print it and leave.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Watch running workers: throughput, duplicates, lag, errors; Ctrl-C leaves the last table.
+
+    It reads their /metrics and /readyz.  A worker that does not answer is shown as down, and comes back by itself.
+    With --json there is one object a look, in a line.  The exit status of --once is 1 if no worker answered.
+    """
+
+    def watch() -> int:
+        if not LEAST_SECONDS <= interval <= MOST_SECONDS:
+            raise ApplicationError(
+                f"--interval is from {LEAST_SECONDS:g} to {MOST_SECONDS:g} seconds, not {interval:g}"
+            )
+        if addresses:
+            chosen = [address_of(text) for text in addresses]
+        else:
+            settings_type = load_application(application).settings_type if application else Settings
+            chosen = [address_in(load_settings(settings, settings_type))]
+        return asyncio.run(_watch(Watch(chosen, interval, once, as_json)))
+
+    raise typer.Exit(answered(watch))
+
+
+async def _watch(watch: Watch) -> int:
+    """Until it is done or stopped; the exit status."""
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    # Not by KeyboardInterrupt: the table is to be drawn to its end, and the cursor to come back, at SIGTERM as well.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    watching, stopping = loop.create_task(_watched(watch)), loop.create_task(stopped.wait())
+    try:
+        await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return watching.result() if watching.done() else 0
+    finally:
+        for task in (watching, stopping):
+            task.cancel()
+        await asyncio.wait({watching, stopping})
+
+
+async def _watched(watch: Watch) -> int:
+    fleet, console = Fleet(watch.addresses), _console()
+    if watch.once:
+        await fleet.look()
+        await asyncio.sleep(watch.interval)
+        look = await fleet.look()
+        _print(look, watch, console)
+        return 0 if look.answering else FAILURE
+    if watch.as_json or not console.is_terminal:
+        return await _look_for_ever(fleet, watch, lambda look: _print(look, watch, console))
+    return await _live(fleet, watch, console)
+
+
+async def _live(fleet: Fleet, watch: Watch, console: Console) -> int:
+    title = f"every {watch.interval:g} s; Ctrl-C leaves"
+    seen = await fleet.look()
+
+    def see(look: FleetLook) -> None:
+        nonlocal seen
+        seen = look
+
+    async with LiveTable(console).shown(lambda width: fleet_table(seen, width, title)):
+        await asyncio.sleep(watch.interval)
+        return await _look_for_ever(fleet, watch, see)
+
+
+async def _look_for_ever(fleet: Fleet, watch: Watch, see: Callable[[FleetLook], None]) -> int:
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + watch.interval
+        see(await fleet.look())
+        await asyncio.sleep(max(0.0, due - loop.time()))
+
+
+def _print(look: FleetLook, watch: Watch, console: Console) -> None:
+    if watch.as_json:
+        typer.echo(json.dumps({"at": _now(), "interval_seconds": watch.interval, **look.told()}))
+    else:
+        console.print(fleet_table(look, console.width))
+
+
+def _console() -> Console:
+    console = Console()
+    has_width = console.is_terminal or "COLUMNS" in os.environ
+    return console if has_width else Console(width=_PLAIN_WIDTH)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,478 @@
+"""`integr8s-idem top` on workers that run: real endpoints, real processes, a real terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner, Result
+
+from examples.billing.handlers import OrderPlaced
+from integr8s_idem import EventPublisher
+from integr8s_idem.cli.app import app
+from integr8s_idem.config import KafkaSettings
+from integr8s_idem.operations.addresses import address_of, endpoints_of
+from integr8s_idem.operations.fleet import Figures, Fleet, ServiceRow, WorkerLook
+from integr8s_idem.telemetry import Gauge, Signal
+from integr8s_idem.telemetry.prometheus import PrometheusObserver
+from integr8s_idem.worker.endpoints import Endpoints
+from integr8s_idem.worker.health import Health, ServiceHealth
+from tests.support.http_server import serving
+from tests.support.processes import ServiceProcess
+
+Say = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+
+
+@dataclass
+class Process:
+    """What a worker process serves, without a worker."""
+
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        self.health = Health((ServiceHealth("billing", live=True, ready=True),))
+        self.observer = PrometheusObserver("billing", self.registry)
+
+    def served(self, port: int = 0, host: str = "127.0.0.1") -> Endpoints:
+        return Endpoints(host, port, health=lambda: self.health, registry=self.registry)
+
+
+@asynccontextmanager
+async def saying(say: Say) -> AsyncIterator[int]:
+    """The port of a server that does to each connection what `say` does."""
+    server = await asyncio.start_server(say, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+def watched(*ports: int, timeout: float = 3.0) -> Fleet:
+    return Fleet([address_of(str(port)) for port in ports], timeout=timeout)
+
+
+async def only(fleet: Fleet) -> WorkerLook:
+    (worker,) = (await fleet.look()).workers
+    return worker
+
+
+def figures_of(worker: WorkerLook) -> Figures:
+    (row,) = worker.rows
+    assert row.figures is not None
+    return row.figures
+
+
+async def test_a_look_finds_what_was_counted_and_how_fast() -> None:
+    process = Process()
+    async with process.served() as endpoints:
+        fleet = watched(endpoints.port)
+        before = await only(fleet)
+        process.observer.count(Signal.HANDLED, "order_placed", 30)
+        process.observer.count(Signal.DUPLICATE_BLOCKED, "order_placed", 2)
+        process.observer.measure(Gauge.CONSUMER_LAG, 7, "orders")
+        process.observer.measure(Gauge.IN_FLIGHT, 3)
+        process.observer.measure(Gauge.STORE_UP, 1)
+
+        figures = figures_of(await only(fleet))
+
+    assert before.rows[0].state == "ready"
+    assert figures_of(before).rates is None
+    assert (figures.count(Signal.HANDLED), figures.count(Signal.DUPLICATE_BLOCKED)) == (30, 2)
+    assert (figures.lag, figures.in_flight, figures.lag_is_growing) == (7, 3, True)
+    assert figures.rate(Signal.HANDLED) == pytest.approx(15 * (figures.rate(Signal.DUPLICATE_BLOCKED) or 0))
+    assert (figures.rate(Signal.HANDLED) or 0) > 1
+
+
+async def test_why_a_service_is_not_ready_is_told() -> None:
+    process = Process()
+    process.health = Health((ServiceHealth("billing", live=True, ready=False, reason="has no partitions yet"),))
+    process.observer.measure(Gauge.STORE_UP, 0)
+
+    async with process.served() as endpoints:
+        (row,) = (await only(watched(endpoints.port))).rows
+
+    assert (row.state, row.reason) == ("store down", "has no partitions yet")
+
+
+async def test_a_worker_that_goes_is_down_and_comes_back_by_itself() -> None:
+    process = Process()
+    async with process.served() as endpoints:
+        port = endpoints.port
+        fleet = watched(port)
+        await fleet.look()
+    gone = await only(fleet)
+    again = Process()
+    again.observer.count(Signal.HANDLED, "order_placed", 2)
+    async with again.served(port):
+        back = await only(fleet)
+
+    assert gone.rows == [ServiceRow("billing", f"127.0.0.1:{port}", "down", "connection refused")]
+    assert back.is_up
+    assert figures_of(back).count(Signal.HANDLED) == 2
+
+
+@pytest.fixture
+async def machines(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The addresses of `workers.shop`, with their families; nobody can tell them while there are none."""
+    known: dict[str, int] = {}
+    loop = asyncio.get_running_loop()
+    real = loop.getaddrinfo
+
+    async def resolved(name: str, port: int, **options: Any) -> list[Any]:
+        if name != "workers.shop":
+            return await real(name, port, **options)
+        if not known:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return [(family, socket.SOCK_STREAM, 6, "", (ip, port)) for ip, family in known.items()]
+
+    monkeypatch.setattr(loop, "getaddrinfo", resolved, raising=False)
+    return known
+
+
+async def test_a_name_of_several_machines_is_a_row_for_each(machines: dict[str, int]) -> None:
+    # What has an address of version 6 besides is the same machine.
+    machines.update({"::1": socket.AF_INET6, "127.0.0.2": socket.AF_INET, "127.0.0.1": socket.AF_INET})
+    async with Process().served() as one, Process().served(one.port, host="127.0.0.2"):
+        fleet = Fleet([address_of(f"workers.shop:{one.port}")])
+        seen = [(worker.worker, worker.is_up) for worker in (await fleet.look()).workers]
+        del machines["127.0.0.2"]
+        after = [worker.worker for worker in (await fleet.look()).workers]
+
+    assert seen == [(f"127.0.0.1:{one.port}", True), (f"127.0.0.2:{one.port}", True)]
+    assert after == [f"127.0.0.1:{one.port}"]
+
+
+async def test_a_name_with_addresses_of_version_6_alone_stands_for_those(machines: dict[str, int]) -> None:
+    machines["fd00::7"] = socket.AF_INET6
+
+    assert [endpoint.text for endpoint in await endpoints_of(address_of("workers.shop"))] == ["[fd00::7]:9464"]
+
+
+async def test_a_name_that_is_lost_for_a_while_keeps_its_machines(machines: dict[str, int]) -> None:
+    machines["127.0.0.1"] = socket.AF_INET
+    async with Process().served() as endpoints:
+        fleet = Fleet([address_of(f"workers.shop:{endpoints.port}")])
+        await fleet.look()
+        machines.clear()
+
+        assert (await only(fleet)).is_up
+
+
+async def test_a_name_that_nobody_knows_is_a_row() -> None:
+    worker = await only(Fleet([address_of("nobody.invalid:1")]))
+
+    assert (worker.worker, worker.is_up) == ("nobody.invalid:1", False)
+    assert "its name is not known" in worker.reason
+
+
+async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+    writer.close()
+
+
+async def drop_by_drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+    try:
+        while True:
+            writer.write(b"#")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+    except ConnectionError:
+        writer.close()
+
+
+def answer_of(text: bytes) -> Say:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(text)
+        await writer.drain()
+        writer.close()
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("say", "why"),
+    [
+        (silent, "no answer within 0.3 s"),
+        (drop_by_drop, "no answer within 0.3 s"),
+        (answer_of(b"+PONG\r\n"), "does not speak HTTP"),
+        (answer_of(b""), "does not speak HTTP"),
+        (answer_of(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n#"), "does not speak HTTP"),
+        (answer_of(b"HTTP/1.1 500 Oops\r\ncontent-length: 0\r\n\r\n"), "answers 500 for /metrics"),
+        (answer_of(b"HTTP/1.1 302 Found\r\nlocation: /\r\ncontent-length: 0\r\n\r\n"), "answers 302 for /metrics"),
+        (answer_of(b"HTTP/1.0 200 OK\r\n\r\n<html>"), "has no metrics of integr8s-idem"),
+        (answer_of(b"HTTP/1.0 200 OK\r\n\r\nidempotency_in_flight{\n"), "a page that cannot be read"),
+    ],
+    ids=["silent", "drop by drop", "redis", "empty", "cut off", "error", "redirect", "a site", "garbage"],
+)
+async def test_what_is_no_worker_is_down_and_says_why(say: Say, why: str) -> None:
+    process = Process()
+    async with saying(say) as port, process.served() as endpoints:
+        strange, good = (await watched(port, endpoints.port, timeout=0.3).look()).workers
+
+    assert why in strange.reason
+    assert good.is_up
+
+
+async def test_no_page_is_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("integr8s_idem.operations.scraping.MOST_BYTES", 1_000)
+
+    async with saying(answer_of(b"HTTP/1.0 200 OK\r\n\r\n" + b"#" * 2_000)) as port:
+        assert "more than 1,000 bytes" in (await only(watched(port))).reason
+
+
+async def test_workers_are_asked_at_the_same_time() -> None:
+    async with saying(silent) as port:
+        fleet = Fleet([address_of(f"http://127.0.0.1:{port}/{number}") for number in range(30)], timeout=0.3)
+        began = time.monotonic()
+        look = await fleet.look()
+
+    assert len(look.workers) == 30
+    assert time.monotonic() - began < 30 * 0.3 / 2
+
+
+async def test_a_worker_behind_a_proxy_is_asked_below_its_path() -> None:
+    asked: list[tuple[str, str]] = []
+
+    async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        asked.append((scope["path"], dict(scope["headers"])[b"host"].decode()))
+        found = scope["path"] == "/workers/1/metrics"
+        await send({"type": "http.response.start", "status": 200 if found else 404, "headers": []})
+        await send({"type": "http.response.body", "body": b'idempotency_in_flight{service="a"} 4\n'})
+
+    async with serving(application, lifespan="off") as port:
+        (row,) = (await only(Fleet([address_of(f"http://127.0.0.1:{port}/workers/1/metrics")]))).rows
+
+    assert asked == [("/workers/1/metrics", f"127.0.0.1:{port}"), ("/workers/1/readyz", f"127.0.0.1:{port}")]
+    assert (row.service, row.state, row.figures and row.figures.in_flight) == ("a", "running", 4)
+
+
+# The command.
+
+
+@dataclass
+class Worker:
+    """A process with the services of the first hour, on servers of its own, which has handled an order twice."""
+
+    address: str
+    process: ServiceProcess
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    folder = tmp_path_factory.mktemp("worker")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / "settings.toml").write_text(f"[telemetry]\nmetrics_port = {port}\n")
+    arguments = (
+        "examples.billing.workers:platform",
+        "--embedded",
+        "--settings",
+        str(folder / "settings.toml"),
+        "--json",
+    )
+    with ServiceProcess(*arguments, log=folder / "log") as process:
+        told = process.wait_for_line("embedded Kafka (emulator) on ")
+        servers = re.search(r"on (\S+:\d+),", told)
+        assert servers is not None
+        process.wait_for_line("billing: partitions that are ours now")
+        asyncio.run(ordered_twice(servers[1]))
+        yield Worker(f"127.0.0.1:{port}", process)
+
+
+async def ordered_twice(bootstrap: str) -> None:
+    publisher = EventPublisher(KafkaSettings(bootstrap_servers=bootstrap))
+    order = OrderPlaced(order_id="7", amount=Decimal(30))
+    try:
+        await publisher.publish(order)
+        await publisher.publish(order)
+    finally:
+        await publisher.close()
+
+
+def top(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "integr8s_idem", "top", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_script_gets_one_object_with_every_number(worker: Worker) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        ended = top("--once", "--json", "--interval", "0.2", worker.address, "127.0.0.1:1")
+        assert (ended.returncode, ended.stderr) == (0, "")
+        told = json.loads(ended.stdout)
+        seen = told["services"]["billing"]
+        if seen["handled"] == seen["duplicates_blocked"] == 1 or time.monotonic() > deadline:
+            break
+
+    assert (seen["handled"], seen["duplicates_blocked"], seen["errors"]) == (1, 1, 0)
+    assert seen["handled_per_second"] is not None
+    up, down = told["workers"]
+    assert [(service["service"], service["state"]) for service in up["services"]] == [
+        ("audit", "ready"),
+        ("billing", "ready"),
+    ]
+    assert (down["is_up"], down["reason"]) == (False, "connection refused")
+    assert ended.stdout.count("\n") == 1
+
+
+def asked(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["top", "--once", "--interval", "0.1", *arguments])
+
+
+def test_without_an_address_it_is_that_of_the_settings(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    Path("settings.toml").write_text(f"[telemetry]\nmetrics_port = {worker.address.partition(':')[2]}\n")
+
+    ended = asked()
+
+    assert ended.exit_code == 0, ended.output
+    assert re.search(rf"billing +{re.escape(worker.address)} +ready", ended.stdout)
+    assert "\x1b" not in ended.stdout
+
+
+def test_a_platform_with_settings_of_its_own_says_where_its_worker_is(worker: Worker, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(f"[telemetry]\nmetrics_port = {worker.address.partition(':')[2]}\n[platform]\n")
+
+    assert asked("--settings", str(file)).exit_code == 2
+    assert asked("--settings", str(file), "--app", "providers:platform").exit_code == 0
+
+
+def test_a_named_worker_needs_no_settings(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("settings.toml").write_text("what = is this")
+
+    assert asked(worker.address).exit_code == 0
+
+
+def test_a_script_is_told_that_nobody_answers() -> None:
+    ended = asked("127.0.0.1:1")
+
+    assert ended.exit_code == 1
+    assert "127.0.0.1:1 down: connection refused" in ended.stdout
+
+
+def test_a_pipe_gets_an_object_a_look_until_a_signal(worker: Worker) -> None:
+    command = [sys.executable, "-m", "integr8s_idem", "top", "--json", "--interval", "0.1", worker.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+        assert process.stdout is not None
+        first, second = (json.loads(process.stdout.readline()) for _ in range(2))
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+        status = process.wait(20)
+
+    assert first["total"]["handled_per_second"] is None
+    assert second["total"]["handled_per_second"] == 0
+    assert status == 0
+
+
+@pytest.mark.parametrize("arguments", [["redis://x"], ["--interval", "0", "x"], ["--interval", "nan", "x"]])
+def test_a_wrong_question_is_told(arguments: list[str]) -> None:
+    ended = CliRunner().invoke(app, ["top", *arguments])
+
+    assert ended.exit_code == 2
+    assert "ApplicationError" in ended.stderr
+
+
+class Screen:
+    """A terminal of 100 columns with a program in it."""
+
+    def __init__(self, *command: str) -> None:
+        self.said = ""
+        self._ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (30, 100))
+        self._before = termios.tcgetattr(theirs)
+        self._theirs = theirs
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "integr8s_idem", *command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**environment, "TERM": "xterm-256color"},
+            start_new_session=True,
+        )
+
+    def wait_for(self, fact: Callable[[str], object]) -> None:
+        """Read on until what was said is so."""
+        deadline = time.monotonic() + 60
+        while not fact(self.said):
+            assert time.monotonic() < deadline, self.said
+            self._read(0.1)
+
+    def end(self) -> int:
+        """Its exit status, and all it said."""
+        status = self.process.wait(30)
+        while self._read(0.2):
+            pass
+        return status
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether the terminal does what it did, and shows its cursor."""
+        return termios.tcgetattr(self._theirs) == self._before and self.said.rfind("\x1b[?25h") > self.said.rfind(
+            "\x1b[?25l"
+        )
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+    def _read(self, seconds: float) -> bool:
+        ready, _, _ = select.select([self._ours], [], [], seconds)
+        if ready:
+            self.said += os.read(self._ours, 65_536).decode(errors="replace")
+        return bool(ready)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_on_a_terminal_the_table_lives_until_ctrl_c_and_stays(number: int) -> None:
+    process = Process()
+    async with process.served() as endpoints:
+        screen = Screen("top", "--interval", "0.2", f"127.0.0.1:{endpoints.port}", "127.0.0.1:1")
+        try:
+            await asyncio.to_thread(screen.wait_for, lambda said: "ready" in said and "connection refused" in said)
+            process.observer.count(Signal.HANDLED, "order_placed", 54_321)
+            process.observer.count(Signal.HANDLER_FAILED, "order_placed")
+            await asyncio.to_thread(screen.wait_for, lambda said: "54,321" in said and "▲ 1" in said)
+            os.kill(screen.process.pid, number)
+            status = await asyncio.to_thread(screen.end)
+            is_as_before = screen.is_as_before
+        finally:
+            screen.close()
+
+    last = screen.said[screen.said.rfind("handled/s") :]
+    assert status == 0
+    assert is_as_before
+    assert "\x1b[?25l" in screen.said
+    assert "\x1b[?1049h" not in screen.said
+    assert "54,321" in last
+    assert "connection refused" in last
+    assert "Traceback" not in screen.said

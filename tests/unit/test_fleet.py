@@ -1,0 +1,382 @@
+"""What workers are watched by: addresses, numbers in a page, rates between two looks, sums."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from rich.console import Console
+
+from integr8s_idem.cli.top_table import fleet_table
+from integr8s_idem.config import Settings
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.operations.addresses import Address, Endpoint, address_in, address_of, endpoints_of
+from integr8s_idem.operations.fleet import ERRORS, Figures, FleetLook, ServiceRow, WorkerLook, _Worker, total
+from integr8s_idem.operations.scraping import NoAnswerError, Numbers, Readiness, Scrape, numbers_in
+from integr8s_idem.telemetry import Gauge, Signal
+from integr8s_idem.telemetry.prometheus import PrometheusObserver
+
+READY = {"billing": Readiness(live=True, ready=True, reason="")}
+
+
+def scrape(
+    at: float,
+    handled: float = 0,
+    *,
+    began: float | None = 1_000.0,
+    readiness: dict[str, Readiness] = READY,
+    **levels: Any,
+) -> Scrape:
+    """Of billing, which has handled so many."""
+    numbers = Numbers({Signal.HANDLED: handled}, {Gauge[name.upper()]: value for name, value in levels.items()})
+    return Scrape(at, began, {"billing": numbers}, readiness)
+
+
+def only(look: WorkerLook) -> ServiceRow:
+    (row,) = look.rows
+    return row
+
+
+def handled_per_second(look: WorkerLook) -> float | None:
+    figures = only(look).figures
+    assert figures is not None
+    return figures.rate(Signal.HANDLED)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("worker-1:9000", Address("worker-1", 9000)),
+        ("worker-1", Address("worker-1", 9464)),
+        ("9465", Address("127.0.0.1", 9465)),
+        ("[::1]:9000", Address("::1", 9000)),
+        ("http://worker-1", Address("worker-1", 80)),
+        ("http://worker-1:9464/metrics", Address("worker-1", 9464)),
+        ("https://gate/workers/1/", Address("gate", 443, "/workers/1", is_secure=True)),
+        ("https://gate/workers/1/metrics", Address("gate", 443, "/workers/1", is_secure=True)),
+        ("http://gate:80/readyz", Address("gate", 80)),
+    ],
+)
+def test_people_write_addresses_as_they_like(text: str, address: Address) -> None:
+    assert address_of(text) == address
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is no address of a worker"),
+        ("redis://worker-1:6379", "write host:port"),
+        ("worker-1:99999", "Port out of range"),
+        ("worker-1:0", "is no address of a worker"),
+        ("worker-1:http", "write host:port"),
+        ("http://worker-1/metrics?match=x", "is no address of a worker"),
+        ("[::1", "Invalid IPv6"),
+        ("http://me:hunter2@worker-1", "without a user"),
+        ("worker\x1b[2J:1/?", "write host:port"),
+    ],
+)
+def test_what_is_no_address_is_refused_without_its_secrets(text: str, why: str) -> None:
+    with pytest.raises(ApplicationError) as refusal:
+        address_of(text)
+
+    assert why in str(refusal.value)
+    assert "hunter2" not in str(refusal.value)
+    assert "\x1b" not in str(refusal.value)
+
+
+def test_an_address_reads_as_it_was_written() -> None:
+    assert [address_of(text).text for text in ("worker-1", "[::1]:9000", "https://gate/w/metrics")] == [
+        "worker-1:9464",
+        "[::1]:9000",
+        "https://gate:443/w",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "text"),
+    [
+        ({}, "127.0.0.1:9464"),
+        ({"metrics_host": "0.0.0.0", "metrics_port": 9000}, "127.0.0.1:9000"),
+        ({"metrics_host": "::"}, "127.0.0.1:9464"),
+        ({"metrics_host": "10.0.0.7"}, "10.0.0.7:9464"),
+    ],
+)
+def test_without_an_address_it_is_the_worker_of_these_settings(telemetry: dict[str, Any], text: str) -> None:
+    assert address_in(Settings.model_validate({"telemetry": telemetry})).text == text
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "why"), [({"metrics_port": 0}, "a free port"), ({"metrics_enabled": False}, "metrics_enabled = true")]
+)
+def test_settings_without_a_port_that_is_known_say_what_to_do(telemetry: dict[str, Any], why: str) -> None:
+    with pytest.raises(ApplicationError, match=why):
+        address_in(Settings.model_validate({"telemetry": telemetry}))
+
+
+async def test_an_address_in_numbers_is_one_machine() -> None:
+    address = address_of("[0:0:0:0:0:0:0:1]:9000")
+
+    assert await endpoints_of(address) == [Endpoint(address, "::1")]
+
+
+def test_numbers_of_a_page_are_added_up_over_their_labels() -> None:
+    registry = CollectorRegistry()
+    billing, audit = PrometheusObserver("billing", registry), PrometheusObserver('odd "name"\n', registry)
+    billing.count(Signal.HANDLED, "order_placed", 3)
+    billing.count(Signal.HANDLED, "order_paid", 4)
+    billing.count(Signal.DEAD_LETTER, "order_paid", reason="handler_failed")
+    billing.measure(Gauge.CONSUMER_LAG, 5, "orders")
+    billing.measure(Gauge.CONSUMER_LAG, 6, "payments")
+    audit.measure(Gauge.STORE_UP, 0)
+
+    began, services = numbers_in(generate_latest(registry).decode())
+
+    assert began is None
+    assert sorted(services) == ["billing", 'odd "name"\n']
+    assert services["billing"].counts[Signal.HANDLED] == 7
+    assert services["billing"].counts[Signal.DEAD_LETTER] == 1
+    assert services["billing"].levels == {Gauge.CONSUMER_LAG: 11}
+    assert services['odd "name"\n'].levels == {Gauge.STORE_UP: 0}
+
+
+def test_every_signal_and_every_level_is_found_by_the_name_it_is_served_by() -> None:
+    registry = CollectorRegistry()
+    observer = PrometheusObserver("billing", registry)
+    for signal in Signal:
+        observer.count(signal, "order_placed", 2)
+    for gauge in Gauge:
+        observer.measure(gauge, 3, "orders" if gauge is Gauge.CONSUMER_LAG else "")
+
+    _, services = numbers_in(generate_latest(registry).decode())
+
+    assert services["billing"].counts == dict.fromkeys(Signal, 2)
+    assert services["billing"].levels == dict.fromkeys(Gauge, 3)
+
+
+def test_what_is_no_number_counts_nothing() -> None:
+    page = 'idempotency_in_flight{service="a"} NaN\nidempotency_in_flight{service="a"} +Inf\n# what is this\n'
+
+    assert numbers_in(page + 'idempotency_in_flight{service="a"} 2\n')[1]["a"].levels == {Gauge.IN_FLIGHT: 2}
+
+
+@pytest.mark.parametrize(
+    "line", ["idempotency_in_flight", 'idempotency_in_flight{service="a" 1', "idempotency_in_flight{} one"]
+)
+def test_a_page_that_cannot_be_read_is_no_answer(line: str) -> None:
+    with pytest.raises(NoAnswerError, match="cannot be read"):
+        numbers_in(line)
+
+
+def test_there_are_no_rates_before_the_second_look() -> None:
+    worker = _Worker("w:1")
+
+    assert handled_per_second(worker.seen(scrape(10.0, 5))) is None
+    assert handled_per_second(worker.seen(scrape(12.0, 25))) == 10.0
+
+
+def test_a_rate_is_of_the_time_between_two_answers_however_long_it_was_down() -> None:
+    worker = _Worker("w:1")
+    worker.seen(scrape(10.0, 0))
+    worker.missed("connection refused")
+    worker.missed("connection refused")
+
+    assert handled_per_second(worker.seen(scrape(20.0, 30))) == 3.0
+
+
+def test_a_worker_that_began_anew_has_counted_from_zero() -> None:
+    worker = _Worker("w:1")
+    worker.seen(scrape(10.0, 500, began=1_000.0))
+
+    again = worker.seen(scrape(12.0, 700, began=1_011.0))
+
+    assert handled_per_second(again) == 350.0
+    assert again.restarts == 1
+
+
+def test_a_worker_that_does_not_say_when_it_began_is_known_by_a_count_that_fell() -> None:
+    worker = _Worker("w:1")
+    worker.seen(scrape(10.0, 500, began=None))
+
+    assert worker.seen(scrape(12.0, 600, began=None)).restarts == 0
+
+    again = worker.seen(scrape(14.0, 8, began=None))
+    assert handled_per_second(again) == 4.0
+    assert again.restarts == 1
+
+
+def test_a_service_that_was_not_there_before_has_counted_from_zero() -> None:
+    worker = _Worker("w:1")
+    worker.seen(replace(scrape(10.0), services={"audit": Numbers()}, readiness={}))
+
+    assert handled_per_second(worker.seen(scrape(12.0, 6, readiness={}))) == 3.0
+
+
+def test_two_answers_of_one_moment_make_no_rate() -> None:
+    worker = _Worker("w:1")
+    worker.seen(scrape(10.0, 5))
+
+    assert handled_per_second(worker.seen(scrape(10.0, 6))) is None
+
+
+def test_a_lag_grows_if_it_is_more_than_in_the_looks_before() -> None:
+    worker = _Worker("w:1")
+
+    def grows(at: float, lag: float) -> bool:
+        figures = only(worker.seen(scrape(at, consumer_lag=lag))).figures
+        assert figures is not None
+        assert figures.lag == lag
+        return figures.lag_is_growing
+
+    assert [grows(at, lag) for at, lag in enumerate([50, 60, 55, 58, 61, 61, 0, 1])] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("readiness", "levels", "state"),
+    [
+        (READY, {"store_up": 1}, "ready"),
+        (READY, {"store_up": 0}, "store down"),
+        ({"billing": Readiness(live=True, ready=False, reason="no partitions")}, {}, "not ready"),
+        ({"billing": Readiness(live=False, ready=False, reason="its loop stands")}, {"store_up": 0}, "dead"),
+        ({}, {"store_up": 1}, "running"),
+    ],
+)
+def test_the_state_is_the_worst_that_is_known(
+    readiness: dict[str, Readiness], levels: dict[str, Any], state: str
+) -> None:
+    row = only(_Worker("w:1").seen(scrape(1.0, readiness=readiness, **levels)))
+
+    assert row.state == state
+    assert row.reason == (readiness["billing"].reason if readiness else "")
+
+
+def test_a_service_that_has_no_numbers_yet_has_a_row() -> None:
+    row = only(_Worker("w:1").seen(Scrape(1.0, None, {}, {"audit": Readiness(True, False, "starting")})))
+
+    assert (row.service, row.state, row.reason, row.figures) == ("audit", "not ready", "starting", Figures())
+
+
+def test_a_worker_that_is_down_keeps_a_row_for_each_service_it_had() -> None:
+    worker = _Worker("w:1")
+
+    assert [row.service for row in worker.missed("refused").rows] == [""]
+
+    worker.seen(scrape(1.0))
+    assert worker.missed("refused") == WorkerLook(
+        "w:1", [ServiceRow("billing", "w:1", "down", "refused")], "refused", restarts=0
+    )
+
+
+def test_sums_are_of_what_is_known() -> None:
+    one = Figures({Signal.HANDLED: 3}, {Signal.HANDLED: 1.5}, in_flight=1, lag=4)
+    other = Figures({Signal.HANDLED: 4, Signal.RETRY: 1}, None, in_flight=2, lag=5, lag_is_growing=True)
+
+    assert total([one, other]) == Figures(
+        {Signal.HANDLED: 7, Signal.RETRY: 1}, {Signal.HANDLED: 1.5}, in_flight=3, lag=9, lag_is_growing=True
+    )
+    assert total([]) == Figures()
+
+
+def a_look(*, workers: int = 3) -> FleetLook:
+    """Billing on some workers, the first with trouble, and a last worker that is down."""
+    good = Figures({Signal.HANDLED: 1_234_567, Signal.DUPLICATE_BLOCKED: 56}, {Signal.HANDLED: 987.6}, 12, 0)
+    bad = Figures(
+        {Signal.HANDLED: 9, Signal.HANDLER_FAILED: 7, Signal.DEAD_LETTER: 2},
+        {Signal.HANDLED: 0.25, Signal.HANDLER_FAILED: 1.0},
+        lag=81_000,
+        lag_is_growing=True,
+    )
+    names = [f"10.0.0.{number}:9464" for number in range(workers)]
+    up = [
+        WorkerLook(name, [ServiceRow("billing", name, "ready", "", bad if number == 0 else good)])
+        for number, name in enumerate(names)
+    ]
+    down = WorkerLook(
+        "\x1b[2Jw", [ServiceRow("billing", "\x1b[2Jw", "down", "connection refused")], "connection refused"
+    )
+    return FleetLook([*up, down])
+
+
+def drawn(look: FleetLook, width: int, *, colours: bool = False) -> str:
+    stream = StringIO()
+    console = Console(file=stream, width=width, force_terminal=colours, color_system="standard" if colours else None)
+    console.print(fleet_table(look, width))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_the_table_fits_and_its_numbers_are_whole(width: int) -> None:
+    table = drawn(a_look(), width)
+
+    assert max(map(len, table.splitlines())) <= width
+    assert "…" not in table
+    for text in ("service", "handled/s", "dups", "errors", "lag", "988", "56", "▲ 7", "▲ 81,000", "ready", "down"):
+        assert text in table
+
+
+def test_what_there_is_no_room_for_goes_in_its_order() -> None:
+    headings = {width: set(drawn(a_look(), width).splitlines()[1].split()) for width in (80, 100, 200)}
+
+    assert headings[80] < headings[100] < headings[200]
+    assert {"takeovers", "retries", "dead", "dups/s"} <= headings[200]
+    assert "errors" in headings[80]
+    assert "takeovers" not in headings[80]
+
+
+def test_the_worker_is_not_named_where_there_is_one_only_and_no_room() -> None:
+    look = FleetLook(a_look(workers=1).workers[:1])
+
+    assert "10.0.0.0" in drawn(look, 120)
+    assert "10.0.0.0" not in drawn(look, 70)
+
+
+def test_the_sums_of_a_service_say_how_many_of_its_workers_answer() -> None:
+    (sums,) = [line.split() for line in drawn(a_look(), 200).splitlines() if "total" in line]
+
+    assert sums[:6] == ["billing", "3", "of", "4", "total", "1,975"]
+
+
+def test_nobody_steers_the_terminal() -> None:
+    assert "\x1b" not in drawn(a_look(), 120)
+    assert "\\x1b[2Jw down: connection refused" in drawn(a_look(), 120)
+
+
+def test_colours_mean_trouble() -> None:
+    table = drawn(a_look(), 200, colours=True)
+
+    assert re.search(r"\x1b\[1;31m *▲ 7\x1b", table)  # errors that go on
+    assert re.search(r"\x1b\[33m *2\x1b", table)  # dead letters of before
+    assert re.search(r"\x1b\[33m *▲ 81,000\x1b", table)
+    assert "\x1b[1;31mdown" in table
+    assert "\x1b[32mready" in table
+
+
+def test_json_has_every_number_and_says_which_errors() -> None:
+    told = json.loads(json.dumps(a_look().told()))
+
+    (billing,) = told["workers"][0]["services"]
+    assert billing["state"] == "ready"
+    assert (billing["handled"], billing["handled_per_second"], billing["lag_is_growing"]) == (9, 0.25, True)
+    assert (billing["errors"], billing["errors_by_kind"]) == (7, {"handler_failures": 7})
+    assert told["workers"][3]["services"] == [{"service": "billing", "state": "down", "reason": "connection refused"}]
+    assert told["workers"][3]["is_up"] is False
+    assert told["services"]["billing"]["handled"] == told["total"]["handled"] == 2 * 1_234_567 + 9
+
+
+def test_what_counts_as_an_error_is_nothing_that_a_healthy_service_does() -> None:
+    healthy = {Signal.HANDLED, Signal.DELIVERED, Signal.DUPLICATE_BLOCKED, Signal.RETRY, Signal.DEAD_LETTER}
+
+    assert not healthy & set(ERRORS)

@@ -1,0 +1,471 @@
+"""What is drawn of containers: their parts, their dispatchers, and what is wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterable, Callable
+from datetime import timedelta
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from dishka import (
+    FromComponent,
+    Provider,
+    Scope,
+    alias,
+    decorate,
+    from_context,
+    make_async_container,
+    make_container,
+    provide,
+)
+from typer.testing import CliRunner
+
+from integr8s_idem import (
+    BaseEvent,
+    EventDispatcher,
+    EventRouter,
+    IdempotencyConfig,
+    IdempotencyManager,
+    IdempotencyRepository,
+    IdempotentEventDispatcher,
+    KeyStrategy,
+    MemoryIdempotencyRepository,
+    Platform,
+    Service,
+    Settings,
+)
+from integr8s_idem.cli.app import app
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    DispatcherProvider,
+    FromDishka,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+)
+from integr8s_idem.keys import KeyResolver
+from integr8s_idem.operations.graphs import Part, ServiceGraph, drawn
+from integr8s_idem.operations.graphs.mermaid import as_mermaid
+from integr8s_idem.operations.graphs.page import as_page, lasting
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str
+
+
+class Payments:
+    """What the handler asks for."""
+
+
+class Carefully(Payments):
+    """Around another one."""
+
+
+ODD = type("<script>alert(1)</script>", (), {})
+"""A class of a name that a page could take for more."""
+
+router = EventRouter()
+
+
+@router.on(OrderPlaced)
+async def charge(event: OrderPlaced, payments: FromDishka[Payments]) -> None:
+    """Charge."""
+
+
+class PaymentsProvider(Provider):
+    scope = Scope.APP
+
+    payments = provide(Payments)
+    odd = alias(Payments, provides=ODD)
+
+    @decorate
+    def carefully(self, payments: Payments) -> Payments:
+        return Carefully()
+
+
+def container_of(*providers: Provider, **options: Any) -> Callable[[Settings], AsyncContainer]:
+    def make(settings: Settings) -> AsyncContainer:
+        context = {Settings: settings, ServiceName: ServiceName("billing")}
+        return make_async_container(KafkaProvider(), *providers, context=context, **options)
+
+    return make
+
+
+def guarded(**options: Any) -> Callable[[Settings], AsyncContainer]:
+    return container_of(
+        IdempotencyProvider(),
+        IdempotentDispatcherProvider(router, **options),
+        PaymentsProvider(),
+    )
+
+
+PLAIN = container_of(DispatcherProvider(router), PaymentsProvider())
+
+
+def graph_of(container: Any, settings: dict[str, Any] | None = None, name: str = "billing") -> ServiceGraph:
+    platform = Platform(Service(name, container=container, group_id="payers"))
+    (graph,) = asyncio.run(drawn(platform, Settings.model_validate(settings or {})))
+    return graph
+
+
+def part(graph: ServiceGraph, name: str, kind: str | None = None) -> Part:
+    """The only one of this name, and of this kind if given."""
+    (found,) = [part for part in graph.parts.values() if part.name == name and kind in (None, part.kind)]
+    return found
+
+
+def needs(graph: ServiceGraph, name: str) -> set[str]:
+    return {graph.parts[needed].name for needed in part(graph, name).needs}
+
+
+def test_an_idempotent_dispatcher_is_told_with_its_keys_its_time_and_its_store() -> None:
+    graph = graph_of(guarded(key_strategy=KeyStrategy.CONTENT_HASH, fields=["order_id"], ttl=timedelta(days=8)))
+
+    told = graph.dispatcher
+    assert (told.type, told.is_idempotent, told.is_transactional) == ("IdempotentEventDispatcher", True, False)
+    assert (told.strategy, told.ttl_seconds, told.store) == ("content_hash of order_id", 691_200, "redis")
+    assert [(each.event_type, each.name, each.takes_batches) for each in graph.handlers] == [
+        ("order_placed", "charge", False)
+    ]
+    assert graph.group_id == "payers"
+
+
+def test_a_plain_dispatcher_has_neither_keys_nor_store() -> None:
+    told = graph_of(PLAIN).dispatcher
+
+    assert (told.type, told.is_idempotent) == ("EventDispatcher", False)
+    assert (told.strategy, told.ttl_seconds, told.store) == (None, None, None)
+
+
+def test_settings_win_where_they_have_the_last_word() -> None:
+    settings = {
+        "idempotency": {"default_ttl_seconds": 600},
+        "store": {"kind": "memory"},
+        "services": {"billing": {"group_id": "others"}},
+    }
+    graph = graph_of(guarded(), settings)
+
+    assert (graph.dispatcher.ttl_seconds, graph.dispatcher.store, graph.group_id) == (600, "memory", "others")
+
+
+def test_a_dispatcher_of_the_applications_own_is_known_for_what_it_is() -> None:
+    """Its provider says EventDispatcher, as all do: only the object tells."""
+
+    class Careful(IdempotentEventDispatcher):
+        pass
+
+    class Own(Provider):
+        scope = Scope.APP
+
+        @provide
+        async def store(self) -> AsyncIterable[IdempotencyRepository]:
+            yield MemoryIdempotencyRepository()
+
+        @provide
+        def dispatcher(self, store: IdempotencyRepository) -> EventDispatcher:
+            manager = IdempotencyManager(IdempotencyConfig(), store, scope="billing")
+            return Careful(EventRouter(), manager, resolver=KeyResolver(KeyStrategy.CUSTOM, custom=lambda event: "k"))
+
+    graph = graph_of(lambda settings: make_async_container(Own()))
+
+    assert (graph.dispatcher.type, graph.dispatcher.is_idempotent) == ("Careful", True)
+    assert (graph.dispatcher.strategy, graph.dispatcher.store) == ("custom", "MemoryIdempotencyRepository")
+    assert part(graph, "EventDispatcher").provider == "Own"
+
+
+def test_parts_stand_in_their_scopes_with_what_they_need() -> None:
+    graph = graph_of(guarded())
+
+    scopes = {scope.name: {part.name for part in scope.parts} for scope in graph.scopes}
+    assert list(scopes) == ["RUNTIME", "APP", "REQUEST"]
+    assert {"Settings", "ServiceName"} <= scopes["RUNTIME"]
+    assert {"EventDispatcher", "IdempotencyManager", "EventPublisher"} <= scopes["APP"]
+    assert {"Attempt", "Outgoing", "Steps", "charge"} <= scopes["REQUEST"]
+    assert needs(graph, "IdempotencyRepository") == {"Settings", "IdempotencyConfig"}
+    assert needs(graph, "EventDispatcher") == {
+        "Settings",
+        "ServiceName",
+        "AsyncContainer",
+        "EventPublisher",
+        "IdempotencyManager",
+    }
+    assert part(graph, "Settings").kind == "context"
+    assert part(graph, "IdempotencyRepository").is_protocol
+    assert part(graph, "IdempotencyManager").source == "IdempotencyProvider.manager"
+
+
+def test_handlers_stand_for_what_they_ask_for() -> None:
+    graph = graph_of(PLAIN)
+
+    asked = part(graph, "charge")
+    assert (asked.kind, asked.provider) == ("handler", "")
+    assert needs(graph, "charge") == {"Payments"}
+
+
+def test_decorators_and_aliases_are_told() -> None:
+    graph = graph_of(PLAIN)
+
+    assert part(graph, "Payments", "decorator").source == "PaymentsProvider.carefully"
+    assert [graph.parts[needed].kind for needed in part(graph, "charge").needs] == ["decorator"]
+    assert [part.kind for part in graph.parts.values() if "script" in part.name] == ["alias"]
+
+
+def test_what_dishka_has_for_itself_is_left_out_unless_it_is_needed() -> None:
+    graph = graph_of(PLAIN)
+
+    assert not [part for part in graph.parts.values() if part.name.startswith("HasContext")]
+    assert [scope.name for scope in graph.scopes for part in scope.parts if part.name == "AsyncContainer"] == ["APP"]
+
+
+def test_components_are_told() -> None:
+    class Far(Provider):
+        scope = Scope.APP
+        component = "far"
+
+        @provide
+        def number(self) -> int:
+            return 7
+
+    class Near(Provider):
+        scope = Scope.APP
+
+        @provide
+        def text(self, number: Annotated[int, FromComponent("far")]) -> str:
+            return str(number)
+
+    graph = graph_of(container_of(DispatcherProvider(EventRouter()), Far(), Near()))
+
+    assert part(graph, "int").component == "far"
+    assert needs(graph, "str") == {"int"}
+    assert "Far in component far" in as_page([graph], "shop:platform")
+    assert '["int (far)"]' in as_mermaid([graph])
+
+
+def test_only_the_services_asked_for_are_made() -> None:
+    def broken(settings: Settings) -> AsyncContainer:
+        raise AssertionError("nobody asked for this one")
+
+    platform = Platform(Service("billing", container=PLAIN), Service("audit", container=broken))
+
+    assert [graph.name for graph in asyncio.run(drawn(platform, Settings(), ["billing"]))] == ["billing"]
+
+
+def test_containers_are_closed_whatever_comes_of_it() -> None:
+    closed: list[str] = []
+
+    class Closing(Provider):
+        scope = Scope.APP
+
+        @provide
+        async def dispatcher(self) -> AsyncIterable[EventDispatcher]:
+            yield EventDispatcher(EventRouter())
+            closed.append("closed")
+
+    graph_of(lambda settings: make_async_container(Closing()))
+
+    assert closed == ["closed"]
+
+
+def test_a_graph_that_does_not_fit_is_told_in_dishkas_words() -> None:
+    container = container_of(DispatcherProvider(router), validation_settings=STRICT_VALIDATION)
+
+    with pytest.raises(ApplicationError) as refusal:
+        graph_of(container)
+
+    told = str(refusal.value)
+    assert "the container of service billing cannot be made:" in told
+    assert "Payments" in told
+    assert "charge" in told  # the way to it
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("container", "why"),
+    [
+        (lambda settings: make_async_container(), "gives no dispatcher:"),
+        (lambda settings: 1 / 0, "cannot be made: ZeroDivisionError: division by zero"),
+        (lambda settings: object(), "gives no dispatcher: it is a object; make it with make_async_container"),
+    ],
+)
+def test_what_is_wrong_with_a_container_is_told(container: Any, why: str) -> None:
+    with pytest.raises(ApplicationError, match=re.escape(f"the container of service billing {why}")):
+        graph_of(container)
+
+
+def test_a_dispatcher_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(Provider):
+        scope = Scope.APP
+
+        @provide
+        async def dispatcher(self) -> EventDispatcher:
+            await asyncio.sleep(3_600)
+            raise AssertionError
+
+    monkeypatch.setattr("integr8s_idem.operations.graphs.MAKE_SECONDS", 0.05)
+
+    with pytest.raises(ApplicationError, match=r"gives no dispatcher: TimeoutError: no answer within 0.05 s"):
+        graph_of(lambda settings: make_async_container(Hanging()))
+
+
+def test_a_synchronous_container_is_drawn_and_said_to_be_refused() -> None:
+    class Plainly(Provider):
+        scope = Scope.APP
+        settings = from_context(Settings)
+
+        @provide
+        def dispatcher(self, settings: Settings) -> EventDispatcher:
+            return EventDispatcher(router)
+
+    graph = graph_of(lambda settings: make_container(Plainly(), context={Settings: settings}))
+
+    assert graph.is_synchronous
+    assert needs(graph, "EventDispatcher") == {"Settings"}
+    assert "make_async_container" in as_page([graph], "shop:platform")
+
+
+def test_mermaid_has_a_box_for_each_part_and_an_arrow_for_each_need() -> None:
+    graph = graph_of(guarded())
+
+    lines = [line.strip() for line in as_mermaid([graph]).splitlines()]
+
+    assert lines[0] == "flowchart LR"
+    assert 'subgraph s1["billing: IdempotentEventDispatcher"]' in lines
+    assert sum(line.startswith("subgraph") for line in lines) == lines.count("end") == 4
+    for each in graph.parts.values():
+        assert sum(bool(re.match(rf"{each.id}\W+\"", line)) for line in lines) == 1
+        for needed in each.needs:
+            assert f"{needed} --> {each.id}" in lines
+    (dispatcher,) = [line for line in lines if line.endswith(":::idempotent")]
+    assert dispatcher.startswith(part(graph, "EventDispatcher").id)
+
+
+def test_mermaid_tells_plain_dispatchers_from_others() -> None:
+    assert ":::plain" in as_mermaid([graph_of(PLAIN)])
+    assert ":::idempotent" not in as_mermaid([graph_of(PLAIN)])
+
+
+def test_names_cannot_break_out_of_a_diagram() -> None:
+    diagram = as_mermaid([graph_of(PLAIN, name='shop"]\nend <b>&#')])
+
+    assert 'subgraph s1["shop#quot;] end #lt;b#gt;#amp;#35;: EventDispatcher"]' in diagram
+    assert "<script>" not in diagram
+
+
+class Markup(HTMLParser):
+    """The tags of a page, balanced, and its ids."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.targets: list[str] = []
+        self.tags: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        told = dict(attrs)
+        self.ids += [told["id"] or ""] if "id" in told else []
+        self.targets += [told["href"] or ""] if tag == "a" else []
+        if tag not in ("meta", "link", "wbr", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_and_its_links_lead_to_its_parts() -> None:
+    platform = Platform(Service("billing", container=guarded()), Service("audit", container=PLAIN, group_id="others"))
+    page = Markup(as_page(asyncio.run(drawn(platform, Settings())), "shop:platform"))
+
+    assert len(set(page.ids)) == len(page.ids)
+    assert {target.removeprefix("#") for target in page.targets} <= set(page.ids)
+    assert page.tags.count("h1") == page.tags.count("main") == page.tags.count("script") == 1
+
+
+def test_names_of_an_application_are_escaped_in_the_page() -> None:
+    graph = graph_of(PLAIN, name='<img src="x" onerror="alert(1)">')
+
+    page = as_page([graph], "<b>shop</b>:platform")
+
+    assert "<img" not in page
+    assert "<b>shop" not in page
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)" in page
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(86_400, "1 day"), (691_200, "8 days"), (5_400, "90 minutes"), (7_200, "2 hours"), (0.5, "0.5 seconds")],
+)
+def test_times_are_told_as_people_do(seconds: float, text: str) -> None:
+    assert lasting(seconds) == text
+
+
+# The command.
+
+
+def graph_command(*arguments: str) -> tuple[int, str, str]:
+    ended = CliRunner().invoke(app, ["graph", "examples.billing.workers:platform", *arguments])
+    return ended.exit_code, ended.stdout, ended.stderr
+
+
+def test_what_is_drawn_without_a_word_about_it_is_mermaid() -> None:
+    status, printed, told = graph_command()
+
+    assert (status, told) == (0, "")
+    assert printed.startswith("flowchart LR\n")
+
+
+def test_json_holds_all_of_it() -> None:
+    status, printed, _ = graph_command("--format", "json", "--service", "audit")
+
+    (audit,) = json.loads(printed)["services"]
+    assert status == 0
+    assert audit["dispatcher"]["is_idempotent"] is False
+    assert audit["handlers"] == [{"event_type": "order_paid", "name": "note_payment", "takes_batches": False}]
+    assert {part["name"] for scope in audit["scopes"] for part in scope["parts"]} >= {"Audit", "note_payment"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "start"),
+    [
+        ("graph.html", [], "<!doctype html>"),
+        ("graph.HTM", [], "<!doctype html>"),
+        ("graph.json", [], "{"),
+        ("graph.mmd", [], "flowchart"),
+        ("graph.txt", ["--format", "html"], "<!doctype html>"),
+    ],
+)
+def test_a_file_is_what_its_name_or_the_format_says(tmp_path: Path, name: str, options: list[str], start: str) -> None:
+    status, printed, told = graph_command("--output", str(tmp_path / name), *options)
+
+    assert (status, printed) == (0, "")
+    assert told == f"{tmp_path / name} is written\n"
+    assert (tmp_path / name).read_text(encoding="utf-8").startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--service", "biling"], 'did you mean "billing"?'),
+        (["--output", "nowhere/graph.html"], "nowhere/graph.html cannot be written: No such file or directory"),
+        (["--settings", "nowhere.toml"], "nowhere.toml"),
+    ],
+)
+def test_mistakes_are_told(arguments: list[str], why: str) -> None:
+    status, printed, told = graph_command(*arguments)
+
+    assert (status, printed) == (2, "")
+    assert why in told
