@@ -19,6 +19,9 @@ FAILURE: Final = 1
 SettingsFile = Annotated[
     Path | None, typer.Option("--settings", metavar="FILE", help="TOML file; ./settings.toml if it is there.")
 ]
+Embedded = Annotated[
+    bool, typer.Option("--embedded", help="The servers of the `run --embedded` that runs in this folder.")
+]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
