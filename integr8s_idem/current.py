@@ -1,7 +1,8 @@
-"""The dependency container that the current code runs under, for what is called without one."""
+"""What is so for the current code alone: the dependency container it runs under, and what a test puts in its place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -16,3 +17,8 @@ class Container(Protocol):
 
 CURRENT: ContextVar[Container] = ContextVar("integr8s_idem_request_container")
 """Set while an event is handled."""
+
+OVERRIDING: ContextVar[Callable[[Sequence[Any]], Sequence[Any]] | None] = ContextVar(
+    "integr8s_idem_overriding", default=None
+)
+"""Gives the providers to add to those that a container is made of.  Set where a test has a container made."""

@@ -75,8 +75,14 @@ class EventDispatcher:
         for registered in router.handlers:
             self._handlers.setdefault(registered.event_type, []).append(self.wrap(registered))
 
+    @property
+    def invoke(self) -> Invoke:
+        """How handlers are called."""
+        return self._invoke
+
     def invoke_with(self, invoke: Invoke) -> None:
         """Call handlers by `invoke` from now on."""
+        self._invoke = invoke
         for handlers in self._handlers.values():
             for handler in handlers:
                 handler.invoke = invoke

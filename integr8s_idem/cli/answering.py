@@ -22,6 +22,9 @@ SettingsFile = Annotated[
 AppOption = Annotated[
     str | None, typer.Option("--app", metavar="MODULE:APP", help="The platform whose own settings count as well.")
 ]
+Embedded = Annotated[
+    bool, typer.Option("--embedded", help="The servers of the `run --embedded` that runs in this folder.")
+]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 

@@ -14,6 +14,7 @@ from integr8s_idem.cli.answering import MISTAKE, AppOption, Json, SettingsFile, 
 from integr8s_idem.cli.application import chosen_services, load_application
 from integr8s_idem.cli.doctor import DoctorCommand, doctor_command
 from integr8s_idem.cli.graph import graph_command
+from integr8s_idem.cli.new import new_command
 from integr8s_idem.cli.run import Run, run
 from integr8s_idem.cli.store import store_app
 from integr8s_idem.cli.top import top_command
@@ -35,6 +36,7 @@ app.add_typer(store_app, name="store")
 app.command("doctor", cls=DoctorCommand)(doctor_command)
 app.command("graph")(graph_command)
 app.command("top")(top_command)
+app.command("new")(new_command)
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, as in billing.workers:platform.")]
 

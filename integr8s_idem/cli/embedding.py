@@ -1,54 +1,37 @@
-"""What `run --embedded` puts in place of the servers that the settings name."""
+"""What `run --embedded` puts in place of the servers that the settings name, and how other commands find them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings, StoreSettings
+from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings, load_settings
+from integr8s_idem.embedded.whereabouts import settings_of_running, told_where
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
 _log: Final = logging.getLogger(__name__)
 
-NO_KAFKA_CREDENTIALS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "kafka": {
-        "security_protocol": "PLAINTEXT",
-        "sasl_username": None,
-        "sasl_password": None,
-        "ssl_ca_file": None,
-    },
-}
-"""What the settings say about real brokers means nothing to embedded ones."""
 
-_NO_STORE_CREDENTIALS: Final[Mapping[str, Any]] = {
-    "username": None,
-    "password": None,
-    "tls_ca_file": None,
-    "wait_replicas": 0,
-    "tls_cert_file": None,
-    "tls_key_file": None,
-}
+def command_settings(
+    file: Path | None,
+    settings_type: type[SettingsT],
+    *,
+    services: Iterable[str] = (),
+    embedded: bool = False,
+) -> SettingsT:
+    """The settings of a command with the options `SettingsFile` and `Embedded`.
 
-
-def keeps_its_store(own: Settings) -> bool:
-    """Whether the store that people set needs no server: a SQLite file."""
-    return isinstance(own.store, SqliteStoreSettings)
-
-
-def embedded_settings(own: Settings, servers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What to lay over the settings.  `own`: what people set; `servers`: what leads to the embedded ones."""
-    # Somebody who tries things out may do so beside a worker that has the usual port.
-    is_set = "metrics_port" in own.telemetry.model_fields_set
-    below = {**NO_KAFKA_CREDENTIALS, **({} if is_set else {"telemetry": {"metrics_port": 0}})}
-    # A section as a whole: the settings of another kind of store would not go with it.
-    return {**merged(below, servers), "store": _store(own.store, servers.get("store"))}
-
-
-def _store(own: StoreSettings, embedded: Mapping[str, Any] | None) -> StoreSettings:
-    if embedded is None:
-        return own
-    told = own.model_dump(exclude_unset=True) if isinstance(own, RedisStoreSettings) else {}
-    return RedisStoreSettings.model_validate({**told, **_NO_STORE_CREDENTIALS, **embedded})
+    Raises:
+        SettingsError: As `load_settings`.
+        ApplicationError: `embedded`, and not exactly one worker runs such servers from this folder.
+    """
+    if embedded:
+        return settings_of_running(file, settings_type, services=services)
+    return load_settings(file, settings_type, services=services)
 
 
 def tell_where(settings: Settings, own: Settings) -> None:
@@ -66,10 +49,17 @@ def tell_where(settings: Settings, own: Settings) -> None:
         )
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, table by table; `above` wins."""
-    both = {**below, **above}
-    for name in below.keys() & above.keys():
-        if isinstance(below[name], Mapping) and isinstance(above[name], Mapping):
-            both[name] = merged(below[name], above[name])
-    return both
+@contextmanager
+def found_by_others(servers: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Other commands reach the embedded servers from this folder by `--embedded` while inside.
+
+    In a folder that nobody may write to they need the addresses that `tell_where` has told.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(told_where(servers))
+        except OSError as error:
+            _log.warning("other commands do not find the embedded servers by --embedded: %s", error)
+        else:
+            _log.info("other commands reach them from this folder by --embedded")
+        yield

@@ -16,12 +16,13 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 from rich.console import Console
 
 from integr8s_idem.cli.collecting import collect_seldom
-from integr8s_idem.cli.embedding import NO_KAFKA_CREDENTIALS, embedded_settings, keeps_its_store, tell_where
+from integr8s_idem.cli.embedding import found_by_others, tell_where
 from integr8s_idem.cli.live import LiveTable
 from integr8s_idem.cli.logging import log_as_json, log_as_text
 from integr8s_idem.cli.table import report_table
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.loading import settings_source
+from integr8s_idem.embedded.overlay import NO_KAFKA_CREDENTIALS, embedded_settings, keeps_its_store
 from integr8s_idem.errors import IdempotencyError
 from integr8s_idem.worker import Platform, Service, ServiceGroup, ServiceReport
 from integr8s_idem.worker.platform import check_groups
@@ -115,6 +116,7 @@ async def _run(
             started = await stack.enter_async_context(servers())
             own, settings = settings, asked.settings(embedded_settings(settings, started.settings()))
             tell_where(settings, own)
+            stack.enter_context(found_by_others(started.settings()))
         _warn(asked, settings)
         group = make_group(asked.services, settings)
         if table is not None:

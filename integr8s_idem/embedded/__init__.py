@@ -7,5 +7,15 @@ from integr8s_idem.embedded.kafka import EmbeddedKafka
 from integr8s_idem.embedded.postgres import EmbeddedPostgres
 from integr8s_idem.embedded.redis import EmbeddedRedis
 from integr8s_idem.embedded.servers import EmbeddedServers, embedded
+from integr8s_idem.embedded.whereabouts import RunningServers, running_servers, settings_of_running
 
-__all__ = ["EmbeddedKafka", "EmbeddedPostgres", "EmbeddedRedis", "EmbeddedServers", "embedded"]
+__all__ = [
+    "EmbeddedKafka",
+    "EmbeddedPostgres",
+    "EmbeddedRedis",
+    "EmbeddedServers",
+    "RunningServers",
+    "embedded",
+    "running_servers",
+    "settings_of_running",
+]

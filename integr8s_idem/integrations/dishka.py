@@ -28,14 +28,14 @@ from dishka import (
     Provider,
     Scope,
     from_context,
-    make_async_container,
     provide,
 )
+from dishka import make_async_container as _make_async_container
 from dishka.integrations.base import default_parse_dependency, wrap_injection
 from redis.asyncio import Redis
 
 from integr8s_idem.config import IdempotencyConfig, Settings
-from integr8s_idem.current import CURRENT
+from integr8s_idem.current import CURRENT, OVERRIDING
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.envelopes import Codec
 from integr8s_idem.errors import ApplicationError
@@ -86,6 +86,20 @@ ServiceName = NewType("ServiceName", str)
 
 IdempotencyRedis = NewType("IdempotencyRedis", Redis)
 """Our own client: a bare `Redis` here would silently replace the application's."""
+
+
+def _with_overrides(make: Callable[P, AsyncContainer]) -> Callable[P, AsyncContainer]:
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> AsyncContainer:
+        overriding = OVERRIDING.get()
+        more = overriding(args) if overriding is not None else ()
+        return make(*args, *more, **kwargs)
+
+    return made
+
+
+make_async_container = _with_overrides(_make_async_container)
+"""Dishka's own.  In a test, fakes can take the place of what its providers provide: `WorkerHarness` sees to that."""
 
 
 class IdempotencyProvider(Provider):

@@ -1,22 +1,55 @@
 """A test kit for users of the library and for those who write a store.
 
-`RepositoryContract` holds a store to the Protocol; it needs pytest and hypothesis, and is imported when it is asked
-for: this package alone needs neither.
+`WorkerHarness` runs the services of an application in a test; `integr8s_idem.testing.plugin` is for pytest.
+`RepositoryContract` holds a store to the Protocol.  Both are imported when they are asked for: this package alone needs
+neither pytest nor hypothesis.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from integr8s_idem.testing.contract import HistorySize, RepositoryContract, SteppedClock, StoreUnderTest
+    from integr8s_idem.testing.crash_points import CrashPoint
+    from integr8s_idem.testing.embedded_harness import EmbeddedHarness
+    from integr8s_idem.testing.flaky_store import FlakyStore
+    from integr8s_idem.testing.harness import NotReachedError, NotSettledError, WorkerHarness
+    from integr8s_idem.testing.mishaps import Mishap
+    from integr8s_idem.testing.seen import DeadLetterSeen, HandlerRun
 
-__all__ = ["HistorySize", "RepositoryContract", "SteppedClock", "StoreUnderTest"]
+__all__ = [
+    "CrashPoint",
+    "DeadLetterSeen",
+    "EmbeddedHarness",
+    "FlakyStore",
+    "HandlerRun",
+    "HistorySize",
+    "Mishap",
+    "NotReachedError",
+    "NotSettledError",
+    "RepositoryContract",
+    "SteppedClock",
+    "StoreUnderTest",
+    "WorkerHarness",
+]
+
+_ROOMS: Final = {
+    "CrashPoint": "crash_points",
+    "DeadLetterSeen": "seen",
+    "EmbeddedHarness": "embedded_harness",
+    "FlakyStore": "flaky_store",
+    "HandlerRun": "seen",
+    "Mishap": "mishaps",
+    "NotReachedError": "harness",
+    "NotSettledError": "running",
+    "WorkerHarness": "harness",
+}
+"""Where a name is, if not in the contract."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from integr8s_idem.testing import contract
-
-    return getattr(contract, name)
+    return getattr(import_module(f"{__name__}.{_ROOMS.get(name, 'contract')}"), name)

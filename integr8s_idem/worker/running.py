@@ -55,6 +55,11 @@ class RunningService:
             self._worker.stop()
 
     @property
+    def worker(self) -> ServiceWorker | None:
+        """Its worker, once there is one."""
+        return self._worker
+
+    @property
     def stuck(self) -> bool:
         """Whether a handler ignores that it was cancelled."""
         return self._worker is not None and self._worker.stuck

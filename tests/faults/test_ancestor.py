@@ -33,13 +33,13 @@ from integr8s_idem.records import Completed, Corrupt, IdempotencyStatus, Reserve
 from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.work import Executed, Work
 from integr8s_idem.worker.records import Partition
 from tests.support.aging import age_records
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
-from tests.support.flaky_store import FlakyStore
 from tests.support.guarded import LEASE, Job, guarded
 from tests.support.redis import RedisServer
 

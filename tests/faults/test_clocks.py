@@ -29,12 +29,12 @@ from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reser
 from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
+from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_now, virtual_time
 from integr8s_idem.work import Work
 from tests.support.clocks import WrongClock
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
-from tests.support.flaky_store import FlakyStore
 from tests.support.guarded import LEASE, Job, guarded
 from tests.support.redis import RedisServer
 

@@ -20,7 +20,7 @@ from starlette.types import Scope as ASGIScope
 
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
-from tests.support.flaky_store import FlakyStore
+from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.http_server import client_of
 
 KEY = {"Idempotency-Key": '"8e03978e-40d5-43dd-bc93-6894a57f9324"'}

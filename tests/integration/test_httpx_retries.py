@@ -19,9 +19,9 @@ from starlette.routing import Route
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.integrations.httpx import BlockingRetryingTransport, RetryingTransport
+from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.conditions import eventually
 from tests.support.fault_proxy import Cut, Fault, FaultProxy, Refuse, Way
-from tests.support.flaky_store import FlakyStore
 from tests.support.http_server import serving
 
 BODY = {"item": "b" * 2000}

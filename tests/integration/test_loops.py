@@ -21,8 +21,8 @@ from integr8s_idem.errors import (
 )
 from integr8s_idem.integrations.loops import by_position
 from integr8s_idem.records import Reserved
+from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.conditions import eventually
-from tests.support.flaky_store import FlakyStore
 from tests.support.gated import GatedWork
 from tests.support.kafka import Kafka
 from tests.support.loops import AiokafkaLoop, ConfluentLoop, Loop, Topic

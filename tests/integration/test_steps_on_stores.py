@@ -15,8 +15,8 @@ from integr8s_idem import IdempotencyConfig, IdempotencyManager, IdempotencyRepo
 from integr8s_idem.errors import StepInterruptedError
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.counting import CountingObserver
-from tests.support.flaky_store import FlakyStore
 from tests.support.homes import Home, at_hand, open_home, open_records
 
 MEMORY = "memory"

@@ -11,10 +11,10 @@ from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import IdempotencyRecord
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_now
 from integr8s_idem.work import Attempt
 from tests.support.counting import CountingObserver
-from tests.support.flaky_store import FlakyStore
 
 LEASE = 30.0
 """Seconds."""

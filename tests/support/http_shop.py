@@ -17,7 +17,7 @@ from starlette.routing import Route
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, by_authorization
-from tests.support.flaky_store import FlakyStore
+from integr8s_idem.testing.flaky_store import FlakyStore
 
 KEY = {"Idempotency-Key": '"8e03978e-40d5-43dd-bc93-6894a57f9324"'}
 RULES = "https://shop.example/rules"

@@ -19,7 +19,7 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.integrations.http_problems import Problems
 from integr8s_idem.records import Completed, StoredResult
-from tests.support.flaky_store import FlakyStore
+from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.http_shop import KEY, problem_in, shop
 
 

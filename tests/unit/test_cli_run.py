@@ -21,10 +21,10 @@ from dishka import AsyncContainer, make_async_container
 from rich.console import Console
 
 from integr8s_idem.cli.collecting import SELDOM
-from integr8s_idem.cli.embedding import merged
 from integr8s_idem.cli.run import Run, run
 from integr8s_idem.cli.table import report_table
 from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings
+from integr8s_idem.embedded.overlay import merged
 from integr8s_idem.errors import SettingsError, StoreConfigurationError
 from integr8s_idem.worker import Platform, Service, ServiceReport
 from integr8s_idem.worker.settling import Tally
@@ -32,6 +32,9 @@ from integr8s_idem.worker.settling import Tally
 REPORT = ServiceReport(
     "billing", "running", 3, 12, 90, Tally(handled=1_234, duplicates=56, retries=7, dead_letters=8), "[odd]"
 )
+
+
+FOUND = "other commands reach them from this folder by --embedded"
 
 
 def no_container(_: Any) -> AsyncContainer:
@@ -278,7 +281,7 @@ def test_where_embedded_servers_are_is_said_in_one_line(capsys: pytest.CaptureFi
     run(asked(embedded=True), FakeGroup(), FakeServers())
 
     lines = [json.loads(line)["message"] for line in capsys.readouterr().out.splitlines()]
-    assert lines == ["embedded Kafka (emulator) on localhost:7, embedded Redis on unix:///embedded.sock"]
+    assert lines == ["embedded Kafka (emulator) on localhost:7, embedded Redis on unix:///embedded.sock", FOUND]
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -302,7 +305,7 @@ def test_a_sqlite_store_stays_beside_an_embedded_kafka(
 
     assert asked_for == [False]
     assert group.settings.store == SqliteStoreSettings(kind="sqlite", path="shop.db", lock_timeout_seconds=1)
-    assert told(capsys) == ["embedded Kafka (emulator) on localhost:7, records in shop.db as [store] says"]
+    assert told(capsys) == ["embedded Kafka (emulator) on localhost:7, records in shop.db as [store] says", FOUND]
 
 
 @pytest.mark.parametrize(

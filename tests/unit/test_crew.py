@@ -19,6 +19,7 @@ from integr8s_idem.keys import Key
 from integr8s_idem.records import Completion, IdempotencyStatus, Reserved, ReserveRequest, Verdict
 from integr8s_idem.routing import EventRouter
 from integr8s_idem.telemetry import SILENT, Headers, Phase, Signal, SilentObserver, Span
+from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.settling import Met
 from tests.support.crews import (
@@ -36,7 +37,6 @@ from tests.support.crews import (
 )
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
-from tests.support.flaky_store import FlakyStore
 from tests.support.guarded import LEASE, Guarded, guarded, virtual_store
 
 EVERY_ORDERING = pytest.mark.parametrize("ordering", ["partition", "key", "none"])

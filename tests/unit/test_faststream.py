@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware, SubscriberError, by_header
 from integr8s_idem.records import IdempotencyStatus
-from tests.support.flaky_store import FlakyStore
+from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.guarded import guarded
 
 

@@ -23,9 +23,9 @@ from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.steps import Once, Steps
 from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.work import Attempt, HandlerFailed, Outcome, Work
-from tests.support.flaky_store import FlakyStore
 from tests.support.guarded import LEASE, guarded
 
 

@@ -1,12 +1,19 @@
-"""A store that can be silent, lose answers, hang or refuse us, by the name of the verb."""
+"""A store that can be silent, lose answers, hang or refuse us, by the name of the verb: reserve, renew, complete, …
+
+store = FlakyStore(MemoryIdempotencyRepository())
+store.fail_next("complete", times=2)         # neither executed nor answered
+store.lose_answer("reserve")            # executed, and the caller never hears of it
+with store.outage(): ...                # nothing is answered
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.records import (
@@ -20,7 +27,11 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores import IdempotencyRepository
 
+__all__ = ["FlakyStore"]
+
 T = TypeVar("T")
+
+VERBS: Final = frozenset({"reserve", "renew", "complete", "fail", "release", "get", "delete", "count_active", "ping"})
 
 
 class FlakyStore:
@@ -30,6 +41,8 @@ class FlakyStore:
         self.inner = inner
         self.down: set[str] = set()
         """Verbs that are not executed and not answered."""
+        self.failures: Counter[str] = Counter()
+        """How many of the next calls of a verb are neither executed nor answered."""
         self.lose_answers: Counter[str] = Counter()
         """How many of the next calls of a verb are executed without an answer."""
         self.held: dict[str, asyncio.Event] = {}
@@ -39,11 +52,31 @@ class FlakyStore:
         self.calls: Counter[str] = Counter()
         self.requests: list[ReserveRequest] = []
 
+    def fail_next(self, verb: str, times: int = 1) -> None:
+        """The next calls of `verb` are neither executed nor answered: the store cannot be reached."""
+        self.failures[_known(verb)] += times
+
+    def lose_answer(self, verb: str, times: int = 1) -> None:
+        """The next calls of `verb` are executed, and their answers do not arrive."""
+        self.lose_answers[_known(verb)] += times
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Nothing is executed, nothing is answered, inside of the block."""
+        before, self.down = self.down, set(VERBS)
+        try:
+            yield
+        finally:
+            self.down = before
+
     async def _call(self, verb: str, call: Callable[[], Awaitable[T]]) -> T:
         self.calls[verb] += 1
         silent = verb in self.down
         if verb in self.held:
             await self.held[verb].wait()
+        if not silent and self.failures[verb] > 0:
+            self.failures[verb] -= 1
+            silent = True
         if silent:
             raise self.refusal or StoreUnavailableError(verb, "switched off by the test")
         answer = await call()
@@ -82,3 +115,9 @@ class FlakyStore:
 
     async def ping(self) -> StoreHealth:
         return await self._call("ping", lambda: self.inner.ping())
+
+
+def _known(verb: str) -> str:
+    if verb not in VERBS:
+        raise ValueError(f"a store knows no verb {verb!r}; it knows {', '.join(sorted(VERBS))}")
+    return verb

@@ -1,0 +1,104 @@
+"""A pytest plugin: harnesses that are fixtures of a test run with it, and all that can go wrong comes by parameter.
+
+    # conftest.py
+    pytest_plugins = ["integr8s_idem.testing.plugin"]
+
+Tests are async functions, run by pytest-asyncio or by anyio on asyncio: the plugin knows neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from integr8s_idem.testing.crash_points import CrashPoint
+from integr8s_idem.testing.embedded_harness import EmbeddedHarness
+from integr8s_idem.testing.harness import NotReachedError, WorkerHarness
+from integr8s_idem.testing.mishaps import CRASHES, MISHAPS, Mishap
+
+if TYPE_CHECKING:
+    from integr8s_idem.embedded import EmbeddedServers
+
+_ALL_OF_THEM: Final = frozenset({"crash_point", "mishap"})
+"""Fixtures that go through everything there is, whether a service gets there or not."""
+
+
+@pytest.fixture(params=CRASHES, ids=lambda point: point.value)
+def crash_point(request: pytest.FixtureRequest) -> CrashPoint:
+    """Each point at which a worker can die, for `harness.crash_at(crash_point)`.
+
+    The test is skipped at points that its service does not get to, as without outgoing events.
+    """
+    point: CrashPoint = request.param
+    return point
+
+
+@pytest.fixture(params=MISHAPS, ids=str)
+def mishap(request: pytest.FixtureRequest) -> Mishap:
+    """Each thing that can go wrong, for `harness.suffer(mishap)`: crashes, stalls, lost answers, outages, redelivery.
+
+    The test is skipped at points that its service does not get to.
+    """
+    found: Mishap = request.param
+    return found
+
+
+@pytest.fixture(scope="session")
+def embedded_servers() -> Iterator[EmbeddedServers]:
+    """A Kafka (an emulator) and a Redis for all tests of the session, for `EmbeddedHarness`."""
+    from integr8s_idem.embedded import EmbeddedKafka, EmbeddedRedis, EmbeddedServers
+
+    kafka, redis = EmbeddedKafka(), EmbeddedRedis(durable=True)
+    redis.start()
+    try:
+        kafka.start()
+        yield EmbeddedServers(bootstrap_servers=kafka.bootstrap_servers, redis_url=redis.url)
+    finally:
+        kafka.stop()
+        redis.stop()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Run the test inside of its harnesses."""
+    harnesses = _harnesses(item)
+    if not harnesses:
+        return (yield)
+    assert isinstance(item, pytest.Function), "only functions have fixtures"
+    test = item.obj
+    item.obj = _inside(harnesses, test)
+    try:
+        return (yield)
+    except NotReachedError as error:
+        if not _ALL_OF_THEM & set(item.fixturenames):
+            raise
+        pytest.skip(str(error))
+    finally:
+        item.obj = test
+
+
+def _harnesses(item: pytest.Item) -> list[WorkerHarness | EmbeddedHarness]:
+    values = getattr(item, "funcargs", {}).values()
+    found = [value for value in values if isinstance(value, WorkerHarness | EmbeddedHarness)]
+    return list({id(harness): harness for harness in found if not harness.entered}.values())
+
+
+def _inside(
+    harnesses: list[WorkerHarness | EmbeddedHarness], test: Callable[..., Awaitable[None]]
+) -> Callable[..., Awaitable[None]]:
+    if not inspect.iscoroutinefunction(test):
+        pytest.fail("a test that uses a harness is an async function, run by pytest-asyncio or anyio", pytrace=False)
+
+    @functools.wraps(test)
+    async def inside(*args: Any, **kwargs: Any) -> None:
+        async with AsyncExitStack() as stack:
+            for harness in harnesses:
+                await stack.enter_async_context(harness)
+            await test(*args, **kwargs)
+
+    return inside

@@ -1,0 +1,153 @@
+"""Where embedded servers of a running worker are: told by a file, believed while its lock is held."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integr8s_idem.config import PostgresqlStoreSettings, RedisStoreSettings, SqliteStoreSettings
+from integr8s_idem.embedded import running_servers, settings_of_running
+from integr8s_idem.embedded.whereabouts import FOLDER, told_where
+from integr8s_idem.errors import ApplicationError
+
+SERVERS: Mapping[str, Mapping[str, Any]] = {
+    "kafka": {"bootstrap_servers": "localhost:7", "session_timeout_seconds": 6.0, "heartbeat_interval_seconds": 1.0},
+    "store": {"kind": "redis", "url": "unix:///embedded.sock"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def files() -> list[str]:
+    """All but what git needs to pass the folder over."""
+    return [file.name for file in FOLDER.iterdir() if file.name != ".gitignore"]
+
+
+def test_servers_are_found_while_they_run_and_not_later() -> None:
+    with told_where(SERVERS):
+        found = running_servers()
+    with pytest.raises(ApplicationError, match="no embedded servers run here"):
+        running_servers()
+
+    assert found.sections == SERVERS
+    assert found.process == os.getpid()
+    assert files() == []
+
+
+def test_settings_lead_to_them_and_are_otherwise_those_of_the_file() -> None:
+    Path("settings.toml").write_text(
+        '[kafka]\nsecurity_protocol = "SASL_SSL"\nsasl_username = "u"\nsasl_password = "p"\ntopic_prefix = "shop."\n'
+        '[store]\nurl = "rediss://prod/0"\ntls_ca_file = "ca.pem"\n[idempotency]\nkey_prefix = "shop"'
+    )
+
+    with told_where(SERVERS):
+        settings = settings_of_running()
+
+    assert (settings.kafka.bootstrap_servers, settings.kafka.topic_prefix) == ("localhost:7", "shop.")
+    assert (settings.kafka.security_protocol, settings.kafka.sasl_username) == ("PLAINTEXT", None)
+    assert settings.store == RedisStoreSettings(url="unix:///embedded.sock")
+    assert settings.idempotency.key_prefix == "shop"
+
+
+def test_a_sqlite_store_of_the_settings_stays() -> None:
+    Path("settings.toml").write_text('[store]\nkind = "sqlite"\npath = "shop.db"')
+
+    with told_where({"kafka": SERVERS["kafka"]}):
+        store = settings_of_running().store
+
+    assert isinstance(store, SqliteStoreSettings)
+
+
+def test_a_database_of_the_settings_gives_way_to_the_embedded_redis() -> None:
+    Path("settings.toml").write_text('[store]\nkind = "postgresql"\nurl = "postgresql://db/shop"')
+
+    with told_where(SERVERS):
+        store = settings_of_running().store
+
+    assert not isinstance(store, PostgresqlStoreSettings)
+    assert isinstance(store, RedisStoreSettings)
+
+
+def test_of_two_runs_in_one_folder_none_is_taken_and_both_are_told() -> None:
+    others = {**SERVERS, "kafka": {"bootstrap_servers": "localhost:8"}}
+
+    with told_where(SERVERS), told_where(others), pytest.raises(ApplicationError) as caught:
+        running_servers()
+
+    told = str(caught.value)
+    assert "2 workers" in told
+    assert "INTEGR8S_IDEM_KAFKA__BOOTSTRAP_SERVERS=localhost:7 INTEGR8S_IDEM_STORE__KIND=redis" in told
+    assert "INTEGR8S_IDEM_KAFKA__BOOTSTRAP_SERVERS=localhost:8" in told
+
+
+def test_one_that_ends_leaves_the_file_of_the_other() -> None:
+    others = {**SERVERS, "kafka": {"bootstrap_servers": "localhost:8"}}
+
+    with told_where(SERVERS):
+        with told_where(others):
+            pass
+        found = running_servers()
+
+    assert found.sections == SERVERS
+
+
+TELLS = """
+import sys
+from integr8s_idem.embedded.whereabouts import told_where
+with told_where({"kafka": {"bootstrap_servers": "localhost:9"}}):
+    print("told", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_process() -> Iterator[subprocess.Popen[str]]:
+    """One that has told where its servers are."""
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", TELLS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "told\n"
+    with process:
+        yield process
+        process.kill()
+
+
+def test_another_process_is_found_until_it_is_killed(other_process: subprocess.Popen[str]) -> None:
+    found = running_servers()
+    other_process.send_signal(signal.SIGKILL)
+    other_process.wait()
+    left = files()
+    with pytest.raises(ApplicationError, match="no embedded servers run here"):
+        running_servers()
+
+    assert found.process == other_process.pid
+    assert len(left) == 1
+    assert files() == []
+
+
+def test_git_passes_the_folder_over() -> None:
+    with told_where(SERVERS):
+        assert (FOLDER / ".gitignore").read_text() == "*\n"
+
+
+def test_only_its_owner_can_read_the_file() -> None:
+    with told_where(SERVERS) as file:
+        assert file.stat().st_mode & 0o777 == 0o600
