@@ -299,7 +299,8 @@ TIME: Final = Row(
                 ),
             ),
             "How late the event loop is. Near a second: a handler computes without await; move that to a thread or a "
-            f"process. Near a third of the session timeout workers leave the group. See IdempotencyEventLoopLag in {GUIDE}.",
+            "process. Near a third of the session timeout workers leave the group. "
+            f"See IdempotencyEventLoopLag in {GUIDE}.",
             "s",
             steps=((None, "green"), (1, "red")),
         ),
