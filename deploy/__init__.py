@@ -1,0 +1,1 @@
+"""What runs, watches and draws the workers elsewhere; never installed."""

@@ -1,0 +1,281 @@
+"""Dashboard, alerts and scaling ask for what a real worker tells, and a real Prometheus answers all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from aiokafka import AIOKafkaProducer
+from prometheus_client.parser import text_string_to_metric_families
+
+from integr8s_idem.events import encode_event, event_headers
+from services.events import ExecutionRequested
+from tests.packaging.repository import ROOT
+from tests.support.browser import Browser
+from tests.support.conditions import LONGEST_WAIT
+from tests.support.dashboard_preview import filled, page, panels
+from tests.support.processes import ServiceProcess
+from tests.support.prometheus import Prometheus, check_rules, missing_program
+from tests.support.promql import labels_shown, named
+
+DASHBOARD = json.loads((ROOT / "deploy/grafana/idempotency.json").read_text(encoding="utf-8"))
+ALERTS = ROOT / "deploy/prometheus/alerts.yml"
+RULES = [rule for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"] for rule in group["rules"]]
+ADAPTER = yaml.safe_load(
+    (ROOT / "deploy/kubernetes/components/hpa/prometheus-adapter.yaml").read_text(encoding="utf-8")
+)
+
+OF_PROMETHEUS = {"up": {"job", "instance"}, "ALERTS": {"alertname", "alertstate", "service"}}
+"""What Prometheus tells by itself."""
+OF_THE_TARGET = {"job", "instance", "namespace"}
+"""Labels that Prometheus adds to what a worker tells; the namespace on Kubernetes alone."""
+NOT_DRAWN = re.compile(r"process_|python_")
+"""What the client library tells of any Python process: memory and garbage are on everybody's dashboards already."""
+
+SETTINGS = """
+[store]
+kind = "sqlite"
+path = "{folder}/platform.db"
+[platform]
+database_url = "sqlite+aiosqlite:///{folder}/platform.db"
+pod_check_interval_seconds = 0.1
+sweep_interval_seconds = 0.5
+[telemetry]
+metrics_port = 0
+keys_active_interval_seconds = 0.2
+"""
+"""One database for records and results, so that there is an outbox."""
+
+
+@dataclass
+class Worker:
+    """A running platform on embedded servers."""
+
+    address: str
+    """host:port of /metrics."""
+    brokers: str
+
+    def page(self) -> str:
+        """What a scrape gets."""
+        return httpx.get(f"http://{self.address}/metrics").raise_for_status().text
+
+    def families(self) -> dict[str, set[str]]:
+        """The labels of each metric, as samples are called."""
+        found: dict[str, set[str]] = {}
+        for family in text_string_to_metric_families(self.page()):
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+        return found
+
+    def counted(self, name: str, **labels: str) -> float:
+        """The sum over the series with these labels."""
+        samples = [sample for family in text_string_to_metric_families(self.page()) for sample in family.samples]
+        return sum(
+            sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+def wait_until(fact: Callable[[], object], state: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONGEST_WAIT
+    while not fact():
+        assert time.monotonic() < deadline, state()
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """All four services in one process."""
+    folder = tmp_path_factory.mktemp("platform")
+    settings = folder / "settings.toml"
+    settings.write_text(SETTINGS.format(folder=folder), encoding="utf-8")
+    arguments = ["providers:platform", "--embedded", "--json", "--settings", str(settings)]
+    with ServiceProcess(*arguments, log=folder / "log", folder=ROOT) as process:
+        brokers = re.search(r"\(emulator\) on ([\w.:]+)", process.wait_for_line("(emulator) on "))
+        address = re.search(r"health on http://([\w.:]+)", process.wait_for_line("metrics and health on "))
+        assert brokers is not None
+        assert address is not None
+        running = Worker(address[1], brokers[1])
+        wait_until(lambda: httpx.get(f"http://{running.address}/readyz").is_success, lambda: process.output)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def watching(worker: Worker) -> Iterator[Prometheus | None]:
+    """A Prometheus that has scraped the worker while it had nothing to do; `None` where there is none to be had."""
+    if missing_program("prometheus"):
+        yield None
+        return
+    with Prometheus([worker.address], [ALERTS], labels={"namespace": "integr8s"}) as running:
+        wait_until(lambda: running.query("idempotency_deliveries_total"), lambda: running.log)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def busy_worker(worker: Worker, watching: Prometheus | None) -> Worker:
+    """The worker after a few executions, each asked for twice, and a message that is none."""
+    asyncio.run(_publish(worker.brokers))
+    wait_until(lambda: all(_done(worker).values()), lambda: _done(worker))
+    return worker
+
+
+@pytest.fixture(scope="module")
+def prometheus(busy_worker: Worker, watching: Prometheus | None) -> Prometheus:
+    """It has scraped the worker before and after that."""
+    if watching is None:
+        pytest.skip(missing_program("prometheus"))
+    wait_until(lambda: watching.query("increase(idempotency_dead_letters_total[1m]) > 0"), lambda: watching.log)
+    return watching
+
+
+async def _publish(brokers: str) -> None:
+    producer = AIOKafkaProducer(bootstrap_servers=brokers)
+    await producer.start()
+    try:
+        for number in range(3):
+            event = ExecutionRequested.model_validate({"execution_id": f"e{number}", "script": f"print({number})"})
+            for _ in range(2):
+                await producer.send_and_wait(event.event_type, encode_event(event), headers=event_headers(event))
+        await producer.send_and_wait("execution_requested", b"no event")
+    finally:
+        await producer.stop()
+
+
+def _done(worker: Worker) -> dict[str, bool]:
+    counted = worker.counted
+    return {
+        "results": counted("idempotency_events_handled_total", service="result-processor") >= 3,
+        "duplicates": counted("idempotency_duplicates_blocked_total", service="coordinator") >= 3,
+        "dead letters": counted("idempotency_dead_letters_total") == 2,
+        "counted in the store": {"idempotency_keys_active", "idempotency_outbox_waiting"} <= worker.families().keys(),
+    }
+
+
+def expressions() -> Mapping[str, tuple[str, str]]:
+    """Every expression that is shipped, with the text that is shown beside it."""
+    found = {f"panel {panel['title']} {target['refId']}": (filled(target["expr"]), target["legendFormat"])
+             for panel in panels(DASHBOARD) for target in panel["targets"]}  # fmt: skip
+    for variable in DASHBOARD["templating"]["list"][1:]:
+        asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
+        assert asked is not None
+        found[f"variable {variable['name']}"] = (filled(asked[1]), f"{{{{{asked[2]}}}}}")
+    for annotation in DASHBOARD["annotations"]["list"]:
+        found[f"annotation {annotation['name']}"] = (filled(annotation["expr"]), annotation["titleFormat"])
+    for rule in RULES:
+        told = " ".join(rule.get("annotations", {}).values())
+        found[f"rule {rule.get('alert') or rule['record']}"] = (rule["expr"], told)
+    for rule in ADAPTER["rules"]["external"]:
+        matchers = 'namespace="integr8s", service="coordinator"'
+        query = rule["metricsQuery"].replace("<<.Series>>", rule["name"]["as"]).replace("<<.LabelMatchers>>", matchers)
+        found |= {"adapter's series": (rule["seriesQuery"], ""), "adapter's query": (query, "")}
+    return found
+
+
+EXPRESSIONS = expressions()
+
+
+def test_what_is_asked_for_is_told_by_a_worker(busy_worker: Worker) -> None:
+    told = busy_worker.families() | OF_PROMETHEUS
+    recorded = {rule["record"]: named(rule["expr"]).metrics for rule in RULES if "record" in rule}
+
+    for name, (expression, shown) in EXPRESSIONS.items():
+        asked = named(expression)
+        metrics = asked.metrics.union(*(recorded[each] for each in asked.recorded))
+        assert metrics, f"{name} asks for no metric"
+        assert metrics - told.keys() == set(), name
+        for metric in metrics:
+            assert (asked.labels | labels_shown(shown)) - told[metric] - OF_THE_TARGET == set(), (name, metric)
+
+
+def test_the_dashboard_shows_whatever_a_worker_tells(busy_worker: Worker) -> None:
+    drawn = {metric for name, (asked, _) in EXPRESSIONS.items() if name.startswith("panel ")
+             for metric in named(asked).metrics}  # fmt: skip
+    parts = re.compile(r"_(created|sum|count)$")  # of what is drawn by another part of it
+    told = {name for name in busy_worker.families() if not NOT_DRAWN.match(name) and not parts.search(name)}
+
+    assert told - drawn == set()
+
+
+def test_promtool_reads_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    if why := missing_program("promtool"):
+        pytest.skip(why)
+    rules = [
+        {"record": f"panel:query{number}:now", "expr": expression}
+        for number, (expression, _) in enumerate(EXPRESSIONS.values())
+    ]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}), encoding="utf-8")
+
+    check_rules(file)
+
+
+def test_prometheus_scrapes_the_worker_and_takes_the_rules(prometheus: Prometheus) -> None:
+    targets = prometheus.ask("targets")["activeTargets"]
+    rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+
+    assert [(target["health"], target["lastError"]) for target in targets] == [("up", "")]
+    assert {rule["name"] for rule in rules} == {rule.get("alert") or rule["record"] for rule in RULES}
+    assert [(rule["name"], rule["lastError"]) for rule in rules if rule["health"] == "err"] == []
+
+
+def test_prometheus_answers_every_question_and_every_panel_has_something_to_show(prometheus: Prometheus) -> None:
+    answers = {name: prometheus.query(expression) for name, (expression, _) in EXPRESSIONS.items()}
+
+    assert [name for name, series in answers.items() if name.startswith("panel ") and not series] == []
+
+
+def test_the_adapters_metric_is_the_lag_of_one_service(prometheus: Prometheus) -> None:
+    answer = prometheus.query(EXPRESSIONS["adapter's query"][0])
+
+    assert [series["metric"] for series in answer] == [{"service": "coordinator"}]
+
+
+def test_a_dead_letter_and_nothing_else_fires_an_alert_that_says_what_to_do(prometheus: Prometheus) -> None:
+    def firing() -> list[dict[str, Any]]:
+        return [alert for alert in prometheus.ask("alerts")["alerts"] if alert["state"] == "firing"]
+
+    wait_until(firing, lambda: prometheus.ask("alerts"))
+
+    by_service = {alert["labels"]["service"]: alert for alert in firing()}
+    assert {(alert["labels"]["alertname"], alert["labels"]["reason"]) for alert in firing()} == {
+        ("IdempotencyDeadLetters", "malformed")
+    }
+    assert by_service.keys() == {"coordinator", "saga-orchestrator"}
+    assert by_service["coordinator"]["annotations"]["summary"] == "coordinator has given messages up: malformed."
+
+
+def test_a_browser_shows_every_panel_beside_the_others(
+    prometheus: Prometheus, browser: Browser, tmp_path: Path
+) -> None:
+    """Of our own preview: there is no Grafana here."""
+    file = tmp_path / "dashboard.html"
+    file.write_text(page(DASHBOARD, prometheus), encoding="utf-8")
+
+    browser.open(file)
+    drawn = browser.script(
+        "return [...document.querySelectorAll('section')].map(s => { const r = s.getBoundingClientRect();"
+        "return {left: r.left, top: r.top, right: r.right, bottom: r.bottom, text: s.innerText,"
+        "panel: s.className === 'panel', values: s.querySelectorAll('.value').length,"
+        "none: s.querySelectorAll('.none').length, seen: s.checkVisibility()} })"
+    )
+
+    browser.screenshot(tmp_path / "dashboard.png")
+    assert browser.errors() == []
+    assert len(drawn) == len(DASHBOARD["panels"])
+    for number, one in enumerate(drawn):
+        assert one["seen"]
+        assert one["right"] > one["left"] + 50
+        assert one["bottom"] > one["top"] + 15
+        assert one["right"] <= browser.script("return document.documentElement.clientWidth")
+        assert not one["panel"] or one["values"] or one["none"], one["text"]
+        for other in drawn[number + 1 :]:
+            apart = one["right"] <= other["left"] or other["right"] <= one["left"]
+            assert apart or one["bottom"] <= other["top"] or other["bottom"] <= one["top"], (one, other)
