@@ -48,3 +48,10 @@ def anchors(markdown: str) -> set[str]:
     """What links can point at: headings, lower case, spaces as hyphens, other marks dropped."""
     headings = re.findall(r"^#{1,6} (.+)$", _FENCE.sub("", markdown), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def section(markdown: str, heading: str) -> str:
+    """What stands below a heading of the second level, up to the next one."""
+    _, found, behind = markdown.partition(f"\n## {heading}\n")
+    assert found, f"no heading {heading!r}"
+    return behind.partition("\n## ")[0]

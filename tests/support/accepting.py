@@ -22,7 +22,8 @@ class Acceptor:
 
     def __init__(self, serve: Serve) -> None:
         self._serve = serve
-        self._open: dict[asyncio.Task[None], asyncio.WriteTransport] = {}
+        self._open: dict[asyncio.Task[None], tuple[asyncio.StreamWriter, asyncio.WriteTransport]] = {}
+        """The writers too: one that is forgotten before its end says that it is unclosed."""
         self._server: asyncio.Server | None = None
 
     @property
@@ -56,14 +57,16 @@ class Acceptor:
 
     def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._served(reader, writer))
-        self._open[task] = writer.transport
+        self._open[task] = writer, writer.transport
         task.add_done_callback(self._ended)
 
     async def _served(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._serve(reader, writer)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._open.pop(task).abort()
+        writer, bare = self._open.pop(task)
+        writer.transport.abort()
+        bare.abort()  # below TLS, if that was begun since
         error = None if task.cancelled() else task.exception()
         if error is not None:
             told = {"message": "a connection's server failed", "exception": error, "task": task}

@@ -52,9 +52,7 @@ def page(dashboard: Mapping[str, Any], prometheus: Prometheus) -> str:
 
 def _panel(panel: Mapping[str, Any], prometheus: Prometheus) -> str:
     place = panel["gridPos"]
-    style = (
-        f"grid-column: {place['x'] + 1} / span {place['w']}; grid-row: {place['y'] + 1} / span {place['h']}"
-    )
+    style = f"grid-column: {place['x'] + 1} / span {place['w']}; grid-row: {place['y'] + 1} / span {place['h']}"
     kind, title = panel["type"], escape(panel["title"])
     if kind == "row":
         return f'<section class="row" style="{style}">{title}</section>'
@@ -84,9 +82,7 @@ def _graph(panel: Mapping[str, Any], prometheus: Prometheus) -> str:
     ]
     if not series:
         return _NOTHING
-    rows = "".join(
-        f'<tr><td>{escape(name)}<td class="value">{_short(values[-1])}' for name, values in sorted(series)
-    )
+    rows = "".join(f'<tr><td>{escape(name)}<td class="value">{_short(values[-1])}' for name, values in sorted(series))
     return f"{_lines([values for _, values in series])}<table>{rows}</table>"
 
 
@@ -99,7 +95,9 @@ def _legend(form: str, labels: Mapping[str, str]) -> str:
 
 def _lines(series: Sequence[Sequence[float]]) -> str:
     top = max((value for values in series for value in values if value == value), default=0.0) or 1.0
-    drawn = "".join(f'<polyline fill="none" stroke="#3274d9" points="{" ".join(_points(each, top))}"/>' for each in series)
+    drawn = "".join(
+        f'<polyline fill="none" stroke="#3274d9" points="{" ".join(_points(each, top))}"/>' for each in series
+    )
     return f'<svg viewBox="0 0 {SECONDS} 100" preserveAspectRatio="none">{drawn}</svg>'
 
 

@@ -275,6 +275,7 @@ class _Link:
     async def close(self) -> None:
         for writer in self._writers:
             writer.close()
+        for writer in self._writers:  # all are closed by now, should this be cancelled
             with suppress(OSError):
                 await writer.wait_closed()
 
