@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -16,9 +16,9 @@ from integr8s_idem.cli.answering import SettingsFile, answered
 from integr8s_idem.cli.application import chosen_services, load_application
 from integr8s_idem.config import load_settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.operations.graphs import ServiceGraph, drawn
-from integr8s_idem.operations.graphs.mermaid import as_mermaid
-from integr8s_idem.operations.graphs.page import as_page
+
+if TYPE_CHECKING:
+    from integr8s_idem.operations.graphs import ServiceGraph
 
 
 class Format(str, Enum):
@@ -51,6 +51,10 @@ def graph_command(
     """
 
     def draw() -> int:
+        from integr8s_idem.operations.graphs import (
+            drawn,  # it knows Dishka's plotter and a driver: other commands do not
+        )
+
         platform = load_application(target)
         names = [each.name for each in chosen_services(platform, service or [])]
         read = load_settings(settings, platform.settings_type, services=platform.services)
@@ -69,8 +73,12 @@ def _form_of(file: Path | None) -> Format:
 def _as(form: Format, graphs: Sequence[ServiceGraph], target: str) -> str:
     match form:
         case Format.MERMAID:
+            from integr8s_idem.operations.graphs.mermaid import as_mermaid
+
             return as_mermaid(graphs)
         case Format.HTML:
+            from integr8s_idem.operations.graphs.page import as_page
+
             return as_page(graphs, target)
         case Format.JSON:
             return json.dumps({"application": target, "services": [asdict(graph) for graph in graphs]}, indent=2) + "\n"

@@ -169,7 +169,14 @@ def test_whoever_comes_to_a_part_sees_what_it_is_made_of_and_who_asks_for_it(bro
     assert browser.script("return document.querySelectorAll('#service-1 .wires path.needs').length") == 4 + 2 + 2
     assert browser.script("return document.querySelectorAll('#service-1 .wires path.asks').length") == 2
 
-    browser.script("arguments[0].blur()", manager)
+    browser.script("arguments[0].focus()", button(browser, 1, "Steps"))
+    assert browser.script(LIT) == {
+        "is-chosen": ["Steps"],
+        "is-needed": ["IdempotencyConfig", "IdempotencyManager", "IdempotencyRepository", "ServiceName", "Settings"],
+        "asks": [],
+    }
+
+    browser.script("document.activeElement.blur()")
     assert browser.script(LIT) == {"is-chosen": [], "is-needed": [], "asks": []}
 
 

@@ -475,4 +475,5 @@ async def test_on_a_terminal_the_table_lives_until_ctrl_c_and_stays(number: int)
     assert "\x1b[?1049h" not in screen.said
     assert "54,321" in last
     assert "connection refused" in last
+    assert "\x1b[2K" not in last  # nothing of it is taken away
     assert "Traceback" not in screen.said

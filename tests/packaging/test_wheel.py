@@ -61,8 +61,9 @@ def test_the_wheel_holds_the_library_whole_and_alone(wheel: Path) -> None:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
 
     assert held == {name_of(path) for path in files() if LIBRARY in path.parents}
-    stores = "integr8s_idem/stores"
+    stores, page = "integr8s_idem/stores", "integr8s_idem/operations/graphs/page"
     assert {"integr8s_idem/py.typed", f"{stores}/redis/reserve.lua", f"{stores}/sql/version_1.sqlite.sql"} <= held
+    assert {f"{page}.css", f"{page}.js"} <= held
 
 
 def test_the_wheel_holds_the_licence_and_the_readme(wheel: Path) -> None:

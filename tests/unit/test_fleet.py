@@ -354,6 +354,16 @@ def test_nobody_steers_the_terminal() -> None:
     assert "\\x1b[2Jw down: connection refused" in drawn(a_look(), 120)
 
 
+def test_a_service_of_a_strange_name_does_not_either() -> None:
+    row = ServiceRow("bil\x1b[2Jling\n", "w:1", "ready", "why\x07", Figures())
+
+    table = drawn(FleetLook([WorkerLook("w:1", [row])]), 120)
+
+    assert "bil\\x1b[2Jling\\n" in table
+    assert "ready: why\\x07" in table
+    assert not {"\x1b", "\x07"} & set(table)
+
+
 def test_colours_mean_trouble() -> None:
     table = drawn(a_look(), 200, colours=True)
 

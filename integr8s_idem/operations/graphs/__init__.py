@@ -27,8 +27,6 @@ from integr8s_idem.stores.opening import as_it_is
 from integr8s_idem.worker import Platform, Service
 from integr8s_idem.worker.clients import bounded
 
-__all__ = ["Dispatcher", "Handler", "Part", "Scope", "ServiceGraph", "drawn"]
-
 MAKE_SECONDS: Final = 15.0
 """Longest time for a dispatcher to be made, and for a container to close."""
 DISPATCHER: Final = EventDispatcher.__name__
