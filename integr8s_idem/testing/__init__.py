@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from integr8s_idem.testing.crash_points import CrashPoint
     from integr8s_idem.testing.embedded_harness import EmbeddedHarness
     from integr8s_idem.testing.flaky_store import FlakyStore
-    from integr8s_idem.testing.harness import NotReachedError, NotSettledError, WorkerHarness
+    from integr8s_idem.testing.harness import NotReachedError, WorkerHarness
     from integr8s_idem.testing.mishaps import Mishap
+    from integr8s_idem.testing.running import NotSettledError
     from integr8s_idem.testing.seen import DeadLetterSeen, HandlerRun
 
 __all__ = [
