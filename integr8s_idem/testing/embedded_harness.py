@@ -35,7 +35,6 @@ from integr8s_idem.worker.running import RunningService
 if TYPE_CHECKING:
     from integr8s_idem.embedded import EmbeddedServers
 
-__all__ = ["EmbeddedHarness"]
 
 PATIENCE_SECONDS: Final = 30.0
 LOOK_SECONDS: Final = 0.02

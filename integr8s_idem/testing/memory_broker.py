@@ -12,8 +12,6 @@ from aiokafka.errors import CommitFailedError
 
 from integr8s_idem.worker.records import Partition
 
-__all__ = ["MemoryBroker", "MemoryConsumer", "StoredMessage"]
-
 PARTITIONS: Final = 2
 """Of each topic."""
 

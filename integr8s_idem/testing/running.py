@@ -20,8 +20,6 @@ from integr8s_idem.testing.processes import processes_in_loop
 from integr8s_idem.testing.virtual_time import EPOCH
 from integr8s_idem.worker import Service
 
-__all__ = ["NotSettledError", "Running"]
-
 PATIENCE_SECONDS: Final = 3600.0
 """Of leaping time, in which everything must be settled."""
 

@@ -9,8 +9,6 @@ from integr8s_idem.events import BaseEvent
 from integr8s_idem.testing.memory_broker import StoredMessage
 from integr8s_idem.worker.deadletters import PREFIX
 
-__all__ = ["DeadLetterSeen", "HandlerRun"]
-
 
 @dataclass(slots=True)
 class HandlerRun:
