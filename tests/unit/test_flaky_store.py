@@ -11,7 +11,7 @@ from integr8s_idem.records import Reserved, ReserveRequest
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing import FlakyStore
 
-REQUEST = ReserveRequest(key="order:1", token=b"t" * 16, lease=timedelta(seconds=30))
+REQUEST = ReserveRequest(key="order:1", token=b"t" * 16, lease=timedelta(seconds=30), retention=timedelta(hours=1))
 
 
 @pytest.fixture
