@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from integr8s_idem.testing.crash_points import CrashPoint
     from integr8s_idem.testing.embedded_harness import EmbeddedHarness
     from integr8s_idem.testing.flaky_store import FlakyStore
-    from integr8s_idem.testing.harness import NotReachedError, NotSettledError, WorkerHarness
+    from integr8s_idem.testing.harness import NotReachedError, WorkerHarness
+    from integr8s_idem.testing.memory_broker import StoredMessage
     from integr8s_idem.testing.mishaps import Mishap
+    from integr8s_idem.testing.running import NotSettledError
     from integr8s_idem.testing.seen import DeadLetterSeen, HandlerRun
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "RepositoryContract",
     "SteppedClock",
     "StoreUnderTest",
+    "StoredMessage",
     "WorkerHarness",
 ]
 
@@ -44,6 +47,7 @@ _ROOMS: Final = {
     "Mishap": "mishaps",
     "NotReachedError": "harness",
     "NotSettledError": "running",
+    "StoredMessage": "memory_broker",
     "WorkerHarness": "harness",
 }
 """Where a name is, if not in the contract."""

@@ -19,9 +19,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
+from dishka import AsyncContainer
 from dishka.provider import BaseProvider
 
 from integr8s_idem.config import Settings, load_settings
+from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.embedded.kafka import PARTITIONS
 from integr8s_idem.embedded.overlay import NO_KAFKA_CREDENTIALS, embedded_settings, merged
 from integr8s_idem.events import BaseEvent
@@ -35,7 +37,6 @@ from integr8s_idem.worker.running import RunningService
 if TYPE_CHECKING:
     from integr8s_idem.embedded import EmbeddedServers
 
-__all__ = ["EmbeddedHarness"]
 
 PATIENCE_SECONDS: Final = 30.0
 LOOK_SECONDS: Final = 0.02
@@ -81,6 +82,7 @@ class EmbeddedHarness:
         self._settings = _settings(platform, sections, settings, overrides or {})
         self._publisher: EventPublisher | None = None
         self._running: list[RunningService] = []
+        self._containers: list[AsyncContainer] = []
         self._watching: list[tuple[Consumer, Sequence[str]]] = []
         self._sent: list[BaseEvent] = []
         self._stack = AsyncExitStack()
@@ -115,11 +117,24 @@ class EmbeddedHarness:
         """
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                while any([await _behind(consumer, topics) for consumer, topics in self._watching]):
+                while await self._is_open():
                     self._check()
                     await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError:
             raise NotSettledError(f"not settled: {[service.report() for service in self._running]}") from None
+
+    async def _is_open(self) -> bool:
+        # What is consumed may leave messages in an outbox, and these are consumed in turn: it is looked at twice.
+        return (
+            await self._waits_to_be_sent()
+            or any([await _behind(consumer, topics) for consumer, topics in self._watching])
+            or await self._waits_to_be_sent()
+        )
+
+    async def _waits_to_be_sent(self) -> bool:
+        """Whether a transaction has left messages that its relay has not published yet."""
+        outboxes = [(await container.get(EventDispatcher)).outbox for container in self._containers]
+        return any([await outbox.count() for outbox in outboxes if outbox is not None])
 
     @property
     def handled(self) -> int:
@@ -165,7 +180,12 @@ class EmbeddedHarness:
         return consumer, worker.topics
 
     def _faked(self, service: Service) -> Service:
-        return replace(service, container=lambda settings: self._overrides.container(service, settings, {}))
+        def container(settings: Settings) -> AsyncContainer:
+            made = self._overrides.container(service, settings, {})
+            self._containers.append(made)
+            return made
+
+        return replace(service, container=container)
 
 
 @asynccontextmanager

@@ -27,8 +27,6 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores import IdempotencyRepository
 
-__all__ = ["FlakyStore"]
-
 T = TypeVar("T")
 
 VERBS: Final = frozenset({"reserve", "renew", "complete", "fail", "release", "get", "delete", "count_active", "ping"})

@@ -36,8 +36,6 @@ from integr8s_idem.testing.running import Running
 from integr8s_idem.testing.seen import DeadLetterSeen, HandlerRun
 from integr8s_idem.worker import Platform, Service
 
-__all__ = ["NotReachedError", "WorkerHarness"]
-
 
 class NotReachedError(AssertionError):
     """A crash or a stall was ordered at a point that nobody got to: the test shows nothing about it."""

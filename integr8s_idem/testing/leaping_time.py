@@ -13,8 +13,6 @@ from weakref import WeakKeyDictionary
 
 from integr8s_idem.errors import ApplicationError
 
-__all__ = ["LeapingTime"]
-
 MOST_TURNS: Final = 100_000
 """Turns of the event loop without rest before something is taken to run for ever."""
 

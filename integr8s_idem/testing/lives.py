@@ -23,8 +23,6 @@ from integr8s_idem.worker import EventPublisher, Service, ServiceWorker
 from integr8s_idem.worker.records import Consumer
 from integr8s_idem.worker.running import section_of
 
-__all__ = ["Life", "MemoryPublisher", "World"]
-
 
 class MemoryPublisher(EventPublisher):
     """Puts messages into a broker in memory, past the points around that."""

@@ -12,10 +12,11 @@ from aiokafka.errors import CommitFailedError
 
 from integr8s_idem.worker.records import Partition
 
-__all__ = ["MemoryBroker", "MemoryConsumer", "StoredMessage"]
-
 PARTITIONS: Final = 2
 """Of each topic."""
+
+IDLE_SECONDS: Final = 1.0
+"""Least wait of a poll that finds nothing: time leaps from one to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class MemoryConsumer:
         if not batches:
             self.arrived.clear()
             try:
-                async with asyncio.timeout(timeout_ms / 1000):
+                async with asyncio.timeout(max(timeout_ms / 1000, IDLE_SECONDS)):
                     await self.arrived.wait()
             except TimeoutError:
                 return {}
@@ -176,6 +177,7 @@ class MemoryConsumer:
 
     def resume(self, *partitions: Any) -> None:
         self._paused.difference_update(partitions)
+        self.arrived.set()
 
     def assignment(self) -> set[Any]:
         return set(self._positions)

@@ -14,7 +14,6 @@ from integr8s_idem.testing.processes import PROCESS
 
 T = TypeVar("T")
 
-__all__ = ["CRASHES", "MISHAPS", "Fate", "Mishap", "Points"]
 
 CRASHES: Final = (
     CrashPoint.AFTER_FETCH,

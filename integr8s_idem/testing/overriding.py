@@ -14,8 +14,6 @@ from integr8s_idem.current import OVERRIDING
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.worker import Service
 
-__all__ = ["Overrides"]
-
 
 class Overrides:
     """What takes the place of what, by type.  The test's own goes before the kit's."""

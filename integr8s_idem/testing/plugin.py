@@ -24,6 +24,8 @@ from integr8s_idem.testing.mishaps import CRASHES, MISHAPS, Mishap
 if TYPE_CHECKING:
     from integr8s_idem.embedded import EmbeddedServers
 
+__all__ = ["crash_point", "embedded_servers", "mishap"]
+
 _ALL_OF_THEM: Final = frozenset({"crash_point", "mishap"})
 """Fixtures that go through everything there is, whether a service gets there or not."""
 

@@ -15,8 +15,6 @@ from contextvars import ContextVar, copy_context
 from enum import Enum
 from typing import Any, Final, TypeVar
 
-__all__ = ["PROCESS", "Process", "processes_in_loop"]
-
 T = TypeVar("T")
 
 LAST_WORDS: Final = 10

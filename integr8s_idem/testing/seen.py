@@ -9,8 +9,6 @@ from integr8s_idem.events import BaseEvent
 from integr8s_idem.testing.memory_broker import StoredMessage
 from integr8s_idem.worker.deadletters import PREFIX
 
-__all__ = ["DeadLetterSeen", "HandlerRun"]
-
 
 @dataclass(slots=True)
 class HandlerRun:
@@ -33,7 +31,7 @@ class DeadLetterSeen:
     reason: str
     """handler_failed, previously_failed, key_reused, malformed, …"""
     error: str
-    """Class and message of the error."""
+    """Class and message of the error, shortened if it is long."""
     attempts: int
     headers: Mapping[str, bytes]
     """All of them; of a name that stands there twice the last."""
@@ -46,5 +44,6 @@ class DeadLetterSeen:
         def told(name: str) -> str:
             return headers.get(PREFIX + name, b"").decode()
 
-        error = f"{told('error-class')}: {told('error-message')}".removeprefix(": ")
-        return cls(message.topic, told("reason"), error, int(told("attempts") or 0), headers, message.value)
+        return cls(
+            message.topic, told("reason"), told("error-message"), int(told("attempts") or 0), headers, message.value
+        )

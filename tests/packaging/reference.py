@@ -31,7 +31,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "settings": ("config",),
     "worker": ("worker",),
     "telemetry": ("telemetry",),
-    "testing": ("testing", "testing.crash_points", "testing.transactional_crash_points"),
+    "testing": ("testing", "testing.plugin", "testing.crash_points", "testing.transactional_crash_points"),
     "embedded": ("embedded",),
 }
 """The modules of each page, by their names within the package."""

@@ -38,12 +38,13 @@ def files() -> list[str]:
 def test_servers_are_found_while_they_run_and_not_later() -> None:
     with told_where(SERVERS):
         found = running_servers()
+    left = files()
     with pytest.raises(ApplicationError, match="no embedded servers run here"):
         running_servers()
 
     assert found.sections == SERVERS
     assert found.process == os.getpid()
-    assert files() == []
+    assert left == []
 
 
 def test_settings_lead_to_them_and_are_otherwise_those_of_the_file() -> None:

@@ -1,0 +1,60 @@
+"""The harness over real sockets: with a store and transactions of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from examples.bookings import PaymentReceived, platform
+from integr8s_idem.embedded import EmbeddedKafka, EmbeddedServers
+from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.stores.sql import sql_engine
+from integr8s_idem.testing import EmbeddedHarness
+
+
+@pytest.fixture
+def kafka() -> Iterator[EmbeddedServers]:
+    server = EmbeddedKafka()
+    server.start()
+    yield EmbeddedServers(bootstrap_servers=server.bootstrap_servers, redis_url=None)
+    server.stop()
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    return tmp_path / "bookings.db"
+
+
+@pytest.fixture
+def harness(kafka: EmbeddedServers, database: Path) -> EmbeddedHarness:
+    store = {"kind": "sqlite", "path": str(database)}
+    return EmbeddedHarness(platform, servers=kafka, overrides={"store": store}, own_store=True)
+
+
+async def test_a_transactional_handler_books_once_and_what_it_leaves_in_its_outbox_is_settled_too(
+    harness: EmbeddedHarness, database: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with harness:
+        await harness.publish(PaymentReceived(account="1", amount=30))
+        mailed = capsys.readouterr().out
+        await harness.redeliver_all()
+
+        assert (harness.handled, harness.duplicates) == (2, 1)
+    engine = sql_engine(f"sqlite+aiosqlite:///{database}")
+    async with engine.connect() as connection:
+        balance = (await connection.execute(text("SELECT balance FROM accounts"))).scalar_one()
+    await engine.dispose()
+
+    assert balance == 30
+    assert mailed == "mail: account 1 has 30\n"
+
+
+async def test_a_service_that_fails_ends_the_wait_with_its_error(kafka: EmbeddedServers, tmp_path: Path) -> None:
+    store = {"kind": "sqlite", "path": str(tmp_path / "missing" / "bookings.db")}
+    harness = EmbeddedHarness(platform, "mails", servers=kafka, overrides={"store": store}, own_store=True)
+
+    with pytest.raises(StoreConfigurationError):
+        await harness.__aenter__()

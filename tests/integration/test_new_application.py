@@ -1,0 +1,127 @@
+"""A new application, as somebody has it a minute after: its tests pass, and it runs without any server."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from integr8s_idem.config import RedisStoreSettings
+from integr8s_idem.embedded import settings_of_running
+from tests.support.processes import ServiceProcess
+
+ROOT = Path(__file__).parents[2]
+
+DUPLICATE = 'idempotency_duplicates_blocked_total{event_type="order_placed",service="billing"} 1.0'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of the application."""
+    folder = tmp_path_factory.mktemp("new")
+    assert python(folder, "integr8s_idem", "new", "corner_shop").startswith("corner_shop/\n")
+    return folder / "corner_shop"
+
+
+def environment() -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if not name.upper().startswith("INTEGR8S_IDEM_")}
+    return {**ours, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT), "COLUMNS": "120"}
+
+
+def python(folder: Path, *command: str) -> str:
+    """What `python -m …` prints; it must end well, and say nothing else."""
+    ran = subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, env=environment(), capture_output=True, text=True, timeout=110
+    )
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_its_tests_pass(folder: Path) -> None:
+    quiet: Sequence[str] = ("-p", "no:schemathesis", "-p", "no:valkey", "-p", "no:cacheprovider", "-W", "error")
+
+    told = python(folder, "pytest", "-q", *quiet)
+
+    assert "21 passed" in told
+
+
+def test_a_linter_and_a_strict_type_checker_find_nothing(folder: Path) -> None:
+    # Types of the library are read once, and kept where those of the checkout are.
+    cache = ROOT / ".mypy_cache" / "new-application"
+
+    python(folder, "ruff", "check", "--no-cache", ".")
+    python(folder, "ruff", "format", "--check", "--no-cache", ".")
+    told = python(folder, "mypy", "--cache-dir", str(cache), ".")
+
+    assert told.startswith("Success: no issues found in 11 source files")
+
+
+def test_its_settings_hold_no_mistake_and_no_warning(folder: Path) -> None:
+    told = python(folder, "integr8s_idem", "settings", "check", "--app", "corner_shop.workers:platform")
+
+    assert told == "settings.toml: ok\n"
+
+
+@pytest.fixture
+def metrics_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def worker(folder: Path, metrics_port: int, tmp_path: Path) -> Iterator[ServiceProcess]:
+    """`run --embedded`, ready to handle."""
+    env = {"PYTHONPATH": str(ROOT), "INTEGR8S_IDEM_TELEMETRY__METRICS_PORT": str(metrics_port)}
+    arguments = ("corner_shop.workers:platform", "--embedded", "--json")
+    with ServiceProcess(*arguments, log=tmp_path / "log", env=env, folder=folder) as process:
+        process.wait_for_line("partitions that are ours now", timeout=60)
+        yield process
+
+
+def test_an_order_that_is_placed_beside_the_running_worker_is_charged_once(
+    folder: Path, worker: ServiceProcess, metrics_port: int
+) -> None:
+    said = python(folder, "corner_shop.place_order", "7", "--embedded")
+    worker.wait_for_line("charging 9.90 for order 7")
+    blocked = wait_for(DUPLICATE, f"http://127.0.0.1:{metrics_port}/metrics")
+    settings = settings_of_running(folder / "settings.toml", folder=folder)
+    worker.terminate()
+
+    assert said.startswith("order 7 was published twice, as event ")
+    assert "integr8s-idem keys explain order_placed:" in said
+    assert blocked
+    assert worker.output.count("charging") == 1
+    assert isinstance(settings.store, RedisStoreSettings)
+    assert settings.idempotency.key_prefix == "corner_shop"
+    assert worker.wait() == 0
+    assert [file.name for file in (folder / ".integr8s-idem").iterdir()] == [".gitignore"]
+
+
+def wait_for(line: str, url: str, seconds: float = 30) -> bool:
+    """Whether `line` stands at `url` in the end."""
+    give_up_at = time.monotonic() + seconds
+    while time.monotonic() < give_up_at:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            if line in answer.read().decode().splitlines():
+                return True
+        time.sleep(0.05)
+    return False
+
+
+def test_without_a_running_worker_placing_an_order_says_what_to_do(folder: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "corner_shop.place_order", "7", "--embedded"],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+    assert ran.returncode == 1
+    assert "no embedded servers run here" in ran.stderr
+    assert "integr8s-idem run MODULE:APP --embedded" in ran.stderr

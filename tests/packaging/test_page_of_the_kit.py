@@ -1,0 +1,55 @@
+"""The page on testing one's own handlers: what it shows are tests that pass, and fail where it says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from integr8s_idem.testing.mishaps import MISHAPS
+from tests.packaging.repository import ROOT, code_blocks
+
+PAGE = (ROOT / "docs" / "how-to" / "test-your-handlers.md").read_text(encoding="utf-8")
+OPTIONS = ("-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function", "-W", "error", "-q")
+QUIET = ("-p", "no:schemathesis", "-p", "no:valkey", "-p", "no:cacheprovider")
+
+
+def write(folder: Path) -> None:
+    """The files of the page: each block says in its first line which it belongs to."""
+    for block in code_blocks(PAGE, "python"):
+        name, _, text = block.partition("\n")
+        with (folder / name.removeprefix("# ")).open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n\n")
+    (folder / "settings.toml").write_bytes((ROOT / "examples" / "billing" / "settings.toml").read_bytes())
+
+
+def test_what_the_page_shows_passes_and_a_careless_handler_fails_as_it_says(tmp_path: Path) -> None:
+    write(tmp_path)
+    conftest = (tmp_path / "conftest.py").read_text(encoding="utf-8")
+    careless = tmp_path / "careless"
+    careless.mkdir()
+    (careless / "conftest.py").write_text(conftest.replace("if idempotency_key not in self.receipts:", "if True:"))
+    (careless / "settings.toml").write_bytes((tmp_path / "settings.toml").read_bytes())
+    charging = (tmp_path / "test_charging.py").read_text(encoding="utf-8")
+    (careless / "test_charging.py").write_text(charging)
+
+    passed = run(tmp_path, "test_charging.py", "test_sockets.py")
+    failed = run(careless, "-k", "after_the_charge or redelivery_charges")
+
+    assert f"{8 + len(MISHAPS)} passed" in passed
+    assert "1 failed, 1 passed" in failed
+    assert "assert ['1', '1'] == ['1']" in failed
+
+
+def run(folder: Path, *arguments: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *QUIET, *OPTIONS, *arguments],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    return ran.stdout
+
+
+def test_the_page_counts_the_mishaps_rightly() -> None:
+    assert len(MISHAPS) == 18
+    assert "`mishap` makes this eighteen tests" in PAGE

@@ -1,0 +1,461 @@
+"""The harness for users' tests: what it does to a worker is what really happens to one, in memory and in no time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Literal
+
+import dishka
+import pytest
+from dishka import FromDishka, Provider, Scope, provide
+
+from integr8s_idem import Attempt, BaseEvent, EventRouter, Outgoing, Platform, Service, Settings
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.integrations.dishka import (
+    AsyncContainer,
+    DispatcherProvider,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.testing import Mishap, NotReachedError, NotSettledError, WorkerHarness
+from integr8s_idem.testing.mishaps import MISHAPS
+
+LEASE = 30.0
+
+
+class Placed(BaseEvent):
+    event_type: Literal["placed"] = "placed"
+    order: str = "1"
+
+
+class Paid(BaseEvent):
+    event_type: Literal["paid"] = "paid"
+    order: str
+
+
+class Payments:
+    """The real ones: no test may come here."""
+
+    async def charge(self, order: str, key: str) -> str:
+        raise AssertionError("a card was charged")
+
+
+Hook = Callable[[], Awaitable[object]]
+
+
+async def nothing() -> None:
+    """A hook that does nothing."""
+
+
+class FakePayments(Payments):
+    """Charges whoever asks; `knows_keys` as payment companies do."""
+
+    def __init__(self, *, knows_keys: bool = False) -> None:
+        self.charges: list[str] = []
+        self.before: Hook = nothing
+        self.after: Hook = nothing
+        self._knows_keys = knows_keys
+        self._keys: set[str] = set()
+
+    async def charge(self, order: str, key: str) -> str:
+        await self.before()
+        if not (self._knows_keys and key in self._keys):
+            self.charges.append(order)
+        self._keys.add(key)
+        await self.after()
+        return f"receipt-{order}"
+
+
+billing, audit = EventRouter(), EventRouter()
+closed: list[str] = []
+
+
+@billing.on(Placed)
+async def charge(
+    event: Placed, payments: FromDishka[Payments], attempt: FromDishka[Attempt], outgoing: FromDishka[Outgoing]
+) -> str:
+    receipt = await payments.charge(event.order, attempt.key_for("charge"))
+    outgoing.publish(Paid(order=event.order))
+    return receipt
+
+
+@audit.on(Paid)
+async def note(event: Paid) -> None:
+    """Repeatable by nature."""
+
+
+class Own(Provider):
+    payments = provide(Payments, scope=Scope.REQUEST)
+
+    @provide(scope=Scope.APP)
+    async def connection(self, name: ServiceName) -> AsyncIterator[list[str]]:
+        yield []
+        closed.append(name)
+
+
+def billing_container(settings: Settings) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(billing),
+        Own(),
+        context={Settings: settings, ServiceName: ServiceName("billing")},
+    )
+
+
+def audit_container(settings: Settings) -> AsyncContainer:
+    return make_async_container(
+        KafkaProvider(),
+        DispatcherProvider(audit),
+        context={Settings: settings, ServiceName: ServiceName("audit")},
+    )
+
+
+PLATFORM = Platform(Service("billing", billing_container), Service("audit", audit_container))
+SETTINGS = Settings.model_validate(
+    {
+        "idempotency": {"processing_timeout_seconds": LEASE, "default_ttl_seconds": 600, "max_attempts": 3},
+        "services": {"billing": {"ordering": "key"}},
+    }
+)
+
+
+def harness_of(payments: Payments, *services: str) -> WorkerHarness:
+    return WorkerHarness(PLATFORM, *(services or ("billing",)), fakes={Payments: payments}, settings=SETTINGS)
+
+
+async def test_an_event_is_handled_and_everything_that_came_of_it_is_seen() -> None:
+    payments = FakePayments()
+
+    async with harness_of(payments) as harness:
+        await harness.publish(Placed())
+        [record] = await harness.records()
+        [run], [paid] = harness.runs, harness.published
+
+    assert payments.charges == ["1"]
+    assert (run.handler, run.attempt, run.how) == ("charge", 1, "returned")
+    assert isinstance(paid, Paid)
+    assert record.status is IdempotencyStatus.COMPLETED
+    assert harness.dead_letters == []
+
+
+async def test_a_redelivery_is_answered_by_the_record() -> None:
+    payments = FakePayments()
+
+    async with harness_of(payments) as harness:
+        await harness.publish(Placed(order="1"), Placed(order="2"))
+        await harness.redeliver_all()
+
+        assert sorted(payments.charges) == ["1", "2"]
+        assert harness.duplicates == 2
+
+
+async def test_whoever_dies_behind_its_handler_has_a_successor_that_waits_for_the_lease() -> None:
+    payments = FakePayments()
+
+    async with harness_of(payments) as harness:
+        harness.crash_at("after_handler")
+        began, began_really = asyncio.get_running_loop().time(), time.monotonic()
+        await harness.publish(Placed())
+        took, took_really = asyncio.get_running_loop().time() - began, time.monotonic() - began_really
+
+        assert harness.attempts == [1, 2]
+    assert payments.charges == ["1", "1"]
+    assert LEASE <= took < LEASE + 10
+    assert took_really < LEASE / 3
+
+
+async def test_whoever_dies_before_its_handler_has_counted_an_attempt() -> None:
+    payments = FakePayments()
+
+    async with harness_of(payments) as harness:
+        harness.crash_at("before_handler")
+        await harness.publish(Placed())
+
+        assert harness.attempts == [2]
+    assert payments.charges == ["1"]
+
+
+async def test_the_dead_run_no_further_line_not_even_a_finally() -> None:
+    payments, last_words = FakePayments(), []
+
+    async with harness_of(payments) as harness:
+
+        async def die() -> None:
+            try:
+                await harness.reached("charged")
+                last_words.append("went on")
+            finally:
+                last_words.append("finally")
+
+        payments.after = die
+        harness.crash_at("charged")
+        await harness.publish(Placed())
+        heard = list(last_words)
+
+        assert [run.how for run in harness.runs] == ["crashed", "returned"]
+    assert heard == ["went on", "finally"]  # of the second attempt
+    assert last_words == [*heard, "finally"]  # once the test is over
+
+
+async def test_a_zombie_comes_back_and_its_outcome_is_refused() -> None:
+    payments = FakePayments()
+
+    async with harness_of(payments) as harness:
+        harness.stall_at("after_handler")
+        await harness.publish(Placed())
+        [record] = await harness.records()
+
+        assert harness.attempts == [1, 2]
+    assert record.attempt == 2
+    assert record.status is IdempotencyStatus.COMPLETED
+
+
+async def test_nothing_is_handled_while_the_store_does_not_answer() -> None:
+    payments = FakePayments()
+
+    async with harness_of(payments) as harness:
+        with harness.store.outage():
+            harness.send(Placed())
+            await harness.advance(60)
+            charged = list(payments.charges)
+        await harness.settled()
+
+    assert (charged, payments.charges) == ([], ["1"])
+
+
+async def test_a_lost_answer_is_asked_for_again_and_nothing_runs_twice() -> None:
+    payments = FakePayments()
+
+    async with harness_of(payments) as harness:
+        harness.store.lose_answer("reserve")
+        harness.store.lose_answer("complete")
+        await harness.publish(Placed())
+
+        assert harness.attempts == [1]
+        assert harness.store.calls["reserve"] > 1
+
+
+async def test_what_fails_for_good_is_a_dead_letter_after_all_its_attempts() -> None:
+    payments = FakePayments()
+
+    async def fail() -> None:
+        raise ValueError("no money")
+
+    payments.before = fail
+    async with harness_of(payments) as harness:
+        await harness.publish(Placed())
+        [letter] = harness.dead_letters
+
+        assert harness.attempts == [1, 2, 3]
+    assert (letter.topic, letter.reason, letter.attempts) == ("placed.dlq", "handler_failed", 3)
+    assert letter.error == "ValueError: no money"
+
+
+async def test_a_twin_that_comes_while_the_first_runs_waits_for_it() -> None:
+    payments, begun, may_go_on = FakePayments(), asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        begun.set()
+        await may_go_on.wait()
+
+    payments.before = hold
+    order = Placed()
+    async with harness_of(payments) as harness:
+        harness.send(order, partition=0)
+        await begun.wait()
+        harness.send(order, partition=1)
+        await harness.advance(1)
+        running = [run.how for run in harness.runs]
+        may_go_on.set()
+        await harness.settled()
+
+        assert running == ["running"]
+        assert (payments.charges, harness.duplicates) == (["1"], 1)
+
+
+async def test_records_end_with_their_ttl() -> None:
+    payments, order = FakePayments(), Placed()
+
+    async with harness_of(payments) as harness:
+        await harness.publish(order)
+        await harness.advance(601)
+        await harness.redeliver(order)
+
+    assert payments.charges == ["1", "1"]
+
+
+async def test_services_hear_each_other() -> None:
+    async with harness_of(FakePayments(), "billing", "audit") as harness:
+        await harness.publish(Placed())
+
+        assert [(run.service, run.handler) for run in harness.runs] == [("billing", "charge"), ("audit", "note")]
+
+
+async def test_what_cannot_be_decoded_is_a_dead_letter() -> None:
+    async with harness_of(FakePayments()) as harness:
+        harness.put("placed", b"no JSON")
+        await harness.settled()
+
+        assert [letter.reason for letter in harness.dead_letters] == ["malformed"]
+        assert harness.runs == []
+
+
+async def test_time_does_not_leap_over_a_handler_that_waits_for_the_world() -> None:
+    payments = FakePayments()
+    payments.before = lambda: asyncio.to_thread(time.sleep, 0.05)
+
+    async with harness_of(payments) as harness:
+        began = asyncio.get_running_loop().time()
+        await harness.publish(Placed())
+
+        assert asyncio.get_running_loop().time() - began < LEASE / 3
+        assert harness.attempts == [1]
+
+
+@pytest.mark.parametrize("mishap", MISHAPS, ids=str)
+async def test_a_repeatable_handler_survives(mishap: Mishap) -> None:
+    payments = FakePayments(knows_keys=True)
+
+    async with harness_of(payments) as harness:
+        harness.suffer(mishap)
+        await harness.publish(Placed())
+
+        assert payments.charges == ["1"]
+        assert len(harness.published) == 1
+
+
+async def test_one_that_is_not_repeatable_is_found_by_those_that_strike_between_its_effect_and_its_record() -> None:
+    found = []
+    for mishap in MISHAPS:
+        payments = FakePayments()
+        async with harness_of(payments) as harness:
+            harness.suffer(mishap)
+            await harness.publish(Placed())
+        if payments.charges != ["1"]:
+            found.append(str(mishap))
+
+    assert found == [
+        "crash-after_handler",
+        "crash-before_publish",
+        "crash-after_publish",
+        "crash-before_complete",
+        "stall-after_handler",
+    ]
+
+
+async def test_nothing_is_left_behind() -> None:
+    closed.clear()
+    before = asyncio.all_tasks()
+
+    async with harness_of(FakePayments()) as harness:
+        harness.crash_at("after_handler")
+        harness.stall_at("before_complete")
+        await harness.publish(Placed())
+
+    assert asyncio.all_tasks() == before
+    assert asyncio.get_running_loop().get_task_factory() is None
+
+
+async def test_a_container_is_closed_at_the_end() -> None:
+    closed.clear()
+    payments = FakePayments()
+    opened = []
+
+    @billing_with_connection.on(Placed)
+    async def open_it(event: Placed, connection: FromDishka[list[str]]) -> None:
+        opened.append(connection)
+
+    service = Service("connected", connected_container)
+    async with WorkerHarness(service, fakes={Payments: payments}, settings=SETTINGS) as harness:
+        await harness.publish(Placed())
+        while_open = list(closed)
+
+    assert (len(opened), while_open, closed) == (1, [], ["connected"])
+
+
+billing_with_connection = EventRouter()
+
+
+def connected_container(settings: Settings) -> AsyncContainer:
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(billing_with_connection),
+        Own(),
+        context={Settings: settings, ServiceName: ServiceName("connected")},
+    )
+
+
+# What it says when it is used wrongly.
+
+
+async def test_a_crash_at_a_point_that_nobody_gets_to_fails_the_test() -> None:
+    harness = await harness_of(FakePayments()).__aenter__()
+    harness.crash_at("after_handlr")
+    await harness.publish(Placed())
+
+    with pytest.raises(NotReachedError, match=r"crash at after_handlr \(did you mean after_handler\?\)"):
+        await harness.__aexit__(None, None, None)
+
+
+async def test_a_crash_at_an_arrival_that_never_comes_says_how_many_there_were() -> None:
+    harness = await harness_of(FakePayments()).__aenter__()
+    harness.crash_at("after_handler", occurrence=2)
+    await harness.publish(Placed())
+
+    with pytest.raises(NotReachedError, match=r"crash at after_handler at arrival 2 \(there were 1\)"):
+        await harness.__aexit__(None, None, None)
+
+
+async def test_an_event_that_nobody_reads_is_refused() -> None:
+    async with harness_of(FakePayments()) as harness:
+        with pytest.raises(ApplicationError, match="no service of this harness reads paid; they read: placed"):
+            await harness.publish(Paid(order="1"))
+
+
+async def test_a_fake_of_what_nobody_has_is_refused() -> None:
+    harness = WorkerHarness(PLATFORM, "billing", fakes={FakePayments: FakePayments()}, settings=SETTINGS)
+
+    with pytest.raises(ApplicationError, match=r"no service provides: FakePayments; provided: .*Payments"):
+        await harness.__aenter__()
+
+
+async def test_a_container_that_no_fake_can_be_put_into_is_refused() -> None:
+    def past_us(settings: Settings) -> AsyncContainer:
+        return dishka.make_async_container(
+            KafkaProvider(),
+            DispatcherProvider(audit),
+            context={Settings: settings, ServiceName: ServiceName("audit")},
+        )
+
+    harness = WorkerHarness(Service("audit", past_us), settings=SETTINGS)
+
+    with pytest.raises(ApplicationError, match=r"make_async_container of integr8s_idem\.integrations\.dishka"):
+        await harness.__aenter__()
+
+
+async def test_what_does_not_come_to_an_end_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("integr8s_idem.testing.running.PATIENCE_SECONDS", 60.0)
+
+    async with harness_of(FakePayments()) as harness:
+        harness.store.down.add("reserve")
+        with pytest.raises(NotSettledError, match=r"billing 1 is paused .*1 messages behind.* not to answer: reserve"):
+            await harness.publish(Placed())
+        harness.store.down.clear()
+
+
+async def test_a_harness_that_has_not_begun_says_so() -> None:
+    with pytest.raises(RuntimeError, match="async with harness"):
+        await harness_of(FakePayments()).publish(Placed())
+
+
+async def test_overrides_go_with_a_file() -> None:
+    with pytest.raises(ApplicationError, match="put them in there"):
+        WorkerHarness(PLATFORM, settings=SETTINGS, overrides={"kafka": {}})

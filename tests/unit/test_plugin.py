@@ -1,0 +1,196 @@
+"""The pytest plugin, as users have it: in a pytest of its own, with either way to run async tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from integr8s_idem.testing.mishaps import CRASHES, MISHAPS
+
+ROOT = Path(__file__).parents[2]
+
+CONFTEST = f"""
+import pytest
+from pathlib import Path
+from examples.billing.payments import Payments, Receipt
+from examples.billing.workers import platform
+from integr8s_idem.testing import EmbeddedHarness, WorkerHarness
+
+pytest_plugins = ["integr8s_idem.testing.plugin"]
+SETTINGS = Path({str(ROOT / "examples" / "billing" / "settings.toml")!r})
+
+class FakePayments:
+    def __init__(self, knows_keys):
+        self.charges = []
+        self.receipts = {{}}
+        self.knows_keys = knows_keys
+
+    async def charge(self, order_id, amount, *, idempotency_key):
+        if not (self.knows_keys and idempotency_key in self.receipts):
+            self.charges.append(order_id)
+        self.receipts[idempotency_key] = Receipt(id="r")
+        return self.receipts[idempotency_key]
+
+@pytest.fixture
+def payments(request):
+    return FakePayments(knows_keys="careless" not in request.node.name)
+
+@pytest.fixture
+def harness(payments):
+    return WorkerHarness(platform, "billing", fakes={{Payments: payments}}, settings=SETTINGS)
+
+@pytest.fixture
+def silent():
+    return WorkerHarness(platform, "audit", settings=SETTINGS)
+
+@pytest.fixture
+def embedded(embedded_servers, payments):
+    return EmbeddedHarness(platform, servers=embedded_servers, fakes={{Payments: payments}}, settings=SETTINGS)
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+"""
+
+TESTS = """
+import pytest
+from decimal import Decimal
+from examples.billing.handlers import OrderPaid, OrderPlaced
+
+ORDER, PAID = OrderPlaced(order_id="1", amount=Decimal(3)), OrderPaid(order_id="1", receipt="r")
+pytestmark = pytest.mark.MODE
+
+async def test_redelivery(harness, payments):
+    await harness.publish(ORDER)
+    await harness.redeliver_all()
+    assert payments.charges == ["1"]
+
+class TestInAClass:
+    async def test_redelivery(self, harness, payments):
+        await test_redelivery(harness, payments)
+
+async def test_mishaps(harness, payments, mishap):
+    harness.suffer(mishap)
+    await harness.publish(ORDER)
+    assert payments.charges == ["1"]
+
+async def test_careless_mishaps(harness, payments, mishap):
+    await test_mishaps(harness, payments, mishap)
+
+async def test_crashes(silent, crash_point):
+    silent.crash_at(crash_point)
+    await silent.publish(PAID)
+    assert silent.runs
+
+async def test_crash_by_name(silent):
+    silent.crash_at("before_publish")
+    await silent.publish(PAID)
+
+async def test_sockets(embedded, payments):
+    await embedded.publish(ORDER)
+    await embedded.redeliver_all()
+    assert payments.charges == ["1"]
+    assert (embedded.handled, embedded.duplicates) == (2, 1)
+
+async def test_sockets_again(embedded, payments):
+    await test_sockets(embedded, payments)
+"""
+
+PLAIN = """
+def test_plain(harness):
+    pass
+"""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a pytest has told."""
+
+    outcomes: Mapping[str, str]
+    """By the name of the test, with its parameters."""
+    output: str
+
+    def of(self, test: str) -> Counter[str]:
+        return Counter(outcome for name, outcome in self.outcomes.items() if name.partition("[")[0] == test)
+
+
+def run(folder: Path, tests: str, *options: str) -> Told:
+    """A pytest of its own, in which every warning is an error."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_it.py").write_text(tests)
+    quiet = ("-p", "no:schemathesis", "-p", "no:valkey", "-p", "no:cacheprovider", "-W", "error", "-v", "-rs")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *quiet, *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert not ran.stderr, ran.stderr
+    return Told(dict(re.findall(r"^test_it\.py::(\S+) (PASSED|FAILED|SKIPPED|ERROR)", ran.stdout, re.M)), ran.stdout)
+
+
+STRICT = ("-o", "asyncio_mode=strict", "-o", "asyncio_default_fixture_loop_scope=function")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """By pytest-asyncio, which takes nothing by itself."""
+    return run(tmp_path_factory.mktemp("asyncio"), TESTS.replace("MODE", "asyncio") + PLAIN, *STRICT)
+
+
+def test_a_harness_that_is_a_fixture_runs_with_its_test(told: Told) -> None:
+    assert told.of("test_redelivery") == {"PASSED": 1}
+    assert told.of("TestInAClass::test_redelivery") == {"PASSED": 1}
+
+
+def test_a_repeatable_handler_passes_whatever_happens(told: Told) -> None:
+    assert told.of("test_mishaps") == {"PASSED": len(MISHAPS)}
+
+
+def failed(told: Told, test: str) -> Sequence[str]:
+    return [name.removeprefix(test) for name, how in told.outcomes.items() if name.startswith(test) and how == "FAILED"]
+
+
+def test_one_that_is_not_repeatable_fails_where_something_strikes_between_effect_and_record(told: Told) -> None:
+    between = ["crash-after_handler", "crash-before_publish", "crash-after_publish", "crash-before_complete"]
+
+    assert failed(told, "test_careless_mishaps") == [f"[{name}]" for name in (*between, "stall-after_handler")]
+
+
+def test_points_that_a_service_does_not_get_to_are_skipped_and_one_that_is_named_fails(told: Told) -> None:
+    """The audit is not guarded: it reserves nothing and completes nothing; and it publishes nothing."""
+    assert told.of("test_crashes") == {"PASSED": len(CRASHES) - 6, "SKIPPED": 6}
+    assert told.of("test_crash_by_name") == {"FAILED": 1}
+    assert "NotReachedError: nobody got to: crash at before_publish; points that were passed: on_assign" in told.output
+
+
+def test_a_plain_function_is_told_to_be_an_async_one(told: Told) -> None:
+    assert told.of("test_plain") == {"FAILED": 1}
+    assert "a test that uses a harness is an async function" in told.output
+
+
+def test_a_harness_over_real_sockets_does_the_same_and_tests_share_the_servers(told: Told) -> None:
+    assert told.of("test_sockets") + told.of("test_sockets_again") == {"PASSED": 2}
+
+
+def test_with_anyio_in_place_of_pytest_asyncio_it_is_the_same(tmp_path: Path) -> None:
+    told = run(tmp_path, TESTS.replace("MODE", "anyio"), "-p", "no:asyncio", "-k", "redelivery or after_handler")
+
+    assert told.of("test_redelivery") + told.of("TestInAClass::test_redelivery") == {"PASSED": 2}
+    assert failed(told, "test_careless_mishaps") == ["[crash-after_handler]", "[stall-after_handler]"]
+
+
+def test_it_is_not_there_unless_it_is_asked_for() -> None:
+    """Every pytest of an environment imports what is an entry point, of whatever project."""
+    assert not [each for each in entry_points(group="pytest11") if each.value.startswith("integr8s_idem")]
