@@ -122,7 +122,7 @@ WELL: Final = Row(
         ),
         stat(
             "Dead letters in 1 h",
-            f"sum((increase({LETTERS}[1h]) > 0) or ({LETTERS} > 0 unless {LETTERS} offset 1h)) or vector(0)",
+            f"round(sum((increase({LETTERS}[1h]) > 0) or ({LETTERS} > 0 unless {LETTERS} offset 1h)) or vector(0))",
             "Messages that were given up. None is lost: read why in their headers, mend it, replay them. "
             f"See IdempotencyDeadLetters in {GUIDE}.",
             NONE_IS_GOOD,
