@@ -326,8 +326,8 @@ STATE: Final = Row(
             "Keys active",
             # Every worker counts the same keys in the store: they are not to be added up.
             (Query(f"max by (service) (idempotency_keys_active{CHOSEN})"),),
-            "Keys that hold a lease now, be it of a worker that has died. More than In flight, and it stays so: leases of "
-            "the dead; they end after processing_timeout_seconds, and their work is taken over.",
+            "Keys that hold a lease now, be it of a worker that has died. More than In flight, and it stays so: leases "
+            "of the dead; they end after processing_timeout_seconds, and their work is taken over.",
         ),
         Panel(
             "Outbox",
@@ -344,8 +344,8 @@ STATE: Final = Row(
         a_second(
             "Records purged",
             "records_purged",
-            "Expired records taken out of a store in SQL. Zero while its table grows: set purge_interval_seconds above 0. "
-            "Redis and DynamoDB expire by themselves.",
+            "Expired records taken out of a store in SQL. Zero while its table grows: set purge_interval_seconds above "
+            "0. Redis and DynamoDB expire by themselves.",
         ),
     ),
 )

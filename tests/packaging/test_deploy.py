@@ -157,11 +157,11 @@ def test_the_page_makes_an_object_of_the_rules(tmp_path: Path) -> None:
     assert made["spec"] == read(ALERTS)
 
 
-@pytest.mark.parametrize("number", [0])
-def test_the_settings_of_the_page_hold_no_mistake(number: int, tmp_path: Path) -> None:
+def test_the_settings_of_the_page_hold_no_mistake(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "how-to" / "set-up-dashboards.md").read_text(encoding="utf-8")
     file = tmp_path / "settings.toml"
-    file.write_text(code_blocks(page, "toml")[number], encoding="utf-8")
+    (settings,) = code_blocks(page, "toml")
+    file.write_text(settings, encoding="utf-8")
 
     assert load_settings(file).telemetry.metrics_host == "0.0.0.0"
 
@@ -176,7 +176,9 @@ def services() -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for path, part in parts:
         assert not merged.keys() & part["services"].keys(), "compose refuses a service that is told twice"
-        assert {name for service in part["services"].values() for name in named_volumes(service)} == set(part["volumes"])
+        assert {name for service in part["services"].values() for name in named_volumes(service)} == set(
+            part["volumes"]
+        )
         merged |= {name: service | {"file": path} for name, service in part["services"].items()}
     return merged
 
@@ -255,6 +257,8 @@ def copied() -> list[str]:
 
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("no hadolint for this system")
 
     ran = subprocess.run([hadolint, "--no-color", str(DOCKERFILE)], capture_output=True, text=True, timeout=60)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from math import isnan
 from typing import Any, Final
 
 from tests.support.prometheus import Prometheus
@@ -52,15 +53,13 @@ def page(dashboard: Mapping[str, Any], prometheus: Prometheus) -> str:
 
 def _panel(panel: Mapping[str, Any], prometheus: Prometheus) -> str:
     place = panel["gridPos"]
-    style = (
-        f"grid-column: {place['x'] + 1} / span {place['w']}; grid-row: {place['y'] + 1} / span {place['h']}"
-    )
+    style = f"grid-column: {place['x'] + 1} / span {place['w']}; grid-row: {place['y'] + 1} / span {place['h']}"
     kind, title = panel["type"], escape(panel["title"])
     if kind == "row":
         return f'<section class="row" style="{style}">{title}</section>'
     body = {"stat": _stat, "timeseries": _graph}[kind](panel, prometheus)
     told = escape(panel["description"], quote=True)
-    return f'<section class="panel" id="panel-{panel["id"]}" style="{style}" title="{told}"><h2>{title}</h2>{body}</section>'
+    return f'<section class="panel" style="{style}" title="{told}"><h2>{title}</h2>{body}</section>'
 
 
 def _stat(panel: Mapping[str, Any], prometheus: Prometheus) -> str:
@@ -84,9 +83,7 @@ def _graph(panel: Mapping[str, Any], prometheus: Prometheus) -> str:
     ]
     if not series:
         return _NOTHING
-    rows = "".join(
-        f'<tr><td>{escape(name)}<td class="value">{_short(values[-1])}' for name, values in sorted(series)
-    )
+    rows = "".join(f'<tr><td>{escape(name)}<td class="value">{_short(values[-1])}' for name, values in sorted(series))
     return f"{_lines([values for _, values in series])}<table>{rows}</table>"
 
 
@@ -98,15 +95,17 @@ def _legend(form: str, labels: Mapping[str, str]) -> str:
 
 
 def _lines(series: Sequence[Sequence[float]]) -> str:
-    top = max((value for values in series for value in values if value == value), default=0.0) or 1.0
-    drawn = "".join(f'<polyline fill="none" stroke="#3274d9" points="{" ".join(_points(each, top))}"/>' for each in series)
+    top = max((value for values in series for value in values if not isnan(value)), default=0.0) or 1.0
+    drawn = "".join(
+        f'<polyline fill="none" stroke="#3274d9" points="{" ".join(_points(each, top))}"/>' for each in series
+    )
     return f'<svg viewBox="0 0 {SECONDS} 100" preserveAspectRatio="none">{drawn}</svg>'
 
 
 def _points(values: Sequence[float], top: float) -> Iterator[str]:
     first = SECONDS - len(values)
     for place, value in enumerate(values):
-        if value == value:  # 0 / 0 is no number
+        if not isnan(value):  # as 0 / 0 is
             yield f"{first + place},{100 - 100 * value / top:.1f}"
 
 
