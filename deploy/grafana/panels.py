@@ -122,7 +122,7 @@ WELL: Final = Row(
         ),
         stat(
             "Dead letters in 1 h",
-            f"sum((increase({LETTERS}[1h]) > 0) or ({LETTERS} > 0 unless {LETTERS} offset 1h)) or vector(0)",
+            f"round(sum((increase({LETTERS}[1h]) > 0) or ({LETTERS} > 0 unless {LETTERS} offset 1h)) or vector(0))",
             "Messages that were given up. None is lost: read why in their headers, mend it, replay them. "
             f"See IdempotencyDeadLetters in {GUIDE}.",
             NONE_IS_GOOD,
@@ -326,8 +326,8 @@ STATE: Final = Row(
             "Keys active",
             # Every worker counts the same keys in the store: they are not to be added up.
             (Query(f"max by (service) (idempotency_keys_active{CHOSEN})"),),
-            "Keys that hold a lease now, be it of a worker that has died. More than In flight, and it stays so: leases of "
-            "the dead; they end after processing_timeout_seconds, and their work is taken over.",
+            "Keys that hold a lease now, be it of a worker that has died. More than In flight, and it stays so: leases "
+            "of the dead; they end after processing_timeout_seconds, and their work is taken over.",
         ),
         Panel(
             "Outbox",
@@ -344,8 +344,8 @@ STATE: Final = Row(
         a_second(
             "Records purged",
             "records_purged",
-            "Expired records taken out of a store in SQL. Zero while its table grows: set purge_interval_seconds above 0. "
-            "Redis and DynamoDB expire by themselves.",
+            "Expired records taken out of a store in SQL. Zero while its table grows: set purge_interval_seconds above "
+            "0. Redis and DynamoDB expire by themselves.",
         ),
     ),
 )

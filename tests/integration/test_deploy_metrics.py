@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from integr8s_idem.events import encode_event, event_headers
 from services.events import ExecutionRequested
 from tests.packaging.repository import ROOT
 from tests.support.browser import Browser
-from tests.support.conditions import LONGEST_WAIT
+from tests.support.conditions import wait_until
 from tests.support.dashboard_preview import filled, page, panels
 from tests.support.processes import ServiceProcess
 from tests.support.prometheus import Prometheus, check_rules, missing_program
@@ -84,13 +83,6 @@ class Worker:
         )
 
 
-def wait_until(fact: Callable[[], object], state: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONGEST_WAIT
-    while not fact():
-        assert time.monotonic() < deadline, state()
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """All four services in one process."""
@@ -104,7 +96,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         assert brokers is not None
         assert address is not None
         running = Worker(address[1], brokers[1])
-        wait_until(lambda: httpx.get(f"http://{running.address}/readyz").is_success, lambda: process.output)
+        wait_until(lambda: httpx.get(f"http://{running.address}/readyz").is_success, state=lambda: process.output)
         yield running
 
 
@@ -115,7 +107,7 @@ def watching(worker: Worker) -> Iterator[Prometheus | None]:
         yield None
         return
     with Prometheus([worker.address], [ALERTS], labels={"namespace": "integr8s"}) as running:
-        wait_until(lambda: running.query("idempotency_deliveries_total"), lambda: running.log)
+        wait_until(lambda: running.query("idempotency_deliveries_total"), state=lambda: running.log)
         yield running
 
 
@@ -123,7 +115,7 @@ def watching(worker: Worker) -> Iterator[Prometheus | None]:
 def busy_worker(worker: Worker, watching: Prometheus | None) -> Worker:
     """The worker after a few executions, each asked for twice, and a message that is none."""
     asyncio.run(_publish(worker.brokers))
-    wait_until(lambda: all(_done(worker).values()), lambda: _done(worker))
+    wait_until(lambda: all(_done(worker).values()), state=lambda: _done(worker))
     return worker
 
 
@@ -132,7 +124,7 @@ def prometheus(busy_worker: Worker, watching: Prometheus | None) -> Prometheus:
     """It has scraped the worker before and after that."""
     if watching is None:
         pytest.skip(missing_program("prometheus"))
-    wait_until(lambda: watching.query("increase(idempotency_dead_letters_total[1m]) > 0"), lambda: watching.log)
+    wait_until(lambda: watching.query("increase(idempotency_dead_letters_total[1m]) > 0"), state=lambda: watching.log)
     return watching
 
 
@@ -242,7 +234,7 @@ def test_a_dead_letter_and_nothing_else_fires_an_alert_that_says_what_to_do(prom
     def firing() -> list[dict[str, Any]]:
         return [alert for alert in prometheus.ask("alerts")["alerts"] if alert["state"] == "firing"]
 
-    wait_until(firing, lambda: prometheus.ask("alerts"))
+    wait_until(firing, state=lambda: prometheus.ask("alerts"))
 
     by_service = {alert["labels"]["service"]: alert for alert in firing()}
     assert {(alert["labels"]["alertname"], alert["labels"]["reason"]) for alert in firing()} == {

@@ -19,3 +19,14 @@ async def eventually(
         if time.monotonic() > give_up_at:
             raise AssertionError(f"not so within {within:g} s{f': {state()}' if state else ''}")
         await asyncio.sleep(0.02)
+
+
+def wait_until(
+    fact: Callable[[], object], *, within: float = LONGEST_WAIT, state: Callable[[], object] | None = None
+) -> None:
+    """As `eventually`, for tests without an event loop."""
+    give_up_at = time.monotonic() + within
+    while not fact():
+        if time.monotonic() > give_up_at:
+            raise AssertionError(f"not so within {within:g} s{f': {state()}' if state else ''}")
+        time.sleep(0.05)

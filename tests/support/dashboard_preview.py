@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from math import isnan
 from typing import Any, Final
 
 from tests.support.prometheus import Prometheus
@@ -58,7 +59,7 @@ def _panel(panel: Mapping[str, Any], prometheus: Prometheus) -> str:
         return f'<section class="row" style="{style}">{title}</section>'
     body = {"stat": _stat, "timeseries": _graph}[kind](panel, prometheus)
     told = escape(panel["description"], quote=True)
-    return f'<section class="panel" id="panel-{panel["id"]}" style="{style}" title="{told}"><h2>{title}</h2>{body}</section>'
+    return f'<section class="panel" style="{style}" title="{told}"><h2>{title}</h2>{body}</section>'
 
 
 def _stat(panel: Mapping[str, Any], prometheus: Prometheus) -> str:
@@ -94,7 +95,7 @@ def _legend(form: str, labels: Mapping[str, str]) -> str:
 
 
 def _lines(series: Sequence[Sequence[float]]) -> str:
-    top = max((value for values in series for value in values if value == value), default=0.0) or 1.0
+    top = max((value for values in series for value in values if not isnan(value)), default=0.0) or 1.0
     drawn = "".join(
         f'<polyline fill="none" stroke="#3274d9" points="{" ".join(_points(each, top))}"/>' for each in series
     )
@@ -104,7 +105,7 @@ def _lines(series: Sequence[Sequence[float]]) -> str:
 def _points(values: Sequence[float], top: float) -> Iterator[str]:
     first = SECONDS - len(values)
     for place, value in enumerate(values):
-        if value == value:  # 0 / 0 is no number
+        if not isnan(value):  # as 0 / 0 is
             yield f"{first + place},{100 - 100 * value / top:.1f}"
 
 

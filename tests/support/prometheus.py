@@ -1,4 +1,4 @@
-"""A real Prometheus for a test: Debian's, in a folder of its own, on a free port of 127.0.0.1, stopped by its process id.
+"""A real Prometheus for a test: Debian's, in a folder of its own, on a free port, stopped by its process id.
 
 All methods block.
 """
