@@ -24,9 +24,9 @@ class PlatformSettings(Settings):
         lease, session = self.idempotency.processing_timeout_seconds, self.kafka.session_timeout_seconds
         if self.platform.runner == "kubernetes" and ttl <= lease + session:
             raise ValueError(
-                f"platform.kubernetes.ttl_seconds = {ttl} is not above idempotency.processing_timeout_seconds = {lease:g}"
-                f" and kafka.session_timeout_seconds = {session:g} together: a finished Job would be gone when a dead "
-                "worker's executions are taken over, and its script would run again; raise the first"
+                f"platform.kubernetes.ttl_seconds = {ttl} is not above idempotency.processing_timeout_seconds = "
+                f"{lease:g} and kafka.session_timeout_seconds = {session:g} together: a finished Job would be gone when "
+                "a dead worker's executions are taken over, and its script would run again; raise the first"
             )
         return self
 

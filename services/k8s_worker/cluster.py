@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from time import monotonic
@@ -76,8 +76,9 @@ class Cluster:
     """
 
     def __init__(self, api: client.ApiClient, settings: KubernetesSection) -> None:
-        self._jobs = client.BatchV1Api(api)
-        self._pods = client.CoreV1Api(api)
+        # Their types speak of the client's models; we ask for the bare answer.
+        self._jobs: Any = client.BatchV1Api(api)
+        self._pods: Any = client.CoreV1Api(api)
         self._namespace = settings.namespace
         self._patience = settings.api_patience_seconds
 
@@ -102,7 +103,7 @@ class Cluster:
                 return None
             raise
 
-    async def delete_job(self, job: dict[str, Any], *, pods_first: bool) -> None:
+    async def delete_job(self, job: Mapping[str, Any], *, pods_first: bool) -> None:
         """Delete this Job, with its pods, and no other of that name.  It may be gone already.
 
         Args:
@@ -131,14 +132,14 @@ class Cluster:
         )
         return found["items"], found["metadata"]["resourceVersion"]
 
-    async def watch_pods(self, uid: str, version: str, seconds: int) -> AsyncIterator[dict[str, Any]]:
+    async def watch_pods(self, uid: str, version: str, seconds: int) -> AsyncGenerator[dict[str, Any]]:
         """Changes of the Job's pods since `version`, for that long.  One try: whoever watches lists again.
 
         Raises:
             BrokenWatchError: The connection broke, or the cluster has forgotten `version`.
         """
 
-        def call() -> Awaitable[aiohttp.ClientResponse]:
+        def call() -> Any:
             return self._pods.list_namespaced_pod(
                 self._namespace,
                 label_selector=f"{_CONTROLLER}={uid}",
@@ -159,7 +160,7 @@ class Cluster:
     async def log(self, pod_name: str, container: str, most: int) -> bytes | None:
         """At most `most` bytes of the beginning of a container's output; `None` if the pod is gone."""
 
-        def call() -> Awaitable[aiohttp.ClientResponse]:
+        def call() -> Any:
             return self._pods.read_namespaced_pod_log(
                 pod_name, self._namespace, container=container, limit_bytes=most, _preload_content=False
             )
@@ -220,7 +221,7 @@ async def _answered(doing: str, call: Call, seconds: float | None) -> AsyncItera
 def _object(text: bytes) -> dict[str, Any]:
     found = json.loads(text)
     if not isinstance(found, dict):
-        raise ValueError("the answer is no object")  # noqa: TRY004  # as other answers that make no sense
+        raise ValueError("the answer is no object")
     return found
 
 

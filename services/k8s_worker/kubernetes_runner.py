@@ -22,6 +22,7 @@ from services.k8s_worker.cluster import Cluster, ClusterError, RefusedError
 from services.k8s_worker.connection import connected
 from services.k8s_worker.job_spec import CONTAINER, deadline_seconds, is_ours, job_of, runs_the_same
 from services.k8s_worker.pod_status import (
+    Object,
     ended_pod,
     has_begun,
     has_output,
@@ -41,7 +42,7 @@ LOG_SLACK_BYTES: Final = 1_024
 """Read beyond what is kept, to see whether there is more: the cluster counts bytes roughly."""
 
 _KILLED: Final = -signal.SIGKILL
-_NEVER: Final = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
+_NEVER: Final = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 """The same Job would be refused again."""
 
 _log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class KubernetesRunner:
         finally:
             for waiting in (watching, stopping):
                 waiting.cancel()
-            await asyncio.wait((watching, stopping))
+            await asyncio.gather(watching, stopping, return_exceptions=True)
         return await self._stopped(job)
 
     async def discard(self, pod_name: str) -> None:
@@ -98,7 +99,7 @@ class KubernetesRunner:
         _log.info("Job %s is there already: going on with it", name)
         return found
 
-    async def _collected(self, job: dict[str, Any], sight: Sight) -> Run:
+    async def _collected(self, job: Object, sight: Sight) -> Run:
         if sight.pod is not None:
             return await self._ended(job, sight.pod)
         if sight.waited in (Waited.NOT_STARTED, Waited.OVERDUE):
@@ -109,7 +110,7 @@ class KubernetesRunner:
             return Run(RunEnd.TIMED_OUT, _KILLED, stderr=sight.why)
         return Run(RunEnd.LOST, _KILLED, stderr=sight.why)
 
-    async def _ended(self, job: dict[str, Any], pod: dict[str, Any]) -> Run:
+    async def _ended(self, job: Object, pod: Object) -> Run:
         """What an ended pod has left."""
         log = await self._output(pod) if has_output(pod) else b""
         if log is None:
@@ -119,7 +120,7 @@ class KubernetesRunner:
             return replace(run, end=RunEnd.TIMED_OUT)
         return run
 
-    async def _stopped(self, job: dict[str, Any]) -> Run:
+    async def _stopped(self, job: Object) -> Run:
         """End the Job on request, and tell what it had written."""
         pods, _ = await self._cluster.pods(job["metadata"]["uid"])
         ended = ended_pod(pods)
@@ -130,11 +131,11 @@ class KubernetesRunner:
         await self._remove(job)
         return Run(RunEnd.STOPPED, _KILLED, stdout)
 
-    async def _output(self, pod: dict[str, Any]) -> bytes | None:
+    async def _output(self, pod: Object) -> bytes | None:
         most = self._settings.output_limit_bytes + LOG_SLACK_BYTES
         return await self._cluster.log(pod["metadata"]["name"], CONTAINER, most)
 
-    async def _remove(self, job: dict[str, Any]) -> None:
+    async def _remove(self, job: Object) -> None:
         """Delete the Job and wait until nothing of it runs."""
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         await self._cluster.delete_job(job, pods_first=True)
@@ -147,7 +148,7 @@ class KubernetesRunner:
             pause = min(2 * pause, 2.0)
         _log.warning("Job %s is deleted, and its pod has not ended: its node may be out of reach", name)
 
-    async def _is_past_its_deadline(self, job: dict[str, Any]) -> bool:
+    async def _is_past_its_deadline(self, job: Object) -> bool:
         there = await self._cluster.job(job["metadata"]["name"])
         return there is not None and is_past_its_deadline(there)
 

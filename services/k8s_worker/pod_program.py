@@ -23,6 +23,8 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 CHUNK = 65_536
 LAST_WORDS_SECONDS = 1.0
@@ -30,8 +32,7 @@ LAST_WORDS_SECONDS = 1.0
 
 def main(report: str) -> None:
     spec = json.loads(zlib.decompress(base64.b64decode("".join(_pieces()))))
-    with open("main.py", "w", encoding="utf-8", newline="") as file:
-        file.write(spec["script"])
+    Path("main.py").write_bytes(spec["script"].encode())
     woken, told_to_end = _watch_signals()
     started = time.monotonic()
     child, output = _begin(spec["limits"])
@@ -62,8 +63,7 @@ def main(report: str) -> None:
         "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "peak_memory_kib": usage.ru_maxrss,
     }
-    with open(report, "w") as file:
-        json.dump(told, file)
+    Path(report).write_text(json.dumps(told))
     # As a shell would tell it, for those who look at the pod.
     sys.exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
@@ -131,8 +131,8 @@ class Copy:
 
 def _pieces() -> Iterator[str]:
     number = 0
-    while "EXECUTION_%d" % number in os.environ:
-        yield os.environ["EXECUTION_%d" % number]
+    while f"EXECUTION_{number}" in os.environ:
+        yield os.environ[f"EXECUTION_{number}"]
         number += 1
 
 
@@ -163,10 +163,8 @@ def _exit_code(status: int) -> int:
 
 
 def _kill_group(group: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 if __name__ == "__main__":

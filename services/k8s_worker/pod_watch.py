@@ -46,7 +46,7 @@ class Sight:
     """The last look at a Job."""
 
     waited: Waited
-    pod: dict[str, Any] | None = None
+    pod: Mapping[str, Any] | None = None
     why: str = ""
 
 
