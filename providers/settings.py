@@ -25,8 +25,8 @@ class PlatformSettings(Settings):
         if self.platform.runner == "kubernetes" and ttl <= lease + session:
             raise ValueError(
                 f"platform.kubernetes.ttl_seconds = {ttl} is not above idempotency.processing_timeout_seconds = "
-                f"{lease:g} and kafka.session_timeout_seconds = {session:g} together: a finished Job would be gone when "
-                "a dead worker's executions are taken over, and its script would run again; raise the first"
+                f"{lease:g} and kafka.session_timeout_seconds = {session:g} together: a finished Job would be gone "
+                "when a dead worker's executions are taken over, and its script would run again; raise the first"
             )
         return self
 

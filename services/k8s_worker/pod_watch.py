@@ -16,7 +16,7 @@ from enum import Enum
 from time import monotonic
 from typing import Any, Final
 
-from services.k8s_worker.cluster import BrokenWatchError, Cluster
+from services.k8s_worker.cluster import BrokenWatchError, Cluster, UnansweredError
 from services.k8s_worker.pod_status import ended_pod, has_begun, is_hopeless, job_end, why_waiting, words_of
 
 WATCH_SECONDS: Final = 30
@@ -71,14 +71,17 @@ class JobWatch:
         """Return once there is nothing more to wait for.
 
         Raises:
-            ClusterError: The cluster refuses to tell, or does not answer.
+            ClusterError: The cluster refuses to tell, or has not answered until the Job should have ended long ago.
         """
         pause = _FIRST_PAUSE
         while True:
             began, seconds = monotonic(), self._watch_seconds()
             try:
                 sight = await self._round(seconds)
-            except BrokenWatchError as error:
+            except (BrokenWatchError, UnansweredError) as error:
+                # The run goes on without us: as long as it may, nothing is lost by asking again.
+                if monotonic() > self._deadlines.over:
+                    raise
                 _log.info("%s; looking again", error)
                 sight = None
             if sight is not None:
