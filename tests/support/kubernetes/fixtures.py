@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from services.k8s_worker.kubernetes_runner import KubernetesRunner
+from tests.support.kubernetes.running import Gate, runner_on
 from tests.support.kubernetes.server import KubernetesStandIn
 
 
@@ -16,3 +18,14 @@ async def cluster(tmp_path: Path) -> AsyncIterator[KubernetesStandIn]:
     folder.mkdir()
     async with KubernetesStandIn(folder) as cluster:
         yield cluster
+
+
+@pytest.fixture
+async def runner(cluster: KubernetesStandIn) -> AsyncIterator[KubernetesRunner]:
+    async with runner_on(cluster) as runner:
+        yield runner
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)

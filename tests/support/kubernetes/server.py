@@ -40,7 +40,9 @@ _USER: Final = "system:serviceaccount:executions:k8s-worker"
 
 
 @dataclass
-class _Fault:
+class Fault:
+    """What happens to the next requests of a kind."""
+
     verb: str
     resource: str
     times: int
@@ -65,7 +67,7 @@ class KubernetesStandIn:
         self.made: list[str] = []
         """Names of the Jobs that were made, in order."""
         self.kubeconfig = folder / "kubeconfig"
-        self._faults: list[_Fault] = []
+        self.faults: list[Fault] = []
         self._watches: set[web.Request] = set()
         self._runner: web.AppRunner | None = None
 
@@ -76,11 +78,20 @@ class KubernetesStandIn:
         async def happens(request: web.Request) -> web.StreamResponse:
             return refusal.response()
 
-        self._faults.append(_Fault(verb, resource, times, happens))
+        self.faults.append(Fault(verb, resource, times, happens))
 
     def drop(self, verb: str, resource: str, *, times: int = 1, afterwards: bool = False) -> None:
         """Close the connection instead of answering, before or after the request is executed."""
-        self._faults.append(_Fault(verb, resource, times, _drop, afterwards))
+        self.faults.append(Fault(verb, resource, times, _drop, afterwards))
+
+    def keep_waiting(self, verb: str, resource: str, *, times: int = 1) -> None:
+        """Take the next requests of that kind, and never answer."""
+
+        async def happens(request: web.Request) -> web.StreamResponse:
+            await asyncio.Event().wait()
+            raise AssertionError("nobody sets it")
+
+        self.faults.append(Fault(verb, resource, times, happens))
 
     def break_watches(self) -> int:
         """Close the connections of all watches; how many there were."""
@@ -155,8 +166,8 @@ class KubernetesStandIn:
 
         return handle
 
-    def _fault(self, verb: str, resource: str) -> _Fault | None:
-        for fault in self._faults:
+    def _fault(self, verb: str, resource: str) -> Fault | None:
+        for fault in self.faults:
             if (fault.verb, fault.resource) == (verb, resource) and fault.times > 0:
                 fault.times -= 1
                 return fault
