@@ -21,7 +21,7 @@ from services.k8s_worker.pod_status import ended_pod, has_begun, is_hopeless, jo
 
 WATCH_SECONDS: Final = 30
 """Longest watch.  A Job that ends without a word from its pods is noticed after that."""
-_FIRST_PAUSE: Final = 0.5
+FIRST_PAUSE: Final = 0.5
 _LONGEST_PAUSE: Final = 10.0
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class JobWatch:
         Raises:
             ClusterError: The cluster refuses to tell, or has not answered until the Job should have ended long ago.
         """
-        pause = _FIRST_PAUSE
+        pause = FIRST_PAUSE
         while True:
             began, seconds = monotonic(), self._watch_seconds()
             try:
@@ -88,7 +88,7 @@ class JobWatch:
                 return sight
             # A watch that ended before its time may do so again, at once.
             early = monotonic() - began < min(seconds, _LONGEST_PAUSE)
-            pause = min(2 * pause, _LONGEST_PAUSE) if early else _FIRST_PAUSE
+            pause = min(2 * pause, _LONGEST_PAUSE) if early else FIRST_PAUSE
             if early:
                 await asyncio.sleep(pause)
 

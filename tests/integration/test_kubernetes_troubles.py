@@ -10,6 +10,7 @@ import pytest
 
 from integr8s_idem.errors import PermanentError
 from services.k8s_worker import cluster as requests
+from services.k8s_worker import pod_watch
 from services.k8s_worker.cluster import ClusterError
 from services.k8s_worker.kubernetes_runner import KubernetesRunner
 from services.k8s_worker.runner import Run, RunEnd
@@ -135,11 +136,18 @@ async def test_a_job_that_the_cluster_ends_at_its_deadline_has_timed_out(
     assert (await running).end is RunEnd.TIMED_OUT
 
 
-@pytest.mark.parametrize("code", [429, 500, 503])
 @pytest.mark.parametrize(
-    ("verb", "resource"),
-    [("create", "jobs"), ("get", "jobs"), ("list", "pods"), ("watch", "pods"), ("get", "pods/log")],
-    ids=lambda part: part.replace("/", " "),
+    ("verb", "resource", "code"),
+    [
+        ("create", "jobs", 429),
+        ("create", "jobs", 500),
+        ("get", "jobs", 503),
+        ("list", "pods", 504),
+        ("watch", "pods", 429),
+        ("watch", "pods", 503),
+        ("get", "pods/log", 500),
+    ],
+    ids=lambda part: str(part).replace("/", " "),
 )
 async def test_an_overloaded_api_is_asked_again(
     runner: KubernetesRunner, cluster: KubernetesStandIn, verb: str, resource: str, code: int
@@ -147,6 +155,7 @@ async def test_an_overloaded_api_is_asked_again(
     cluster.refuse(verb, resource, code, times=2)
 
     assert (await run(runner, "print(1)")).stdout == "1\n"
+    assert cluster.requests.count((verb, resource)) >= 3
     assert len(cluster.kubelet.started) == 1
 
 
@@ -205,23 +214,24 @@ async def test_an_outdated_watch_lists_again(
 
 
 async def test_watches_that_break_at_once_are_no_busy_loop(
-    runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
+    runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pod_watch, "FIRST_PAUSE", 0.1)
     cluster.drop("watch", "pods", times=1_000)
-    running = await begun(runner, gate)
-    await asyncio.sleep(3)
+    begun_at = time.monotonic()
+    running = asyncio.create_task(run(runner, gate.script))
+    await eventually(lambda: cluster.requests.count(("list", "pods")) == 4)
+    took = time.monotonic() - begun_at
     gate.open()
 
+    assert took > 0.2 + 0.4 + 0.8
     assert (await running).end is RunEnd.EXITED
-    assert cluster.requests.count(("watch", "pods")) < 6
 
 
-async def test_while_a_job_runs_an_api_that_is_away_costs_no_attempt(
-    cluster: KubernetesStandIn, gate: Gate
-) -> None:
-    async with runner_on(cluster, api_patience_seconds=0.2) as runner:
+async def test_while_a_job_runs_an_api_that_is_away_costs_no_attempt(cluster: KubernetesStandIn, gate: Gate) -> None:
+    async with runner_on(cluster, api_patience_seconds=0.1) as runner:
         running = await begun(runner, gate)
-        cluster.refuse("get", "jobs", 503, times=6)
+        cluster.refuse("get", "jobs", 503, times=3)
         await eventually(cluster.break_watches)
         gate.open()
 

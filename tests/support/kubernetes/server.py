@@ -68,7 +68,8 @@ class KubernetesStandIn:
         """Names of the Jobs that were made, in order."""
         self.kubeconfig = folder / "kubeconfig"
         self.faults: list[Fault] = []
-        self._watches: set[web.Request] = set()
+        self._watches: set[asyncio.WriteTransport] = set()
+        self._bugs: list[Exception] = []
         self._runner: web.AppRunner | None = None
 
     def refuse(self, verb: str, resource: str, code: int, *, times: int = 1, retry_after: int | None = None) -> None:
@@ -95,9 +96,8 @@ class KubernetesStandIn:
 
     def break_watches(self) -> int:
         """Close the connections of all watches; how many there were."""
-        for request in (broken := list(self._watches)):
-            assert request.transport is not None
-            request.transport.abort()
+        for transport in (broken := list(self._watches)):
+            transport.abort()
         return len(broken)
 
     def pod(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class KubernetesStandIn:
             ("GET", f"{pods}/{{name}}/log", "get", "pods/log", self._log),
         ):
             app.router.add_route(method, path, self._route(verb, resource, answer))
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.write_kubeconfig()
@@ -149,6 +149,8 @@ class KubernetesStandIn:
         await self.kubelet.close()
         await self.controller.close()
         await self._runner.cleanup()
+        # The API's clients are patient with errors of the server: without this nobody would hear of ours.
+        assert self._bugs == []
 
     def _route(self, verb: str, resource: str, answer: Any) -> Any:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -162,6 +164,9 @@ class KubernetesStandIn:
                 answered: web.StreamResponse = await answer(request)
             except Refusal as refusal:
                 answered = refusal.response()
+            except Exception as bug:
+                self._bugs.append(bug)
+                raise
             return answered if fault is None else await fault.happens(request)
 
         return handle
@@ -235,13 +240,15 @@ class KubernetesStandIn:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.enable_chunked_encoding()
         await response.prepare(request)
-        self._watches.add(request)
+        transport = request.transport
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._watches.add(transport)
         try:
             with suppress(ConnectionError):  # the client has gone, or we have cut it off
                 async for event in self._events(selector, since, seconds):
                     await response.write(json.dumps(event).encode() + b"\n")
         finally:
-            self._watches.discard(request)
+            self._watches.discard(transport)
         return response
 
     def _events(self, selector: str, since: int, seconds: int) -> AsyncIterator[dict[str, Any]]:
