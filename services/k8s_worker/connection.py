@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Final
 
+import yaml
 from kubernetes_asyncio import client, config
 
 from integr8s_idem.errors import SettingsError, SettingsMistake
@@ -16,6 +17,8 @@ REFRESH_SECONDS: Final = 60.0
 """How old a token of a kubeconfig file may grow before it is read, or asked for, again."""
 
 _WHERE: Final = "platform.kubernetes.kubeconfig"
+_UNUSABLE: Final = (config.ConfigException, yaml.YAMLError, OSError, ValueError)
+"""What the client raises about a file that is missing, is no YAML, or names what it does not hold."""
 
 
 @asynccontextmanager
@@ -38,7 +41,7 @@ async def _configuration(settings: KubernetesSection) -> client.Configuration:
         else:
             await _load(settings, configuration)
             configuration.refresh_api_key_hook = _Refresh(settings)
-    except (config.ConfigException, OSError, ValueError) as error:
+    except _UNUSABLE as error:
         told = (
             f"is not given, and this is no pod of a cluster: {error}"
             if settings.kubeconfig is None
@@ -49,7 +52,11 @@ async def _configuration(settings: KubernetesSection) -> client.Configuration:
 
 
 class _Refresh:
-    """Asked before every request: gives a configuration a new token once the one it has is old."""
+    """Asked before every request: gives a configuration a new token once the one it has is old.
+
+    Raises:
+        OSError: There is none to be had now.
+    """
 
     def __init__(self, settings: KubernetesSection) -> None:
         self._settings = settings
@@ -60,7 +67,10 @@ class _Refresh:
             return
         self._until = monotonic() + REFRESH_SECONDS
         fresh = client.Configuration()
-        await _load(self._settings, fresh)
+        try:
+            await _load(self._settings, fresh)
+        except _UNUSABLE as error:
+            raise OSError(f"{self._settings.kubeconfig} cannot be read again: {error}") from error
         configuration.api_key = fresh.api_key
 
 

@@ -221,7 +221,7 @@ async def test_a_version_without_an_image_is_refused(runner: KubernetesRunner, c
 
 
 async def test_a_token_that_was_replaced_is_read_again(
-    runner: KubernetesRunner, cluster: KubernetesStandIn, monkeypatch: pytest.MonkeyPatch
+    cluster: KubernetesStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "REFRESH_SECONDS", 0.0)
     async with runner_on(cluster) as runner:
@@ -229,6 +229,19 @@ async def test_a_token_that_was_replaced_is_read_again(
         cluster.write_kubeconfig("another-token")
 
         assert (await run(runner, "print(1)")).stdout == "1\n"
+
+
+async def test_a_token_that_cannot_be_read_again_is_waited_for(
+    cluster: KubernetesStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "REFRESH_SECONDS", 0.0)
+    async with runner_on(cluster) as runner:
+        cluster.kubeconfig.write_text("{{{")
+        running = asyncio.create_task(run(runner, "print(1)"))
+        await asyncio.sleep(0.1)
+        cluster.write_kubeconfig()
+
+        assert (await running).stdout == "1\n"
 
 
 async def test_a_command_that_says_the_same_makes_the_same_job(

@@ -200,9 +200,7 @@ async def test_a_watch_that_breaks_misses_nothing(
     assert (await running).stdout == "begun\nended\n"
 
 
-async def test_an_outdated_watch_lists_again(
-    runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
-) -> None:
+async def test_an_outdated_watch_lists_again(runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate) -> None:
     running = await begun(runner, gate)
     listed = cluster.requests.count(("list", "pods"))
     cluster.objects.forget_history()

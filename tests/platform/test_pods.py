@@ -338,9 +338,7 @@ async def test_a_cancelled_run_discards_nothing(worker: Worker) -> None:
     assert worker.runner.discarded == []
 
 
-async def test_a_deleted_pod_that_nobody_runs_is_discarded_before_it_is_closed(
-    worker: Worker, another: Worker
-) -> None:
+async def test_a_deleted_pod_that_nobody_runs_is_discarded_before_it_is_closed(worker: Worker, another: Worker) -> None:
     await cancelled(await worker.begin())
     await another.pods.delete(DELETE)
     await another.nobody_reports_it()

@@ -96,7 +96,9 @@ class Controller:
     def _end(self, job: dict[str, Any], kind: str, reason: str) -> None:
         if not job["status"].get("conditions"):
             job["status"]["active"] = 0
-            job["status"]["conditions"] = [{"type": kind, "status": "True", "reason": reason, "message": f"as {reason}"}]
+            job["status"]["conditions"] = [
+                {"type": kind, "status": "True", "reason": reason, "message": f"as {reason}"}
+            ]
             self._begin(self._expire(job, job["spec"]["ttlSecondsAfterFinished"]))
 
     async def _keep_deadline(self, job: dict[str, Any], seconds: float) -> None:

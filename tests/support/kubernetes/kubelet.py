@@ -94,7 +94,13 @@ class Kubelet:
         if state is not None:
             container = pod["spec"]["containers"][0]
             status["containerStatuses"] = [
-                {"name": container["name"], "image": container["image"], "ready": False, "restartCount": 0, "state": state}
+                {
+                    "name": container["name"],
+                    "image": container["image"],
+                    "ready": False,
+                    "restartCount": 0,
+                    "state": state,
+                }
             ]
         self._objects.changed("MODIFIED", pod)
 

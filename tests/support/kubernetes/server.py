@@ -1,10 +1,10 @@
 """`KubernetesStandIn`: the stand-in as an HTTP server on a loopback port, and how to make it misbehave.
 
-    async with KubernetesStandIn(tmp_path) as cluster:
-        cluster.kubeconfig           # a file that leads to it
-        cluster.refuse("create", "jobs", 503, times=3)
-        ...
-        assert cluster.made == ["exec-1"]
+async with KubernetesStandIn(tmp_path) as cluster:
+    cluster.kubeconfig           # a file that leads to it
+    cluster.refuse("create", "jobs", 503, times=3)
+    ...
+    assert cluster.made == ["exec-1"]
 """
 
 from __future__ import annotations
