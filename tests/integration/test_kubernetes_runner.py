@@ -1,4 +1,4 @@
-"""The Kubernetes runner before a stand-in for the API server (tests/support/kubernetes): no test here sees a cluster."""
+"""The Kubernetes runner before a stand-in for the API server, tests/support/kubernetes. No test sees a cluster."""
 
 from __future__ import annotations
 

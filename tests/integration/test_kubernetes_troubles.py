@@ -10,8 +10,9 @@ import pytest
 
 from integr8s_idem.errors import PermanentError
 from services.k8s_worker import cluster as requests
-from services.k8s_worker import pod_watch
+from services.k8s_worker import kubernetes_runner, pod_watch
 from services.k8s_worker.cluster import ClusterError
+from services.k8s_worker.job_spec import job_of
 from services.k8s_worker.kubernetes_runner import KubernetesRunner
 from services.k8s_worker.runner import Run, RunEnd
 from tests.support.conditions import eventually
@@ -22,8 +23,8 @@ from tests.support.kubernetes.server import KubernetesStandIn
 IMAGE = "docker.io/library/python:3.13-slim"
 
 
-async def begun(runner: KubernetesRunner, gate: Gate, **fields: object) -> asyncio.Task[Run]:
-    running = asyncio.create_task(run(runner, gate.script, **fields))
+async def begun(runner: KubernetesRunner, gate: Gate) -> asyncio.Task[Run]:
+    running = asyncio.create_task(run(runner, gate.script))
     await gate.begun()
     return running
 
@@ -278,14 +279,11 @@ async def test_a_job_that_the_cluster_will_never_take_is_not_tried_again(
 async def test_the_stand_in_refuses_what_the_published_schema_does_not_know(
     runner: KubernetesRunner, cluster: KubernetesStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.k8s_worker import kubernetes_runner
-
     def with_a_slip(*arguments: Any) -> dict[str, Any]:
         job = job_of(*arguments)
         job["spec"]["backofLimit"] = job["spec"].pop("backoffLimit")
         return job
 
-    job_of = kubernetes_runner.job_of
     monkeypatch.setattr(kubernetes_runner, "job_of", with_a_slip)
 
     with pytest.raises(PermanentError, match=r"422 Invalid: .*'backofLimit' was unexpected"):
@@ -299,9 +297,12 @@ async def test_each_documented_right_is_needed_and_its_lack_is_told(
     cluster.rights.remove((verb, resource))
     gate.open()
 
-    with pytest.raises(ClusterError, match=f'cannot {verb} resource "{resource}"'):
+    async def run_and_discard() -> None:
         await run(runner, gate.script)
         await runner.discard(NAME)
+
+    with pytest.raises(ClusterError, match=f'cannot {verb} resource "{resource}"'):
+        await run_and_discard()
 
 
 async def test_no_other_right_is_needed(runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate) -> None:

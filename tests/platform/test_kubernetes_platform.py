@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from sqlite3 import connect
 from typing import Any
 
 import pytest
@@ -73,6 +75,10 @@ class Setting:
         async with self.database.reading() as connection:
             return [tuple(row) for row in await connection.execute(select(results.c.status, results.c.stdout))]
 
+    def has_results(self) -> bool:
+        with closing(connect(self.folder / "platform.db")) as database:
+            return bool(database.execute("SELECT 1 FROM results").fetchall())
+
     async def attempts(self) -> list[int]:
         async with self.database.reading() as connection:
             return list((await connection.execute(select(pods.c.attempt))).scalars())
@@ -109,8 +115,7 @@ async def test_a_worker_that_is_killed_leaves_its_job_to_the_next_one(
             await eventually(lambda: cluster.requests.count(("create", "jobs")) == 2, state=lambda: second.output)
             gate.open()
             await eventually(lambda: cluster.deletions, state=lambda: second.output)
-            while not await setting.results():
-                await asyncio.sleep(0.05)
+            await eventually(setting.has_results, state=lambda: others.output)
             assert "runs again, attempt 2" in second.output
             assert "is there already: going on with it" in second.output
     await publisher.close()

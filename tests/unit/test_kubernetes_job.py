@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import kubernetes_validate
 import pytest
-from kubernetes_validate.utils import all_versions
+from kubernetes_validate.utils import all_versions, validate
 
 from services.events import CreatePodCommand
 from services.k8s_worker.job_spec import deadline_seconds, job_of, runs_the_same
@@ -36,7 +35,7 @@ def container(**fields: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_the_job_is_valid_by_the_published_schema(version: str) -> None:
-    assert kubernetes_validate.validate(job(script="print()" * 20_000), version, strict=True) == version[:4]
+    assert validate(job(script="print()" * 20_000), version, strict=True) == version[:4]
 
 
 def test_the_job_runs_once() -> None:

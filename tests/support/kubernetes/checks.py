@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import kubernetes_validate
 import yaml
 from aiohttp import web
+from kubernetes_validate import utils as published
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "how-to" / "run-scripts-on-kubernetes.md"
 VERSION: Final = "1.37"
@@ -27,7 +27,8 @@ PARAMETERS: Final = {
     "list": _LIST | _WATCH,
     "watch": _LIST | _WATCH,
     "log": {
-        "container", "follow", "limitBytes", "previous", "sinceSeconds", "sinceTime", "tailLines", "timestamps", "pretty",
+        "container", "follow", "limitBytes", "pretty", "previous", "sinceSeconds", "sinceTime", "tailLines",
+        "timestamps",
     },
 }  # fmt: skip
 """Of each operation, by hand: no package that we have carries the published paths."""
@@ -38,7 +39,7 @@ _POLICIES: Final = {"Orphan", "Background", "Foreground"}
 _ROLE: Final = re.compile(r"```yaml\n(.*?kind: Role\n.*?)```", re.DOTALL)
 
 
-class Refusal(Exception):
+class RefusalError(Exception):
     """An answer as the API gives it when it will not."""
 
     def __init__(self, code: int, reason: str, message: str, retry_after: int | None = None) -> None:
@@ -74,34 +75,34 @@ def check_parameters(operation: str, query: Mapping[str, str]) -> None:
     """Stricter than the API, which overlooks what it does not know."""
     unknown = set(query) - PARAMETERS[operation]
     if unknown:
-        raise Refusal(400, "BadRequest", f"unknown parameters of {operation}: {sorted(unknown)}")
+        raise RefusalError(400, "BadRequest", f"unknown parameters of {operation}: {sorted(unknown)}")
     for name in _NUMBERS & set(query):
         if not query[name].isdigit():
-            raise Refusal(400, "BadRequest", f"{name} is no number: {query[name]}")
+            raise RefusalError(400, "BadRequest", f"{name} is no number: {query[name]}")
     if query.get("fieldValidation", "Strict") not in {"Ignore", "Warn", "Strict"}:
-        raise Refusal(400, "BadRequest", "fieldValidation is one of Ignore, Warn, Strict")
+        raise RefusalError(400, "BadRequest", "fieldValidation is one of Ignore, Warn, Strict")
 
 
 def check_job(job: dict[str, Any]) -> None:
     """The published schema, strictly, and the few rules beyond schemas that a Job of ours may break."""
     try:
-        kubernetes_validate.validate(job, VERSION, strict=True)
-    except kubernetes_validate.ValidationError as error:
-        raise Refusal(422, "Invalid", f"Job is invalid: {error.json_path}: {error.message}") from None
+        published.validate(job, VERSION, strict=True)
+    except published.ValidationError as error:
+        raise RefusalError(422, "Invalid", f"Job is invalid: {error.json_path}: {error.message}") from None
     name, spec = job["metadata"].get("name", ""), job["spec"]
     if not _NAME.fullmatch(name):
-        raise Refusal(422, "Invalid", f"metadata.name: {name!r} is no label")
+        raise RefusalError(422, "Invalid", f"metadata.name: {name!r} is no label")
     if "podFailurePolicy" in spec and spec["template"]["spec"].get("restartPolicy") != "Never":
-        raise Refusal(422, "Invalid", "spec.podFailurePolicy needs restartPolicy Never")
+        raise RefusalError(422, "Invalid", "spec.podFailurePolicy needs restartPolicy Never")
     for value in job["metadata"].get("labels", {}).values():
         if not re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?", value):
-            raise Refusal(422, "Invalid", f"metadata.labels: {value!r} is no value of a label")
+            raise RefusalError(422, "Invalid", f"metadata.labels: {value!r} is no value of a label")
 
 
 def check_deletion(options: Mapping[str, Any]) -> None:
     """By hand: the published schema of DeleteOptions wants fields that no client sends."""
     known = {"apiVersion", "kind", "dryRun", "gracePeriodSeconds", "preconditions", "propagationPolicy"}
     if set(options) - known or set(options.get("preconditions", {})) - {"uid", "resourceVersion"}:
-        raise Refusal(400, "BadRequest", f"DeleteOptions has unknown fields: {sorted(options)}")
+        raise RefusalError(400, "BadRequest", f"DeleteOptions has unknown fields: {sorted(options)}")
     if options.get("propagationPolicy", "Orphan") not in _POLICIES:
-        raise Refusal(422, "Invalid", f"propagationPolicy is one of {sorted(_POLICIES)}")
+        raise RefusalError(422, "Invalid", f"propagationPolicy is one of {sorted(_POLICIES)}")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncIterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from tests.support.kubernetes.checks import Refusal
+from tests.support.kubernetes.checks import RefusalError
 
 CONTROLLER = "batch.kubernetes.io/controller-uid"
 
 
 def now() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def new_metadata(given: dict[str, Any], namespace: str, version: int) -> dict[str, Any]:
@@ -68,7 +68,10 @@ class Objects:
         until = asyncio.get_running_loop().time() + seconds
         while True:
             if since < self._forgotten:
-                yield {"type": "ERROR", "object": Refusal(410, "Expired", f"too old resource version: {since}").status}
+                yield {
+                    "type": "ERROR",
+                    "object": RefusalError(410, "Expired", f"too old resource version: {since}").status,
+                }
                 return
             changed = self._changed
             for version, kind, pod in [entry for entry in self._history if entry[0] > since]:
@@ -83,5 +86,5 @@ class Objects:
 
 
 def matches(pod: dict[str, Any], selector: str) -> bool:
-    wanted = dict(part.split("=", 1) for part in selector.split(",") if part)
-    return wanted.items() <= pod["metadata"]["labels"].items()
+    wanted: dict[str, str] = dict(part.split("=", 1) for part in selector.split(",") if part)
+    return all(pod["metadata"]["labels"].get(label) == value for label, value in wanted.items())

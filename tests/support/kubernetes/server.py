@@ -24,7 +24,7 @@ from aiohttp import web
 from tests.support.kubernetes.checks import (
     LARGEST_OBJECT,
     LARGEST_REQUEST,
-    Refusal,
+    RefusalError,
     check_deletion,
     check_job,
     check_parameters,
@@ -74,7 +74,7 @@ class KubernetesStandIn:
 
     def refuse(self, verb: str, resource: str, code: int, *, times: int = 1, retry_after: int | None = None) -> None:
         """Answer the next requests of that kind with an error."""
-        refusal = Refusal(code, "Refused", "the stand-in was told to", retry_after)
+        refusal = RefusalError(code, "Refused", "the stand-in was told to", retry_after)
 
         async def happens(request: web.Request) -> web.StreamResponse:
             return refusal.response()
@@ -157,17 +157,21 @@ class KubernetesStandIn:
             asked = "watch" if verb == "list" and request.query.get("watch") in ("true", "True", "1") else verb
             self.requests.append((asked, resource))
             fault = self._fault(asked, resource)
+            answered: web.StreamResponse
             try:
                 if fault is not None and not fault.afterwards:
-                    return await fault.happens(request)
+                    answered = await fault.happens(request)
+                    return answered
                 self._check(request, asked, resource)
-                answered: web.StreamResponse = await answer(request)
-            except Refusal as refusal:
+                answered = await answer(request)
+            except RefusalError as refusal:
                 answered = refusal.response()
             except Exception as bug:
                 self._bugs.append(bug)
                 raise
-            return answered if fault is None else await fault.happens(request)
+            if fault is not None:
+                answered = await fault.happens(request)
+            return answered
 
         return handle
 
@@ -180,11 +184,11 @@ class KubernetesStandIn:
 
     def _check(self, request: web.Request, verb: str, resource: str) -> None:
         if request.headers.get("Authorization") != f"Bearer {self.token}":
-            raise Refusal(401, "Unauthorized", "Unauthorized")
+            raise RefusalError(401, "Unauthorized", "Unauthorized")
         namespace = request.match_info["namespace"]
         group = "batch" if resource == "jobs" else ""
         if (verb, resource) not in self.rights or namespace != NAMESPACE:
-            raise Refusal(
+            raise RefusalError(
                 403,
                 "Forbidden",
                 f'{resource} is forbidden: User "{_USER}" cannot {verb} resource "{resource}" in API group "{group}" '
@@ -195,14 +199,14 @@ class KubernetesStandIn:
     async def _create_job(self, request: web.Request) -> web.Response:
         body = await request.read()
         if len(body) > LARGEST_REQUEST:
-            raise Refusal(413, "RequestEntityTooLarge", "the request is too large")
+            raise RefusalError(413, "RequestEntityTooLarge", "the request is too large")
         job = json.loads(body)
         check_job(job)
         name = job["metadata"]["name"]
         if name in self.objects.jobs:
-            raise Refusal(409, "AlreadyExists", f'jobs.batch "{name}" already exists')
+            raise RefusalError(409, "AlreadyExists", f'jobs.batch "{name}" already exists')
         if len(body) > LARGEST_OBJECT:
-            raise Refusal(500, "InternalError", "etcdserver: request is too large")
+            raise RefusalError(500, "InternalError", "etcdserver: request is too large")
         job["metadata"] = new_metadata(job["metadata"], NAMESPACE, self.objects.next_version())
         job["status"] = {}
         self.objects.jobs[name] = job
@@ -219,7 +223,7 @@ class KubernetesStandIn:
         check_deletion(options)
         uid = options.get("preconditions", {}).get("uid", job["metadata"]["uid"])
         if uid != job["metadata"]["uid"]:
-            raise Refusal(409, "Conflict", "the UID in the precondition does not match the UID in record")
+            raise RefusalError(409, "Conflict", "the UID in the precondition does not match the UID in record")
         # batch/v1 leaves pods behind unless it is told not to.
         policy = request.query.get("propagationPolicy") or options.get("propagationPolicy", "Orphan")
         self.deletions.append((job["metadata"]["name"], policy))
@@ -257,9 +261,9 @@ class KubernetesStandIn:
     async def _log(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in self.objects.pods:
-            raise Refusal(404, "NotFound", f'pods "{name}" not found')
+            raise RefusalError(404, "NotFound", f'pods "{name}" not found')
         if not self.kubelet.has_begun(name):
-            raise Refusal(400, "BadRequest", f'container "script" in pod "{name}" is waiting to start')
+            raise RefusalError(400, "BadRequest", f'container "script" in pod "{name}" is waiting to start')
         log = self.kubelet.log_of(name)
         return web.Response(body=log[: int(request.query.get("limitBytes", len(log) or 1))], content_type="text/plain")
 
@@ -269,7 +273,7 @@ class KubernetesStandIn:
     def _job(self, request: web.Request) -> dict[str, Any]:
         name = request.match_info["name"]
         if name not in self.objects.jobs:
-            raise Refusal(404, "NotFound", f'jobs.batch "{name}" not found')
+            raise RefusalError(404, "NotFound", f'jobs.batch "{name}" not found')
         return self.objects.jobs[name]
 
 
