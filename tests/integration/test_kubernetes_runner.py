@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from pathlib import Path
 
 import pytest
+from kubernetes_asyncio.config import incluster_config
 
 from integr8s_idem.errors import PermanentError
 from services.events import MAX_SCRIPT_CHARACTERS
 from services.k8s_worker import connection
+from services.k8s_worker.cluster import ClusterError
 from services.k8s_worker.kubernetes_runner import KubernetesRunner
 from services.k8s_worker.runner import RunEnd, UnsupportedLanguageError
 from tests.support.conditions import eventually
 from tests.support.kubernetes.running import NAME, Gate, command, run, runner_on
-from tests.support.kubernetes.server import KubernetesStandIn
-
-IMAGE = "docker.io/library/python:3.13-slim"
+from tests.support.kubernetes.server import TOKEN, KubernetesStandIn
+from tests.support.tls import Authority
 
 
 async def cancelled(running: asyncio.Task[object]) -> None:
@@ -216,6 +218,31 @@ async def test_a_finished_job_that_nobody_discards_is_removed_by_the_cluster(clu
 async def test_a_version_without_an_image_is_refused(runner: KubernetesRunner, cluster: KubernetesStandIn) -> None:
     with pytest.raises(UnsupportedLanguageError, match=r"python:2\.7 cannot be run here; supported: python$"):
         await run(runner, "print 1", language_version="2.7")
+
+    assert cluster.requests == []
+
+
+async def test_in_a_cluster_the_pods_own_service_account_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the cluster lays it into every pod: two variables, a token and a certificate."""
+    authority, token = Authority(tmp_path), tmp_path / "token"
+    token.write_text(TOKEN)
+    async with KubernetesStandIn(tmp_path, authority.server_context()) as cluster:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(cluster.port))
+        monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+        monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(authority.ca_file))
+        async with runner_on(cluster, kubeconfig=None) as runner:
+            assert (await run(runner, "print(1)")).stdout == "1\n"
+
+
+async def test_a_cluster_that_nobody_vouches_for_is_sent_nothing(tmp_path: Path) -> None:
+    async with KubernetesStandIn(tmp_path, Authority(tmp_path).server_context()) as cluster:
+        cluster.kubeconfig.write_text(cluster.kubeconfig.read_text().replace("http://", "https://"))
+        async with runner_on(cluster, api_patience_seconds=0.1) as runner:
+            with pytest.raises(ClusterError, match="CERTIFICATE_VERIFY_FAILED"):
+                await run(runner, "print(1)")
 
     assert cluster.requests == []
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Fault:
 class KubernetesStandIn:
     """One namespace of a cluster that there is not."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tls: ssl.SSLContext | None = None) -> None:
         self.objects = Objects()
         self.kubelet = Kubelet(self.objects, folder / "pods")
         self.controller = Controller(self.objects, self.kubelet)
@@ -68,6 +69,7 @@ class KubernetesStandIn:
         """Names of the Jobs that were made, in order."""
         self.kubeconfig = folder / "kubeconfig"
         self.faults: list[Fault] = []
+        self._tls = tls
         self._watches: set[asyncio.WriteTransport] = set()
         self._bugs: list[Exception] = []
         self._runner: web.AppRunner | None = None
@@ -105,9 +107,12 @@ class KubernetesStandIn:
         (pod,) = self.objects.pods.values()
         return pod
 
-    def write_kubeconfig(self, token: str = TOKEN) -> None:
+    @property
+    def port(self) -> int:
         assert self._runner is not None
-        host, port = self._runner.addresses[0]
+        return int(self._runner.addresses[0][1])
+
+    def write_kubeconfig(self, token: str = TOKEN) -> None:
         self.kubeconfig.write_text(
             yaml.safe_dump(
                 {
@@ -115,7 +120,7 @@ class KubernetesStandIn:
                     "kind": "Config",
                     "current-context": "stand-in",
                     "contexts": [{"name": "stand-in", "context": {"cluster": "stand-in", "user": "worker"}}],
-                    "clusters": [{"name": "stand-in", "cluster": {"server": f"http://{host}:{port}"}}],
+                    "clusters": [{"name": "stand-in", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
                     "users": [{"name": "worker", "user": {"token": token}}],
                 }
             )
@@ -138,7 +143,7 @@ class KubernetesStandIn:
             app.router.add_route(method, path, self._route(verb, resource, answer))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self._tls).start()
         self.write_kubeconfig()
         return self
 
