@@ -33,7 +33,8 @@ _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 10.0
 _LONGEST_RETRY_AFTER: Final = 60.0
 _MOST_WORDS: Final = 65_536
-_PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_PASSING: Final = frozenset({408, 410, 425, 429, 500, 502, 503, 504})
+"""410: what we have listed is too old to go on from."""
 _CONTROLLER: Final = "batch.kubernetes.io/controller-uid"
 """The label of a Job's pods; the Job's uid, since its name may have belonged to another one before."""
 
@@ -48,7 +49,7 @@ class ClusterError(OSError):
 
 
 class UnansweredError(ClusterError):
-    """No usable answer: no connection, an overloaded server, one that fails."""
+    """No usable answer: no connection, an overloaded server, one that fails, a watch that cannot go on."""
 
     def __init__(self, why: str, retry_after: float = 0.0) -> None:
         super().__init__(why)
@@ -62,10 +63,6 @@ class RefusedError(ClusterError):
         super().__init__(f"the cluster refuses to {doing}: {status} {reason}: {message}")
         self.status = status
         self.reason = reason
-
-
-class BrokenWatchError(ClusterError):
-    """A watch cannot go on, or not from where it began: list again."""
 
 
 class Cluster:
@@ -136,7 +133,7 @@ class Cluster:
         """Changes of the Job's pods since `version`, for that long.  One try: whoever watches lists again.
 
         Raises:
-            BrokenWatchError: The connection broke, or the cluster has forgotten `version`.
+            UnansweredError: The connection broke, or the cluster has forgotten `version`.
         """
 
         def call() -> Any:
@@ -150,12 +147,9 @@ class Cluster:
                 _request_timeout=(REQUEST_SECONDS, seconds + WATCH_SLACK_SECONDS),
             )
 
-        try:
-            async with _answered("watch pods", call, None) as response:
-                async for line in response.content:
-                    yield _event(line)
-        except UnansweredError as error:
-            raise BrokenWatchError(str(error)) from error
+        async with _answered("watch pods", call, None) as response:
+            async for line in response.content:
+                yield _event(line)
 
     async def log(self, pod_name: str, container: str, most: int) -> bytes | None:
         """At most `most` bytes of the beginning of a container's output; `None` if the pod is gone."""
@@ -230,7 +224,7 @@ def _event(line: bytes) -> dict[str, Any]:
     if event.get("type") != "ERROR":
         return event
     told = event.get("object", {})
-    raise BrokenWatchError(f"the watch ended: {told.get('reason')}: {told.get('message')}")
+    raise UnansweredError(f"the watch ended: {told.get('reason')}: {told.get('message')}")
 
 
 def _error(doing: str, response: aiohttp.ClientResponse, body: bytes) -> ClusterError:
@@ -241,8 +235,6 @@ def _error(doing: str, response: aiohttp.ClientResponse, body: bytes) -> Cluster
     except ValueError:
         pass  # somebody between us and the cluster answers in words of its own
     status = response.status
-    if status == HTTPStatus.GONE:
-        return BrokenWatchError(message)
     if status in _PASSING:
         return UnansweredError(f"could not {doing}: {status} {reason}: {message}", _retry_after(response))
     return RefusedError(doing, status, reason, message)

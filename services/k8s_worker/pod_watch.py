@@ -16,7 +16,7 @@ from enum import Enum
 from time import monotonic
 from typing import Any, Final
 
-from services.k8s_worker.cluster import BrokenWatchError, Cluster, UnansweredError
+from services.k8s_worker.cluster import Cluster, UnansweredError
 from services.k8s_worker.pod_status import ended_pod, has_begun, is_hopeless, job_end, why_waiting, words_of
 
 WATCH_SECONDS: Final = 30
@@ -78,7 +78,7 @@ class JobWatch:
             began, seconds = monotonic(), self._watch_seconds()
             try:
                 sight = await self._round(seconds)
-            except (BrokenWatchError, UnansweredError) as error:
+            except UnansweredError as error:
                 # The run goes on without us: as long as it may, nothing is lost by asking again.
                 if monotonic() > self._deadlines.over:
                     raise

@@ -126,6 +126,17 @@ async def test_a_job_that_somebody_deletes_is_lost(
     assert cluster.made == [NAME]
 
 
+async def test_a_job_that_is_deleted_before_it_had_a_pod_is_lost(cluster: KubernetesStandIn) -> None:
+    cluster.controller.makes_pods = False
+    async with runner_on(cluster, start_seconds=1) as runner:
+        running = asyncio.create_task(run(runner, "print()"))
+        await eventually(lambda: cluster.requests.count(("watch", "pods")) == 1)
+        cluster.controller.delete(cluster.objects.jobs[NAME], "Background")
+        ended = await running
+
+    assert (ended.end, ended.stderr) == (RunEnd.LOST, "its Job was deleted")
+
+
 async def test_a_job_that_the_cluster_ends_at_its_deadline_has_timed_out(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
@@ -170,7 +181,7 @@ async def test_an_overloaded_api_is_asked_again(
     cluster.refuse(verb, resource, code, times=2)
 
     assert (await run(runner, "print(1)")).stdout == "1\n"
-    assert cluster.requests.count((verb, resource)) >= 3
+    assert cluster.requests.count((verb, resource)) >= (1 if verb == "watch" else 3)  # a short run is seen without one
     assert len(cluster.kubelet.started) == 1
 
 
