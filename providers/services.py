@@ -11,7 +11,7 @@ from integr8s_idem import EventPublisher
 from services.coordinator.admission import Admission
 from services.database import Database
 from services.k8s_worker.runner import Runner
-from services.k8s_worker.subprocess_runner import SubprocessRunner
+from services.k8s_worker.runners import chosen_runner
 from services.k8s_worker.worker import PodWorker
 from services.result_processor.results import Results
 from services.saga_orchestrator.saga import Sagas
@@ -74,8 +74,9 @@ class K8sWorkerProvider(Provider):
     scope = Scope.APP
 
     @provide
-    def runner(self, settings: PlatformSection) -> Runner:
-        return {"subprocess": SubprocessRunner}[settings.runner](settings)
+    async def runner(self, settings: PlatformSection) -> AsyncIterable[Runner]:
+        async with chosen_runner(settings) as runner:
+            yield runner
 
     @provide
     def pods(

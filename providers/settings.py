@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Self
 
+from pydantic import model_validator
 from sqlalchemy.engine import URL, make_url
 
 from integr8s_idem import Settings
@@ -15,6 +17,18 @@ class PlatformSettings(Settings):
     """What settings.toml holds for the platform: `[platform]` beside the library's sections."""
 
     platform: PlatformSection = PlatformSection()
+
+    @model_validator(mode="after")
+    def _jobs_outlive_a_takeover(self) -> Self:
+        ttl = self.platform.kubernetes.ttl_seconds
+        lease, session = self.idempotency.processing_timeout_seconds, self.kafka.session_timeout_seconds
+        if self.platform.runner == "kubernetes" and ttl <= lease + session:
+            raise ValueError(
+                f"platform.kubernetes.ttl_seconds = {ttl} is not above idempotency.processing_timeout_seconds = "
+                f"{lease:g} and kafka.session_timeout_seconds = {session:g} together: a finished Job would be gone "
+                "when a dead worker's executions are taken over, and its script would run again; raise the first"
+            )
+        return self
 
     @property
     def records_are_in_the_platforms_database(self) -> bool:

@@ -143,7 +143,8 @@ class ExecutionFailed(ExecutionEvent):
     exit_code: int
     """As the shell knows it; negative: the number of the signal that ended it."""
     error_type: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,40}$")]
-    """script_error, cpu_limit, memory_limit, output_limit, signal, supervisor_lost, unsupported_language, deleted"""
+    """script_error, cpu_limit, memory_limit, output_limit, signal, evicted, not_started, supervisor_lost,
+    unsupported_language, deleted"""
     stdout: Output = ""
     stderr: Output = ""
     resource_usage: ResourceUsage = Field(default_factory=ResourceUsage)

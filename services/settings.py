@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, field_validator, model_validator
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from integr8s_idem.config import Section
 
 DATABASES = ("sqlite+aiosqlite", "postgresql+asyncpg")
+
+Label = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+"""As Kubernetes names a namespace."""
+ImageKey = Annotated[str, StringConstraints(pattern=r"^python(:[A-Za-z0-9._-]{1,40})?$")]
+"""A language, or `language:version`."""
+
+
+class KubernetesSection(Section):
+    """The cluster that runs scripts with `runner = "kubernetes"`."""
+
+    namespace: Label = "executions"
+    """Where the Jobs are made. It must be there."""
+    kubeconfig: str | None = None
+    """File that says how to reach the cluster; if not given, the service account of the pod that the worker runs in."""
+    context: str | None = None
+    """Which context of that file; its current one if not given."""
+    images: Annotated[dict[ImageKey, Annotated[str, Field(min_length=1)]], Field(min_length=1)] = Field(
+        default_factory=lambda: {"python": "docker.io/library/python:3.13-slim"}
+    )
+    """Image of each language, or "language:version". A version without an image of its own is refused."""
+    user_id: Annotated[int, Field(ge=1, le=2**31 - 1)] = 65_532
+    """Numeric user that scripts run as, never root."""
+    tmp_mb: PositiveInt = 128
+    """What a script may write into its one writable folder, in MiB."""
+    start_seconds: PositiveFloat = 120
+    """How long a pod may wait for a node and its image before the execution fails as not_started."""
+    ttl_seconds: PositiveInt = 3_600
+    """When the cluster removes a finished Job that no worker has removed. Longer than a takeover takes."""
+    api_patience_seconds: PositiveFloat = 60
+    """How long a request that got no answer is repeated before the attempt is given up, to be made again."""
 
 
 class PlatformSection(Section):
@@ -30,8 +60,9 @@ class PlatformSection(Section):
     """A request for more cores is rejected."""
     default_memory_mb: Annotated[int, Field(ge=16)] = 256
     """Memory of a script that asks for no amount."""
-    runner: Literal["subprocess"] = "subprocess"
-    """What runs scripts."""
+    runner: Literal["subprocess", "kubernetes"] = "subprocess"
+    """What runs scripts: subprocess (children of the worker) or kubernetes (Jobs of a cluster)."""
+    kubernetes: KubernetesSection = KubernetesSection()
     interpreter: str | None = None
     """Python for the scripts; the worker's own if not given."""
     work_folder: str | None = None
@@ -68,3 +99,13 @@ class PlatformSection(Section):
             # The URL itself is not shown: it may hold a password.
             raise ValueError(f"starts with {driver or 'no driver'}; write one of {', '.join(DATABASES)}")
         return url
+
+    @model_validator(mode="after")
+    def _pods_start_before_their_saga_expires(self) -> Self:
+        start = self.kubernetes.start_seconds
+        if self.runner == "kubernetes" and start >= self.saga_timeout_seconds:
+            raise ValueError(
+                f"kubernetes.start_seconds = {start:g} is not below saga_timeout_seconds = "
+                f"{self.saga_timeout_seconds:g}: a saga would delete pods that may still start"
+            )
+        return self

@@ -15,6 +15,7 @@ from tests.support.redis import RedisServer
 pytest_plugins = [
     "tests.support.kafka.fixtures",
     "tests.support.dynamodb.fixtures",
+    "tests.support.kubernetes.fixtures",
     "tests.support.databases",
     "tests.support.doctor",
     "tests.support.browser",

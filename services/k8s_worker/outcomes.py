@@ -23,6 +23,9 @@ _OUTCOMES: Final[TypeAdapter[Outcome]] = TypeAdapter(Annotated[Outcome, Field(di
 _FAILURES: Final = {
     RunEnd.STOPPED: "deleted",
     RunEnd.FLOODED: "output_limit",
+    RunEnd.OUT_OF_MEMORY: "memory_limit",
+    RunEnd.EVICTED: "evicted",
+    RunEnd.NOT_STARTED: "not_started",
     RunEnd.LOST: "supervisor_lost",
 }
 

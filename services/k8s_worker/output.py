@@ -9,6 +9,18 @@ from typing import Final
 _CHUNK: Final = 65_536
 
 
+def readable(kept: bytes, dropped: int | None) -> str:
+    """Output as text, with a line about what is missing.  No NUL: not every database keeps one.
+
+    Args:
+        dropped: How many bytes are missing at the end; `None` if some are and nobody has counted them.
+    """
+    text = kept.decode("utf-8", "replace").replace("\x00", "\N{REPLACEMENT CHARACTER}")
+    if dropped is None:
+        return f"{text}\n[cut off here]"
+    return f"{text}\n[cut off here: {dropped} more bytes]" if dropped else text
+
+
 class Capture:
     """The beginning of a stream; what comes after `keep` bytes is counted and dropped."""
 
@@ -40,10 +52,8 @@ class Capture:
             self._transport.close()
 
     def text(self) -> str:
-        """What was kept, with a line about what was not.  No NUL: not every database keeps one."""
-        kept = self._kept.decode("utf-8", "replace").replace("\x00", "\N{REPLACEMENT CHARACTER}")
-        dropped = self._received - len(self._kept)
-        return f"{kept}\n[cut off here: {dropped} more bytes]" if dropped else kept
+        """What was kept, with a line about what was not."""
+        return readable(bytes(self._kept), self._received - len(self._kept))
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         while chunk := await stream.read(_CHUNK):

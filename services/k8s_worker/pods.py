@@ -45,6 +45,14 @@ class Ownership:
     fence: int
 
 
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A pod that is to be deleted, and that nobody has reported alive for long."""
+
+    pod_name: str
+    outcome: ExecutionFailed
+
+
 class PodTable:
     """The pods of all k8s workers."""
 
@@ -127,15 +135,15 @@ class PodTable:
         async with self._database.transaction() as connection:
             return [row.execution_id for row in await connection.execute(returned) if row.delete_reason is not None]
 
-    async def orphans(self, lost_after: float) -> list[ExecutionFailed]:
-        """Outcomes of pods that are to be deleted, but that nobody has run for `lost_after` seconds."""
+    async def orphans(self, lost_after: float) -> list[Orphan]:
+        """Pods that are to be deleted, but that nobody has run for `lost_after` seconds."""
         found = select(pods).where(
             pods.c.state == PodState.RUNNING.value,
             pods.c.delete_reason.is_not(None),
             pods.c.seen_at < now() - literal(lost_after),
         )
         async with self._database.reading() as connection:
-            return [deletion(row) for row in await connection.execute(found)]
+            return [Orphan(row.pod_name, deletion(row)) for row in await connection.execute(found)]
 
     async def close(self, outcome: ExecutionFailed) -> None:
         """Keep the outcome of an orphan, once it is published."""

@@ -20,8 +20,14 @@ class RunEnd(str, Enum):
     """Somebody asked for the pod to be deleted."""
     FLOODED = "flooded"
     """It wrote more than anybody wants to read."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """The system ended it: it wanted more memory than it may have."""
+    EVICTED = "evicted"
+    """The cluster took its node or its place away."""
+    NOT_STARTED = "not_started"
+    """It did not begin to run, and will not."""
     LOST = "lost"
-    """Whoever watched the script has died, and the script with it."""
+    """Whoever watched the script has died, and the script with it, or what it left is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +60,23 @@ class Runner(Protocol):
     async def run(self, pod_name: str, command: CreatePodCommand, stop: asyncio.Event) -> Run:
         """Run the command's script within its limits.
 
-        Cancelled, it leaves no process and no file behind.
+        A later run of the same pod and command, in this process or another, goes on with what an earlier one has left,
+        if anything.  Cancelled, a run leaves nothing behind but what such a later run would find.
 
         Args:
             stop: Set by others when the run is to be ended.
 
         Raises:
             UnsupportedLanguageError: Nothing was run.
-            OSError: Nothing was run; it may work later.
+            PermanentError: Nothing was run, and trying again would not help.
+            OSError: How it ended is not known; asked again, it goes on, or begins if it had not begun.
+        """
+        ...
+
+    async def discard(self, pod_name: str) -> None:
+        """Remove what is left of a pod whose outcome is kept; end it if it runs.  Nothing left is fine.
+
+        Raises:
+            OSError: It may still be there.
         """
         ...

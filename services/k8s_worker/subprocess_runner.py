@@ -39,6 +39,9 @@ class SubprocessRunner:
             async with supervised(spec, keep=keep, flood=flood) as script:
                 return await self._watch(script, command.timeout_seconds, stop)
 
+    async def discard(self, pod_name: str) -> None:
+        """Nothing to do: no run leaves anything behind."""
+
     def _spec(self, folder: str, command: CreatePodCommand) -> dict[str, Any]:
         settings = self._settings
         interpreter = settings.interpreter or sys.executable

@@ -39,17 +39,21 @@ class PodWorker:
 
         Raises:
             SupersededError: A later attempt runs it.
-            PermanentError: Another command runs this execution.
-            PublishError, OSError: Nothing was run.
+            PermanentError: Another command runs this execution, or the runner can never run it.
+            PublishError: Nothing was run.
+            OSError: How it ended is not known; a later attempt goes on with it.
         """
         owner = Ownership(command.execution_id, pod_name_of(attempt.key), attempt.number, attempt.fence)
         known = await self._pods.begin(owner, command)
         if known is not None:
+            await self._discard(owner.pod_name)
             return known
         if attempt.number > 1:
             _log.warning("execution %s runs again, attempt %d", command.execution_id, attempt.number)
         await self._publisher.publish(_created(command, owner.pod_name, attempt))
-        return await self._pods.end(owner, await self._run(command, owner.pod_name, attempt))
+        outcome = await self._pods.end(owner, await self._run(command, owner.pod_name, attempt))
+        await self._discard(owner.pod_name)
+        return outcome
 
     async def delete(self, command: DeletePodCommand) -> ExecutionFailed | None:
         """End the pod, wherever it runs.  The outcome to publish if it never ran."""
@@ -63,15 +67,23 @@ class PodWorker:
         """Report our runs as alive, end those that are to be deleted, close what dead workers have left.
 
         Raises:
-            PublishError: Some orphan stays open until the next check.
+            PublishError, OSError: Some orphan stays open until the next check.
         """
         for execution_id in await self._pods.report_alive(list(self._running)):
             if execution_id in self._running:
                 self._running[execution_id].set()
-        for outcome in await self._pods.orphans(self._settings.pod_lost_seconds):
-            _log.warning("closing the pod of execution %s: deleted, and nobody runs it", outcome.execution_id)
-            await self._publisher.publish(outcome)
-            await self._pods.close(outcome)
+        for orphan in await self._pods.orphans(self._settings.pod_lost_seconds):
+            _log.warning("closing the pod of execution %s: deleted, and nobody runs it", orphan.outcome.execution_id)
+            await self._runner.discard(orphan.pod_name)
+            await self._publisher.publish(orphan.outcome)
+            await self._pods.close(orphan.outcome)
+
+    async def _discard(self, pod_name: str) -> None:
+        """Clean up behind an outcome that is kept: it stands, whether this works or not."""
+        try:
+            await self._runner.discard(pod_name)
+        except OSError as error:
+            _log.warning("pod %s is left for the cluster to remove: %s", pod_name, error)
 
     async def _run(self, command: CreatePodCommand, pod_name: str, attempt: Attempt) -> Outcome:
         stop = asyncio.Event()

@@ -37,6 +37,8 @@ class FakeRunner:
 
     def __init__(self) -> None:
         self.runs = 0
+        self.discarded: list[str] = []
+        self.cannot_discard = False
         self.at_once = True
         self.begun = asyncio.Event()
         self.may_end = asyncio.Event()
@@ -55,6 +57,11 @@ class FakeRunner:
             for wait in waiting:
                 wait.cancel()
         return Run(RunEnd.STOPPED if stop.is_set() else RunEnd.EXITED, stdout=f"run {self.runs}")
+
+    async def discard(self, pod_name: str) -> None:
+        if self.cannot_discard:
+            raise ConnectionError("the cluster is away")
+        self.discarded.append(pod_name)
 
 
 @dataclass
@@ -282,6 +289,71 @@ async def test_a_deleted_pod_that_is_reported_is_left_to_its_worker(worker: Work
     await running
 
 
+async def test_what_a_run_has_left_is_discarded_once_its_outcome_is_kept(worker: Worker) -> None:
+    running = await worker.begin()
+    assert worker.runner.discarded == []
+    worker.runner.may_end.set()
+    await running
+
+    assert worker.runner.discarded == [pod_name_of(FIRST.key)]
+    assert await worker.row() == ("ended", 1)
+
+
+async def test_an_outcome_stands_though_nothing_can_be_discarded(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.runner.cannot_discard = True
+
+    outcome = await worker.pods.create(CREATE, FIRST)
+
+    assert isinstance(outcome, ExecutionCompleted)
+    assert "is left for the cluster to remove: the cluster is away" in caplog.text
+
+
+async def test_a_rerun_discards_what_a_worker_that_died_has_left(worker: Worker, another: Worker) -> None:
+    worker.runner.cannot_discard = True
+    await worker.pods.create(CREATE, FIRST)
+
+    await another.pods.create(CREATE, SECOND)
+
+    assert (another.runner.runs, another.runner.discarded) == (0, [pod_name_of(FIRST.key)])
+
+
+async def test_an_attempt_that_was_overtaken_discards_nothing(worker: Worker, another: Worker) -> None:
+    """Somebody else goes on with what is there."""
+    stalled = await worker.begin(FIRST)
+    running = await another.begin(SECOND)
+    worker.runner.may_end.set()
+    with pytest.raises(SupersededError):
+        await stalled
+
+    assert worker.runner.discarded == []
+    another.runner.may_end.set()
+    await running
+
+
+async def test_a_cancelled_run_discards_nothing(worker: Worker) -> None:
+    await cancelled(await worker.begin())
+
+    assert worker.runner.discarded == []
+
+
+async def test_a_deleted_pod_that_nobody_runs_is_discarded_before_it_is_closed(worker: Worker, another: Worker) -> None:
+    await cancelled(await worker.begin())
+    await another.pods.delete(DELETE)
+    await another.nobody_reports_it()
+    another.runner.cannot_discard = True
+
+    with pytest.raises(ConnectionError):
+        await another.pods.check()
+    assert await another.row() == ("running", 1)
+
+    another.runner.cannot_discard = False
+    await another.pods.check()
+    assert another.runner.discarded == [pod_name_of(FIRST.key)]
+    assert await another.row() == ("ended", 1)
+
+
 async def test_another_language_is_a_failure_of_the_request(worker: Worker) -> None:
     command = CREATE.model_copy(update={"language": "cobol"})
 
@@ -300,6 +372,9 @@ async def test_another_language_is_a_failure_of_the_request(worker: Worker) -> N
         (Run(RunEnd.EXITED, -11), "signal"),
         (Run(RunEnd.FLOODED, -9), "output_limit"),
         (Run(RunEnd.STOPPED, -9), "deleted"),
+        (Run(RunEnd.OUT_OF_MEMORY, -9), "memory_limit"),
+        (Run(RunEnd.EVICTED, -9), "evicted"),
+        (Run(RunEnd.NOT_STARTED, -9), "not_started"),
         (Run(RunEnd.LOST, -9), "supervisor_lost"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",

@@ -1,0 +1,205 @@
+"""What the cluster says of a pod, and the `Run` that follows from it.  Pure.
+
+A Job here has one pod at a time.  Should the cluster have made two all the same, which its documentation does not
+exclude, the one that succeeded counts, else the last.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from services.events import ResourceUsage
+from services.k8s_worker.job_spec import CONTAINER
+from services.k8s_worker.output import readable
+from services.k8s_worker.runner import Run, RunEnd
+
+Object = Mapping[str, Any]
+"""A Job or a pod, as the API gives it."""
+
+_HOPELESS: Final = frozenset({"InvalidImageName", "ErrImageNeverPull"})
+"""Reasons for waiting that no waiting mends."""
+_NEVER_RAN: Final = frozenset({"StartError", "ContainerCannotRun"})
+_ENDS: Final = {"exited": RunEnd.EXITED, "timed_out": RunEnd.TIMED_OUT, "flooded": RunEnd.FLOODED}
+_SIGNALLED: Final = 128
+
+
+class Report(BaseModel):
+    """What pod_program.py says when it ends.  It may be anything: the script could write there, too."""
+
+    end: Literal["exited", "timed_out", "flooded", "terminated"]
+    exit_code: Annotated[int, Field(ge=-64, le=255)]
+    dropped: Annotated[int, Field(ge=0)]
+    wall_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    cpu_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    peak_memory_kib: Annotated[int, Field(ge=0, le=2**53)]
+
+    @property
+    def usage(self) -> ResourceUsage:
+        return ResourceUsage.model_validate(self, from_attributes=True)
+
+
+def ended_pod(pods: Iterable[Object]) -> Object | None:
+    """The pod that tells how the run ended; `None` while there is none."""
+    ended = [pod for pod in pods if phase(pod) in {"Succeeded", "Failed"}]
+    return max(ended, key=_weight) if ended else None
+
+
+def has_begun(pods: Iterable[Object]) -> bool:
+    """Whether a script runs, or has run."""
+    return any({"running", "terminated"} & set(_container(pod).get("state", {})) for pod in pods)
+
+
+def is_hopeless(pods: Iterable[Object]) -> bool:
+    """Whether a pod waits for what cannot come."""
+    return any(_waiting(pod).get("reason") in _HOPELESS for pod in pods)
+
+
+def why_waiting(pods: Sequence[Object]) -> str:
+    """What the cluster says about pods that have not begun."""
+    for pod in pods:
+        told = _waiting(pod) or _unscheduled(pod)
+        if told:
+            return words_of(told)
+    return "its pod waits, and the cluster does not say for what" if pods else "the cluster has made no pod for it"
+
+
+def job_end(job: Object) -> Object | None:
+    """The condition that says how the Job ended; `None` while it is under way."""
+    return _condition(job, "Complete") or _condition(job, "Failed")
+
+
+def is_past_its_deadline(job: Object) -> bool:
+    """Whether the cluster ended the Job because it took too long."""
+    told = _condition(job, "Failed") or _condition(job, "FailureTarget") or {}
+    return bool(told.get("reason") == "DeadlineExceeded")
+
+
+def has_output(pod: Object) -> bool:
+    """Whether there was a container that could write some."""
+    return bool(_terminated(pod))
+
+
+def run_of(pod: Object, log: bytes, keep: int) -> Run:
+    """How the pod ran.
+
+    Args:
+        log: The beginning of its output.
+        keep: Bytes of it that are wanted.
+    """
+    terminated, report = _terminated(pod), _report(pod)
+    end, exit_code = _end(pod, terminated, report)
+    return Run(
+        end,
+        exit_code,
+        stdout_of(log, keep, report.dropped if report else 0),
+        "" if end is RunEnd.EXITED or (report and end is _ENDS.get(report.end)) else _why(pod, terminated),
+        report.usage if report else ResourceUsage(wall_seconds=_wall_seconds(terminated)),
+    )
+
+
+def stdout_of(log: bytes, keep: int, dropped: int = 0) -> str:
+    """Output as text.  A cluster has one stream for stdout and stderr: all of it counts as stdout."""
+    return readable(log[:keep], None if len(log) > keep else dropped)
+
+
+def phase(pod: Object) -> str:
+    return str(_status(pod).get("phase", ""))
+
+
+def _end(pod: Object, terminated: Object, report: Report | None) -> tuple[RunEnd, int]:
+    exit_code = report.exit_code if report else _exit_code(terminated)
+    if terminated.get("reason") == "OOMKilled" and exit_code != 0:
+        return RunEnd.OUT_OF_MEMORY, exit_code
+    if report and report.end in _ENDS:
+        return _ENDS[report.end], exit_code
+    if _status(pod).get("reason") == "DeadlineExceeded":
+        return RunEnd.TIMED_OUT, exit_code
+    if _status(pod).get("reason") == "Evicted" or _condition(pod, "DisruptionTarget"):
+        return RunEnd.EVICTED, exit_code
+    if not terminated or terminated.get("reason") in _NEVER_RAN:
+        return RunEnd.NOT_STARTED, exit_code
+    if report or pod["metadata"].get("deletionTimestamp"):
+        return RunEnd.LOST, exit_code  # somebody has deleted the pod
+    return RunEnd.EXITED, exit_code
+
+
+def _exit_code(terminated: Object) -> int:
+    code = int(terminated.get("exitCode", _SIGNALLED + signal.SIGKILL))
+    return _SIGNALLED - code if code > _SIGNALLED else code
+
+
+def _report(pod: Object) -> Report | None:
+    try:
+        return Report.model_validate_json(_terminated(pod).get("message") or "")
+    except ValidationError:
+        return None
+
+
+def _why(pod: Object, terminated: Object) -> str:
+    told = (_status(pod), _condition(pod, "DisruptionTarget"), terminated)
+    return "; ".join(dict.fromkeys(words_of(each) for each in told if each and each.get("reason")))
+
+
+def words_of(told: Object) -> str:
+    """What the cluster says about something, with the reason that it gives."""
+    reason, message = told.get("reason", ""), told.get("message", "")
+    # The report of our own program is no message for anybody.
+    return f"{reason}: {message}" if message and not message.startswith('{"end"') else str(reason)
+
+
+def _wall_seconds(terminated: Object) -> float:
+    try:
+        begun, ended = (datetime.fromisoformat(terminated[name]) for name in ("startedAt", "finishedAt"))
+    except (KeyError, TypeError, ValueError):
+        return 0.0  # it never began, or the cluster does not know
+    return max(0.0, (ended - begun).total_seconds())
+
+
+def _weight(pod: Object) -> tuple[bool, str]:
+    return phase(pod) == "Succeeded", str(pod["metadata"].get("creationTimestamp", ""))
+
+
+def _status(thing: Object) -> Object:
+    return thing.get("status") or {}
+
+
+def _container(pod: Object) -> Object:
+    statuses = _status(pod).get("containerStatuses") or []
+    return next((status for status in statuses if status.get("name") == CONTAINER), {})
+
+
+def _terminated(pod: Object) -> Object:
+    return _container(pod).get("state", {}).get("terminated") or {}
+
+
+def _waiting(pod: Object) -> Object:
+    waiting: Object = _container(pod).get("state", {}).get("waiting") or {}
+    # What every pod goes through says nothing.
+    return {} if waiting.get("reason") in {"ContainerCreating", "PodInitializing"} else waiting
+
+
+def _unscheduled(pod: Object) -> Object:
+    return next(
+        (
+            condition
+            for condition in _status(pod).get("conditions") or []
+            if condition.get("type") == "PodScheduled" and condition.get("status") == "False"
+        ),
+        {},
+    )
+
+
+def _condition(thing: Object, kind: str) -> Object | None:
+    return next(
+        (
+            condition
+            for condition in _status(thing).get("conditions") or []
+            if condition.get("type") == kind and condition.get("status") == "True"
+        ),
+        None,
+    )

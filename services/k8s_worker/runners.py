@@ -1,0 +1,33 @@
+"""The runner that settings name."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from integr8s_idem.errors import ApplicationError
+from services.k8s_worker.runner import Runner
+from services.k8s_worker.subprocess_runner import SubprocessRunner
+from services.settings import PlatformSection
+
+
+@asynccontextmanager
+async def chosen_runner(settings: PlatformSection) -> AsyncIterator[Runner]:
+    """The runner, ready, until the end of the block.
+
+    Raises:
+        SettingsError: It cannot be had with these settings.
+        ApplicationError: What it needs is not installed.
+    """
+    if settings.runner == "subprocess":
+        yield SubprocessRunner(settings)
+        return
+    try:
+        # Only here: whoever runs scripts as child processes needs no client of a cluster.
+        from services.k8s_worker.kubernetes_runner import kubernetes_runner
+    except ImportError as error:
+        raise ApplicationError(
+            'runner = "kubernetes" needs kubernetes_asyncio, which is not installed: pip install kubernetes-asyncio'
+        ) from error
+    async with kubernetes_runner(settings) as runner:
+        yield runner

@@ -1,0 +1,157 @@
+"""The runner is chosen by settings alone, and bad settings are refused before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from integr8s_idem.config import load_settings
+from integr8s_idem.errors import ApplicationError, SettingsError
+from providers import containers
+from providers.settings import PlatformSettings
+from services.k8s_worker.kubernetes_runner import KubernetesRunner
+from services.k8s_worker.runner import Runner
+from services.k8s_worker.runners import chosen_runner
+from services.k8s_worker.subprocess_runner import SubprocessRunner
+from services.settings import PlatformSection
+from tests.support.kubernetes.server import KubernetesStandIn
+
+ROOT = Path(__file__).parents[2]
+
+IMPORT_ALL = """
+import asyncio, sys
+from providers import platform
+from services.k8s_worker.runners import chosen_runner
+from services.settings import PlatformSection
+
+async def main():
+    async with chosen_runner(PlatformSection()):
+        print([name for name in sys.modules if name.startswith("kubernetes_asyncio")])
+
+asyncio.run(main())
+"""
+
+
+def load(folder: Path, text: str) -> PlatformSettings:
+    file = folder / "settings.toml"
+    file.write_text(text)
+    settings = load_settings(file, PlatformSettings)
+    assert isinstance(settings, PlatformSettings)
+    return settings
+
+
+async def runner_of(settings: PlatformSettings) -> type[object]:
+    container = containers.k8s_worker_container(settings)
+    try:
+        return type(await container.get(Runner))
+    finally:
+        await container.close()
+
+
+async def test_settings_choose_the_runner(cluster: KubernetesStandIn, tmp_path: Path) -> None:
+    store = f'[store]\nkind = "memory"\n[platform]\ndatabase_url = "sqlite+aiosqlite:///{tmp_path}/p.db"\n'
+    kubernetes = f'runner = "kubernetes"\n[platform.kubernetes]\nkubeconfig = "{cluster.kubeconfig}"\n'
+
+    assert await runner_of(load(tmp_path, store)) is SubprocessRunner
+    assert await runner_of(load(tmp_path, store + kubernetes)) is KubernetesRunner
+    assert cluster.requests == []
+
+
+def test_the_client_is_imported_only_for_the_runner_that_needs_it() -> None:
+    said = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert said.stdout == "[]\n"
+
+
+async def test_a_missing_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("kubernetes_asyncio", "services.k8s_worker.kub"))]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("cluster", "connection"):
+        monkeypatch.delitem(sys.modules, f"services.k8s_worker.{name}")
+    monkeypatch.setitem(sys.modules, "kubernetes_asyncio", None)
+
+    with pytest.raises(ApplicationError, match="pip install kubernetes-asyncio"):
+        async with chosen_runner(PlatformSection(runner="kubernetes")):
+            pass
+
+
+async def test_a_worker_outside_of_any_cluster_needs_a_kubeconfig(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+
+    with pytest.raises(SettingsError, match=r"platform\.kubernetes\.kubeconfig +is not given, and this is no pod"):
+        async with chosen_runner(PlatformSection(runner="kubernetes")):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("text", "context", "told"),
+    [
+        (None, None, ""),
+        ("{{{", None, ""),
+        ("a: [1", None, ""),
+        ("apiVersion: v1\nkind: Config\n", None, ""),
+        ("ours", "another", "another"),
+    ],
+    ids=["missing", "no YAML", "half YAML", "empty", "no such context"],
+)
+async def test_a_kubeconfig_that_cannot_be_used_is_told(
+    cluster: KubernetesStandIn, tmp_path: Path, text: str | None, context: str | None, told: str
+) -> None:
+    file = cluster.kubeconfig if text == "ours" else tmp_path / "config"
+    if text not in (None, "ours"):
+        file.write_text(text or "")
+    section = {"runner": "kubernetes", "kubernetes": {"kubeconfig": str(file), "context": context}}
+
+    with pytest.raises(SettingsError) as refused:
+        async with chosen_runner(PlatformSection.model_validate(section)):
+            pass
+
+    said = " ".join(str(refused.value).split())
+    assert f'platform.kubernetes.kubeconfig = "{file}" does not lead to a cluster' in said
+    assert told in said
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('runner = "docker"', "runner"),
+        ('[platform.kubernetes]\nnamespace = "No_Label"', "platform.kubernetes.namespace"),
+        ('[platform.kubernetes.images]\ncobol = "cobol:85"', "platform.kubernetes.images"),
+        ("[platform.kubernetes.images]", "platform.kubernetes.images"),
+        ("[platform.kubernetes]\nuser_id = 0", "platform.kubernetes.user_id"),
+        ('[platform.kubernetes]\nkubeconfg = "x"', "did you mean kubeconfig?"),
+    ],
+    ids=["runner", "namespace", "language", "no image", "root", "a slip"],
+)
+def test_mistakes_are_told(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load(tmp_path, f"[platform]\n{text}\n")
+
+    assert told in str(refused.value)
+
+
+def test_a_finished_job_stays_for_longer_than_a_takeover_takes(tmp_path: Path) -> None:
+    lease = "[idempotency]\nprocessing_timeout_seconds = 300\n[kafka]\nsession_timeout_seconds = 45\n"
+    runner = '[platform]\nrunner = "kubernetes"\n'
+
+    with pytest.raises(SettingsError) as refused:
+        load(tmp_path, f"{lease}{runner}[platform.kubernetes]\nttl_seconds = 345\n")
+
+    assert all(told in str(refused.value) for told in ("ttl_seconds = 345", "= 300", "= 45"))
+    enough = load(tmp_path, f"{lease}{runner}[platform.kubernetes]\nttl_seconds = 346\n")
+    unused = load(tmp_path, f"{lease}[platform.kubernetes]\nttl_seconds = 345\n")
+    assert (enough.platform.kubernetes.ttl_seconds, unused.platform.kubernetes.ttl_seconds) == (346, 345)
+
+
+def test_a_pod_may_start_until_its_saga_expires_and_no_longer(tmp_path: Path) -> None:
+    runner = '[platform]\nrunner = "kubernetes"\nsaga_timeout_seconds = 100\n'
+
+    with pytest.raises(SettingsError) as refused:
+        load(tmp_path, f"{runner}[platform.kubernetes]\nstart_seconds = 100\n")
+
+    assert "start_seconds = 100 is not below saga_timeout_seconds = 100" in " ".join(str(refused.value).split())
+    settings = load(tmp_path, f"{runner}[platform.kubernetes]\nstart_seconds = 99\n")
+    assert settings.platform.kubernetes.start_seconds == 99

@@ -1,0 +1,124 @@
+"""The program that stands before the script in a pod, run as the cluster would run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.events import CreatePodCommand
+from services.k8s_worker.job_spec import job_of
+from services.settings import PlatformSection
+from tests.support.conditions import eventually
+
+
+@contextmanager
+def started(folder: Path, script: str, **fields: object) -> Iterator[subprocess.Popen[str]]:
+    """The container's command in `folder`, with its environment and no other."""
+    command = CreatePodCommand.model_validate({"execution_id": "e1", "saga_id": "s1", "script": script, **fields})
+    settings = PlatformSection(output_limit_bytes=100, output_flood_bytes=100_000, max_open_files=20)
+    (container,) = job_of("exec-1", command, settings)["spec"]["template"]["spec"]["containers"]
+    program = subprocess.Popen(
+        [sys.executable, *container["command"][1:], str(folder.parent / "report")],
+        cwd=folder,
+        env={each["name"]: each["value"] for each in container["env"]},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield program
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def ended(folder: Path, script: str, **fields: object) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, output and report."""
+    with started(folder, script, **fields) as program:
+        output, _ = program.communicate(timeout=60)
+        return program.returncode, output, json.loads((folder.parent / "report").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tmp").mkdir()
+    return tmp_path / "tmp"
+
+
+def test_it_ends_as_its_script(folder: Path) -> None:
+    status, output, report = ended(folder, "print('a'); raise SystemExit(3)")
+
+    assert (status, output) == (3, "a\n")
+    assert (report["end"], report["exit_code"], report["dropped"]) == ("exited", 3, 0)
+
+
+def test_a_signal_is_told_as_a_shell_does(folder: Path) -> None:
+    status, _, report = ended(folder, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+
+    assert (status, report["exit_code"]) == (137, -9)
+
+
+def test_the_clock_on_the_wall_ends_it(folder: Path) -> None:
+    status, output, report = ended(folder, "import time; print('a'); time.sleep(600)", timeout_seconds=0.5)
+
+    assert (status, output, report["end"]) == (137, "a\n", "timed_out")
+
+
+def test_output_beyond_the_limit_is_counted(folder: Path) -> None:
+    _, output, report = ended(folder, "print('x' * 500, end='')")
+
+    assert (output, report["dropped"]) == ("x" * 100, 400)
+
+
+def test_a_flood_ends_it(folder: Path) -> None:
+    _, output, report = ended(folder, "while True: print('x' * 1_000)", timeout_seconds=60)
+
+    assert (len(output), report["end"]) == (100, "flooded")
+
+
+def test_limits_of_the_system_are_held(folder: Path) -> None:
+    script = "files = []\ntry:\n  while True: files.append(open('main.py'))\nexcept OSError as e: print(e.strerror)"
+
+    assert ended(folder, script)[1] == "Too many open files\n"
+
+
+async def test_asked_to_end_it_ends_its_script_first(folder: Path) -> None:
+    script = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    with started(folder, script) as program:
+        assert program.stdout is not None
+        pid = int(program.stdout.readline())
+        program.send_signal(signal.SIGTERM)
+
+        assert program.wait(30) == 137
+        assert not psutil.pid_exists(pid)
+    assert json.loads((folder.parent / "report").read_text())["end"] == "terminated"
+
+
+async def test_what_the_script_has_started_ends_with_it(folder: Path) -> None:
+    script = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
+
+    _, output, report = ended(folder, script)
+
+    assert report["end"] == "exited"
+    await eventually(lambda: not psutil.pid_exists(int(output)) or psutil.Process(int(output)).status() == "zombie")
+
+
+def test_who_gets_away_does_not_keep_it(folder: Path) -> None:
+    """In a container, whatever is left ends with its first process."""
+    script = "import subprocess; print(subprocess.Popen(['sleep', '5'], start_new_session=True).pid)"
+
+    _, output, report = ended(folder, script)
+
+    assert report["end"] == "exited"
+    assert report["wall_seconds"] < 5
+    os.kill(int(output), signal.SIGKILL)
