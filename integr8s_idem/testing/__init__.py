@@ -9,9 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from integr8s_idem.testing.contract import HistorySize, RepositoryContract, SteppedClock, StoreUnderTest
+    from integr8s_idem.testing.contract import (
+        HistorySize,
+        RepositoryContract,
+        SteppedClock,
+        StoreUnderTest,
+        TendingContract,
+    )
 
-__all__ = ["HistorySize", "RepositoryContract", "SteppedClock", "StoreUnderTest"]
+__all__ = ["HistorySize", "RepositoryContract", "SteppedClock", "StoreUnderTest", "TendingContract"]
 
 
 def __getattr__(name: str) -> Any:
