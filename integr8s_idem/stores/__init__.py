@@ -171,6 +171,6 @@ class Tending(Protocol):
         """Let leases of records that were seen end now, as `release` does.  `False`: it is no longer that record."""
         ...
 
-    async def forget(self, seen: Sequence[IdempotencyRecord]) -> int:
-        """Forget records that were seen; how many were still those."""
+    async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        """Forget records that were seen.  `False`: it is no longer that record."""
         ...

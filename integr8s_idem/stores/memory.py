@@ -217,12 +217,15 @@ class MemoryIdempotencyRepository:
         entry.lease_until = None
         return True
 
-    async def forget(self, seen: Sequence[IdempotencyRecord]) -> int:
+    async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
         now = self._clock()
-        still = {record.key for record in seen if self._as_seen(record, now) is not None}
-        for key in still:
-            del self._entries[key]
-        return len(still)
+        return [self._forget(record, now) for record in seen]
+
+    def _forget(self, record: IdempotencyRecord, now: datetime) -> bool:
+        if self._as_seen(record, now) is None:
+            return False
+        del self._entries[record.key]
+        return True
 
     async def count_active(self, prefix: str) -> int:
         now = self._clock()

@@ -311,8 +311,8 @@ class DynamoIdempotencyRepository:
     async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
         return await self._change_seen("end_leases", seen, expressions.ending_seen)
 
-    async def forget(self, seen: Sequence[IdempotencyRecord]) -> int:
-        return sum(await self._change_seen("forget", seen, expressions.deleting_seen))
+    async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        return await self._change_seen("forget", seen, expressions.deleting_seen)
 
     async def _change_seen(
         self,

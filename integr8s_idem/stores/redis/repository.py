@@ -191,10 +191,14 @@ class RecordsInRedis:
         return await keyspace.size(self._servers, self._timeout)
 
     async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        return await self._write("end_leases", scripts.SEEN, _keys(seen), list(map(codec.seen_of, seen)), [b"end"])
+        return await self._change_seen("end_leases", b"end", seen)
 
-    async def forget(self, seen: Sequence[IdempotencyRecord]) -> int:
-        return sum(await self._write("forget", scripts.SEEN, _keys(seen), list(map(codec.seen_of, seen)), [b"forget"]))
+    async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        return await self._change_seen("forget", b"forget", seen)
+
+    async def _change_seen(self, operation: str, how: bytes, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        keys, marks = [record.key for record in seen], list(map(codec.seen_of, seen))
+        return await self._write(operation, scripts.SEEN, keys, marks, [how])
 
     async def count_active(self, prefix: str) -> int:
         active = 0
@@ -335,7 +339,3 @@ def _readable(key: str, raw: Any, now_us: int, life: int) -> IdempotencyRecord |
         return codec.record_of(key, raw, now_us, life)
     except codec.UnreadableError as error:
         return Corrupt(key=key, reason=str(error))
-
-
-def _keys(seen: Sequence[IdempotencyRecord]) -> list[str]:
-    return [record.key for record in seen]

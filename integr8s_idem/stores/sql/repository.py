@@ -247,7 +247,7 @@ class SqlIdempotencyRepository:
     async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
         return await tending.end_leases(self._asking, self._dialect, seen)
 
-    async def forget(self, seen: Sequence[IdempotencyRecord]) -> int:
+    async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
         return await tending.forget(self._asking, self._dialect, seen)
 
     async def count_active(self, prefix: str) -> int:

@@ -70,8 +70,9 @@ async def end_leases(asking: Asking, dialect: Dialect, seen: Sequence[Idempotenc
     return [record.key in ended for record in seen]
 
 
-async def forget(asking: Asking, dialect: Dialect, seen: Sequence[IdempotencyRecord]) -> int:
-    return len(await _change("forget", asking, dialect, seen, statements.deleting))
+async def forget(asking: Asking, dialect: Dialect, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+    gone = await _change("forget", asking, dialect, seen, statements.deleting)
+    return [record.key in gone for record in seen]
 
 
 async def _change(
