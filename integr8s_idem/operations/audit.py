@@ -1,8 +1,8 @@
 """A line for every change that people make by hand: who, when, what, and what came of it.
 
-One JSON object a line, in ASCII, appended and flushed to the disk.  A command writes `begun` before it touches anything,
-and refuses to go on where that fails; so a change without a line cannot be.  `ended` follows with what was counted, or
-`failed: …`, or `interrupted`; a `begun` with nothing behind it was killed.
+One JSON object a line, in ASCII, appended and flushed to the disk.  A command writes `begun` before it touches
+anything, and refuses to go on where that fails; so a change without a line cannot be.  `ended` follows with what was
+counted, or `failed: …`, or `interrupted`; a `begun` with nothing behind it was killed.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def _append(file: str | None, line: Mapping[str, Any]) -> None:
         sys.stderr.flush()
         return
     path = Path(file) if file else audit_file()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # For this user alone; one that is there keeps its rights.
+    # For this user alone; what is there keeps its rights.
+    for folder in reversed([each for each in path.parents if not each.exists()]):
+        folder.mkdir(mode=0o700, exist_ok=True)
     audit = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         _write(audit, text.encode())

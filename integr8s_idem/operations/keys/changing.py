@@ -6,7 +6,7 @@ They hold no token.  Each record is changed as it was seen, or not at all: see d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -113,7 +113,7 @@ class Changer:
             counted.add_all(damaged, [True] * len(damaged))
 
     async def _to_release(self, chosen: Chosen, force: bool, counted: Counted) -> AsyncIterator[tuple[Found, Named]]:
-        async for found, told in self._chosen(chosen):
+        async for found, told in self.chosen(chosen):
             if isinstance(found, Corrupt):
                 counted.spared[UNREADABLE] += 1
                 continue
@@ -129,7 +129,7 @@ class Changer:
     async def _to_purge(
         self, chosen: Chosen, in_progress: bool, counted: Counted
     ) -> AsyncIterator[tuple[Found, Named]]:
-        async for found, told in self._chosen(chosen):
+        async for found, told in self.chosen(chosen):
             if isinstance(found, Corrupt):
                 if chosen.names or "corrupt" in chosen.wanted.states:
                     yield found, told
@@ -140,7 +140,8 @@ class Changer:
             else:
                 yield found, told
 
-    async def _chosen(self, chosen: Chosen) -> AsyncIterator[tuple[Found, Named]]:
+    async def chosen(self, chosen: Chosen) -> AsyncGenerator[tuple[Found, Named], None]:
+        """What is named, and the steps of that, as far as the filter takes it."""
         if not chosen.names:
             async for found, told in wanted_records(self._repository, self._prefix, chosen.wanted, self.advance):
                 yield found, told

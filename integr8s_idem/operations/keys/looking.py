@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -102,7 +102,7 @@ async def survey(
 
 async def wanted_records(
     repository: IdempotencyRepository, key_prefix: str, wanted: Wanted, advance: Advance = lambda _: None
-) -> AsyncIterator[tuple[Found, Named]]:
+) -> AsyncGenerator[tuple[Found, Named], None]:
     """The records that are wanted, with what their keys say."""
     async for found in survey(repository, wanted.prefix(key_prefix), wanted.holding, advance):
         told = named(found.key, key_prefix)
