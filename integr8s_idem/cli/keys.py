@@ -16,7 +16,7 @@ from integr8s_idem.cli.answering import FAILURE, Json, SettingsFile, answered
 from integr8s_idem.cli.application import load_application
 from integr8s_idem.cli.asking import AuditFile, Yes
 from integr8s_idem.cli.keys_changed import Change, HowToChange
-from integr8s_idem.cli.keys_shown import Listing, show_explanation
+from integr8s_idem.cli.keys_shown import Listing, show_explanation, show_record
 from integr8s_idem.cli.keys_told import counted_text
 from integr8s_idem.cli.lines import to_its_end
 from integr8s_idem.cli.progress import progress
@@ -103,7 +103,7 @@ def show_command(
     settings: SettingsFile = None,
     as_json: Json = False,
 ) -> None:
-    """Print the records of keys, in the lines of `list`; status 1 if there are none."""
+    """Print the records of keys, with all that is stored of them; status 1 if there are none."""
 
     def show() -> int:
         return to_its_end(_shown(load_settings(settings), keys, as_json))
@@ -113,14 +113,14 @@ def show_command(
 
 async def _shown(settings: Settings, keys: Sequence[str], as_json: bool) -> int:
     _quiet()
-    listing, any_found = Listing(as_json=as_json), False
+    any_found = False
     async with opened(settings) as repository:
         with progress("keys", await size(repository)) as advance:
             changer = Changer(settings, repository, advance)
             async with aclosing(changer.chosen(Chosen(tuple(keys)))) as records:
                 async for found, told in records:
                     any_found = True
-                    listing.show(found, told)
+                    show_record(found, told, as_json=as_json)
     if not any_found:
         typer.echo("no record: never seen, or expired; `keys explain` says what that means", err=True)
     return 0 if any_found else FAILURE

@@ -35,6 +35,20 @@ def show_explanation(answer: Explanation, *, as_json: bool, whole_result: bool) 
         _as_text(answer, whole_result)
 
 
+def show_record(found: Found, told: Named, *, as_json: bool) -> None:
+    """One record, and all of its result."""
+    whole = record_json(found, told, body=sys.maxsize)
+    if as_json:
+        write_line(json.dumps(whole))
+        return
+    result = whole.pop("result", None) or {}
+    fields = {**whole, **{f"result_{name}": value for name, value in result.items()}}
+    for name, value in fields.items():
+        if value not in ("", None):
+            write_line(f"{name:<18}  {printable(str(value))}")
+    write_line("")
+
+
 def _on_screen(answer: Explanation, whole_result: bool) -> None:
     console = Console()
     console.print(Text(printable(f"read as {answer.read_as}"), style="dim"))

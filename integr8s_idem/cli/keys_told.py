@@ -145,7 +145,7 @@ def _record_rows(account: Account, record: IdempotencyRecord, whole_result: bool
     if record.error:
         yield "error", printable(record.error)
     if record.status is IdempotencyStatus.FAILED and account.dead_letters:
-        yield "dead letter", f"in {account.dead_letters}, if it came by its own topic"
+        yield "dead letter", f"in {account.dead_letters}, unless it came by a topic of another name"
     yield "trace", f"{record.trace.trace_id.hex()}, span {record.trace.span_id.hex()}" if record.trace else "none"
     yield "stored", _stored(record, whole_result)
     if record.fingerprint is not None:
@@ -174,7 +174,7 @@ def _stored(record: IdempotencyRecord, whole: bool) -> str:
     if record.result_dropped:
         return "no result: it was too large, or could not be encoded"
     if record.result is None:
-        return "no result" if record.status is IdempotencyStatus.COMPLETED else "nothing yet"
+        return "nothing yet" if record.status is IdempotencyStatus.PROCESSING else "no result"
     told = f"{len(record.result.body):,} bytes of {record.result.content_type}"
     try:
         text = record.result.body.decode()

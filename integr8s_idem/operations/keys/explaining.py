@@ -21,7 +21,7 @@ from integr8s_idem.operations.keys.naming import (
     space_of,
     split_generation,
 )
-from integr8s_idem.operations.keys.outlook import next_delivery
+from integr8s_idem.operations.keys.outlook import Outlook
 from integr8s_idem.operations.keys.services import OpenService, Place
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.worker.deadletters import (
@@ -131,7 +131,7 @@ class Explainer:
             others = await self._generations(self._repository, told)
             for full in list(others.values())[:MOST_TOLD]:
                 answer.accounts.append(await self._account(self._repository, named(full.key, self._prefix), full))
-            outlook = next_delivery(None, self._config(told.scope))
+            outlook = _outlook(told, self._config(told.scope)).of(None)
             answer.absent.append(Absent(told.scope, told.handler, told.event_type, text, outlook))
         return answer
 
@@ -276,7 +276,7 @@ class Explainer:
             told,
             found,
             config,
-            _OF_STEPS if is_step else next_delivery(found, config, offered),
+            _OF_STEPS if is_step else _outlook(told, config).of(found, offered),
             {} if is_step else await self._generations(repository, told),
             {} if is_step or space is None else await self._steps(repository, space, told),
             self._letters(told),
@@ -299,10 +299,15 @@ class Explainer:
         return next((config for config in own if config is not None), self._settings.idempotency_for(scope))
 
     def _absent(self, service: str, handler: str, event_type: str, key: str) -> Absent:
-        return Absent(service, handler, event_type, key, next_delivery(None, self._config(service)))
+        return Absent(service, handler, event_type, key, Outlook(self._config(service)).of(None))
 
     def _unguarded(self, service: str, handler: str, event_type: str) -> Absent:
         return Absent(service, handler, event_type, "", "it would be handled: this handler is not guarded")
+
+
+def _outlook(told: Named, config: IdempotencyConfig) -> Outlook:
+    """What a hashed key was made of cannot be told; most are made of events."""
+    return Outlook(config, by_worker=bool(told.how or told.digest))
 
 
 def _record_of_letter(message: Record) -> str:

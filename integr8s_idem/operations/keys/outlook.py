@@ -2,66 +2,96 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
 from integr8s_idem.operations.keys.standing import Lease, Standing
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus
 
-_IN_PROGRESS = {
-    OnInProgress.WAIT: "it would wait until that run has an outcome; a worker keeps its offset uncommitted",
-    OnInProgress.RAISE: "it would be refused with InProgressError; a worker tries it again after a pause",
-    OnInProgress.SKIP: "a worker would acknowledge it without handling it (on_in_progress = skip): if the owner dies, "
-    "the event is lost",
-}
+_ACKNOWLEDGES: Final = (
+    "a worker would acknowledge it without handling it (on_in_progress = skip): if the owner dies, the event is lost"
+)
 
 
-def next_delivery(
-    found: IdempotencyRecord | Corrupt | None, config: IdempotencyConfig, offered: bytes | None = None
-) -> str:
-    """One sentence.
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Says it for the records of one service."""
 
-    Args:
-        found: The record; `None` if there is none.
-        config: Of the service whose record it is.
-        offered: Fingerprint of the delivery's payload, if that is known.
-    """
-    if found is None:
-        return f"it would be handled, as attempt 1 of at most {config.max_attempts}{_blocks(config)}"
-    if isinstance(found, Corrupt):
-        return "it would not be handled: CorruptRecordError, and a worker dead-letters it (corrupt_record)"
-    if offered is not None and found.fingerprint is not None and offered != found.fingerprint:
-        return _key_reused(config)
-    standing = Standing(found)
-    if found.status is IdempotencyStatus.COMPLETED:
-        return _completed(standing)
-    if found.status is IdempotencyStatus.FAILED:
-        return (
-            "it would not be handled: PreviouslyFailedError, and a worker dead-letters it again (previously_failed), "
-            f"{_until(standing)}. A replay of its dead letter is handled, as the next generation"
-        )
-    return _processing(standing, config)
+    config: IdempotencyConfig
+    """Of that service."""
+    by_worker: bool = True
+    """Whether a worker delivers the work, as events come; else somebody calls for it by a key of their own."""
 
+    def of(self, found: IdempotencyRecord | Corrupt | None, offered: bytes | None = None) -> str:
+        """One sentence.
 
-def _blocks(config: IdempotencyConfig) -> str:
-    return "; a failure gives it up at once (on_failure = block)" if config.on_failure is OnFailure.BLOCK else ""
+        Args:
+            found: The record; `None` if there is none.
+            offered: Fingerprint of the delivery's payload, if that is known.
+        """
+        if found is None:
+            return f"it would be handled, as attempt 1 of at most {self.config.max_attempts}{self._blocks()}"
+        if isinstance(found, Corrupt):
+            return self._refused("CorruptRecordError", "corrupt_record")
+        if offered is not None and found.fingerprint is not None and offered != found.fingerprint:
+            return self._key_reused()
+        standing = Standing(found)
+        if found.status is IdempotencyStatus.COMPLETED:
+            return _completed(standing)
+        if found.status is IdempotencyStatus.FAILED:
+            return self._failed(standing)
+        return self._processing(standing)
 
+    def _refused(self, error: str, reason: str) -> str:
+        letter = f", and a worker dead-letters it ({reason})" if self.by_worker else ""
+        return f"it would not be handled: {error}{letter}"
 
-def _key_reused(config: IdempotencyConfig) -> str:
-    if config.on_key_reused is OnKeyReused.RUN:
-        return "its payload is another one than the record's: it would be handled unguarded (on_key_reused = run)"
-    return (
-        "it would not be handled: its payload is another one than the record's: KeyReusedError, and a worker "
-        "dead-letters it (key_reused)"
-    )
+    def _blocks(self) -> str:
+        block = self.config.on_failure is OnFailure.BLOCK
+        return "; a failure gives it up at once (on_failure = block)" if block else ""
+
+    def _key_reused(self) -> str:
+        told = "its payload is another one than the record's: "
+        if self.config.on_key_reused is OnKeyReused.RUN:
+            return told + "it would be handled unguarded (on_key_reused = run)"
+        return told + self._refused("KeyReusedError", "key_reused")
+
+    def _failed(self, standing: Standing) -> str:
+        again = "a replay of its dead letter is handled" if self.by_worker else "without its record it is done again"
+        return f"{self._refused('PreviouslyFailedError', 'previously_failed')}, {_until(standing)}; {again}"
+
+    def _processing(self, standing: Standing) -> str:
+        attempt, most = standing.record.attempt + 1, self.config.max_attempts
+        if standing.lease is Lease.HELD:
+            left = span(standing.lease_left)
+            dead = f"if the owner is dead, attempt {attempt} takes over when the lease ends, in {left}"
+            return f"{self._while_held()}; {dead}"
+        if standing.lease is Lease.LAPSED and attempt > most:
+            runs = f"{attempt - 1} runs have ended without a word, and max_attempts is {most}"
+            return f"{self._refused('CrashedTooOftenError', 'handler_failed')}: {runs}"
+        how = "taken over and handled" if standing.lease is Lease.LAPSED else "handled again"
+        last = f"; if that fails, it is given up (max_attempts = {most})"
+        return f"it would be {how}, as attempt {attempt}{last if attempt >= most else self._blocks()}"
+
+    def _while_held(self) -> str:
+        if self.config.on_in_progress is OnInProgress.WAIT:
+            limit = f" at most {self.config.wait_timeout_seconds:g} s" if not self.by_worker else ""
+            offset = "; a worker keeps its offset uncommitted meanwhile" if self.by_worker else ""
+            return f"it would wait{limit} for the outcome of that run{offset}"
+        if self.config.on_in_progress is OnInProgress.RAISE:
+            again = ", and a worker tries it again after a pause" if self.by_worker else ""
+            return f"it would be refused: InProgressError{again}"
+        return _ACKNOWLEDGES if self.by_worker else "it would be left undone (on_in_progress = skip)"
 
 
 def _completed(standing: Standing) -> str:
     record = standing.record
     if record.result_dropped:
-        what = "acknowledged as a duplicate; whoever wants the result gets ResultDroppedError"
+        what = "known as a duplicate; whoever wants the result gets ResultDroppedError"
     elif record.result is None:
-        what = "acknowledged as a duplicate; its result was not kept"
+        what = "known as a duplicate; its result was not kept"
     else:
         what = "answered with the stored result"
     return f"it would not be handled, but {what}, {_until(standing)}"
@@ -71,24 +101,6 @@ def _until(standing: Standing) -> str:
     if standing.record.expires_at is None:
         return "as long as the record is there"
     return f"for another {span(standing.record.expires_at - standing.now)}"
-
-
-def _processing(standing: Standing, config: IdempotencyConfig) -> str:
-    attempt = standing.record.attempt + 1
-    if standing.lease is Lease.HELD:
-        left = span(standing.lease_left)
-        return (
-            f"{_IN_PROGRESS[config.on_in_progress]}. If the owner is dead, attempt {attempt} takes over when the lease "
-            f"ends, in {left}"
-        )
-    if standing.lease is Lease.LAPSED and attempt > config.max_attempts:
-        return (
-            f"it would not be handled: {attempt - 1} runs have ended without a word, and max_attempts is "
-            f"{config.max_attempts}: CrashedTooOftenError, FAILED, and a worker dead-letters it"
-        )
-    how = "taken over and handled" if standing.lease is Lease.LAPSED else "handled again"
-    last = f"; if that fails, it is given up (max_attempts = {config.max_attempts})"
-    return f"it would be {how}, as attempt {attempt}{last if attempt >= config.max_attempts else _blocks(config)}"
 
 
 def span(length: timedelta) -> str:
