@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
-from integr8s_idem.keys import LAST_GENERATION, KeySpace, escaped, generation_key
+from integr8s_idem.keys import LAST_GENERATION, KeySpace, generation_key
 
 _BEHIND: Final = re.compile(r"^(?P<unit>[^;]*)(?:;(?P<generation>[1-9]\d{0,2}))?(?:;s(?P<step>\d+))?$")
+_PLAIN: Final = re.compile(r"[A-Za-z0-9._~@+,/#-]+")
+"""What stands in a key as people type it."""
 _WITH_GENERATION: Final = re.compile(r"^(?P<words>.*);(?P<generation>[1-9]\d{0,2})$", re.DOTALL)
 
 
@@ -52,21 +54,18 @@ def named(full: str, prefix: str) -> Named:
     found = _BEHIND.match(behind)
     if rest == full or not colon or found is None:
         return Named(full, "", value=full)
-    told = replace(
-        Named(full, scope if scope.startswith("#") else _plain(scope)),
-        generation=int(found["generation"] or 0),
-        step=int(found["step"]) if found["step"] else None,
-    )
-    unit = found["unit"]
+    scope = scope if scope.startswith("#") else _plain(scope)
+    unit, generation = found["unit"], int(found["generation"] or 0)
+    step = int(found["step"]) if found["step"] else None
     if unit.startswith("#"):
-        return replace(told, digest=unit)
+        return Named(full, scope, digest=unit, generation=generation, step=step)
     if unit.startswith(":"):
-        return replace(told, value=_plain(unit[1:]))
+        return Named(full, scope, value=_plain(unit[1:]), generation=generation, step=step)
     parts = unit.split(":", 3)
     if len(parts) < 4:
         return Named(full, "", value=full)
     handler, event_type, how, value = map(_plain, parts)
-    return replace(told, handler=handler, event_type=event_type, how=how, value=value)
+    return Named(full, scope, handler, event_type, how, value, "", generation, step)
 
 
 def space_of(told: Named, prefix: str, *, hash_keys: bool) -> KeySpace | None:
@@ -91,17 +90,16 @@ def is_meant(told: Named, words: str) -> bool:
         return False
     if wanted in (told.value, f"{told.event_type}:{told.value}") and told.value:
         return True
-    unit = told.unit
-    return unit.endswith((f":{wanted}", f":{escaped(wanted, safe=_SAFE_OF_ENDS)}"))
-
-
-_SAFE_OF_ENDS: Final = "-._~@+,/:#"
+    return told.unit == wanted or told.unit.endswith(f":{wanted}")
 
 
 def parts_of(words: str) -> list[str]:
-    """What the key must hold if `is_meant` by these words: for a store that looks for it by itself."""
+    """What the key must hold, in this order, if `is_meant` by these words: for a store that looks for it by itself.
+
+    Letters that may stand in the key as they are or escaped are left out, so that either is found.
+    """
     wanted, _ = split_generation(words)
-    return [escaped(part, safe="-._~@+,/%#") for part in wanted.split(":") if part]
+    return _PLAIN.findall(wanted)
 
 
 def generations_of(unit: str) -> list[str]:
@@ -110,4 +108,4 @@ def generations_of(unit: str) -> list[str]:
 
 
 def _plain(part: str) -> str:
-    return unquote(part, errors="replace")
+    return unquote(part, errors="replace") if "%" in part else part
