@@ -145,9 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asyncio.run(fill(server, records))
         print(f"{records:,} records written in {time.perf_counter() - began:.0f} s")
         for name, took in measured(server, records, Path(folder)).items():
-            print(
-                f"{name:<26} {took.seconds:7.1f} s  {took.peak_mb:6.0f} MB  {took.lines:>9,} lines  status {took.status}"
-            )
+            figures = f"{took.seconds:7.1f} s  {took.peak_mb:6.0f} MB  {took.lines:>9,} lines"
+            print(f"{name:<26} {figures}  status {took.status}")
 
 
 if __name__ == "__main__":

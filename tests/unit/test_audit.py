@@ -57,30 +57,29 @@ def test_a_relative_folder_for_state_is_ignored(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_nothing_is_done_that_cannot_be_told(tmp_path: Path) -> None:
-    done = []
-    with pytest.raises(ApplicationError, match="nothing was changed: no audit line can be written"):  # noqa: SIM117
-        with audited("keys purge", {}, str(tmp_path)):
-            done.append(1)
+    with pytest.raises(ApplicationError, match="nothing was changed: no audit line can be written"):
+        purged(tmp_path, error=AssertionError("it was done"))
 
-    assert done == []
+
+def purged(file: Path, *, spoiled: bool = False, error: BaseException | None = None) -> None:
+    """A command that counts three records; its file is spoiled meanwhile."""
+    with audited("keys purge", {}, str(file)) as entry:
+        entry.counts["records"] = 3
+        if spoiled:
+            file.unlink()
+            file.mkdir()
+        if error is not None:
+            raise error
 
 
 def test_that_the_last_line_cannot_be_written_is_told_with_what_it_would_say(tmp_path: Path) -> None:
-    file = tmp_path / "audit.jsonl"
-    with pytest.raises(ApplicationError, match=r'it was done, but .* \{"records": 3\}'):  # noqa: SIM117
-        with audited("keys purge", {}, str(file)) as entry:
-            entry.counts["records"] = 3
-            file.unlink()
-            file.mkdir()
+    with pytest.raises(ApplicationError, match=r'it was done, but .* \{"records": 3\}'):
+        purged(tmp_path / "audit.jsonl", spoiled=True)
 
 
 def test_what_went_wrong_first_is_what_is_raised(tmp_path: Path) -> None:
-    file = tmp_path / "audit.jsonl"
-    with pytest.raises(ValueError, match="the work") as caught:  # noqa: SIM117
-        with audited("keys purge", {}, str(file)):
-            file.unlink()
-            file.mkdir()
-            raise ValueError("the work")
+    with pytest.raises(ValueError, match="the work") as caught:
+        purged(tmp_path / "audit.jsonl", spoiled=True, error=ValueError("the work"))
 
     assert "no audit line can be written" in caught.value.__notes__[0]
 
@@ -90,12 +89,10 @@ def test_what_went_wrong_first_is_what_is_raised(tmp_path: Path) -> None:
 )
 def test_how_it_ended_is_told(tmp_path: Path, error: BaseException, says: str) -> None:
     file = tmp_path / "audit.jsonl"
-    with pytest.raises(type(error)):  # noqa: SIM117
-        with audited("keys purge", {}, str(file)) as entry:
-            entry.counts["records"] = 2
-            raise error
+    with pytest.raises(type(error)):
+        purged(file, error=error)
 
-    assert [(line["says"], line.get("counts")) for line in lines(file)] == [("begun", None), (says, {"records": 2})]
+    assert [(line["says"], line.get("counts")) for line in lines(file)] == [("begun", None), (says, {"records": 3})]
 
 
 def test_lines_for_standard_error_go_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,12 +109,10 @@ def test_a_line_that_was_cut_short_is_no_part_of_the_next(tmp_path: Path, monkey
     write = os.write
     with monkeypatch.context() as full:
         full.setattr(audit.os, "write", lambda to, line: write(to, line[:10]))
-        with pytest.raises(ApplicationError, match="only 10 of"):  # noqa: SIM117
-            with audited("keys purge", {}, str(file)):
-                pass
+        with pytest.raises(ApplicationError, match="only 10 of"):
+            purged(file)
 
-    with audited("keys purge", {}, str(file)):
-        pass
+    purged(file)
 
     assert [json.loads(line)["says"] for line in file.read_text().splitlines()[1:]] == ["begun", "ended"]
 

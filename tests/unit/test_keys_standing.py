@@ -162,9 +162,8 @@ def test_what_would_happen_to_the_next_delivery(
 def test_a_caller_is_told_of_no_worker() -> None:
     outlook = Outlook(CONFIG, by_worker=False)
 
-    assert [
-        word for found in (FAILED, HELD, CORRUPT) for word in ("worker", "letter") if word in outlook.of(found)
-    ] == []
+    assert not any("worker" in outlook.of(found) for found in (FAILED, HELD, CORRUPT))
+    assert not any("letter" in outlook.of(found) for found in (FAILED, HELD, CORRUPT))
     assert "at most 30 s" in outlook.of(HELD)
     assert "without its record it is done again" in outlook.of(FAILED)
 
