@@ -67,13 +67,13 @@ class Change:
 
     async def _done(self, settings: Settings, asked: Mapping[str, Any], how: HowToChange) -> Counted:
         counted = Counted()
-        async with opened(settings) as repository:
-            total = await size(repository)
-            with audited(self.command, asked, how.audit_file) as entry, progress(self.done, total) as advance:
-                try:
-                    await self.do(Changer(settings, repository, advance), counted)
-                finally:
-                    entry.counts.update(counted.told())
+        with audited(self.command, asked, how.audit_file) as entry:
+            try:
+                async with opened(settings) as repository:
+                    with progress(self.done, await size(repository)) as advance:
+                        await self.do(Changer(settings, repository, advance), counted)
+            finally:
+                entry.counts.update(counted.told())
         return counted
 
     def _tell(self, counted: Counted, how: HowToChange) -> None:

@@ -81,7 +81,7 @@ class TendingContract:
 
     async def test_a_survey_shows_what_cannot_be_read(self, store: StoreUnderTest) -> None:
         if store.spoil is None:
-            pytest.skip("this store cannot hold anything unreadable")
+            pytest.skip("this store cannot hold an unreadable record")
         key = new_key()
         await store.spoil(key)
 
