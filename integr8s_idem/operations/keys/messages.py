@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from integr8s_idem.worker.records import Partition, Record
 
 _PLACE: Final = re.compile(r"(?P<topic>[A-Za-z0-9._-]{1,249}):(?P<partition>\d{1,9}):(?P<offset>\d{1,18})")
 _CLOSE_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.02
 _POLL_MS: Final = 500
 
 
@@ -49,7 +51,7 @@ async def message_at(kafka: KafkaSettings, place: MessagePlace) -> Record:
         **connection_options(kafka),
         group_id=None,
         enable_auto_commit=False,
-        auto_offset_reset="none",
+        auto_offset_reset="earliest",
         isolation_level="read_committed",
     )
     try:
@@ -97,8 +99,8 @@ async def _partitions(consumer: Any, topic: str) -> set[int]:
         known: set[int] | None = consumer.partitions_for_topic(topic)
         if known:
             return known
-        # It has been assigned, so the client asks for it.
-        await consumer.getmany(timeout_ms=50)
+        # It has been assigned, so the client asks for it in the background.
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _stopped(consumer: Any) -> None:
