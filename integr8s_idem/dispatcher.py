@@ -103,6 +103,11 @@ class EventDispatcher:
         )
 
     @property
+    def handlers(self) -> tuple[EventHandler, ...]:
+        """All of them, ready to run."""
+        return tuple(handler for handlers in self._handlers.values() for handler in handlers)
+
+    @property
     def scope(self) -> str:
         """The service it works for."""
         return self._scope

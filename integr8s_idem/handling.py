@@ -215,6 +215,11 @@ class EventHandler:
         self._publisher = publisher
         self._timeout = timeout
 
+    @property
+    def event_type(self) -> str:
+        """Of the events that it handles."""
+        return self._registered.event_type
+
     def handling(self, event: BaseEvent, generation: int = 0) -> Handling:
         """Begin to handle `event`; `generation` counts how often it was replayed on purpose."""
         return Handling(self, event, generation)

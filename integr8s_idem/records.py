@@ -10,7 +10,7 @@ That is the way of one key.  Every arrow is one atomic step of the store, by the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import Enum
 from typing import Final, TypeAlias
@@ -196,6 +196,8 @@ class IdempotencyRecord:
     result_dropped: bool = False
     error: str = ""
     trace: TraceLink | None = None
+    seen_at: datetime | None = field(default=None, compare=False)
+    """When it was read: what is left of its lease follows without another clock.  `None` if the store does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

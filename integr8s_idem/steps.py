@@ -374,6 +374,11 @@ def _without_name(stored: StoredResult) -> StoredResult:
     return StoredResult(stored.body, stored.content_type.partition(_NAME)[0])
 
 
+def step_name(stored: StoredResult) -> str:
+    """The name of the step that has this result; empty for a result of something else."""
+    return unquote(stored.content_type.partition(_NAME)[2])
+
+
 def _name_in(record: IdempotencyRecord) -> str:
-    name = record.result.content_type.partition(_NAME)[2] if record.result is not None else ""
-    return unquote(name) if name else "(one that did not end)"
+    name = step_name(record.result) if record.result is not None else ""
+    return name or "(one that did not end)"

@@ -14,6 +14,7 @@ from integr8s_idem.cli.answering import MISTAKE, AppOption, Json, SettingsFile, 
 from integr8s_idem.cli.application import chosen_services, load_application
 from integr8s_idem.cli.doctor import DoctorCommand, doctor_command
 from integr8s_idem.cli.graph import graph_command
+from integr8s_idem.cli.keys import keys_app
 from integr8s_idem.cli.new import new_command
 from integr8s_idem.cli.run import Run, run
 from integr8s_idem.cli.store import store_app
@@ -33,6 +34,7 @@ app = typer.Typer(
 settings_app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(settings_app, name="settings")
 app.add_typer(store_app, name="store")
+app.add_typer(keys_app, name="keys")
 app.command("doctor", cls=DoctorCommand)(doctor_command)
 app.command("graph")(graph_command)
 app.command("top")(top_command)

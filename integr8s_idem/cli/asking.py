@@ -32,7 +32,10 @@ def agreed(question: str, *, yes: bool) -> bool:
         return True
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ApplicationError(f"{DECLINED}: there is no terminal to ask on. {question} Say --yes to do it")
-    if typer.confirm(question, default=False, err=True):
-        return True
+    try:
+        if typer.confirm(question, default=False, err=True):
+            return True
+    except typer.Abort:  # Ctrl-C or Ctrl-D
+        typer.echo(err=True)
     typer.echo(DECLINED, err=True)
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -25,7 +26,15 @@ def progress(title: str, total: int | None = None, *, quiet: bool = False) -> It
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     is_hidden = quiet or not console.is_terminal
-    shown = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=is_hidden)
+    shown = Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=is_hidden,
+        # Lines for the same terminal go above the bar; into a pipe they go as they are.
+        redirect_stdout=sys.stdout.isatty(),
+    )
     with shown:
         task = shown.add_task(title, total=total)
         yield lambda more: shown.update(task, advance=more)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from integr8s_idem.records import (
     Completion,
+    Corrupt,
     Failure,
     IdempotencyRecord,
     Reserved,
@@ -17,7 +18,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 
-__all__ = ["IdempotencyRepository", "JoinedRepository", "JoiningRepository", "Purging"]
+__all__ = ["IdempotencyRepository", "JoinedRepository", "JoiningRepository", "Purging", "Surveyed", "Tending"]
 
 
 @runtime_checkable
@@ -131,4 +132,45 @@ class Purging(Protocol):
 
         Raises as `IdempotencyRepository` does.
         """
+        ...
+
+
+class Surveyed(NamedTuple):
+    """A page of a survey."""
+
+    found: Sequence[IdempotencyRecord | Corrupt]
+    passed: int
+    """About how many keys the store went by for it."""
+
+
+@runtime_checkable
+class Tending(Protocol):
+    """What a store can do besides, for the people who look after it: `integr8s-idem keys` asks for it.
+
+    They hold no token.  What they change is named by what they saw instead: one atomic step per key does it if the
+    record is still that one, by its status and fence and, while it is processing, by the end of its lease.  A record
+    that was renewed, settled or taken over meanwhile stays as it is.
+
+    Raises (all methods): As `IdempotencyRepository`.
+    """
+
+    def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
+        """As `scan`, page by page, and with the records that cannot be read.
+
+        Args:
+            prefix: What their keys start with.
+            holding: Parts that their keys hold, all of them; the store looks for these by itself.
+        """
+        ...
+
+    async def size(self) -> int | None:
+        """About how many keys there are to go by; `None` if that would take long to tell."""
+        ...
+
+    async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        """Let leases of records that were seen end now, as `release` does.  `False`: it is no longer that record."""
+        ...
+
+    async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        """Forget records that were seen.  `False`: it is no longer that record."""
         ...

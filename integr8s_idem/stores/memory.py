@@ -26,6 +26,7 @@ from integr8s_idem.records import (
     TraceLink,
     Verdict,
 )
+from integr8s_idem.stores import Surveyed
 
 __all__ = ["MemoryIdempotencyRepository"]
 
@@ -182,7 +183,7 @@ class MemoryIdempotencyRepository:
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         now = self._clock()
         entries = [(key, self._living(key, now)) for key in keys]
-        return [None if entry is None else _record(key, entry) for key, entry in entries]
+        return [None if entry is None else _record(key, entry, now) for key, entry in entries]
 
     async def delete(self, keys: Sequence[str]) -> int:
         now = self._clock()
@@ -193,9 +194,38 @@ class MemoryIdempotencyRepository:
 
     async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
         for key in [key for key in self._entries if key.startswith(prefix)]:
-            entry = self._living(key, self._clock())
+            now = self._clock()
+            entry = self._living(key, now)
             if entry is not None:
-                yield _record(key, entry)
+                yield _record(key, entry, now)
+
+    async def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
+        async for record in self.scan(prefix):
+            yield Surveyed([record] if all(part in record.key for part in holding) else [], 1)
+
+    async def size(self) -> int:
+        return len(self._entries)
+
+    async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        now = self._clock()
+        return [self._end_lease(record, now) for record in seen]
+
+    def _end_lease(self, record: IdempotencyRecord, now: datetime) -> bool:
+        entry = self._as_seen(record, now)
+        if entry is None or entry.status is not IdempotencyStatus.PROCESSING:
+            return False
+        entry.lease_until = None
+        return True
+
+    async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        now = self._clock()
+        return [self._forget(record, now) for record in seen]
+
+    def _forget(self, record: IdempotencyRecord, now: datetime) -> bool:
+        if self._as_seen(record, now) is None:
+            return False
+        del self._entries[record.key]
+        return True
 
     async def count_active(self, prefix: str) -> int:
         now = self._clock()
@@ -238,6 +268,17 @@ class MemoryIdempotencyRepository:
         if entry is None or entry.status is not IdempotencyStatus.PROCESSING:
             return None
         return entry if (entry.token, entry.fence) == (reservation.token, reservation.fence) else None
+
+    def _as_seen(self, record: IdempotencyRecord, now: datetime) -> _Entry | None:
+        """The entry, if it is still what somebody saw."""
+        entry = self._living(record.key, now)
+        if entry is None or (entry.status, entry.fence, entry.lease_until) != (
+            record.status,
+            record.fence,
+            record.lease_until,
+        ):
+            return None
+        return entry
 
     def _sweep(self, now: datetime, requests: int) -> None:
         """Drop what has expired, at a cost that stays in proportion to what is written."""
@@ -286,7 +327,7 @@ def _outcome(key: str, entry: _Entry) -> Completed | Failed:
     )
 
 
-def _record(key: str, entry: _Entry) -> IdempotencyRecord:
+def _record(key: str, entry: _Entry, now: datetime) -> IdempotencyRecord:
     return IdempotencyRecord(
         key=key,
         status=entry.status,
@@ -301,4 +342,5 @@ def _record(key: str, entry: _Entry) -> IdempotencyRecord:
         result_dropped=entry.result_dropped,
         error=entry.error,
         trace=entry.trace,
+        seen_at=now,
     )

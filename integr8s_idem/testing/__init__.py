@@ -11,7 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from integr8s_idem.testing.contract import HistorySize, RepositoryContract, SteppedClock, StoreUnderTest
+    from integr8s_idem.testing.contract import (
+        HistorySize,
+        RepositoryContract,
+        SteppedClock,
+        StoreUnderTest,
+        TendingContract,
+    )
     from integr8s_idem.testing.crash_points import CrashPoint
     from integr8s_idem.testing.embedded_harness import EmbeddedHarness
     from integr8s_idem.testing.flaky_store import FlakyStore
@@ -35,6 +41,7 @@ __all__ = [
     "SteppedClock",
     "StoreUnderTest",
     "StoredMessage",
+    "TendingContract",
     "WorkerHarness",
 ]
 

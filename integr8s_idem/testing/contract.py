@@ -25,6 +25,7 @@ pytest.register_assert_rewrite(
     "integr8s_idem.testing.contract_batches",
     "integr8s_idem.testing.contract_reserving",
     "integr8s_idem.testing.contract_settling",
+    "integr8s_idem.testing.contract_tending",
     "integr8s_idem.testing.histories",
     "integr8s_idem.testing.store_under_test",
 )
@@ -32,10 +33,11 @@ pytest.register_assert_rewrite(
 from integr8s_idem.testing.contract_batches import BatchesContract  # noqa: E402
 from integr8s_idem.testing.contract_reserving import ReservingContract  # noqa: E402
 from integr8s_idem.testing.contract_settling import SettlingContract  # noqa: E402
+from integr8s_idem.testing.contract_tending import TendingContract  # noqa: E402
 from integr8s_idem.testing.histories import HistorySize, check_histories  # noqa: E402
 from integr8s_idem.testing.store_under_test import SteppedClock, StoreUnderTest  # noqa: E402
 
-__all__ = ["HistorySize", "RepositoryContract", "SteppedClock", "StoreUnderTest"]
+__all__ = ["HistorySize", "RepositoryContract", "SteppedClock", "StoreUnderTest", "TendingContract"]
 
 
 class RepositoryContract(ReservingContract, SettlingContract, BatchesContract):

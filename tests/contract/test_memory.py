@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.testing.contract import HistorySize, RepositoryContract, SteppedClock, StoreUnderTest
+from integr8s_idem.testing.contract import (
+    HistorySize,
+    RepositoryContract,
+    SteppedClock,
+    StoreUnderTest,
+    TendingContract,
+)
 
 
-class TestMemoryStore(RepositoryContract):
+class TestMemoryStore(RepositoryContract, TendingContract):
     histories = HistorySize(histories=200, steps=40)
 
     @pytest.fixture

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
-from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest
+from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest, TendingContract
 from tests.support.aging import age_records
 from tests.support.redis import RedisServer, bundled_binary, installed_binary, valkey_binary
 
@@ -53,21 +53,21 @@ async def _store_on(server: RedisServer) -> AsyncIterator[StoreUnderTest]:
     await client.aclose()
 
 
-class TestOldestRedis(RepositoryContract):
+class TestOldestRedis(RepositoryContract, TendingContract):
     @pytest.fixture
     async def store(self, oldest_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
         async with _store_on(oldest_server) as store:
             yield store
 
 
-class TestInstalledRedis(RepositoryContract):
+class TestInstalledRedis(RepositoryContract, TendingContract):
     @pytest.fixture
     async def store(self, installed_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
         async with _store_on(installed_server) as store:
             yield store
 
 
-class TestValkey(RepositoryContract):
+class TestValkey(RepositoryContract, TendingContract):
     @pytest.fixture
     async def store(self, valkey_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
         async with _store_on(valkey_server) as store:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from inspect import getsource
 from pathlib import Path
 from textwrap import indent
 from urllib.parse import unquote
 
 import pytest
+from typer.testing import CliRunner
 
 import integr8s_idem
 from examples import dict_store
 from examples.dict_store import DictStore
+from integr8s_idem.cli.app import app
 from integr8s_idem.config import settings_warnings
 from integr8s_idem.config.loading import load_settings
 from integr8s_idem.worker.deadletters import BODY_BYTES, BODY_SHA256, DROPPED, PREFIX, DeadLetter
@@ -22,6 +25,7 @@ from tests.packaging import reference
 from tests.packaging.repository import ROOT, anchors, code_blocks, files, name_of, without_code
 from tests.support.batch_loop import one_batch
 from tests.support.fake_consumer import FakeRecord
+from tests.support.keys_desk import Desk, event
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WORKER = (ROOT / "docs" / "explanation" / "worker.md").read_text(encoding="utf-8")
@@ -110,6 +114,22 @@ def test_the_loop_that_takes_batches_is_the_one_that_is_tested() -> None:
     page = (ROOT / "docs" / "how-to" / "handle-batches.md").read_text(encoding="utf-8")
 
     assert indent(getsource(one_batch), "    ") in page
+
+
+def test_the_commands_about_keys_run_as_their_page_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "how-to" / "look-up-keys.md").read_text(encoding="utf-8")
+    desk = Desk(tmp_path, f'kind = "sqlite"\npath = "{tmp_path / "idem.db"}"')
+    for value in ("0192-a", "0192-b", "0192-c"):
+        desk.take(event(value), lease=timedelta(seconds=100))
+    monkeypatch.chdir(tmp_path)
+    lines = [line.split() for block in code_blocks(page, "sh") for line in block.splitlines()]
+
+    assert {line[2] for line in lines} == {"list", "show", "explain", "release", "purge"}
+    for program, *arguments in lines:
+        assert program == "integr8s-idem"
+        changes = ["--yes", "--audit-file", "audit.jsonl"] if arguments[1] in ("release", "purge") else []
+        answer = CliRunner().invoke(app, [*arguments, *changes])
+        assert answer.exit_code == 0, (arguments, answer.output)
 
 
 def test_what_an_operator_sets_names_every_kind_of_store() -> None:

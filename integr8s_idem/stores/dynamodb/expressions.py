@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 from integr8s_idem.config.sections import MOST_RESULT_BYTES
-from integr8s_idem.records import Completion, Failure, Reserved
+from integr8s_idem.records import Completion, Failure, IdempotencyRecord, Reserved
 from integr8s_idem.stores.dynamodb.items import (
     COMPLETED,
     FAILED,
@@ -17,6 +17,7 @@ from integr8s_idem.stores.dynamodb.items import (
     microseconds,
     number,
     purge_at,
+    seen_of,
     text,
 )
 
@@ -32,6 +33,7 @@ _STUMP: Final = (
     "SET #expires_at = :nothing, #purge_at = :purge REMOVE #status, #attempt, #token, #lease_until, #previous, "
     "#settled_at, #fingerprint, #owner, #trace, #result, #content_type, #result_dropped, #error"
 )
+_AS_SEEN: Final = "#status = :status AND #fence = :fence AND #lease_until = :lease_until AND #expires_at > :judged"
 _NAME: Final = re.compile(r"#(\w+)")
 _NOTHING: Final = number(0)
 _TELL: Final = {"ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
@@ -146,12 +148,43 @@ def deleting(key: str, now: int) -> Arguments:
     }
 
 
-def scanning(prefix: str, judged: int, *, active: bool = False) -> Arguments:
-    """What lives under `prefix`: records, or the number of those that hold a lease."""
-    parts, values = ["#expires_at > :judged"], {":judged": number(judged)}
+def ending_seen(record: IdempotencyRecord, now: int, judged: int) -> Arguments:
+    """End the lease of a record that is still what somebody saw."""
+    ask = _of_seen(record, "SET #lease_until = :nothing", f"{_AS_SEEN} AND #status = :processing", judged)
+    ask["ExpressionAttributeValues"] |= {":nothing": _NOTHING, ":processing": number(PROCESSING)}
+    return ask
+
+
+def deleting_seen(record: IdempotencyRecord, now: int, judged: int) -> Arguments:
+    """As `deleting`, if the record is still what somebody saw."""
+    ask = _of_seen(record, _STUMP, _AS_SEEN, judged)
+    ask["ExpressionAttributeValues"] |= {":nothing": _NOTHING, ":purge": purge_at(now)}
+    return ask
+
+
+def _of_seen(record: IdempotencyRecord, update: str, condition: str, judged: int) -> Arguments:
+    seen = {f":{name}": number(value) for name, value in seen_of(record).items()}
+    return {
+        "Key": {"key": {"S": record.key}},
+        "UpdateExpression": update,
+        "ConditionExpression": condition,
+        "ExpressionAttributeNames": names(f"{update} {condition}"),
+        "ExpressionAttributeValues": {**seen, ":judged": number(judged)},
+        **_TELL,
+    }
+
+
+def scanning(prefix: str, judged: int, *, active: bool = False, holding: Sequence[str] = ()) -> Arguments:
+    """What lives under `prefix`, and holds some parts: records, or the number of those that hold a lease."""
+    # An item that does not say when it expires is none of ours, or damaged; neither is taken for absent.
+    lives = "#expires_at > :judged" if active else "(attribute_not_exists(#expires_at) OR NOT #expires_at <= :judged)"
+    parts, values = [lives], {":judged": number(judged)}
     if prefix:
         parts.append("begins_with(#key, :prefix)")
         values[":prefix"] = {"S": prefix}
+    for place, part in enumerate(holding):
+        parts.append(f"contains(#key, :part{place})")
+        values[f":part{place}"] = {"S": part}
     if active:
         parts += ["#status = :processing", "#lease_until > :judged"]
         values[":processing"] = number(PROCESSING)

@@ -48,6 +48,9 @@ _STATUS: Final = {
 }
 
 
+_NUMBER: Final = {status: number for number, status in _STATUS.items()}
+
+
 class UnreadableError(Exception):
     """An item that is no record of ours; the text says why."""
 
@@ -215,8 +218,8 @@ def _outcome(entry: Entry) -> Completed | Failed:
     )
 
 
-def record_of(entry: Entry) -> IdempotencyRecord:
-    """A record for people and tools."""
+def record_of(entry: Entry, now: int) -> IdempotencyRecord:
+    """A record for people and tools, read at `now`."""
     processing = entry.status == PROCESSING
     return IdempotencyRecord(
         key=entry.key,
@@ -232,7 +235,14 @@ def record_of(entry: Entry) -> IdempotencyRecord:
         result_dropped=entry.result_dropped,
         error=entry.error,
         trace=entry.trace,
+        seen_at=_moment(now),
     )
+
+
+def seen_of(record: IdempotencyRecord) -> dict[str, int]:
+    """Status, fence and end of the lease: by them an item is known again by somebody without its token."""
+    lease_until = 0 if record.lease_until is None else (record.lease_until - _EPOCH) // timedelta(microseconds=1)
+    return {"status": _NUMBER[record.status], "fence": record.fence, "lease_until": lease_until}
 
 
 def _moment(us: int) -> datetime:

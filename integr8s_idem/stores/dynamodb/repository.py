@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
+from integr8s_idem.stores import Surveyed
 from integr8s_idem.stores.dynamodb import expressions
 from integr8s_idem.stores.dynamodb.batches import each
 from integr8s_idem.stores.dynamodb.calls import Calls, RefusedError, patient
@@ -263,7 +264,7 @@ class DynamoIdempotencyRepository:
         if ended(item, judged):
             return None
         try:
-            return record_of(entry_of(item))
+            return record_of(entry_of(item), judged)
         except UnreadableError as error:
             raise CorruptRecordError(key, str(error)) from error
 
@@ -288,11 +289,48 @@ class DynamoIdempotencyRepository:
         Reads the whole table.  Records that cannot be read are left out: `reserve` and `get` report them.  What is
         written meanwhile may or may not be seen.
         """
-        async for page in self._pages("scan", prefix):
-            for item in page["Items"]:
-                entry = _readable(item)
-                if entry is not None:
-                    yield record_of(entry)
+        async for page in self._survey("scan", prefix, ()):
+            for found in page.found:
+                if isinstance(found, IdempotencyRecord):
+                    yield found
+
+    def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
+        """As `scan`, page by page, and with the records that cannot be read."""
+        return self._survey("survey", prefix, holding)
+
+    async def _survey(self, operation: str, prefix: str, holding: Sequence[str]) -> AsyncIterator[Surveyed]:
+        async for page in self._pages(operation, prefix, holding=holding):
+            judged = self._clock.earliest()
+            found = [_found(item, judged) for item in page["Items"] if item["key"] != MARK["key"]]
+            yield Surveyed(found, page["ScannedCount"])
+
+    async def size(self) -> int | None:
+        """What DynamoDB counted within the last hours; `None` where this user may not ask."""
+        return await self._health.size()
+
+    async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        return await self._change_seen("end_leases", seen, expressions.ending_seen)
+
+    async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        return await self._change_seen("forget", seen, expressions.deleting_seen)
+
+    async def _change_seen(
+        self,
+        operation: str,
+        seen: Sequence[IdempotencyRecord],
+        change: Callable[[IdempotencyRecord, int, int], expressions.Arguments],
+    ) -> list[bool]:
+        await self._know_the_time(operation)
+
+        async def asked(one: IdempotencyRecord) -> bool:
+            try:
+                ask = change(one, self._clock.latest(), self._clock.earliest())
+                await self._ask(operation, self.client.update_item, ask)
+            except RefusedError:
+                return False
+            return True
+
+        return await each(seen, lambda one: one.key, asked, self._concurrency)
 
     async def count_active(self, prefix: str) -> int:
         """As in the Protocol, and up to `count_every` old.  Reads the whole table."""
@@ -306,9 +344,11 @@ class DynamoIdempotencyRepository:
         self._counts[prefix] = tick, active
         return active
 
-    async def _pages(self, operation: str, prefix: str, *, active: bool = False) -> AsyncIterator[dict[str, Any]]:
+    async def _pages(
+        self, operation: str, prefix: str, *, active: bool = False, holding: Sequence[str] = ()
+    ) -> AsyncIterator[dict[str, Any]]:
         await self._know_the_time(operation)
-        ask = expressions.scanning(prefix, self._clock.earliest(), active=active)
+        ask = expressions.scanning(prefix, self._clock.earliest(), active=active, holding=holding)
         while True:
             page = await self._ask(operation, self.client.scan, ask)
             yield page
@@ -326,6 +366,13 @@ class DynamoIdempotencyRepository:
 
     async def _ask(self, operation: str, action: Any, ask: dict[str, Any]) -> dict[str, Any]:
         return await self._calls.send(operation, action, TableName=self.table, **ask)
+
+
+def _found(item: Item, now: int) -> IdempotencyRecord | Corrupt:
+    try:
+        return record_of(entry_of(item), now)
+    except UnreadableError as error:
+        return Corrupt(key=item["key"]["S"], reason=str(error))
 
 
 def _readable(item: Item) -> Entry | None:

@@ -149,6 +149,16 @@ class Health:
             keeps_all=True,
         )
 
+    async def size(self) -> int | None:
+        """How many items the table has, as DynamoDB counted them within the last hours; `None`: we may not ask."""
+        try:
+            answer = await self._calls.send("size", self._client.describe_table, TableName=self._calls.table)
+        except StoreConfigurationError as error:
+            if error.code is Code.STORE_PERMISSION:
+                return None
+            raise
+        return int(answer["Table"]["ItemCount"])
+
     async def _look(self) -> None:
         try:
             answer = await self._calls.send("ping", self._client.describe_table, TableName=self._calls.table)

@@ -124,6 +124,7 @@ _STATUS: Final = {
     COMPLETED: IdempotencyStatus.COMPLETED,
     FAILED: IdempotencyStatus.FAILED,
 }
+_NUMBER: Final = {status: number for number, status in _STATUS.items()}
 _PREVIOUS: Final[Mapping[int, Previous]] = {
     0: Previous.NONE,
     WAS_RELEASED: Previous.RELEASED,
@@ -207,6 +208,12 @@ def _trace_bytes(trace: TraceLink) -> bytes:
 def mark_of(reservation: Reserved) -> bytes:
     """Fence and token: by them a reservation is known again."""
     return reservation.fence.to_bytes(7, "big") + reservation.token
+
+
+def seen_of(record: IdempotencyRecord) -> bytes:
+    """Status, fence and end of the lease: by them a record is known again by somebody without its token."""
+    lease_ms = (record.lease_until - _EPOCH) // _MILLISECOND if record.lease_until is not None else 0
+    return b"%c%b%b" % (_NUMBER[record.status], record.fence.to_bytes(7, "big"), lease_ms.to_bytes(6, "big"))
 
 
 def outcome_of_completion(completion: Completion) -> bytes:
@@ -437,6 +444,7 @@ def record_of(key: str, raw: bytes, now_us: int, life: int) -> IdempotencyRecord
         result_dropped=bool(stored.flags & IS_DROPPED),
         error=stored.error if stored.status == FAILED else "",
         trace=stored.trace,
+        seen_at=_EPOCH + timedelta(microseconds=now_us),
     )
 
 

@@ -20,7 +20,8 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.stores.redis import codec, scripts
+from integr8s_idem.stores import Surveyed
+from integr8s_idem.stores.redis import codec, keyspace, scripts
 from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
@@ -32,7 +33,6 @@ _OTHER_TYPE: Final = 1
 _ASK_AGAIN: Final = 2
 _OTHER_TYPE_REASON: Final = "the key holds another Redis type"
 _READ_AT_ONCE: Final = 200
-_SCAN_COUNT: Final = 500
 _COMPLETED: Final = bytes((codec.COMPLETED,))
 _FAILED: Final = bytes((codec.FAILED,))
 
@@ -129,20 +129,31 @@ class RecordsInRedis:
 
     async def _read(self, operation: str, keys: Sequence[str]) -> list[IdempotencyRecord | Corrupt | None]:
         answers: list[IdempotencyRecord | Corrupt | None] = [None] * len(keys)
+        async for part in self._read_in_parts(operation, keys):
+            for index, answer in part:
+                answers[index] = answer
+        return answers
+
+    async def _read_in_parts(
+        self, operation: str, keys: Sequence[str]
+    ) -> AsyncIterator[list[tuple[int, IdempotencyRecord | Corrupt | None]]]:
+        """What is under keys, by their indexes, a round trip at a time: results may be large."""
         waiting: Sequence[int] = range(len(keys))
         while waiting:
             now, later = waiting[:_READ_AT_ONCE], waiting[_READ_AT_ONCE:]
             with guarded(operation, self._timeout):
                 told = await self._servers.run(scripts.READ, [keys[index] for index in now], [])
             again: list[int] = []
+            part: list[tuple[int, IdempotencyRecord | Corrupt | None]] = []
             for places, (now_us, *found) in told:
                 for place, raw, life in zip(places, found[::2], found[1::2], strict=True):
+                    index = now[place]
                     if raw == _ASK_AGAIN:
-                        again.append(now[place])
+                        again.append(index)
                     else:
-                        answers[now[place]] = _readable(keys[now[place]], raw, now_us, life)
+                        part.append((index, _readable(keys[index], raw, now_us, life)))
+            yield part
             waiting = [*sorted(again), *later]
-        return answers
 
     async def delete(self, keys: Sequence[str]) -> int:
         deleted = 0
@@ -158,16 +169,43 @@ class RecordsInRedis:
         Redis's SCAN, what is written meanwhile may or may not be seen, and a record may be
         seen twice while the server grows.  So may one that moves within a cluster meanwhile.
         """
-        async for _, page in self._pages("scan", prefix):
-            names = [name for name in map(_name, page) if name is not None]
-            for answer in await self._read("scan", list(map(self._servers.key_of, names))):
+        async for page in self._survey("scan", prefix, ()):
+            for answer in page.found:
                 if isinstance(answer, IdempotencyRecord):
                     yield answer
+
+    def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
+        """As `scan`, page by page, and with the records that cannot be read."""
+        return self._survey("survey", prefix, holding)
+
+    async def _survey(self, operation: str, prefix: str, holding: Sequence[str]) -> AsyncIterator[Surveyed]:
+        async for page in keyspace.pages(self._servers, self._timeout, operation, prefix, holding):
+            names = [name for name in map(keyspace.name_of, page.names) if name is not None]
+            keys = [key for key in map(self._servers.key_of, names) if key != self._mark]
+            async for part in self._read_in_parts(operation, keys):
+                yield Surveyed([answer for _, answer in part if answer is not None], 0)
+            yield Surveyed((), page.passed)
+
+    async def size(self) -> int | None:
+        """How many keys there are, those of other programs included; `None` where this user may not ask."""
+        return await keyspace.size(self._servers, self._timeout)
+
+    async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        return await self._change_seen("end_leases", b"end", seen)
+
+    async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        return await self._change_seen("forget", b"forget", seen)
+
+    async def _change_seen(self, operation: str, how: bytes, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        keys, marks = [record.key for record in seen], list(map(codec.seen_of, seen))
+        return await self._write(operation, scripts.SEEN, keys, marks, [how])
 
     async def count_active(self, prefix: str) -> int:
         active = 0
         now_ms: dict[Redis, int] = {}
-        async for client, page in self._pages("count_active", prefix):
+        async for client, page, _ in keyspace.pages(self._servers, self._timeout, "count_active", prefix):
+            if not page:
+                continue
             with guarded("count_active", self._timeout):
                 if client not in now_ms:
                     seconds, microseconds = await client.time()
@@ -175,21 +213,6 @@ class RecordsInRedis:
                 headers = await _headers(client, page)
             active += sum(isinstance(header, bytes) and codec.holds_lease(header, now_ms[client]) for header in headers)
         return active
-
-    async def _pages(self, operation: str, prefix: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:
-        """Names of keys, and the server that has them."""
-        pattern = self._servers.pattern(_glob(prefix))
-        with guarded(operation, self._timeout):
-            primaries = await self._servers.primaries()
-        for client in primaries:
-            cursor = 0
-            while True:
-                with guarded(operation, self._timeout):
-                    cursor, page = await client.scan(cursor, match=pattern, count=_SCAN_COUNT)
-                if page:
-                    yield client, cast(list[bytes], page)
-                if cursor == 0:
-                    break
 
     async def ping(self) -> StoreHealth:
         with guarded("ping", self._timeout):
@@ -316,16 +339,3 @@ def _readable(key: str, raw: Any, now_us: int, life: int) -> IdempotencyRecord |
         return codec.record_of(key, raw, now_us, life)
     except codec.UnreadableError as error:
         return Corrupt(key=key, reason=str(error))
-
-
-def _name(raw: bytes) -> str | None:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        # Our keys are ASCII: this one is somebody else's.
-        return None
-
-
-def _glob(prefix: str) -> str:
-    """A pattern for SCAN that `prefix` matches letter by letter."""
-    return "".join("\\" + letter if letter in "\\*?[]" else letter for letter in prefix) + "*"

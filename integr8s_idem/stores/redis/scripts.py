@@ -32,7 +32,8 @@ RENEW: Final = _script("renew")
 RELEASE: Final = _script("release")
 READ: Final = _script("read", writes=False)
 MARK: Final = _script("mark")
-SCRIPTS: Final = (RESERVE, SETTLE, RENEW, RELEASE, READ, MARK)
+SEEN: Final = _script("seen")
+SCRIPTS: Final = (RESERVE, SETTLE, RENEW, RELEASE, READ, MARK, SEEN)
 
 Command = tuple[str | bytes | int, ...]
 """What goes over the wire."""

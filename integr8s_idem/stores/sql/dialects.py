@@ -29,6 +29,8 @@ class Dialect:
     """The database's clock, read once per statement: microseconds since 1970."""
     identity: str
     """What makes a name for a store, where its tables are made by hand."""
+    size: str
+    """A question for about how many records there are, which the database answers at once; null or -1: it cannot."""
     times: Callable[[], dict[str, int]] = field(default=dict)
     """Parameters that `now` needs: none where the clock is the database's."""
     returns: bool = True
@@ -82,6 +84,8 @@ _MYSQL: Final = Dialect(
     # Of the statement's start, and of no time zone: NOW() is of the session's.
     now=literal_column("timestampdiff(microsecond, '1970-01-01 00:00:00', utc_timestamp(6))", BigInteger),
     identity="md5(uuid())",
+    size="SELECT table_rows FROM information_schema.tables WHERE table_schema = database() "
+    "AND table_name = 'idempotency_records'",
     returns=False,
     finds_tuples=False,
     # Left to itself it reads a small table whole, and locks all of it, in an order of its own: batches then
@@ -101,6 +105,7 @@ _DIALECTS: Final = {
         upsert=_on_conflict,
         now=literal_column("(extract(epoch from statement_timestamp()) * 1000000)::bigint", BigInteger),
         identity="md5(random()::text)",
+        size="SELECT reltuples::bigint FROM pg_class WHERE oid = 'idempotency_records'::regclass",
         arrays=True,
     ),
     "sqlite": Dialect(
@@ -109,6 +114,7 @@ _DIALECTS: Final = {
         upsert=_on_conflict,
         now=bindparam("now", type_=BigInteger),
         identity="lower(hex(randomblob(16)))",
+        size="SELECT max(rowid) FROM idempotency_records",
         times=_this_machines_time,
     ),
 }

@@ -26,7 +26,8 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.stores.sql import bulk, statements
+from integr8s_idem.stores import Surveyed
+from integr8s_idem.stores.sql import bulk, statements, tending
 from integr8s_idem.stores.sql.batches import rounds, slices
 from integr8s_idem.stores.sql.begun import begun
 from integr8s_idem.stores.sql.cursors import Answer, Wording, say_alone, say_within
@@ -234,6 +235,20 @@ class SqlIdempotencyRepository:
             if len(rows) < PAGE:
                 return
             last = rows[-1].key
+
+    def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
+        """As `scan`, by key, and with the records that cannot be read."""
+        return tending.survey(self._read, prefix, holding)
+
+    async def size(self) -> int | None:
+        """About how many rows there are, those that have expired included; `None` until the database has counted."""
+        return await tending.size(self._read)
+
+    async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        return await tending.end_leases(self._asking, self._dialect, seen)
+
+    async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        return await tending.forget(self._asking, self._dialect, seen)
 
     async def count_active(self, prefix: str) -> int:
         ((count,),) = await self._read("count_active", statements.active, prefix)

@@ -31,6 +31,7 @@ _STATUS: Final = {
     COMPLETED: IdempotencyStatus.COMPLETED,
     FAILED: IdempotencyStatus.FAILED,
 }
+_NUMBER: Final = {status: number for number, status in _STATUS.items()}
 _NUMBERS: Final = ("attempt", "fence", "previous", "lease_until", "settled_at", "expires_at")
 _UNREADABLE: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 """What comes of a row with values that this code does not write."""
@@ -146,7 +147,14 @@ def _record(row: Any) -> IdempotencyRecord | Corrupt:
         result_dropped=bool(row.result_dropped),
         error=unescaped(row.error),
         trace=_trace(row.trace),
+        seen_at=_moment(row.asked_at),
     )
+
+
+def mark_seen(record: IdempotencyRecord) -> tuple[str, int, int, int]:
+    """Key, status, fence and end of the lease: by them a row is known again by somebody without its token."""
+    lease_until = 0 if record.lease_until is None else (record.lease_until - _EPOCH) // timedelta(microseconds=1)
+    return record.key, _NUMBER[record.status], record.fence, lease_until
 
 
 def wish_of(request: ReserveRequest) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from sqlalchemy import (
     BigInteger,
@@ -17,6 +17,7 @@ from sqlalchemy import (
     bindparam,
     case,
     delete,
+    false,
     func,
     literal,
     null,
@@ -280,7 +281,11 @@ def settled_so(dialect: Dialect, status: int, reservations: Sequence[Reserved]) 
 
 
 def reading(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
-    return select(records).where(_among(dialect, keys), _row.expires_at > dialect.now)
+    return select(records, _seen_at(dialect)).where(_among(dialect, keys), _row.expires_at > dialect.now)
+
+
+def _seen_at(dialect: Dialect) -> ColumnElement[int]:
+    return dialect.now.label("asked_at")
 
 
 def deleting(dialect: Dialect, keys: Sequence[str]) -> Executable:
@@ -309,11 +314,75 @@ def _prefixed(prefix: str) -> ColumnElement[bool]:
 def page(dialect: Dialect, prefix: str, after: str, most: int) -> Select[Any]:
     """The next rows in the order of their keys."""
     return (
-        select(records)
+        select(records, _seen_at(dialect))
         .where(_prefixed(prefix), _row.key > after, _row.expires_at > dialect.now)
         .order_by(_row.key)
         .limit(most)
     )
+
+
+LONG_RESULT: Final = 4_096
+"""Bytes of a result that is not read together with others by a survey: hundreds of them may be a megabyte each."""
+
+
+def stretch(dialect: Dialect, prefix: str, after: str, most: int) -> Executable:
+    """The last of the next keys, and how many they are, expired ones included."""
+    keys = select(_row.key).where(_prefixed(prefix), _row.key > after).order_by(_row.key).limit(most).subquery()
+    return select(func.max(keys.c.key), func.count())
+
+
+def surveyed(dialect: Dialect, prefix: str, holding: Sequence[str], after: str, last: str, most: int) -> Select[Any]:
+    """Rows of a stretch whose keys hold some parts.  Long results are left out, and their rows marked."""
+    length = func.length(_row.result)
+    columns = [column for column in _row if column is not _row.result]
+    return (
+        select(
+            *columns,
+            case((length <= LONG_RESULT, _row.result), else_=null()).label("result"),
+            func.coalesce(length > LONG_RESULT, false()).label("is_long"),
+            _seen_at(dialect),
+        )
+        .where(_row.key > after, _row.key <= last, _prefixed(prefix), _row.expires_at > dialect.now)
+        .where(*(_place(dialect, part) > 0 for part in holding))
+        .order_by(_row.key)
+        .limit(most)
+    )
+
+
+def _place(dialect: Dialect, part: str) -> ColumnElement[Any]:
+    # LIKE ignores case in some databases.
+    place = func.strpos if dialect.arrays else func.instr
+    return cast("ColumnElement[Any]", place(_row.key, literal(part, _row.key.type)))
+
+
+def size(dialect: Dialect) -> Executable:
+    """About how many rows there are."""
+    return text(dialect.size)
+
+
+def as_seen(dialect: Dialect, marks: Sequence[tuple[str, int, int, int]]) -> Executable:
+    """Keys of rows that still have this status, fence and end of lease (0 for none), locked in their order."""
+    groups: list[ColumnElement[bool]] = []
+    held = [(key, fence, lease) for key, status, fence, lease in marks if status == PROCESSING and lease]
+    released = [(key, fence) for key, status, fence, lease in marks if status == PROCESSING and not lease]
+    settled = [(key, status, fence) for key, status, fence, _ in marks if status != PROCESSING]
+    if held:
+        still = _marked(dialect, held, _row.key, _row.fence, _row.lease_until)
+        groups.append(and_(still, _row.status == PROCESSING))
+    if released:
+        still = _marked(dialect, released, _row.key, _row.fence)
+        groups.append(and_(still, _row.status == PROCESSING, _row.lease_until.is_(None)))
+    if settled:
+        groups.append(_marked(dialect, settled, _row.key, _row.status, _row.fence))
+    found = select(_row.key).where(or_(*groups), _row.expires_at > dialect.now).order_by(_row.key)
+    hinted = found.with_hint(records, dialect.by_key) if dialect.by_key else found
+    return hinted.with_for_update()
+
+
+def ending(dialect: Dialect, keys: Sequence[str]) -> Executable:
+    """Let the leases of rows end now."""
+    change = update(records).where(_among(dialect, keys), _row.status == PROCESSING).values(lease_until=null())
+    return change.with_hint(dialect.by_key) if dialect.by_key else change
 
 
 def active(dialect: Dialect, prefix: str) -> Select[Any]:

@@ -1,0 +1,90 @@
+"""Commands that change records: counted, asked about, told to the audit file, done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from integr8s_idem.cli.answering import FAILURE
+from integr8s_idem.cli.asking import agreed
+from integr8s_idem.cli.keys_told import counted_text
+from integr8s_idem.cli.lines import to_its_end
+from integr8s_idem.cli.progress import progress
+from integr8s_idem.config import Settings
+from integr8s_idem.operations.audit import audited
+from integr8s_idem.operations.keys.changing import Changer, Counted
+from integr8s_idem.operations.keys.looking import opened, size
+
+
+@dataclass(frozen=True)
+class HowToChange:
+    """What all of these commands are told."""
+
+    yes: bool
+    audit_file: str | None
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """One of these commands."""
+
+    command: str
+    """As people type it."""
+    done: str
+    """What was done, as a word."""
+    question: str
+    """`{}` stands for what it would be done to."""
+    count: Callable[[Changer], Awaitable[Counted]]
+    do: Callable[[Changer, Counted], Awaitable[None]]
+
+    def made(self, settings: Settings, asked: Mapping[str, Any], how: HowToChange) -> int:
+        """The exit status.  Nothing is counted beforehand where nobody is asked."""
+        if not how.yes:
+            # Asked between two event loops: within one, Ctrl-C would not end the question.
+            counted = to_its_end(self._counted(settings))
+            if not counted.records:
+                self._tell(counted, how)
+                return 0
+            _tell_spared(counted)
+            if not agreed(self.question.format(counted_text(counted)), yes=False):
+                return FAILURE
+        counted = to_its_end(self._done(settings, asked, how))
+        self._tell(counted, how)
+        if settings.idempotency.local_memory_keys and counted.records:
+            told = "workers that completed some of it themselves remember that until they restart (local_memory_keys)"
+            typer.echo(told, err=True)
+        return 0
+
+    async def _counted(self, settings: Settings) -> Counted:
+        async with opened(settings) as repository:
+            with progress("counting", await size(repository)) as advance:
+                return await self.count(Changer(settings, repository, advance))
+
+    async def _done(self, settings: Settings, asked: Mapping[str, Any], how: HowToChange) -> Counted:
+        counted = Counted()
+        with audited(self.command, asked, how.audit_file) as entry:
+            try:
+                async with opened(settings) as repository:
+                    with progress(self.done, await size(repository)) as advance:
+                        await self.do(Changer(settings, repository, advance), counted)
+            finally:
+                entry.counts.update(counted.told())
+        return counted
+
+    def _tell(self, counted: Counted, how: HowToChange) -> None:
+        told = counted.told()
+        if how.as_json:
+            typer.echo(json.dumps({self.done: told.pop("records"), **told}))
+            return
+        typer.echo(f"{self.done}: {counted_text(counted)}")
+        _tell_spared(counted)
+
+
+def _tell_spared(counted: Counted) -> None:
+    for reason, number in sorted(counted.spared.items()):
+        typer.echo(f"left alone: {number:,} {reason}", err=True)

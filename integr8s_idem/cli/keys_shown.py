@@ -1,0 +1,123 @@
+"""What `integr8s-idem keys` shows: a screen on a terminal, lines in a pipe, JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Final
+
+import typer
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from integr8s_idem.cli.keys_told import absent_line, explanation_json, heading, line_of, record_json, rows
+from integr8s_idem.cli.lines import write_line
+from integr8s_idem.config.words import printable
+from integr8s_idem.operations.keys.explaining import Account, Explanation
+from integr8s_idem.operations.keys.looking import Found
+from integr8s_idem.operations.keys.naming import Named
+from integr8s_idem.operations.keys.standing import state_of
+
+_COLOURS: Final = {"processing": "yellow", "completed": "green", "failed": "red", "corrupt": "magenta"}
+_WIDTHS: Final = (10, 10, 5, 24)
+_HEADINGS: Final = ("status", "age", "tried", "then", "key")
+
+
+def show_explanation(answer: Explanation, *, as_json: bool, whole_result: bool) -> None:
+    """All of an answer."""
+    if as_json:
+        write_line(json.dumps(explanation_json(answer, whole_result=whole_result), indent=2))
+    elif sys.stdout.isatty():
+        _on_screen(answer, whole_result)
+    else:
+        _as_text(answer, whole_result)
+
+
+def show_record(found: Found, told: Named, *, as_json: bool) -> None:
+    """One record, and all of its result."""
+    whole = record_json(found, told, body=sys.maxsize)
+    if as_json:
+        write_line(json.dumps(whole))
+        return
+    result = whole.pop("result", None) or {}
+    fields = {**whole, **{f"result_{name}": value for name, value in result.items()}}
+    for name, value in fields.items():
+        if value not in ("", None):
+            write_line(f"{name:<18}  {printable(str(value))}")
+    write_line("")
+
+
+def _on_screen(answer: Explanation, whole_result: bool) -> None:
+    console = Console()
+    console.print(Text(printable(f"read as {answer.read_as}"), style="dim"))
+    for account in answer.accounts:
+        colour = _COLOURS[state_of(account.found)]
+        console.print(Panel(_grid(account, whole_result), title=Text(heading(account)), border_style=colour))
+    lines = [Text(absent_line(absent)) for absent in answer.absent]
+    if lines:
+        console.print(Panel(Group(*lines), title="no record", border_style="dim"))
+    for note in _notes(answer):
+        console.print(Text(printable(note), style="yellow"))
+
+
+def _grid(account: Account, whole_result: bool) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows(account, whole_result=whole_result):
+        grid.add_row(name, Text(value, style="bold" if name in ("handled", "next delivery") else ""))
+    return grid
+
+
+def _as_text(answer: Explanation, whole_result: bool) -> None:
+    write_line(printable(f"read as {answer.read_as}"))
+    for account in answer.accounts:
+        write_line(f"\n{heading(account)}")
+        told = list(rows(account, whole_result=whole_result))
+        width = max(len(name) for name, _ in told)
+        for name, value in told:
+            write_line(f"  {name:<{width}}  {value}")
+    if answer.absent:
+        write_line("\nno record")
+        for absent in answer.absent:
+            write_line(f"  {absent_line(absent)}")
+    for note in _notes(answer):
+        write_line(f"\n{printable(note)}")
+
+
+def _notes(answer: Explanation) -> list[str]:
+    more = [f"{answer.more:,} more records have such a name: say more of it"] if answer.more else []
+    return [*more, *answer.notes]
+
+
+class Listing:
+    """Lines of records, one by one."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._on_terminal = sys.stdout.isatty() and not as_json
+        self._width = Console().width if self._on_terminal else 0
+        self._begun = False
+
+    def show(self, found: Found, told: Named) -> None:
+        """Another one.  Raises `ReaderGoneError`."""
+        if self._as_json:
+            write_line(json.dumps(record_json(found, told)))
+            return
+        line = line_of(found, told)
+        if not self._on_terminal:
+            write_line("\t".join(line))
+            return
+        if not self._begun:
+            self._begun = True
+            write_line(typer.style(self._columns(_HEADINGS), dim=True))
+        colour = _COLOURS[line[0]]
+        whole = self._columns(line)
+        write_line(typer.style(whole[: _WIDTHS[0]], fg=colour) + whole[_WIDTHS[0] :])
+
+    def _columns(self, line: tuple[str, ...]) -> str:
+        cells = [f"{cell[:width]:<{width}}" for cell, width in zip(line[:-1], _WIDTHS, strict=True)]
+        whole = " ".join([*cells, line[-1]])
+        return whole if len(whole) <= self._width else whole[: self._width - 1] + "…"

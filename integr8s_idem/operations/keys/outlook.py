@@ -1,0 +1,118 @@
+"""What would happen to the next delivery of some work, by the policies of its service.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
+from integr8s_idem.operations.keys.standing import Lease, Standing
+from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus
+
+_ACKNOWLEDGES: Final = (
+    "a worker would acknowledge it without handling it (on_in_progress = skip): if the owner dies, the event is lost"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Says it for the records of one service."""
+
+    config: IdempotencyConfig
+    """Of that service."""
+    by_worker: bool = True
+    """Whether a worker delivers the work, as events come; else somebody calls for it by a key of their own."""
+
+    def of(self, found: IdempotencyRecord | Corrupt | None, offered: bytes | None = None) -> str:
+        """One sentence.
+
+        Args:
+            found: The record; `None` if there is none.
+            offered: Fingerprint of the delivery's payload, if that is known.
+        """
+        if found is None:
+            return f"it would be handled, as attempt 1 of at most {self.config.max_attempts}{self._blocks()}"
+        if isinstance(found, Corrupt):
+            return self._refused("CorruptRecordError", "corrupt_record")
+        if offered is not None and found.fingerprint is not None and offered != found.fingerprint:
+            return self._key_reused()
+        standing = Standing(found)
+        if found.status is IdempotencyStatus.COMPLETED:
+            return _completed(standing)
+        if found.status is IdempotencyStatus.FAILED:
+            return self._failed(standing)
+        return self._processing(standing)
+
+    def _refused(self, error: str, reason: str) -> str:
+        letter = f", and a worker dead-letters it ({reason})" if self.by_worker else ""
+        return f"it would not be handled: {error}{letter}"
+
+    def _blocks(self) -> str:
+        block = self.config.on_failure is OnFailure.BLOCK
+        return "; a failure gives it up at once (on_failure = block)" if block else ""
+
+    def _key_reused(self) -> str:
+        told = "its payload is another one than the record's: "
+        if self.config.on_key_reused is OnKeyReused.RUN:
+            return told + "it would be handled unguarded (on_key_reused = run)"
+        return told + self._refused("KeyReusedError", "key_reused")
+
+    def _failed(self, standing: Standing) -> str:
+        again = "a replay of its dead letter is handled" if self.by_worker else "without its record it is done again"
+        return f"{self._refused('PreviouslyFailedError', 'previously_failed')}, {_until(standing)}; {again}"
+
+    def _processing(self, standing: Standing) -> str:
+        attempt, most = standing.record.attempt + 1, self.config.max_attempts
+        if standing.lease is Lease.HELD:
+            left = span(standing.lease_left)
+            dead = f"if the owner is dead, attempt {attempt} takes over when the lease ends, in {left}"
+            return f"{self._while_held()}; {dead}"
+        if standing.lease is Lease.LAPSED and attempt > most:
+            runs = f"{attempt - 1} runs have ended without a word, and max_attempts is {most}"
+            return f"{self._refused('CrashedTooOftenError', 'handler_failed')}: {runs}"
+        how = "taken over and handled" if standing.lease is Lease.LAPSED else "handled again"
+        last = f"; if that fails, it is given up (max_attempts = {most})"
+        return f"it would be {how}, as attempt {attempt}{last if attempt >= most else self._blocks()}"
+
+    def _while_held(self) -> str:
+        if self.config.on_in_progress is OnInProgress.WAIT:
+            limit = f" at most {self.config.wait_timeout_seconds:g} s" if not self.by_worker else ""
+            offset = "; a worker keeps its offset uncommitted meanwhile" if self.by_worker else ""
+            return f"it would wait{limit} for the outcome of that run{offset}"
+        if self.config.on_in_progress is OnInProgress.RAISE:
+            again = ", and a worker tries it again after a pause" if self.by_worker else ""
+            return f"it would be refused: InProgressError{again}"
+        return _ACKNOWLEDGES if self.by_worker else "it would be left undone (on_in_progress = skip)"
+
+
+def _completed(standing: Standing) -> str:
+    record = standing.record
+    if record.result_dropped:
+        what = "known as a duplicate; whoever wants the result gets ResultDroppedError"
+    elif record.result is None:
+        what = "known as a duplicate; its result was not kept"
+    else:
+        what = "answered with the stored result"
+    return f"it would not be handled, but {what}, {_until(standing)}"
+
+
+def _until(standing: Standing) -> str:
+    if standing.record.expires_at is None:
+        return "as long as the record is there"
+    return f"for another {span(standing.record.expires_at - standing.now)}"
+
+
+def span(length: timedelta) -> str:
+    """A length of time for people, in at most two units: `3 d 4 h`, `12 s`, `250 ms`."""
+    seconds = abs(length.total_seconds())
+    if seconds < 1:
+        return f"{round(seconds * 1000)} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    left, told = round(seconds), list[tuple[int, str]]()
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")):
+        number, left = divmod(left, size)
+        if number or told:
+            told.append((number, unit))
+    return " ".join(f"{number} {unit}" for number, unit in told[:2] if number)

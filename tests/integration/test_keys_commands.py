@@ -1,0 +1,398 @@
+"""`integr8s-idem keys` on a Redis and on a SQLite file: the same answers, whatever keeps the records."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from integr8s_idem import IdempotencyManager
+from integr8s_idem.cli.keys_told import BEGINNING
+from integr8s_idem.keys import KeyResolver
+from integr8s_idem.records import IdempotencyStatus, Reserved
+from integr8s_idem.steps import Steps
+from integr8s_idem.stores import IdempotencyRepository
+from tests.support.keys_desk import LONG, TRACE, Desk, event
+from tests.support.shop import OrderPlaced
+
+APP = ("--app", "tests.support.shop:platform")
+
+
+@pytest.fixture(params=["redis", "sqlite"])
+def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Desk:
+    if request.param == "sqlite":
+        return Desk(tmp_path, f'kind = "sqlite"\npath = "{tmp_path / "idem.db"}"')
+    return Desk(tmp_path, f'kind = "redis"\nurl = "{request.getfixturevalue("redis_url")}"')
+
+
+def spoil(url: str, key: str) -> None:
+    with Redis.from_url(url) as client:
+        client.set(key, b"no record", ex=3600)
+
+
+# List and show.
+
+
+def test_every_record_is_listed_with_how_it_stands(desk: Desk) -> None:
+    desk.fill()
+
+    found = {one["label"]: one for one in desk.told("list")}
+
+    assert {label: (one["status"], one["lease"]) for label, one in found.items()} == {
+        "order_placed:1": ("completed", None),
+        "order_placed:2": ("failed", None),
+        "held": ("processing", "held"),
+        "lapsed": ("processing", "lapsed"),
+        "released": ("processing", "released"),
+    }
+    assert found["order_placed:2"]["error"] == "no such account"
+    assert found["order_placed:1"]["result"] == {"content_type": "application/json", "bytes": len(LONG.body)}
+    assert found["order_placed:1"]["trace_id"] == TRACE.trace_id.hex()
+    assert found["held"]["owner"] == "billing@host-7"
+    assert 290 < found["held"]["lease_left_seconds"] <= 300
+
+
+@pytest.mark.parametrize(
+    ("filters", "labels"),
+    [
+        (("--status", "failed"), ["order_placed:2"]),
+        (("--status", "processing", "--lease-ended"), ["lapsed", "released"]),
+        (("--event-type", "order_placed"), ["order_placed:1", "order_placed:2"]),
+        (("--owner", "billing@host-8"), ["released"]),
+        (("--service", "billing", "--newer-than", "1h", "--status", "completed"), ["order_placed:1"]),
+        (("--service", "audit"), []),
+        (("--older-than", "1h"), []),
+    ],
+)
+def test_a_filter_leaves_what_is_asked_for(desk: Desk, filters: tuple[str, ...], labels: list[str]) -> None:
+    desk.fill()
+
+    assert sorted(one["label"] for one in desk.told("list", *filters)) == labels
+
+
+def test_a_list_for_a_pipe_has_a_line_for_each_and_a_summary_beside_it(desk: Desk) -> None:
+    desk.fill()
+
+    answer = desk.typed("list")
+
+    lines = [line.split("\t") for line in answer.stdout.splitlines()]
+    assert Counter(line[0] for line in lines) == {"processing": 3, "completed": 1, "failed": 1}
+    assert all(len(line) == 5 and line[-1].startswith("idempotency:billing:") for line in lines)
+    assert answer.stderr == "5 records (billing: 1 completed, 1 failed, 3 processing)\n"
+    assert len(desk.typed("list", "--limit", "2").stdout.splitlines()) == 2
+
+
+def test_show_has_all_that_is_stored(desk: Desk) -> None:
+    desk.fill()
+
+    (told,) = desk.told("show", "order_placed:1")
+    missing = desk.typed("show", "nothing")
+
+    assert told["result"]["text"] == LONG.body.decode()
+    assert LONG.body.decode() in desk.typed("show", "1").stdout
+    assert missing.exit_code == 1
+    assert "no record" in missing.stderr
+
+
+# Explain.
+
+
+@pytest.mark.parametrize("words", ["1", "order_placed:1", "billing:charge:order_placed:id:1", None])
+def test_a_record_is_explained_by_whatever_people_call_it(desk: Desk, words: str | None) -> None:
+    desk.fill()
+    full = desk.manage(_full_key)
+
+    answer = desk.explained(words or full)
+
+    (one,) = answer["records"]
+    assert one["key"] == full
+    assert (one["status"], one["attempt"], one["service"]) == ("completed", 1, "billing")
+    assert (one["trace_id"], one["span_id"]) == (TRACE.trace_id.hex(), TRACE.span_id.hex())
+    assert one["result"]["text"] == LONG.body.decode()[:BEGINNING]
+    assert one["next_delivery"].startswith("it would not be handled, but answered with the stored result")
+    assert answer["read_as"].startswith("a full key" if words is None else "an event's id")
+
+
+async def _full_key(manager: IdempotencyManager) -> str:
+    return manager.space.full(event("1"))
+
+
+def test_the_screen_says_what_people_ask(desk: Desk) -> None:
+    desk.fill()
+
+    completed = desk.typed("explain", "1").stdout
+    failed = desk.typed("explain", "2").stdout
+    held = desk.typed("explain", "held").stdout
+    lapsed = desk.typed("explain", "lapsed").stdout
+
+    assert "handled        yes, by billing (handler charge)" in completed
+    assert "tried          once; max_attempts is 3" in completed
+    assert f"trace          {TRACE.trace_id.hex()}, span {TRACE.span_id.hex()}" in completed
+    assert "1,000 bytes of application/json" in completed
+    assert "(--result for all)" in completed
+    assert "(--result for all)" not in desk.typed("explain", "1", "--result").stdout
+    assert "error          no such account" in failed
+    assert "dead letter    in order_placed.dlq" in failed
+    assert "not yet: billing@host-7 is at it" in held
+    assert "it would wait at most 30 s" in held
+    assert "it crashed, or stalled" in lapsed
+    assert "taken over and handled, as attempt 2" in lapsed
+
+
+def test_what_was_never_seen_would_be_handled(desk: Desk) -> None:
+    desk.fill()
+
+    answer = desk.explained("idempotency:billing:charge:order_placed:id:9")
+
+    assert answer["records"] == []
+    assert [one["next_delivery"] for one in answer["absent"]] == ["it would be handled, as attempt 1 of at most 3"]
+    assert "never seen, or its record has expired" in " ".join(desk.explained("9")["notes"])
+
+
+def test_with_the_application_each_handler_is_told_of(desk: Desk) -> None:
+    desk.fill()
+
+    found, missing = desk.explained("1", *APP), desk.explained("order_placed:9", *APP)
+
+    assert [one["label"] for one in found["records"]] == ["order_placed:1"]
+    assert [(one["service"], one["handler"], one["event_type"]) for one in missing["absent"]] == [
+        ("billing", "charge", "order_placed")
+    ]
+    assert desk.explained("held", *APP)["records"][0]["status"] == "processing"
+
+
+def test_a_hashed_key_is_found_with_the_application_alone(tmp_path: Path, redis_url: str) -> None:
+    desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"', "[idempotency]\nhash_keys = true\n")
+    desk.take(event("1"))
+
+    assert desk.explained("1")["records"] == []
+    assert "keys are hashed" in desk.explained("1")["notes"][0]
+    assert desk.explained("1", *APP)["records"][0]["owner"] == "billing@host-7"
+
+
+def test_generations_and_steps_are_told_beside_their_unit(desk: Desk) -> None:
+    resolved = KeyResolver().resolve("charge", OrderPlaced(event_id="1", order_id="1"))
+
+    async def fulfil(manager: IdempotencyManager) -> None:
+        async def work() -> str:
+            steps: Steps = manager.steps()
+            await steps.run("reserve", _reserve)
+            return "done"
+
+        await manager.run(resolved.key, work)
+        await manager.run(resolved.key.in_generation(2), work)
+
+    desk.manage(fulfil)
+
+    answer = desk.explained("order_placed:1")
+
+    assert sorted(one["generation"] for one in answer["records"]) == [0, 2]
+    first = next(one for one in answer["records"] if one["generation"] == 0)
+    assert list(first["generations"]) == ["2"]
+    assert [step["name"] for step in first["steps"].values()] == ["reserve"]
+    assert "step 0" in desk.typed("explain", "1").stdout
+
+
+async def _reserve() -> str:
+    return "r-1"
+
+
+def test_what_cannot_be_read_is_told_and_breaks_nothing(tmp_path: Path, redis_url: str) -> None:
+    desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"')
+    desk.fill()
+    spoil(redis_url, "idempotency:billing::broken")
+
+    (listed,) = desk.told("list", "--status", "corrupt")
+    explained = desk.explained("broken")
+
+    assert (listed["label"], listed["reason"]) == ("broken", "it was written by another program")
+    assert len(desk.told("list")) == 6
+    assert explained["records"][0]["next_delivery"] == "it would not be handled: CorruptRecordError"
+    assert desk.explained("idempotency:billing::broken")["records"][0]["status"] == "corrupt"
+
+
+# Release.
+
+
+def test_the_leases_of_a_dead_owner_end_and_attempts_stay(desk: Desk) -> None:
+    desk.take("a", lease=timedelta(seconds=100))
+    desk.take("b", lease=timedelta(seconds=100))
+    desk.take("c", lease=timedelta(seconds=100), owner="billing@host-9")
+
+    answer = desk.changing("release", "--owner", "billing@host-7", "--yes", "--json")
+
+    assert json.loads(answer.stdout)["released"] == 2
+    leases = {one["label"]: (one["lease"], one["attempt"]) for one in desk.told("list")}
+    assert leases == {"a": ("released", 1), "b": ("released", 1), "c": ("held", 1)}
+    assert desk.take("a").attempt == 2
+    begun, ended = desk.audited()
+    assert (begun["command"], begun["asked"]) == ("keys release", {"owner": ["billing@host-7"], "force": False})
+    assert ended["counts"]["records"] == 2
+
+
+def test_a_lease_that_was_renewed_lately_is_left_alone_unless_it_is_forced(desk: Desk) -> None:
+    desk.take("a")
+
+    spared = desk.changing("release", "a", "--yes")
+    assert (spared.exit_code, spared.stdout) == (0, "released: 0 records\n")
+    assert "left alone: 1 renewed lately: its owner seems to live" in spared.stderr
+
+    assert json.loads(desk.changing("release", "a", "--yes", "--force", "--json").stdout)["released"] == 1
+    assert desk.told("list")[0]["lease"] == "released"
+
+
+def test_a_release_needs_a_name(desk: Desk) -> None:
+    answer = desk.changing("release", "--service", "billing", "--yes")
+
+    assert answer.exit_code == 2
+    assert "KEY, or --owner" in answer.stderr
+    assert desk.audited() == []
+
+
+# Purge.
+
+
+@pytest.mark.parametrize(
+    ("chosen", "left"),
+    [
+        (("--status", "failed"), ["held", "lapsed", "order_placed:1", "released"]),
+        (("order_placed:1",), ["held", "lapsed", "order_placed:2", "released"]),
+        (("--service", "billing"), ["held"]),
+        (("--all", "--in-progress"), []),
+        (("--lease-ended",), ["held", "order_placed:1", "order_placed:2"]),
+        (("held",), ["held", "lapsed", "order_placed:1", "order_placed:2", "released"]),
+        (("held", "--in-progress"), ["lapsed", "order_placed:1", "order_placed:2", "released"]),
+    ],
+)
+def test_what_is_chosen_is_forgotten_and_nothing_else(desk: Desk, chosen: tuple[str, ...], left: list[str]) -> None:
+    desk.fill()
+
+    answer = desk.changing("purge", *chosen, "--yes", "--json")
+
+    assert desk.labels() == left
+    assert json.loads(answer.stdout)["purged"] == 5 - len(left)
+    assert [line["says"] for line in desk.audited()] == ["begun", "ended"]
+    assert desk.audited()[1]["counts"]["records"] == 5 - len(left)
+
+
+def test_more_than_one_batch_is_purged(desk: Desk) -> None:
+    async def fill(manager: IdempotencyManager) -> None:
+        verdicts = (await manager.acquire_batch([f"k{n}" for n in range(1_203)])).values()
+        reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+        assert await manager.confirm_batch(reserved) == [True] * 1_203
+
+    desk.manage(fill)
+
+    assert json.loads(desk.changing("purge", "--status", "completed", "--yes", "--json").stdout)["purged"] == 1_203
+    assert desk.labels() == []
+
+
+def test_a_unit_takes_its_steps_along(desk: Desk) -> None:
+    async def fulfil(manager: IdempotencyManager) -> None:
+        async def work() -> None:
+            await manager.steps().run("reserve", _reserve)
+
+        await manager.run("order:1", work)
+        await manager.run("order:11", work)
+
+    desk.manage(fulfil)
+
+    assert json.loads(desk.changing("purge", "order:1", "--yes", "--json").stdout)["purged"] == 2
+    assert [label for label in desk.labels() if not label.startswith("order:11")] == []
+    assert len(desk.labels()) == 2
+
+
+def test_what_cannot_be_read_is_purged_by_name_or_by_status(tmp_path: Path, redis_url: str) -> None:
+    desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"')
+    for name in ("one", "two", "three"):
+        spoil(redis_url, f"idempotency:billing::{name}")
+
+    spared = desk.changing("purge", "--service", "billing", "--yes", "--json")
+    named = desk.changing("purge", "one", "--yes", "--json")
+    rest = desk.changing("purge", "--status", "corrupt", "--yes", "--json")
+
+    counts = [json.loads(answer.stdout)["purged"] for answer in (spared, named, rest)]
+    assert counts == [0, 1, 2]
+
+
+def test_nobody_forgets_all_by_mistake(desk: Desk) -> None:
+    desk.fill()
+
+    bare, unasked = desk.changing("purge", "--yes"), desk.changing("purge", "--all")
+
+    assert (bare.exit_code, unasked.exit_code) == (2, 2)
+    assert "say what is to be forgotten" in bare.stderr
+    assert "no terminal to ask on. Forget 4 records (billing: 1 completed, 1 failed, 2 processing)?" in unasked.stderr
+    assert len(desk.labels()) == 5
+    assert desk.audited() == []
+
+
+def test_what_changes_between_the_look_and_the_change_is_left_alone(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the survey and the deletion its owner takes the key anew."""
+    desk.take("lapsed", lease=timedelta(milliseconds=1))
+    kind = type(desk.do(_itself))
+    forget = kind.forget  # type: ignore[attr-defined]
+
+    async def late(store: IdempotencyRepository, seen: object) -> object:
+        settings = IdempotencyManager(None, store, scope="billing")
+        await settings.reserve("lapsed")
+        return await forget(store, seen)
+
+    monkeypatch.setattr(kind, "forget", late)
+
+    answer = desk.changing("purge", "lapsed", "--yes", "--json")
+
+    assert json.loads(answer.stdout) == {"purged": 0, "by": [], "spared": {"changed meanwhile": 1}}
+    record = desk.record("lapsed")
+    assert record is not None
+    assert (record.status, record.attempt) == (IdempotencyStatus.PROCESSING, 2)
+
+
+async def _itself(store: IdempotencyRepository) -> IdempotencyRepository:
+    return store
+
+
+# What there is nothing to be looked at in.
+
+
+def test_a_look_makes_no_file(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, f'kind = "sqlite"\npath = "{tmp_path / "none.db"}"')
+
+    for command in (("list",), ("show", "x"), ("explain", "x")):
+        answer = desk.typed(*command)
+        assert answer.exit_code == 2
+        assert "nothing was remembered yet" in answer.stderr
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_records_in_memory_are_seen_from_nowhere_else(tmp_path: Path) -> None:
+    answer = Desk(tmp_path, 'kind = "memory"').typed("list")
+
+    assert answer.exit_code == 2
+    assert "live in the process that made them" in answer.stderr
+
+
+def test_a_store_that_is_down_is_told_without_a_traceback(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, f'kind = "redis"\nurl = "unix://{tmp_path / "nobody.sock"}"\ntimeout_seconds = 0.3')
+
+    answer = desk.changing("purge", "--all", "--yes")
+
+    assert answer.exit_code == 1
+    assert "StoreUnavailableError" in answer.stderr
+    assert answer.exception is None or isinstance(answer.exception, SystemExit)
+
+
+NONSENSE = (("explain", " "), ("explain", "x", "--as", "poem"), ("list", "--status", "done"))
+
+
+@pytest.mark.parametrize("arguments", NONSENSE)
+def test_what_cannot_be_asked_is_refused(desk: Desk, arguments: tuple[str, ...]) -> None:
+    desk.fill()
+
+    assert desk.typed(*arguments).exit_code == 2

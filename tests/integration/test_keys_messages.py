@@ -1,0 +1,197 @@
+"""`integr8s-idem keys explain topic:partition:offset`, on a real Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+
+from integr8s_idem import IdempotencyManager
+from integr8s_idem.events import encode_event, event_headers
+from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.worker.deadletters import GENERATION, REPLAY_GROUP, DeadLetter
+from tests.support.fake_consumer import FakeRecord
+from tests.support.kafka.broker import Kafka
+from tests.support.keys_desk import Desk
+from tests.support.shop import OrderPlaced
+
+pytestmark = pytest.mark.kafka
+
+APP = ("--app", "tests.support.three_shops:platform")
+EVENT = OrderPlaced(event_id="0192-a", order_id="1")
+
+
+class Shop:
+    """A topic with messages, and a store with what became of them."""
+
+    def __init__(self, kafka: Kafka, prefix: str, folder: Path, redis_url: str) -> None:
+        self._kafka = kafka
+        self.topic = f"{prefix}order_placed"
+        more = f'[kafka]\nbootstrap_servers = "{kafka.bootstrap}"\ntopic_prefix = "{prefix}"\n'
+        self.desk = Desk(folder, f'kind = "redis"\nurl = "{redis_url}"', more)
+
+    def publish(self, *messages: tuple[bytes, Sequence[tuple[str, bytes]]], topic: str = "") -> list[int]:
+        """The offsets of messages that have this value and these headers, in partition 0."""
+
+        async def published() -> list[int]:
+            producer: Any = AIOKafkaProducer(bootstrap_servers=self._kafka.bootstrap)
+            await producer.start()
+            try:
+                sent = [
+                    await producer.send_and_wait(topic or self.topic, value, headers=list(headers), partition=0)
+                    for value, headers in messages
+                ]
+            finally:
+                await producer.stop()
+            return [one.offset for one in sent]
+
+        return asyncio.run(published())
+
+    def event(self, event: OrderPlaced = EVENT, *headers: tuple[str, bytes]) -> str:
+        """The place of an event."""
+        (offset,) = self.publish((encode_event(event), [*event_headers(event), *headers]))
+        return f"{self.topic}:0:{offset}"
+
+    def handled(self, service: str, event: OrderPlaced = EVENT, strategy: KeyStrategy = KeyStrategy.EVENT_BASED) -> str:
+        """The full key under which a service has handled it."""
+        keyed = KeyResolver(strategy).resolve("charge", event)
+
+        async def done(store: IdempotencyRepository) -> str:
+            manager = IdempotencyManager(repository=store, scope=service)
+            await manager.run(keyed.key, _receipt, fingerprint=keyed.fingerprint)
+            await manager.close()
+            return manager.space.full(keyed.key)
+
+        return self.desk.do(done)
+
+    def topics(self) -> set[str]:
+        async def told() -> set[str]:
+            consumer: Any = AIOKafkaConsumer(bootstrap_servers=self._kafka.bootstrap)
+            await consumer.start()
+            try:
+                return set(await consumer.topics())
+            finally:
+                await consumer.stop()
+
+        return asyncio.run(told())
+
+
+async def _receipt() -> str:
+    return "receipt-1"
+
+
+@pytest.fixture
+def shop(kafka: Kafka, topic_prefix: str, tmp_path: Path, redis_url: str) -> Shop:
+    shop = Shop(kafka, topic_prefix, tmp_path, redis_url)
+    asyncio.run(kafka.create_topics({shop.topic: 2}))
+    return shop
+
+
+def test_a_message_is_explained_for_every_service_that_reads_it(shop: Shop) -> None:
+    place, by_id = shop.event(), shop.handled("billing")
+
+    answer = shop.desk.explained(place, *APP)
+
+    (record,) = answer["records"]
+    assert (record["key"], record["result"]["text"]) == (by_id, '"receipt-1"')
+    absent = {one["service"]: one for one in answer["absent"]}
+    assert sorted(absent) == ["audit", "fraud"]
+    assert absent["fraud"]["next_delivery"].startswith("it would be handled, as attempt 1")
+    assert absent["audit"]["next_delivery"] == "it would be handled: this handler is not guarded"
+
+    by_content = shop.handled("fraud", strategy=KeyStrategy.CONTENT_HASH)
+    assert {one["key"] for one in shop.desk.explained(place, *APP)["records"]} == {by_id, by_content}
+
+
+def test_without_the_application_its_id_is_searched_for(shop: Shop) -> None:
+    place, by_id = shop.event(), shop.handled("billing")
+    shop.handled("billing", OrderPlaced(event_id="0192-b", order_id="1"))
+
+    answer = shop.desk.explained(place)
+
+    assert [one["key"] for one in answer["records"]] == [by_id]
+    assert answer["read_as"].endswith("order_placed:0192-a")
+
+
+def test_another_payload_under_the_same_id_is_seen(shop: Shop) -> None:
+    shop.handled("billing")
+    place = shop.event(OrderPlaced(event_id="0192-a", order_id="2"))
+
+    answer = shop.desk.explained(place, *APP)
+
+    assert "dead-letters it (key_reused)" in answer["records"][0]["next_delivery"]
+
+
+def test_a_dead_letter_leads_to_its_record(shop: Shop) -> None:
+    key = shop.handled("billing")
+    record = FakeRecord(shop.topic, 0, 0, None, b"{}")
+    headers = DeadLetter("handler_failed", "no", "charge", "order_placed:1", key).headers(record, "billing", "billing")
+    (offset,) = shop.publish((b"{}", headers), topic=f"{shop.topic}.dlq")
+
+    answer = shop.desk.explained(f"{shop.topic}.dlq:0:{offset}")
+
+    assert [one["key"] for one in answer["records"]] == [key]
+    assert answer["read_as"].startswith("the dead letter")
+
+
+def test_a_replay_is_work_of_its_own_and_of_its_group(shop: Shop) -> None:
+    shop.handled("billing")
+    place = shop.event(EVENT, (GENERATION, b"1"), (REPLAY_GROUP, b"billing"))
+
+    answer = shop.desk.explained(place, *APP)
+
+    assert [one["key"][-2:] for one in answer["absent"]] == [";1"]
+    assert sorted(note.split()[0] for note in answer["notes"]) == ["audit", "fraud"]
+
+
+def test_a_message_that_is_no_event_is_told_as_workers_tell_it(shop: Shop) -> None:
+    (offset,) = shop.publish((b"no json", ()))
+
+    told = shop.desk.explained(f"{shop.topic}:0:{offset}", *APP)
+    untold = shop.desk.explained(f"{shop.topic}:0:{offset}")
+
+    assert [note for note in told["notes"] if "dead-letters it (malformed)" in note] == told["notes"]
+    assert untold["notes"] == ["no event's id can be read in it; give --app MODULE:APP, whose services can"]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("{topic}:0:7", "is not there yet: its partition holds 0 to 0"),
+        ("{topic}:1:0", "is not there yet: its partition is empty"),
+        ("{topic}:9:0", "has the partitions 0 to 1, not 9"),
+        ("{topic}-other:0:0", "have no topic"),
+    ],
+)
+def test_a_message_that_is_not_there_is_told_and_nothing_is_made(shop: Shop, place: str, said: str) -> None:
+    shop.event()
+    topics = shop.topics()
+
+    answer = shop.desk.typed("explain", place.format(topic=shop.topic))
+
+    assert answer.exit_code == 2
+    assert said in answer.stderr
+    assert shop.topics() == topics
+
+
+def test_what_looks_like_a_message_may_be_a_key(shop: Shop) -> None:
+    shop.desk.take("orders:0:7")
+
+    answer = shop.desk.explained("orders:0:7", "--as", "event")
+
+    assert [one["label"] for one in answer["records"]] == ["orders:0:7"]
+
+
+def test_brokers_that_are_away_are_told(tmp_path: Path, redis_url: str) -> None:
+    more = '[kafka]\nbootstrap_servers = "127.0.0.1:9"\nrequest_timeout_seconds = 1\n'
+    desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"', more)
+
+    answer = desk.typed("explain", "orders:0:7")
+
+    assert answer.exit_code == 2
+    assert "orders[0]@7 cannot be read from 127.0.0.1:9" in answer.stderr

@@ -1,0 +1,199 @@
+"""`integr8s-idem keys` as people start it: a process, with a terminal or without."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from integr8s_idem import IdempotencyManager
+from integr8s_idem.records import Reserved
+from tests.operations.scale import Run, fill, measured
+from tests.support.keys_desk import Desk
+from tests.support.redis import RedisServer
+from tests.support.terminal import Terminal
+
+LIMIT_MB = 150
+FEW, MANY = 500, 20_000
+
+
+@pytest.fixture
+def desk(tmp_path: Path, redis_url: str) -> Desk:
+    desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"')
+    desk.fill()
+    return desk
+
+
+def ran(desk: Desk, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Without a terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "integr8s_idem", "keys", *arguments],
+        cwd=desk.folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(desk.folder / "state")},
+    )
+
+
+def on_terminal(desk: Desk, *arguments: str) -> Terminal:
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(desk.folder / "state")}
+    return Terminal("keys", *arguments, folder=desk.folder, env=env)
+
+
+def audited(desk: Desk) -> list[str]:
+    file = desk.folder / "state" / "integr8s-idem" / "audit.jsonl"
+    return [json.loads(line)["says"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("list",), 0, "failed\t"),
+        (("show", "held"), 0, "owner               billing@host-7"),
+        (("explain", "order_placed:2"), 0, "error          no such account"),
+        (("release", "held", "--yes", "--force"), 0, "released: 1 record (billing: 1 processing)"),
+        (("purge", "--status", "failed", "--yes"), 0, "purged: 1 record (billing: 1 failed)"),
+    ],
+)
+def test_each_command_answers_in_a_pipe(desk: Desk, arguments: Sequence[str], status: int, said: str) -> None:
+    answer = ran(desk, *arguments)
+
+    assert (answer.returncode, said in answer.stdout) == (status, True), answer
+    assert "\x1b" not in answer.stdout + answer.stderr
+
+
+def test_without_a_terminal_nothing_is_changed_unasked(desk: Desk) -> None:
+    answer = ran(desk, "purge", "--all")
+
+    assert answer.returncode == 2
+    assert "Say --yes to do it" in answer.stderr
+    assert len(desk.labels()) == 5
+    assert audited(desk) == []
+
+
+def test_who_says_yes_has_it_done(desk: Desk) -> None:
+    with on_terminal(desk, "purge", "--status", "failed") as terminal:
+        terminal.wait_for("Forget 1 record (billing: 1 failed)? What they guard is handled again")
+        assert len(desk.labels()) == 5
+        terminal.type("y\n")
+        assert terminal.wait() == 0
+
+    assert "purged: 1 record" in terminal.said
+    assert "order_placed:2" not in desk.labels()
+    assert audited(desk) == ["begun", "ended"]
+
+
+@pytest.mark.parametrize("answer", ["n\n", "\n", "\x04", None], ids=["no", "enter", "end", "interrupt"])
+def test_who_says_anything_else_has_not(desk: Desk, answer: str | None) -> None:
+    with on_terminal(desk, "release", "held", "--force") as terminal:
+        terminal.wait_for("two may do the same work.")
+        terminal.wait_for("[y/N]")
+        if answer is None:
+            terminal.interrupt()
+        else:
+            terminal.type(answer)
+        assert terminal.wait() == 1
+
+    assert "nothing was changed" in terminal.said
+    assert next(one for one in desk.told("list") if one["label"] == "held")["lease"] == "held"
+    assert audited(desk) == []
+
+
+def test_a_terminal_has_a_table_and_a_screen(desk: Desk) -> None:
+    with on_terminal(desk, "list") as terminal:
+        assert terminal.wait() == 0
+    assert "status     age        tried then" in terminal.said
+    assert "5 records (billing: 1 completed, 1 failed, 3 processing)" in terminal.said
+
+    with on_terminal(desk, "explain", "order_placed:1") as terminal:
+        assert terminal.wait() == 0
+    assert "─ order_placed:1: completed ─" in terminal.said
+    assert "next delivery" in terminal.said
+
+
+def test_a_reader_that_has_enough_ends_a_list(desk: Desk) -> None:
+    _many(desk, 5_000)
+    listing = subprocess.Popen(
+        [sys.executable, "-m", "integr8s_idem", "keys", "list", "--json"],
+        cwd=desk.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert listing.stdout is not None
+    assert listing.stderr is not None
+    with listing:
+        assert json.loads(listing.stdout.readline())["service"] == "billing"
+        listing.stdout.close()
+        assert listing.wait(timeout=60) == 0
+        assert listing.stderr.read() == b""
+
+
+def test_ctrl_c_ends_a_list_without_a_traceback(tmp_path: Path) -> None:
+    with RedisServer(tcp=True) as server:
+        desk = Desk(tmp_path, f'kind = "redis"\nurl = "{server.url}"\ntimeout_seconds = 60')
+        server.pause()
+        with on_terminal(desk, "list") as terminal:
+            terminal.wait_for_connection(server.port)
+            terminal.interrupt()
+            assert terminal.wait() == 130
+        server.resume()
+
+    assert "stopped" in terminal.said
+    assert "Traceback" not in terminal.said
+
+
+def test_a_purge_that_is_interrupted_says_so_in_its_audit(tmp_path: Path) -> None:
+    with RedisServer(tcp=True) as server:
+        desk = Desk(tmp_path, f'kind = "redis"\nurl = "{server.url}"\ntimeout_seconds = 60')
+        desk.fill()
+        with on_terminal(desk, "purge", "--all") as terminal:
+            terminal.wait_for("[y/N]")
+            server.pause()
+            terminal.type("y\n")
+            terminal.wait_for_connection(server.port)
+            terminal.interrupt()
+            assert terminal.wait() == 130
+        server.resume()
+        assert len(desk.labels()) == 5
+
+    assert audited(desk) == ["begun", "interrupted"]
+
+
+def test_memory_does_not_grow_with_the_store_and_one_key_takes_seconds(tmp_path: Path) -> None:
+    few, many = filled(tmp_path / "few", FEW, "list"), filled(tmp_path / "many", MANY)
+
+    assert {run.status for run in many.values()} == {0}
+    assert (few["list"].lines, many["list"].lines) == (FEW, MANY)
+    assert json.loads(many["purge of failed ones"].output)["purged"] == MANY // 10
+    by_key, by_id = many["explain by key"], many["explain by event id"]
+    assert by_key.output.splitlines()[2:4] == by_id.output.splitlines()[2:4]
+    assert by_key.output.splitlines()[2].endswith(b": completed")
+    assert max(by_key.seconds, by_id.seconds) < 30
+    assert max(run.peak_mb for run in many.values()) < LIMIT_MB
+    # Forty times the records: with all of them in memory it would be far beyond this.
+    assert many["list"].peak_mb < few["list"].peak_mb + 10
+
+
+def filled(folder: Path, records: int, *only: str) -> dict[str, Run]:
+    """What commands took on a store with so many records."""
+    folder.mkdir()
+    with RedisServer() as server:
+        asyncio.run(fill(server, records))
+        return measured(server, records, folder, only)
+
+
+def _many(desk: Desk, records: int) -> None:
+    async def reserve(manager: IdempotencyManager) -> None:
+        verdicts = await manager.reserve_many([f"many:{number}" for number in range(records)])
+        assert all(isinstance(verdict, Reserved) for verdict in verdicts)
+
+    desk.manage(reserve)

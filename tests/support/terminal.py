@@ -1,0 +1,99 @@
+"""A command on a terminal of its own, as people have one: it is asked, and answered."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """`python -m integr8s_idem …` with a pseudo-terminal for all three streams.
+
+    Args:
+        arguments: What follows `integr8s-idem`.
+        folder: Where it runs.
+        env: Environment variables over our own.
+    """
+
+    def __init__(self, *arguments: str, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        self._ours, theirs = pty.openpty()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "integr8s_idem", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            cwd=folder,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "160", **(env or {})},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._said = ""
+
+    @property
+    def said(self) -> str:
+        """All that stood on the screen so far, without colours."""
+        return _ESCAPES.sub("", self._said).replace("\r\n", "\n")
+
+    def wait_for(self, text: str, timeout: float = 60) -> None:
+        """Return once `text` has been said."""
+        deadline = time.monotonic() + timeout
+        while text not in self.said:
+            assert self._read(deadline), f"no {text!r} in:\n{self.said}"
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def wait_for_connection(self, port: int, timeout: float = 60) -> None:
+        """Return once the command is connected to a server on this machine."""
+        process, deadline = psutil.Process(self._process.pid), time.monotonic() + timeout
+        while not any(one.raddr and one.raddr.port == port for one in process.net_connections("tcp")):
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.02)
+
+    def wait(self, timeout: float = 60) -> int:
+        """Its exit status, once it has ended."""
+        deadline = time.monotonic() + timeout
+        while self._read(deadline):
+            pass
+        return self._process.wait(max(deadline - time.monotonic(), 1))
+
+    def _read(self, deadline: float) -> bool:
+        """Whether it said more before it ended, and before `deadline`."""
+        ready, _, _ = select.select([self._ours], [], [], max(deadline - time.monotonic(), 0))
+        if not ready:
+            return False
+        try:
+            more = os.read(self._ours, 65_536)
+        except OSError:  # Linux tells the end of a terminal so
+            return False
+        self._said += more.decode(errors="replace")
+        return bool(more)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        os.close(self._ours)
