@@ -12,6 +12,7 @@ import typer
 
 from integr8s_idem.cli.answering import MISTAKE, Json, SettingsFile, answered
 from integr8s_idem.cli.application import chosen_services, load_application
+from integr8s_idem.cli.dlq import dlq_app
 from integr8s_idem.cli.doctor import DoctorCommand, doctor_command
 from integr8s_idem.cli.run import Run, run
 from integr8s_idem.cli.store import store_app
@@ -30,6 +31,7 @@ app = typer.Typer(
 settings_app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(settings_app, name="settings")
 app.add_typer(store_app, name="store")
+app.add_typer(dlq_app, name="dlq")
 app.command("doctor", cls=DoctorCommand)(doctor_command)
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, as in billing.workers:platform.")]
