@@ -193,8 +193,8 @@ def report_text(report: Report, done: str) -> str:
     lines = [f"{counted(report.published)} {done}", *tally_lines(report.groups.rows())]
     if report.unguarded:
         lines.append(
-            f"  {report.unguarded:,} of them name no record: nothing tells whether they were replayed before; where their "
-            "handler is not guarded, each replay runs it"
+            f"  {report.unguarded:,} of them name no record: nothing tells whether they were replayed before, and each "
+            "replay runs their handler where that is not guarded"
         )
     for fate, count in report.left_out.most_common():
         places = ", ".join(report.examples[fate]) + (", …" if count > len(report.examples[fate]) else "")
