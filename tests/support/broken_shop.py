@@ -31,7 +31,7 @@ class NoSuchCardError(Exception):
 
 @billing.on(OrderPlaced)
 async def charge(event: OrderPlaced) -> None:
-    if event.order_id in Path(os.environ["SHOP_BROKEN"]).read_text().splitlines():
+    if event.order_id in _broken():
         raise NoSuchCardError(f"no such card: {event.order_id}")
     note("charged", event.order_id, 1)
 
@@ -39,6 +39,10 @@ async def charge(event: OrderPlaced) -> None:
 @audit.on(OrderPlaced)
 async def write_down(event: OrderPlaced) -> None:
     note("audited", event.order_id, 1)
+
+
+def _broken() -> list[str]:
+    return Path(os.environ["SHOP_BROKEN"]).read_text().splitlines()
 
 
 def _service(name: str, router: EventRouter) -> Service:

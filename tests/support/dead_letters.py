@@ -42,7 +42,9 @@ def letter_of(
     timestamp: int = 1_893_456_000_000,
 ) -> FakeRecord:
     """The letter of order `number`, as it stands in its topic."""
-    event = OrderPlaced(order_id=f"{number}{filling}", event_id=f"event-{number}", aggregate_id=f"customer-{number % 7}")
+    event = OrderPlaced(
+        order_id=f"{number}{filling}", event_id=f"event-{number}", aggregate_id=f"customer-{number % 7}"
+    )
     headers = [*event_headers(event), *more]
     if generation:
         headers.append((GENERATION, str(generation).encode()))
