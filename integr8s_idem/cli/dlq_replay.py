@@ -38,10 +38,11 @@ class ReplayCommand:
             ApplicationError: Nobody is there to be asked.
             BrokersSilentError: The letters cannot be read.
         """
-        found: Found | None = None
+        # What is there now is what is counted, asked about and published.
+        found = asyncio.run(self._look())
         if dry_run or not yes:
             plan = Report()
-            found = asyncio.run(self._pass(plan, None, "counting"))
+            asyncio.run(self._pass(found, plan, None, "counting"))
             if dry_run or not plan.published:
                 self._tell(plan, "to be replayed", dry_run=True)
                 return 0
@@ -49,10 +50,11 @@ class ReplayCommand:
             if not agreed(f"Publish {counted(plan.published)} again?", yes=False):
                 return 0
         report = Report()
-        asked = {**self.search.as_json(), "again": self.again, "brokers": self.search.settings.kafka.bootstrap_servers}
+        brokers = self.search.settings.kafka.bootstrap_servers
+        asked = {**self.search.as_json(), "topics": found.named, "again": self.again, "brokers": brokers}
         with audited("dlq replay", asked, self.audit_file) as entry:
             try:
-                asyncio.run(self._publish(report, found))
+                asyncio.run(self._publish(found, report))
             except BaseException:
                 self._tell(
                     report, "replayed before it was cut short; what was not, can be replayed by the same command"
@@ -63,22 +65,23 @@ class ReplayCommand:
         self._tell(report, "replayed")
         return FAILURE if Fate.NOT_CONFIRMED in report.left_out else 0
 
-    async def _publish(self, report: Report, found: Found | None) -> None:
+    async def _look(self) -> Found:
+        async with open_letter_box(self.search.settings.kafka) as box:
+            return await found_by(self.search, box)
+
+    async def _publish(self, found: Found, report: Report) -> None:
         publisher = EventPublisher(self.search.settings.kafka)
         try:
-            await self._pass(report, publisher, "replaying", found)
+            await self._pass(found, report, publisher, "replaying")
         finally:
             await publisher.close()
 
-    async def _pass(
-        self, report: Report, publisher: EventPublisher | None, title: str, found: Found | None = None
-    ) -> Found:
+    async def _pass(self, found: Found, report: Report, publisher: EventPublisher | None, title: str) -> None:
         """Take all letters that are meant; what comes while that goes on is not among them."""
         settings = self.search.settings
         async with open_letter_box(settings.kafka) as box, open_letter_records(settings, ask=not self.again) as records:
-            found = found or await found_by(self.search, box)
             replayer = Replayer(found.topics, records, publisher, report)
-            with progress(title, found.length, quiet=self.as_json) as advance:
+            with progress(title, found.length) as advance:
                 async for page in pages(self.search, found, box):
                     await replayer.take(page.letters)
                     advance(page.passed)
@@ -88,7 +91,6 @@ class ReplayCommand:
                 f"they change nothing: {records.problem}",
                 err=True,
             )
-        return found
 
     def _tell(self, report: Report, done: str, *, dry_run: bool = False) -> None:
         told: dict[str, Any] = {"dry_run": dry_run, **report.as_json()}

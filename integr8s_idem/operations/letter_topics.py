@@ -9,7 +9,7 @@ from integr8s_idem.config import KafkaSettings, Settings
 from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.stores.opening import as_it_is
-from integr8s_idem.worker import EventPublisher, Platform
+from integr8s_idem.worker import EventPublisher, Platform, Service
 from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import topics_read
 from integr8s_idem.worker.running import CLOSE_SECONDS, section_of
@@ -18,18 +18,30 @@ from integr8s_idem.worker.running import CLOSE_SECONDS, section_of
 async def topics_of(platform: Platform, settings: Settings) -> list[str]:
     """What the services of `platform` read, by their containers.
 
-    Raises whatever the application raises when its containers are made.
+    Raises:
+        ApplicationError: A container gives no dispatcher.
     """
     found: list[str] = []
     for service in platform.services.values():
-        with as_it_is():
-            container = service.container(settings)
-            try:
-                dispatcher, publisher = await container.get(EventDispatcher), await container.get(EventPublisher)
-                found += topics_read(section_of(service, settings), dispatcher, publisher)
-            finally:
-                await bounded(container.close(), CLOSE_SECONDS)
+        try:
+            found += await _topics_of(service, settings)
+        except Exception as error:
+            told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ApplicationError(
+                f"what service {service.name} reads is not known: its container gives no dispatcher ({told}). "
+                "Name topics with --topic instead"
+            ) from error
     return list(dict.fromkeys(found))
+
+
+async def _topics_of(service: Service, settings: Settings) -> Sequence[str]:
+    with as_it_is():
+        container = service.container(settings)
+        try:
+            dispatcher, publisher = await container.get(EventDispatcher), await container.get(EventPublisher)
+            return topics_read(section_of(service, settings), dispatcher, publisher)
+        finally:
+            await bounded(container.close(), CLOSE_SECONDS)
 
 
 def dead_letter_topics(

@@ -85,7 +85,10 @@ class LetterBox:
         if since is not None:
             milliseconds = max(int(since.timestamp() * 1000), 0)
             found = await self._asked(self._consumer.offsets_for_times(dict.fromkeys(partitions, milliseconds)))
-            begins = {each: ends[each] if found[each] is None else found[each].offset for each in partitions}
+            first = await self._asked(self._consumer.offsets_for_times(dict.fromkeys(partitions, 0)))
+            # Who finds nothing for the oldest of all times knows none, as the embedded Kafka: then all is read.
+            for each in (one for one in partitions if first[one] is not None):
+                begins[each] = ends[each] if found[each] is None else found[each].offset
         return tuple(Stretch(each, begins[each], ends[each]) for each in partitions)
 
     async def stretches_of(self, places: Sequence[Place], there: Mapping[str, Collection[int]]) -> tuple[Stretch, ...]:
@@ -140,9 +143,10 @@ class LetterBox:
                 yield Page(letters, passed)
                 heard = time.monotonic()
             elif time.monotonic() - heard > self._patience:
+                topics = ", ".join(sorted({each.topic for each in left}))
                 raise BrokersSilentError(
-                    f"no message from {self._kafka.bootstrap_servers} within {self._patience:g} s, of those that "
-                    f"{', '.join(sorted({each.topic for each in left}))} holds"
+                    f"no answer from {self._kafka.bootstrap_servers}: nothing of what {topics} holds came within "
+                    f"{self._patience:g} s"
                 )
 
     async def _asked(self, call: Coroutine[Any, Any, T]) -> T:

@@ -191,7 +191,8 @@ def _lines(events: Sequence[BaseEvent]) -> list[list[BaseEvent]]:
 async def _all_done(futures: Iterable[asyncio.Future[Any]], seconds: float) -> None:
     """Raises `TimeoutError` if one takes longer, counted from the end of the one before it."""
     for future in futures:
-        await asyncio.wait({future}, timeout=seconds)
+        if not future.done():
+            await asyncio.wait({future}, timeout=seconds)
         if not future.done():
             raise TimeoutError
 

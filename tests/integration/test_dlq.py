@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pty
+import shlex
 import signal
 import subprocess
 from collections import Counter
@@ -14,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from integr8s_idem import EventPublisher
+from integr8s_idem import EventPublisher, IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.operations.letterbox import open_letter_box
 from integr8s_idem.worker.records import Partition
+from tests.packaging.repository import code_blocks
+from tests.support.broken_shop import NoSuchCardError
 from tests.support.conditions import eventually
 from tests.support.dead_letters import ROOT, Dlq, letter_of, post
 from tests.support.kafka import Kafka, KafkaBroker
@@ -326,3 +329,40 @@ async def numbers_in(settings: KafkaSettings, topic: str) -> set[int]:
             values: list[Any] = [letter.record.value for letter in page.letters]
             numbers |= {int(value.partition(b'"event_id":"event-')[2].partition(b'"')[0]) for value in values}
     return numbers
+
+
+PAGE = (ROOT / "docs" / "how-to" / "replay-a-dead-letter.md").read_text(encoding="utf-8")
+TYPED = [shlex.split(line)[2:] for line in PAGE.splitlines() if line.strip().startswith("integr8s-idem dlq ")]
+
+
+async def test_what_the_page_types_can_be_typed(
+    dlq: Dlq, source: str, settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    await post(settings, [letter_of(number, topic=source, error=NoSuchCardError("no")) for number in range(20)])
+    monkeypatch.chdir(tmp_path)
+
+    for words in TYPED:
+        here = [word.replace("order_placed", source) for word in words]
+        refused = {"replay": 2}.get(words[0], 0) if not {"--yes", "--dry-run"} & set(words) else 0
+
+        answer = await dlq.typed(*here)
+
+        assert answer.status == refused, answer
+        assert ("there is no terminal to ask on" in answer.err) is bool(refused)
+        assert "0 letters" not in answer.out.splitlines()
+
+    assert len(TYPED) == 7
+    assert (tmp_path / "letters.jsonl").read_text().count("\n") == 20
+
+
+async def test_what_the_page_does_in_code_puts_a_letter_back(settings: KafkaSettings, source: str) -> None:
+    page: dict[str, Any] = {}
+    exec(compile(code_blocks(PAGE, "python")[0], "replay-a-dead-letter.md", "exec"), page)
+    publisher, repository = EventPublisher(settings), MemoryIdempotencyRepository()
+    manager = IdempotencyManager(repository=repository, scope="billing")
+
+    history = await page["put_back"](letter_of(5, topic=source), publisher, manager)
+    await publisher.close()
+
+    assert history == {}
+    assert await numbers_in(settings, source) == {5}

@@ -8,11 +8,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from dishka import AsyncContainer
 
+from integr8s_idem import Platform, Service, Settings
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.choosing import Choice, moment
-from integr8s_idem.operations.letter_topics import dead_letter_topics
+from integr8s_idem.operations.letter_topics import dead_letter_topics, topics_of
 from integr8s_idem.operations.letters import Letter, Place
 from integr8s_idem.operations.tallying import MOST_GROUPS, OTHERS, Group, Tally
 from tests.support.dead_letters import letter_of
@@ -166,3 +168,11 @@ def test_made_up_reasons_take_no_more_memory_than_there_may_be_groups() -> None:
     assert tally.total == MOST_GROUPS + 10
     assert tally.rows()[0] == (Group("t.dlq", OTHERS, OTHERS, OTHERS), 10)
     assert len(tally.rows()) == MOST_GROUPS + 1
+
+
+async def test_a_platform_whose_containers_cannot_be_made_is_told_what_to_do_instead() -> None:
+    def broken(_: Settings) -> AsyncContainer:
+        raise ZeroDivisionError("no such database")
+
+    with pytest.raises(ApplicationError, match=r"service billing reads is not known.*no such database.*--topic"):
+        await topics_of(Platform(Service("billing", broken)), Settings())
