@@ -25,10 +25,7 @@ def progress(title: str, total: int | None = None, *, quiet: bool = False) -> It
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     is_hidden = quiet or not console.is_terminal
-    # What a command prints meanwhile stays where it belongs: rich would take it to standard error.
-    shown = Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=is_hidden, redirect_stdout=False
-    )
+    shown = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=is_hidden)
     with shown:
         task = shown.add_task(title, total=total)
         yield lambda more: shown.update(task, advance=more)

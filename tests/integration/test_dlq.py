@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,10 @@ async def test_letters_are_chosen_by_time_and_place(dlq: Dlq, source: str, setti
     limited = await dlq.typed("list", "--json", "--limit", "2", "--since", "1h")
     one = await dlq.typed("replay", middle["place"], "--dry-run", "--json")
     nowhere = await dlq.typed("show", f"{source}.dlq:0:99")
+    async with open_letter_box(settings) as box:
+        (late,) = await box.stretches([Partition(f"{source}.dlq", 0)], datetime(2100, 1, 1, tzinfo=UTC))
 
+    assert late.length == 0  # what is too old is not even read
     assert last in since.lines
     assert (until.json["letters"], future.json["letters"]) == (0, 0)
     assert limited.lines == everything[:2]

@@ -56,6 +56,30 @@ async def test_many_messages_keep_their_order_and_what_is_too_large_spoils_no_ot
         assert list(dict.fromkeys(arrived)) == [n for n in range(key, 300, 3) if n not in (3, 7)]
 
 
+async def test_what_shares_a_batch_with_one_too_large_arrives_without_it(kafka: Kafka, topic_prefix: str) -> None:
+    publisher, topic = EventPublisher(kafka_settings(kafka, topic_prefix)), f"{topic_prefix}orders"
+    await kafka.create_topics({topic: 1}, {"max.message.bytes": "5000"})
+    bodies = [b"1", b"2", b"x" * 8_000, b"3"]
+
+    outcomes = await publisher.send_all([(topic, b"k", body, []) for body in bodies])
+    await publisher.close()
+
+    assert [type(outcome) for outcome in outcomes] == [type(None), type(None), EventTooLargeError, type(None)]
+    assert [value async for _, value in letters_in(kafka, topic_prefix, topic)] == [b"1", b"2", b"3"]
+
+
+async def test_what_this_client_refuses_is_no_reason_to_send_the_others_twice(kafka: Kafka, topic_prefix: str) -> None:
+    publisher = EventPublisher(kafka_settings(kafka, topic_prefix, max_event_bytes=2_000))
+    topic = f"{topic_prefix}orders"
+    await kafka.create_topics({topic: 1})
+
+    outcomes = await publisher.send_all([(topic, b"k", body, []) for body in (b"1", b"x" * 8_000, b"2")])
+    await publisher.close()
+
+    assert [type(outcome) for outcome in outcomes] == [type(None), EventTooLargeError, type(None)]
+    assert [value async for _, value in letters_in(kafka, topic_prefix, topic)] == [b"1", b"2"]
+
+
 async def test_of_a_topic_that_confirms_nothing_the_rest_is_not_tried_and_other_topics_get_theirs(
     kafka: Kafka, topic_prefix: str
 ) -> None:

@@ -21,7 +21,12 @@ from tests.support.dead_letters import letter_of
 from tests.support.fake_consumer import FakeRecord
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
-FOREIGN = Letter(FakeRecord("order_placed.dlq", 0, 9, None, None, [("idempotency-dlq-attempts", b"9" * 5_000)]))
+FOREIGN = Letter(
+    FakeRecord(
+        "order_placed.dlq", 0, 9, None, None,
+        [("idempotency-dlq-reason", b""), ("idempotency-dlq-attempts", b"9" * 5_000)],
+    )
+)  # fmt: skip
 
 
 def test_a_letter_tells_whose_it_is_and_where_it_came_from() -> None:
