@@ -26,7 +26,7 @@ from tests.support.redis import RedisServer
 PARTITIONS: Final = 3
 
 COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "nothing": ("list", "--summary", "--until", "2000-01-01", "--topic", "empty"),
+    "nothing": ("replay", "--yes", "--topic", "empty"),
     "list": ("list", "--json"),
     "export": ("export",),
     "count": ("replay", "--dry-run"),

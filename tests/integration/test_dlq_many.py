@@ -11,7 +11,7 @@ from tests.support.kafka import Kafka
 
 LETTERS, BYTES = 1_000, 60_000
 MOST_MEGABYTES = 30.0
-"""Beside what Python and the imports take: half of what all the letters hold."""
+"""Beside what a replay of nothing takes: half of what all the letters hold."""
 
 
 @pytest.mark.kafka
