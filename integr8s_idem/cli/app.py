@@ -12,6 +12,7 @@ import typer
 
 from integr8s_idem.cli.answering import MISTAKE, AppOption, Json, SettingsFile, answered
 from integr8s_idem.cli.application import chosen_services, load_application
+from integr8s_idem.cli.dlq import dlq_app
 from integr8s_idem.cli.doctor import DoctorCommand, doctor_command
 from integr8s_idem.cli.graph import graph_command
 from integr8s_idem.cli.keys import keys_app
@@ -35,6 +36,7 @@ settings_app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_
 app.add_typer(settings_app, name="settings")
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
+app.add_typer(dlq_app, name="dlq")
 app.command("doctor", cls=DoctorCommand)(doctor_command)
 app.command("graph")(graph_command)
 app.command("top")(top_command)

@@ -92,7 +92,7 @@ def replay_of(letter: Record) -> Replay:
             into the letter; or it was replayed as often as can be counted.
         UndecodableEventError: Its generation is no number.
     """
-    told = _told_by_us(letter)
+    told = told_by_us(letter)
     place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
     topic = _text(told.get("topic"))
     if not topic:
@@ -118,7 +118,7 @@ def record_key_of(letter: Record) -> str:
     Raises:
         ApplicationError: It names none: no guarded handler gave it up.
     """
-    key = _text(_told_by_us(letter).get("record"))
+    key = _text(told_by_us(letter).get("record"))
     if not key:
         place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
         raise ApplicationError(f"{place} names no record: it has no header {PREFIX}record")
@@ -133,7 +133,7 @@ def _text(header: bytes | None) -> str:
         return ""
 
 
-def _told_by_us(letter: Record) -> dict[str, bytes]:
+def told_by_us(letter: Record) -> dict[str, bytes]:
     """What the last to dead-letter it said: a letter that was copied back as it is has headers of two."""
     names = [name for name, _ in letter.headers]
     if PREFIX + "reason" not in names:
@@ -182,6 +182,7 @@ class DeadLetter:
             "service": service,
             "group": group,
             "handler": self.handler,
+            "event-type": self.event_type,
             "key": self.key,
             "record": self.record,
             "attempts": str(self.attempts) if self.attempts else "",

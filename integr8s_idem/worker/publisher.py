@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError
@@ -17,6 +18,9 @@ from integr8s_idem.telemetry import SILENT, Observer, Signal
 from integr8s_idem.worker.clients import bounded, connection_options
 
 logger = logging.getLogger(__name__)
+
+Sendable: TypeAlias = tuple[str, bytes | None, bytes | None, Sequence[tuple[str, bytes]]]
+"""Topic, key, value and headers of a message."""
 
 
 class EventPublisher:
@@ -101,6 +105,50 @@ class EventPublisher:
             await self._discard(used)
             raise PublishError(topic, f"{type(error).__name__}: {error}") from error
 
+    async def send_all(self, messages: Sequence[Sendable]) -> list[PublishError | EventTooLargeError | None]:
+        """Send messages as they are, each behind the one before it without a wait for its confirmation.
+
+        Those of one topic and key arrive in their order, as far as they arrive.  What is refused spoils neither the
+        others nor the answer: its place there has the error, once it was tried alone as well.  Where a topic has not
+        confirmed one, those behind it are not tried: they would overtake it, and wait as long each.
+        """
+        outcomes: list[PublishError | EventTooLargeError | None] = [None] * len(messages)
+        silent: dict[str, PublishError] = {}
+        for place in await self._pipelined(messages):
+            topic = messages[place][0]
+            outcomes[place] = silent.get(topic) or await self._sent_alone(messages[place])
+            if isinstance(outcome := outcomes[place], PublishError):
+                silent[topic] = outcome
+        return outcomes
+
+    async def _sent_alone(self, message: Sendable) -> PublishError | EventTooLargeError | None:
+        try:
+            await self.send(*message)
+        except (PublishError, EventTooLargeError) as error:
+            return error
+        return None
+
+    async def _pipelined(self, messages: Sequence[Sendable]) -> list[int]:
+        """Send all at once; the places of those that were not confirmed, some of them for the sake of others."""
+        seconds = self._settings.request_timeout_seconds
+        confirmations: dict[int, asyncio.Future[Any]] = {}
+        used: AIOKafkaProducer | None = None
+        try:
+            used = await bounded(self._connected(), seconds)
+            for place, (topic, key, value, headers) in enumerate(messages):
+                body = b"" if key is None and value is None else value
+                sending = used.send(topic, value=body, key=key, headers=list(headers))
+                with suppress(MessageSizeTooLargeError):  # it was not handed over, and hurts nobody
+                    confirmations[place] = await bounded(sending, seconds)
+                    confirmations[place].add_done_callback(_seen)
+            await _all_done(confirmations.values(), seconds)
+            failures = [one.exception() for one in confirmations.values()]
+            if any(failures):
+                await self._discard(used)
+        except (KafkaError, OSError, TimeoutError):
+            await self._discard(used)
+        return [place for place in range(len(messages)) if not _is_confirmed(confirmations.get(place))]
+
     async def _connected(self) -> AIOKafkaProducer:
         async with self._starting:
             if self._producer is None:
@@ -138,6 +186,25 @@ def _lines(events: Sequence[BaseEvent]) -> list[list[BaseEvent]]:
         line = place if event.aggregate_id is None else (event.event_type, event.aggregate_id)
         lines.setdefault(line, []).append(event)
     return list(lines.values())
+
+
+async def _all_done(futures: Iterable[asyncio.Future[Any]], seconds: float) -> None:
+    """Raises `TimeoutError` if one takes longer, counted from the end of the one before it."""
+    for future in futures:
+        if not future.done():
+            await asyncio.wait({future}, timeout=seconds)
+        if not future.done():
+            raise TimeoutError
+
+
+def _is_confirmed(future: asyncio.Future[Any] | None) -> bool:
+    return future is not None and future.done() and not future.cancelled() and future.exception() is None
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Somebody who waits for it may be gone: then nobody else would ask what became of it."""
+    if not future.cancelled():
+        future.exception()
 
 
 async def _stop(producer: Any, seconds: float) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 
+from integr8s_idem import EventPublisher
+from integr8s_idem.errors import EventTooLargeError, PublishError
+from integr8s_idem.operations.letterbox import open_letter_box
+from integr8s_idem.worker.records import Partition
 from tests.support.kafka.broker import Kafka
-from tests.support.workers import OrderPlaced, open_shop
+from tests.support.workers import OrderPlaced, kafka_settings, open_shop
 
 pytestmark = pytest.mark.kafka
 
@@ -27,3 +32,76 @@ async def test_events_of_one_aggregate_that_are_published_together_keep_their_or
 
     for key in "abcdef":
         assert [name for name in sent if name[0] == key] == [f"{key}{n}" for n in range(10)]
+
+
+async def test_many_messages_keep_their_order_and_what_is_too_large_spoils_no_other(
+    kafka: Kafka, topic_prefix: str
+) -> None:
+    """The third is too large for its topic, the seventh for this client."""
+    publisher = EventPublisher(kafka_settings(kafka, topic_prefix, max_event_bytes=100_000))
+    topic = f"{topic_prefix}orders"
+    await kafka.create_topics({topic: 2}, {"max.message.bytes": "20000"})
+    bodies = [str(number).encode() for number in range(300)]
+    bodies[3], bodies[7] = b"3" * 30_000, b"7" * 200_000
+
+    outcomes = await publisher.send_all([(topic, f"key-{n % 3}".encode(), body, []) for n, body in enumerate(bodies)])
+    await publisher.close()
+
+    assert {n: type(outcome) for n, outcome in enumerate(outcomes) if outcome} == dict.fromkeys(
+        (3, 7), EventTooLargeError
+    )
+    letters = [letter async for letter in letters_in(kafka, topic_prefix, topic)]
+    for key in range(3):
+        arrived = [int(value or b"") for each_key, value in letters if each_key == f"key-{key}".encode()]
+        assert list(dict.fromkeys(arrived)) == [n for n in range(key, 300, 3) if n not in (3, 7)]
+
+
+async def test_what_shares_a_batch_with_one_too_large_arrives_without_it(kafka: Kafka, topic_prefix: str) -> None:
+    publisher, topic = EventPublisher(kafka_settings(kafka, topic_prefix)), f"{topic_prefix}orders"
+    await kafka.create_topics({topic: 1}, {"max.message.bytes": "5000"})
+    bodies = [b"1", b"2", b"x" * 8_000, b"3"]
+
+    outcomes = await publisher.send_all([(topic, b"k", body, []) for body in bodies])
+    await publisher.close()
+
+    assert [type(outcome) for outcome in outcomes] == [type(None), type(None), EventTooLargeError, type(None)]
+    assert [value async for _, value in letters_in(kafka, topic_prefix, topic)] == [b"1", b"2", b"3"]
+
+
+async def test_what_this_client_refuses_is_no_reason_to_send_the_others_twice(kafka: Kafka, topic_prefix: str) -> None:
+    publisher = EventPublisher(kafka_settings(kafka, topic_prefix, max_event_bytes=2_000))
+    topic = f"{topic_prefix}orders"
+    await kafka.create_topics({topic: 1})
+
+    outcomes = await publisher.send_all([(topic, b"k", body, []) for body in (b"1", b"x" * 8_000, b"2")])
+    await publisher.close()
+
+    assert [type(outcome) for outcome in outcomes] == [type(None), EventTooLargeError, type(None)]
+    assert [value async for _, value in letters_in(kafka, topic_prefix, topic)] == [b"1", b"2"]
+
+
+async def test_of_a_topic_that_confirms_nothing_the_rest_is_not_tried_and_other_topics_get_theirs(
+    kafka: Kafka, topic_prefix: str
+) -> None:
+    settings = kafka_settings(kafka, topic_prefix, request_timeout_seconds=2)
+    publisher, good = EventPublisher(settings), f"{topic_prefix}good"
+    bad = f"{topic_prefix}no topic at all"
+    await kafka.create_topics({good: 1})
+
+    outcomes = await publisher.send_all(
+        [(topic, b"k", str(n).encode(), []) for n, topic in enumerate([good, bad, good, bad, good])]
+    )
+    await publisher.close()
+
+    assert [type(outcome) for outcome in outcomes] == [type(None), PublishError] * 2 + [type(None)]
+    assert outcomes[1] is outcomes[3]
+    assert [value async for _, value in letters_in(kafka, topic_prefix, good)] == [b"0", b"2", b"4"]
+
+
+async def letters_in(kafka: Kafka, prefix: str, topic: str) -> AsyncIterator[tuple[bytes | None, bytes | None]]:
+    """Keys and values of all messages of `topic`."""
+    async with open_letter_box(kafka_settings(kafka, prefix)) as box:
+        partitions = [Partition(topic, number) for number in (await box.partitions())[topic]]
+        async for page in box.pages(await box.stretches(partitions)):
+            for letter in page.letters:
+                yield letter.record.key, letter.record.value

@@ -1,0 +1,303 @@
+"""`integr8s-idem dlq`: dead letters, looked at, taken away in a file, and put back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Final, TextIO
+
+import typer
+
+from integr8s_idem.cli.answering import FAILURE, Json, SettingsFile, answered
+from integr8s_idem.cli.application import load_application
+from integr8s_idem.cli.asking import AuditFile, Yes
+from integr8s_idem.cli.dlq_replay import ReplayCommand
+from integr8s_idem.cli.letters import Columns, Story, as_line, counted, story_text, tally_lines
+from integr8s_idem.cli.progress import progress
+from integr8s_idem.config import Settings, load_settings
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.operations.choosing import Choice, moment
+from integr8s_idem.operations.files import whole_file
+from integr8s_idem.operations.letter_records import open_letter_records
+from integr8s_idem.operations.letterbox import LetterBox, open_letter_box
+from integr8s_idem.operations.letters import Place
+from integr8s_idem.operations.replaying import decided
+from integr8s_idem.operations.searching import Found, Search, found_by, pages
+from integr8s_idem.operations.tallying import Group, Tally
+from integr8s_idem.worker.brokers import BrokersSilentError
+
+dlq_app = typer.Typer(help="Look at dead letters, and put them back.", no_args_is_help=True, rich_markup_mode=None)
+
+INTERRUPTED: Final = 130
+"""Exit status after Ctrl-C, as shells know it."""
+
+App = Annotated[
+    str | None, typer.Option("--app", metavar="MODULE:APP", help="Only the topics that this platform reads.")
+]
+Topics = Annotated[
+    list[str] | None, typer.Option("--topic", metavar="NAME", help="Only the letters of this topic; can be repeated.")
+]
+Services = Annotated[list[str] | None, typer.Option("--service", metavar="NAME", help="Given up by this service.")]
+Reasons = Annotated[
+    list[str] | None, typer.Option("--reason", metavar="NAME", help="For this reason, as in handler_failed.")
+]
+Errors = Annotated[
+    list[str] | None, typer.Option("--error", metavar="TEXT", help="The error's class, or a part of what it says.")
+]
+Types = Annotated[list[str] | None, typer.Option("--event-type", metavar="NAME", help="Events of this type.")]
+Keys = Annotated[list[str] | None, typer.Option("--key", metavar="KEY", help="With this idempotency or Kafka key.")]
+Since = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Dead-lettered since: an age, as in 2h, or ISO 8601, in UTC.")
+]
+Until = Annotated[str | None, typer.Option(metavar="TIME", help="Dead-lettered before: as --since.")]
+Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many.")]
+
+
+@dlq_app.command("list")
+def list_command(
+    application: App = None,
+    topic: Topics = None,
+    service: Services = None,
+    reason: Reasons = None,
+    error: Errors = None,
+    event_type: Types = None,
+    key: Keys = None,
+    since: Since = None,
+    until: Until = None,
+    limit: Limit = None,
+    summary: Annotated[bool, typer.Option("--summary", help="The numbers only.")] = False,
+    settings: SettingsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show dead letters, one a line, and how many there are by service, reason and error.
+
+    Patterns may hold * and ?; an option that is repeated takes any of its values.  With --json one object a line, or,
+    with --summary, one object.
+    """
+
+    def look() -> int:
+        filters = _Filters(service, reason, error, event_type, key, since, until)
+        tally = asyncio.run(
+            _list(_search(settings, application, topic, filters, limit), rows=not summary, as_json=as_json)
+        )
+        if summary and as_json:
+            typer.echo(json.dumps({"letters": tally.total, "groups": tally.as_json()}, indent=2))
+        elif not as_json:
+            typer.echo("\n".join([*([] if summary else [""]), counted(tally.total), *tally_lines(tally.rows())]))
+        return 0
+
+    raise typer.Exit(_answered(look))
+
+
+@dlq_app.command("show")
+def show_command(
+    place: Annotated[list[str], typer.Argument(metavar="TOPIC:PARTITION:OFFSET", help="As dlq list names it.")],
+    payload: Annotated[bool, typer.Option("--payload", help="All of the payload.")] = False,
+    application: Annotated[
+        str | None, typer.Option("--app", metavar="MODULE:APP", help="The platform whose own settings count as well.")
+    ] = None,
+    settings: SettingsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show one dead letter: why it is there, its headers and payload, its records, and what a replay would do."""
+
+    def look() -> int:
+        search = _search(settings, application, None, _Filters(), None, place)
+        for number, story in enumerate(asyncio.run(_stories(search))):
+            text = as_line(story.as_json()) if as_json else story_text(story, payload=payload)
+            typer.echo(f"\n{text}" if number and not as_json else text)
+        return 0
+
+    raise typer.Exit(_answered(look))
+
+
+@dlq_app.command("export")
+def export_command(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="A file, whole or not at all; or stdout.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    application: App = None,
+    topic: Topics = None,
+    service: Services = None,
+    reason: Reasons = None,
+    error: Errors = None,
+    event_type: Types = None,
+    key: Keys = None,
+    since: Since = None,
+    until: Until = None,
+    limit: Limit = None,
+    settings: SettingsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Write dead letters as JSON lines, byte for byte: key, payload and all headers.
+
+    Texts stand as {"text": …}, whatever is no UTF-8 as {"base64": …}.  With --json the count on standard error is an
+    object as well.
+    """
+
+    def write() -> int:
+        filters = _Filters(service, reason, error, event_type, key, since, until)
+        search = _search(settings, application, topic, filters, limit)
+        with whole_file(output, replace=force) if output else nullcontext(sys.stdout) as file:
+            written = asyncio.run(_export(search, file))
+        where = str(output) if output else "-"
+        told = as_line({"letters": written, "file": where}) if as_json else f"{counted(written)} written to {where}"
+        typer.echo(told, err=True)
+        return 0
+
+    raise typer.Exit(_answered(write))
+
+
+@dlq_app.command("replay")
+def replay_command(
+    place: Annotated[
+        list[str] | None, typer.Argument(metavar="[TOPIC:PARTITION:OFFSET]...", help="These letters only.")
+    ] = None,
+    application: App = None,
+    topic: Topics = None,
+    service: Services = None,
+    reason: Reasons = None,
+    error: Errors = None,
+    event_type: Types = None,
+    key: Keys = None,
+    since: Since = None,
+    until: Until = None,
+    limit: Limit = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Those as well that were replayed already, as far as the store knows.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count them, and change nothing.")] = False,
+    yes: Yes = False,
+    audit_file: AuditFile = None,
+    settings: SettingsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Publish dead letters again, each for the handler that gave it up, as its next generation.
+
+    It counts first and asks.  One generation is handled once, so it does no harm to replay twice, or to begin anew
+    after a replay was cut short.
+    """
+
+    def replay() -> int:
+        filters = _Filters(service, reason, error, event_type, key, since, until)
+        search = _search(settings, application, topic, filters, limit, place)
+        return ReplayCommand(search, again, as_json, audit_file).run(yes=yes, dry_run=dry_run)
+
+    raise typer.Exit(_answered(replay))
+
+
+@dataclass(frozen=True)
+class _Filters:
+    """Options as they were typed."""
+
+    services: Sequence[str] | None = None
+    reasons: Sequence[str] | None = None
+    errors: Sequence[str] | None = None
+    event_types: Sequence[str] | None = None
+    keys: Sequence[str] | None = None
+    since: str | None = None
+    until: str | None = None
+
+    def choice(self) -> Choice:
+        now = datetime.now(UTC)
+        return Choice(
+            services=tuple(self.services or ()),
+            reasons=tuple(self.reasons or ()),
+            errors=tuple(self.errors or ()),
+            event_types=tuple(self.event_types or ()),
+            keys=tuple(self.keys or ()),
+            since=moment(self.since, now) if self.since else None,
+            until=moment(self.until, now) if self.until else None,
+        )
+
+
+def _search(
+    settings: Path | None,
+    application: str | None,
+    topics: Sequence[str] | None,
+    filters: _Filters,
+    limit: int | None,
+    places: Sequence[str] | None = None,
+) -> Search:
+    platform = load_application(application) if application else None
+    kind, services = (platform.settings_type, list(platform.services)) if platform else (Settings, [])
+    return Search(
+        load_settings(settings, kind, services=services),
+        platform,
+        tuple(topics or ()),
+        tuple(dict.fromkeys(map(Place.of, places or ()))),
+        filters.choice(),
+        limit,
+    )
+
+
+def _answered(command: Callable[[], int]) -> int:
+    """As `answered`; brokers that do not answer are told without a traceback, too."""
+    # What clients log of their own is told by the errors that come of it.
+    logging.getLogger().addHandler(logging.NullHandler())
+    try:
+        return answered(command)
+    except BrokersSilentError as error:
+        typer.echo(f"{error}. See that they run, and what [kafka] says of them: integr8s-idem doctor", err=True)
+        return FAILURE
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
+
+
+@asynccontextmanager
+async def _opened(search: Search) -> AsyncIterator[tuple[LetterBox, Found]]:
+    async with open_letter_box(search.settings.kafka) as box:
+        yield box, await found_by(search, box)
+
+
+async def _list(search: Search, *, rows: bool, as_json: bool) -> Tally:
+    tally, is_shown = Tally(), sys.stdout.isatty()
+    async with _opened(search) as (box, found):
+        columns = Columns(found.stretches, shutil.get_terminal_size().columns if is_shown else None)
+        if rows and not as_json:
+            typer.echo(columns.heading())
+        # On a terminal the lines tell themselves how far it has come.
+        with progress("reading", found.length, quiet=rows and is_shown) as advance:
+            async for page in pages(search, found, box):
+                lines = [as_line(one.summary()) if as_json else columns.line(one) for one in page.letters]
+                if rows and lines:
+                    typer.echo("\n".join(lines))
+                for letter in page.letters:
+                    tally.add(Group.of(letter))
+                advance(page.passed)
+    return tally
+
+
+async def _stories(search: Search) -> list[Story]:
+    stories = []
+    async with _opened(search) as (box, found), open_letter_records(search.settings) as records:
+        letters = [letter async for page in pages(search, found, box) for letter in page.letters]
+        for place in search.places:
+            letter = next((one for one in letters if one.place == place), None)
+            if letter is None:
+                raise ApplicationError(f"there is no letter at {place}: the offset holds no message")
+            history = await records.history(letter)
+            decision = decided(letter, history.get(letter.generation + 1), found.topics)
+            stories.append(Story(letter, history, decision, records.problem))
+    return stories
+
+
+async def _export(search: Search, file: TextIO) -> int:
+    written = 0
+    async with _opened(search) as (box, found):
+        with progress("exporting", found.length, quiet=file is sys.stdout and sys.stdout.isatty()) as advance:
+            async for page in pages(search, found, box):
+                file.writelines(f"{as_line(letter.whole())}\n" for letter in page.letters)
+                written += len(page.letters)
+                advance(page.passed)
+    return written

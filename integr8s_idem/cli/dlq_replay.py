@@ -1,0 +1,97 @@
+"""A replay on the command line: counted, agreed, done, told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from integr8s_idem.cli.answering import FAILURE
+from integr8s_idem.cli.asking import agreed
+from integr8s_idem.cli.letters import counted, report_text
+from integr8s_idem.cli.progress import progress
+from integr8s_idem.operations.audit import audited
+from integr8s_idem.operations.letter_records import open_letter_records
+from integr8s_idem.operations.letterbox import open_letter_box
+from integr8s_idem.operations.replaying import Fate, Replayer, Report
+from integr8s_idem.operations.searching import Found, Search, found_by, pages
+from integr8s_idem.worker import EventPublisher
+
+
+@dataclass
+class ReplayCommand:
+    """What was asked for, and how it is answered."""
+
+    search: Search
+    again: bool
+    """Whether letters are published that the store says were replayed."""
+    as_json: bool
+    audit_file: str | None
+
+    def run(self, *, yes: bool, dry_run: bool) -> int:
+        """The exit status.
+
+        Raises:
+            ApplicationError: Nobody is there to be asked.
+            BrokersSilentError: The letters cannot be read.
+        """
+        # What is there now is what is counted, asked about and published.
+        found = asyncio.run(self._look())
+        if dry_run or not yes:
+            plan = Report()
+            asyncio.run(self._pass(found, plan, None, "counting"))
+            if dry_run or not plan.published:
+                self._tell(plan, "to be replayed", dry_run=True)
+                return 0
+            typer.echo(report_text(plan, "to be replayed"), err=True)
+            if not agreed(f"Publish {counted(plan.published)} again?", yes=False):
+                return 0
+        report = Report()
+        brokers = self.search.settings.kafka.bootstrap_servers
+        asked = {**self.search.as_json(), "topics": found.named, "again": self.again, "brokers": brokers}
+        with audited("dlq replay", asked, self.audit_file) as entry:
+            try:
+                asyncio.run(self._publish(found, report))
+            except BaseException:
+                self._tell(
+                    report, "replayed before it was cut short; what was not, can be replayed by the same command"
+                )
+                raise
+            finally:
+                entry.counts.update(report.counts())
+        self._tell(report, "replayed")
+        return FAILURE if Fate.NOT_CONFIRMED in report.left_out else 0
+
+    async def _look(self) -> Found:
+        async with open_letter_box(self.search.settings.kafka) as box:
+            return await found_by(self.search, box)
+
+    async def _publish(self, found: Found, report: Report) -> None:
+        publisher = EventPublisher(self.search.settings.kafka)
+        try:
+            await self._pass(found, report, publisher, "replaying")
+        finally:
+            await publisher.close()
+
+    async def _pass(self, found: Found, report: Report, publisher: EventPublisher | None, title: str) -> None:
+        """Take all letters that are meant; what comes while that goes on is not among them."""
+        settings = self.search.settings
+        async with open_letter_box(settings.kafka) as box, open_letter_records(settings, ask=not self.again) as records:
+            replayer = Replayer(found.topics, records, publisher, report)
+            with progress(title, found.length) as advance:
+                async for page in pages(self.search, found, box):
+                    await replayer.take(page.letters)
+                    advance(page.passed)
+        if records.problem:
+            typer.echo(
+                f"the store tells nothing, so that letters which were replayed already count as well; published again, "
+                f"they change nothing: {records.problem}",
+                err=True,
+            )
+
+    def _tell(self, report: Report, done: str, *, dry_run: bool = False) -> None:
+        told: dict[str, Any] = {"dry_run": dry_run, **report.as_json()}
+        typer.echo(json.dumps(told, indent=2) if self.as_json else report_text(report, done))

@@ -1,0 +1,90 @@
+"""Which topics hold dead letters: those of a platform, those that are named, or all whose names say so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+
+from integr8s_idem.config import KafkaSettings, Settings
+from integr8s_idem.dispatcher import EventDispatcher
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.stores.opening import as_it_is
+from integr8s_idem.worker import EventPublisher, Platform, Service
+from integr8s_idem.worker.clients import bounded
+from integr8s_idem.worker.consumer import topics_read
+from integr8s_idem.worker.running import CLOSE_SECONDS, section_of
+
+
+async def topics_of(platform: Platform, settings: Settings) -> list[str]:
+    """What the services of `platform` read, by their containers.
+
+    Raises:
+        ApplicationError: A container gives no dispatcher.
+    """
+    found: list[str] = []
+    for service in platform.services.values():
+        try:
+            found += await _topics_of(service, settings)
+        except Exception as error:
+            told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ApplicationError(
+                f"what service {service.name} reads is not known: its container gives no dispatcher ({told}). "
+                "Name topics with --topic instead"
+            ) from error
+    return list(dict.fromkeys(found))
+
+
+async def _topics_of(service: Service, settings: Settings) -> Sequence[str]:
+    with as_it_is():
+        container = service.container(settings)
+        try:
+            dispatcher, publisher = await container.get(EventDispatcher), await container.get(EventPublisher)
+            return topics_read(section_of(service, settings), dispatcher, publisher)
+        finally:
+            await bounded(container.close(), CLOSE_SECONDS)
+
+
+def dead_letter_topics(
+    kafka: KafkaSettings, there: Collection[str], *, named: Sequence[str] = (), read: Iterable[str] | None = None
+) -> list[str]:
+    """The dead-letter topics that are meant.
+
+    Args:
+        kafka: Where they are, and how they are called.
+        there: All topics of the cluster.
+        named: By people: the topic, or the one whose letters it holds, with the prefix or without.
+        read: What the services of a platform read.
+
+    Raises:
+        ApplicationError: One that is named is not there, or none is.
+    """
+    prefix, suffix, where = kafka.topic_prefix, kafka.dead_letter_suffix, kafka.bootstrap_servers
+    found = sorted(topic for topic in there if topic.endswith(suffix) and topic.startswith(prefix))
+    if read is not None:
+        wanted = [topic + suffix for topic in read]
+        found = [topic for topic in wanted if topic in there]
+        told = f"none of {', '.join(wanted)} is there"
+    else:
+        begins = f" begins with {prefix} and" if prefix else ""
+        told = f"no topic{begins} ends in {suffix}"
+    if named:
+        return list(dict.fromkeys(_named(kafka, there, name) for name in named))
+    if not found:
+        raise ApplicationError(
+            f"{where}: {told}. Nothing was ever given up there, or [kafka] topic_prefix and dead_letter_suffix are "
+            "others than those of the services"
+        )
+    return found
+
+
+def _named(kafka: KafkaSettings, there: Collection[str], name: str) -> str:
+    prefix, suffix = kafka.topic_prefix, kafka.dead_letter_suffix
+    whole = name if name.endswith(suffix) else name + suffix
+    for topic in (whole, prefix + whole):
+        if topic in there:
+            return topic
+    near = get_close_matches(whole, [topic for topic in there if topic.endswith(suffix)], n=1)
+    hint = f' (did you mean "{near[0]}"?)' if near else ""
+    raise ApplicationError(
+        f'{kafka.bootstrap_servers} have no dead-letter topic "{whole}"{hint}: nothing was given up there'
+    )

@@ -1,0 +1,61 @@
+"""Two services on one topic: `python -m integr8s_idem run tests.support.broken_shop:platform`.
+
+The handler of billing fails for every order that the file SHOP_BROKEN names, one a line: whoever takes it out there
+has mended it.  Both leave a line in SHOP_JOURNAL when they are done.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dishka import AsyncContainer, make_async_container
+
+from integr8s_idem import EventRouter, Platform, Service, Settings
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+)
+from tests.support.shop import note
+from tests.support.workers import OrderPlaced
+
+billing, audit = EventRouter(), EventRouter()
+
+
+class NoSuchCardError(Exception):
+    """What the handler cannot do anything about."""
+
+
+@billing.on(OrderPlaced)
+async def charge(event: OrderPlaced) -> None:
+    if event.order_id in _broken():
+        raise NoSuchCardError(f"no such card: {event.order_id}")
+    note("charged", event.order_id, 1)
+
+
+@audit.on(OrderPlaced)
+async def write_down(event: OrderPlaced) -> None:
+    note("audited", event.order_id, 1)
+
+
+def _broken() -> list[str]:
+    return Path(os.environ["SHOP_BROKEN"]).read_text().splitlines()
+
+
+def _service(name: str, router: EventRouter) -> Service:
+    def container(settings: Settings) -> AsyncContainer:
+        return make_async_container(
+            IdempotencyProvider(),
+            KafkaProvider(),
+            IdempotentDispatcherProvider(router),
+            context={Settings: settings, ServiceName: ServiceName(name)},
+            validation_settings=STRICT_VALIDATION,
+        )
+
+    return Service(name, container=container)
+
+
+platform = Platform(_service("billing", billing), _service("audit", audit))
