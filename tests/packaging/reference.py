@@ -89,16 +89,26 @@ def pages() -> dict[Path, str]:
 def index() -> str:
     """What stands where."""
     lines = ["# The public API", "", MADE, "", "Errors have [a page of their own](../errors.md).", ""]
-    lines += ["| name | what it is |", "| --- | --- |"]
+    lines += [f"- [{title(name)}]({name}.md): {_named(modules)}" for name, modules in PAGES.items()]
+    lines += ["", "| name | what it is |", "| --- | --- |"]
     for entry in entries().values():
         summary = " ".join(_text(entry.thing).partition("\n\n")[0].split()).replace("|", "\\|")
         lines.append(f"| [`{entry.path}`]({entry.link}) | {summary} |")
     return "\n".join(lines) + "\n"
 
 
+def title(page: str) -> str:
+    """How a page is headed."""
+    return page.replace("-", " ").capitalize()
+
+
+def _named(modules: Iterable[str]) -> str:
+    return ", ".join(f"`{_path(module)}`" for module in modules)
+
+
 def page(name: str) -> str:
     """One page: its modules, and what is public in them."""
-    lines = [f"# {name.replace('-', ' ').capitalize()}", "", MADE, ""]
+    lines = [f"# {title(name)}", "", MADE, ""]
     for module in PAGES[name]:
         lines += [f"## `{_path(module)}`", "", *_docstring(_module(module)), ""]
         told = [entries()[thing.canonical_path] for thing in public(module)]

@@ -1,0 +1,110 @@
+"""The site is built without a warning, hangs together, and fetches nothing from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.packaging import site
+from tests.packaging.repository import ROOT, files, name_of
+
+SERVED_BY_SPHINX = {"genindex.html", "search.html"}
+"""Pages of its own making: an index of nothing, and the search, which is a form on every page."""
+FETCHING = re.compile(r"@import|url\(\s*['\"]?(?:https?:)?//|\bfetch\(\s*['\"]https?:|\bsrc=['\"](?:https?:)?//")
+
+
+class Links(HTMLParser):
+    """What a page links to, and what it has a browser fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "a" and given.get("href"):
+            self.links.append(str(given["href"]))
+        for name in ("src", "srcset", "data") if tag != "a" else ():
+            self.fetched.append(given.get(name) or "")
+        if tag == "link":
+            self.fetched.append(given.get("href") or "")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built from nothing: of what it has seen before Sphinx does not warn again."""
+    folder = tmp_path_factory.mktemp("site")
+    done = site.build(folder)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    return folder / "html"
+
+
+def read(page: Path) -> Links:
+    links = Links()
+    links.feed(page.read_text(encoding="utf-8"))
+    return links
+
+
+def reachable(start: Path) -> set[Path]:
+    found: set[Path] = set()
+    waiting = [start]
+    while waiting:
+        page = waiting.pop()
+        if page not in found and page.suffix == ".html" and page.exists():
+            found.add(page)
+            waiting += [page.parent.joinpath(unquote(urlsplit(link).path)).resolve() for link in read(page).links]
+    return found
+
+
+def test_every_page_can_be_reached_from_the_first_one(built: Path) -> None:
+    every = {page for page in built.rglob("*.html") if page.name not in SERVED_BY_SPHINX}
+
+    assert len(every) > 100
+    assert every - reachable((built / "index.html").resolve()) == set()
+
+
+def test_nothing_is_fetched_from_elsewhere(built: Path) -> None:
+    strange = {
+        (page.name, address)
+        for page in built.rglob("*.html")
+        for address in read(page).fetched
+        if re.match(r"(?:[a-z]+:)?//", address)
+    }
+    sheets = [file.name for file in built.rglob("*.css") if FETCHING.search(file.read_text(encoding="utf-8"))]
+    scripts = [file.name for file in built.rglob("*.js") if FETCHING.search(file.read_text(encoding="utf-8"))]
+
+    assert (strange, sheets, scripts) == (set(), [], [])
+
+
+def test_what_is_searched_is_the_pages_and_not_the_sources(built: Path) -> None:
+    index = (built / "searchindex.js").read_text(encoding="utf-8")
+    known = json.loads(index[index.index("{") : index.rindex("}") + 1])
+    titles = set(known["titles"])
+
+    assert {"What is promised, and what is not", "Your first service", "Errors"} <= titles
+    assert not [title for title in titles if title.startswith("tests/")]
+
+
+@pytest.mark.parametrize("folder", [index.parent for index in files("index.md")], ids=name_of)
+def test_an_index_lists_every_page_of_its_folder(folder: Path) -> None:
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^- \[[^\]]+\]\(([^)#]+\.md)\)", index, re.MULTILINE))
+
+    unlisted = {page.name for page in folder.glob("*.md")} - listed - {"index.md"}
+
+    assert site.EVERY_PAGE in index or unlisted == set(), f"list it in {name_of(folder / 'index.md')}"
+
+
+def test_a_link_out_of_the_documentation_leads_to_a_page_of_the_site() -> None:
+    every = site.pages()
+
+    rewritten = every["explanation/guarantees.md"].text
+
+    assert "](../repository/tests/faults/test_crash_points.py.md)" in rewritten
+    assert every["repository/ARCHITECTURE.md"].source == ROOT / "ARCHITECTURE.md"
