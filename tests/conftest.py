@@ -17,6 +17,7 @@ pytest_plugins = [
     "tests.support.dynamodb.fixtures",
     "tests.support.databases",
     "tests.support.doctor",
+    "tests.support.browser",
 ]
 
 
@@ -52,6 +53,7 @@ EXPECTED_SKIPS = (
     "this store cannot hold an unreadable record",  # memory holds objects, not bytes
     "no redis-server or valkey-server on the PATH",  # the bundled 6.2 is always tested
     "apt-get install mariadb-server",  # no wheel has it
+    "apt-get install chromium chromium-driver",  # nor these
 )
 """Reasons for which a test may be skipped where CI=true; any other skip is a failure there."""
 

@@ -1,4 +1,6 @@
-"""`docs/reference/api/`: the public API, drawn from signatures and docstrings.  `make reference` writes it.
+"""`docs/reference/api/`: the public API, drawn from signatures and docstrings.
+
+`make reference` writes it, and the pages of commands, settings and metrics that the modules beside this one draw.
 
 griffe reads the code without importing it, docstrings of attributes included; here it becomes Markdown.
 """
@@ -14,6 +16,7 @@ from typing import Any, Final
 
 import griffe
 
+from tests.packaging import reference_commands, reference_metrics, reference_settings
 from tests.packaging.repository import ROOT
 
 MADE: Final = "Made by `make reference` from signatures and docstrings."
@@ -83,7 +86,9 @@ def entries() -> dict[str, Entry]:
 
 def pages() -> dict[Path, str]:
     """Every page, by its file."""
-    return {FOLDER / "README.md": index(), **{FOLDER / f"{name}.md": page(name) for name in PAGES}}
+    tables = {"cli": reference_commands, "metrics": reference_metrics, "settings": reference_settings}
+    beside = {FOLDER.parent / f"{name}.md": module.page() for name, module in tables.items()}
+    return {FOLDER / "README.md": index(), **{FOLDER / f"{name}.md": page(name) for name in PAGES}, **beside}
 
 
 def index() -> str:

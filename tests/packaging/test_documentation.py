@@ -132,7 +132,10 @@ def test_the_rule_about_dead_letters_names_every_header_and_no_other() -> None:
 
 
 def test_the_reference_is_what_the_code_says() -> None:
-    assert {file: file.read_text(encoding="utf-8") for file in reference.FOLDER.glob("*.md")} == reference.pages()
+    made = reference.pages()
+    there = set(reference.FOLDER.glob("*.md")) | set(made)
+
+    assert {file: file.read_text(encoding="utf-8") for file in there if file.exists()} == made, "make reference"
 
 
 @pytest.mark.parametrize("page", sorted(reference.FOLDER.glob("*.md")), ids=lambda page: page.name)
