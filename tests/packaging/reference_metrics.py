@@ -9,12 +9,12 @@ from integr8s_idem.telemetry import Gauge, Phase, Signal, prometheus
 from tests.packaging.markdown import MADE, cell, table
 
 _HEAD: Final = """\
-Each worker process serves them at `/metrics`, port 9464 of the loopback address unless `[telemetry]` says otherwise. Which of
-them to watch, and what it means when they move: [guarantees](../explanation/guarantees.md#what-to-watch).
+Each worker process serves them at `/metrics`, port 9464 of the loopback address unless `[telemetry]` says otherwise.
+Which of them to watch, and what it means when they move: [guarantees](../explanation/guarantees.md#what-to-watch).
 
 Every label comes from a closed set. No key, payload or error text is in any of them. `service` is the service's name;
-`event_type` is empty where there is none. Of event types, and of topics, {labels} are told apart in each service; further
-ones share the label `{other}`.
+`event_type` is empty where there is none. Of event types, and of topics, {labels} are told apart in each service;
+further ones share the label `{other}`.
 """
 
 
@@ -27,7 +27,10 @@ def page() -> str:
     lines += ["## How long it takes", "", f"Histograms, in seconds. Buckets: {_buckets()}.", ""]
     lines += [*table(("metric", "labels", "meaning"), [*_histograms()]), ""]
     lines += ["## Values of labels", ""]
-    values = {"phase": [phase.name.lower() for phase in Phase], "reason": [*prometheus._UNREADABLE, *prometheus._GIVEN_UP]}
+    values = {
+        "phase": [phase.name.lower() for phase in Phase],
+        "reason": [*prometheus._UNREADABLE, *prometheus._GIVEN_UP],
+    }
     rows = [(f"`{label}`", ", ".join(f"`{value}`" for value in known)) for label, known in values.items()]
     lines += table(("label", "values"), rows)
     return "\n".join(lines).rstrip() + "\n"

@@ -5,7 +5,8 @@ are lists of links.  Sphinx sees copies of them, in which
 
 - a list of links on an index page is a table of contents as well;
 - a page or a source outside of `docs/` that is linked to has a page of its own below `repository/`;
-- a diagram stands in the page itself, so that it follows the light or dark of the site.
+- a diagram stands in the page itself, so that it follows the light or dark of the site;
+- comments are left out.
 
 Nothing is fetched, neither to build nor to look.
 """
@@ -31,11 +32,12 @@ OUTSIDE: Final = "repository"
 EVERY_PAGE: Final = "<!-- every page of this folder -->"
 """Stands on an index page for a list of links that would only repeat the folder."""
 
-_FENCED: Final = r"^(?P<fence>`{3,})[^\n]*\n.*?^(?P=fence)$"
+_FENCED: Final = r"^ *(?P<fence>`{3,})[^\n]*\n.*?^ *(?P=fence)$"
+_COMMENT: Final = r"^ *(?P<comment><!--).*?-->\n+"
 _SPAN: Final = r"(?P<ticks>`+)[^`].*?(?P=ticks)"
 _IMAGE: Final = r"^!\[[^\]]*\]\((?P<image>[^)\s]+\.svg)\)$"
 _LINK: Final = r"(?P<words>\[(?:`[^`]*`|[^\]`])*\])\((?P<target>[^)\s]+)\)"
-_PART: Final = re.compile(f"{_FENCED}|{_IMAGE}|{_LINK}|{_SPAN}", re.MULTILINE | re.DOTALL)
+_PART: Final = re.compile(f"{_FENCED}|{_COMMENT}|{_IMAGE}|{_LINK}|{_SPAN}", re.MULTILINE | re.DOTALL)
 _LISTED: Final = re.compile(r"^- \[[^\]]+\]\((?P<target>[^)\s#]+\.md)\)", re.MULTILINE)
 _HEADING: Final = re.compile(r"^## (?P<words>.+)$", re.MULTILINE)
 _PICTURES: Final = {".png", ".svg"}
@@ -82,6 +84,8 @@ def _page(source: Path) -> Page:
     pictures: set[Path] = set()
 
     def rewritten(part: re.Match[str]) -> str:
+        if part["comment"]:
+            return ""
         if part["image"]:
             return _drawn(source.parent / part["image"])
         if not part["target"] or re.match(r"[a-z]+:|#", part["target"]):
@@ -127,9 +131,8 @@ def _contents(source: Path, text: str) -> Iterator[str]:
 def _as_it_stands(source: Path, text: str) -> str:
     """A page for a file that is no page.  It can be read, and is not what a search looks for."""
     language = _LANGUAGES.get(source.suffix, "text")
-    return (
-        f"---\norphan: true\nnosearch: true\n---\n\n# `{name_of(source)}`\n\n``````{language}\n{text.rstrip()}\n``````\n"
-    )
+    head = f"---\norphan: true\nnosearch: true\n---\n\n# `{name_of(source)}`"
+    return f"{head}\n\n``````{language}\n{text.rstrip()}\n``````\n"
 
 
 def _drawn(image: Path) -> str:
@@ -153,7 +156,7 @@ def prepare(folder: Path) -> None:
 def build(folder: Path = FOLDER) -> subprocess.CompletedProcess[str]:
     """Build the site in `folder`/html; a warning is an error.  What Sphinx says is in `stderr`."""
     prepare(folder / "source")
-    options = ["--quiet", "--fail-on-warning", "--keep-going", "--nitpicky", "--jobs", "2"]
+    options = ["--quiet", "--fail-on-warning", "--keep-going", "--nitpicky", "--write-all", "--jobs", "2"]
     places = ["--conf-dir", DOCS, "--doctree-dir", folder / "doctrees", folder / "source", folder / "html"]
     command = [sys.executable, "-m", "sphinx", "--builder", "html", *options, *map(str, places)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)

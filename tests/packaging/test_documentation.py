@@ -7,7 +7,6 @@ import subprocess
 import sys
 from inspect import getsource
 from pathlib import Path
-from textwrap import indent
 from urllib.parse import unquote
 
 import pytest
@@ -109,7 +108,7 @@ def test_the_page_walks_through_the_store_of_the_examples() -> None:
 def test_the_loop_that_takes_batches_is_the_one_that_is_tested() -> None:
     page = (ROOT / "docs" / "how-to" / "handle-batches.md").read_text(encoding="utf-8")
 
-    assert indent(getsource(one_batch), "    ") in page
+    assert getsource(one_batch) in code_blocks(page, "python")
 
 
 def test_what_an_operator_sets_names_every_kind_of_store() -> None:
