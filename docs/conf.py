@@ -17,7 +17,9 @@ highlight_language = "text"  # a block that does not say what it is in is in not
 language = "en-GB"
 
 html_theme = "furo"
-html_title = f"{project} {version}"
+html_title = project
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False

@@ -40,6 +40,7 @@ _LINK: Final = r"(?P<words>\[(?:`[^`]*`|[^\]`])*\])\((?P<target>[^)\s]+)\)"
 _PART: Final = re.compile(f"{_FENCED}|{_COMMENT}|{_IMAGE}|{_LINK}|{_SPAN}", re.MULTILINE | re.DOTALL)
 _LISTED: Final = re.compile(r"^- \[[^\]]+\]\((?P<target>[^)\s#]+\.md)\)", re.MULTILINE)
 _HEADING: Final = re.compile(r"^## (?P<words>.+)$", re.MULTILINE)
+_DARK: Final = re.compile(r"@media \(prefers-color-scheme: dark\) \{\s*\.idem (\{[^}]*\})\s*\}")
 _PICTURES: Final = {".png", ".svg"}
 _LANGUAGES: Final = {".py": "python", ".toml": "toml", ".lua": "lua", ".sql": "sql", ".yaml": "yaml"}
 
@@ -136,7 +137,13 @@ def _as_it_stands(source: Path, text: str) -> str:
 
 
 def _drawn(image: Path) -> str:
-    lines = [line for line in image.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """The picture itself, whose dark colours count where the reader has chosen dark, and not where light."""
+    drawing = _DARK.sub(
+        r'@media (prefers-color-scheme: dark) { body:not([data-theme="light"]) .idem \1 }'
+        r' body[data-theme="dark"] .idem \1',
+        image.read_text(encoding="utf-8"),
+    )
+    lines = [line for line in drawing.splitlines() if line.strip()]  # an empty one would end it
     return '<figure class="diagram">\n' + "\n".join(lines) + "\n</figure>"
 
 
