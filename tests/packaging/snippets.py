@@ -39,6 +39,9 @@ _INDENTED: Final = re.compile(r"(?:\A|\n\n)(?P<body>(?: {4}.*\n(?:\n(?= {4}))*)+
 
 ELSEWHERE: Final = {"docker", "curl", "grep", "cd", "source", "export", "sqlite3", "kafka-consumer-groups.sh", "git"}
 """Programs that are not ours.  What is typed behind them is their matter."""
+NEW: Final = "shop"
+"""What `integr8s-idem new` writes on the pages."""
+SCAFFOLD: Final = ROOT / "integr8s_idem" / "operations" / "scaffold" / "app"
 _PYTHON: Final = re.compile(r"(?:\.venv/bin/)?python3?")
 
 
@@ -140,6 +143,9 @@ def _mistakes_of_python(words: list[str]) -> Iterator[str]:
     match words:
         case ["-m", "integr8s_idem", *rest]:
             yield from _mistakes_of_ours(rest)
+        case ["-m", module, *_] if module.startswith(f"{NEW}."):
+            if not (SCAFFOLD / f"{module.removeprefix(f'{NEW}.')}.py.tmpl").exists():
+                yield f"integr8s-idem new writes no {module}"
         case ["-m", module, *_]:
             if importlib.util.find_spec(module) is None:
                 yield f"there is no module {module}"
