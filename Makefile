@@ -9,7 +9,7 @@ KAFKA := .cache/kafka/.set-up
 DYNAMODB := .cache/dynamodb/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults matrix reference bench check fix setup kafka dynamodb wheel clean
+.PHONY: help demo test faults matrix reference docs bench check fix setup kafka dynamodb wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -62,6 +62,9 @@ matrix: $(SETUP)  ## docs/reference/fault-matrix.md from what was recorded
 
 reference: $(SETUP)  ## docs/reference/api/ from signatures and docstrings
 	@$(BIN)/python -m tests.packaging.reference
+
+docs: $(SETUP)  ## the documentation as a site, in .cache/docs/html/
+	@$(BIN)/python -m tests.packaging.site
 
 bench: $(SETUP) $(KAFKA) $(DYNAMODB)  ## every question of benchmarks/ (half an hour, on a quiet machine), into the pages
 	@$(BIN)/python -m benchmarks --json benchmarks/results/latest.json

@@ -22,10 +22,22 @@ RESULTS: Final = ROOT / "benchmarks" / "results" / "stores.json"
 LATEST: Final = ROOT / "benchmarks" / "results" / "latest.json"
 PAGES: Final = (
     ROOT / "docs" / "reference" / "stores.md",
+    ROOT / "docs" / "explanation" / "comparison.md",
     ROOT / "docs" / "explanation" / "speed.md",
     ROOT / "docs" / "how-to" / "size-a-deployment.md",
     ROOT / "benchmarks" / "README.md",
 )
+
+
+PEERS: Final = (
+    "vs_idemkit_fresh_c64",
+    "vs_idempotency_kit_fresh_c64",
+    "kafka_vs_faststream",
+    "kafka_vs_faststream_ack",
+    "kafka_vs_raw_loop",
+    "sql_inbox_by_hand",
+)
+"""Figures whose partner is what people would use instead."""
 
 
 def tables(told: Told) -> dict[str, str]:
@@ -64,6 +76,7 @@ def tables(told: Told) -> dict[str, str]:
 
 def latest_tables(told: Told) -> dict[str, str]:
     """The same for the figures and whoever takes part in them."""
+    meanings = {**RATIOS, **{key: target.meaning for key, target in TARGETS.items()}}
     return {
         "figures": _table(
             ["figure", "is", "at least", "measured", "by CPU", "ours", "partner"],
@@ -75,6 +88,12 @@ def latest_tables(told: Told) -> dict[str, str]:
                for key, meaning in RATIOS.items() if key in told],
             words=2,
         ) + _limits(told),
+        "peers": _table(
+            ["ours ÷ theirs", "is", "measured", "by CPU"],
+            [[f"`{key}`", meanings[key], _spread_of(told, key), _plain(told, f"{key}.cpu_ratio")]
+             for key in PEERS if key in told and key in meanings],
+            words=2,
+        ),
         "contestants": _table(
             ["contestant", "takes for an event, by contest", "guarantees", "does not"],
             [[f"`{name}`", taken, *promises] for name, promises in GUARANTEES.items()

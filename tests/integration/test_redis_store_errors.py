@@ -36,7 +36,7 @@ COMMAND = re.compile(r"\s(\+[a-z|]+)")
 
 def published() -> list[str]:
     """The command of the page that makes a user, with our key prefix."""
-    (block,) = re.findall(r"^    ACL SETUSER .*\n(?:     +\+.*\n)+", PAGE.read_text(), re.MULTILINE)
+    (block,) = re.findall(r"^ACL SETUSER .*\n(?: +\+.*\n)+", PAGE.read_text(), re.MULTILINE)
     return [word.replace("~idempotency:", "~idem:").replace("PASSWORD", SECRET) for word in block.split()]
 
 

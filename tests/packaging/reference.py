@@ -1,4 +1,6 @@
-"""`docs/reference/api/`: the public API, drawn from signatures and docstrings.  `make reference` writes it.
+"""`docs/reference/api/`: the public API, drawn from signatures and docstrings.
+
+`make reference` writes it, and the pages of commands, settings and metrics that the modules beside this one draw.
 
 griffe reads the code without importing it, docstrings of attributes included; here it becomes Markdown.
 """
@@ -14,6 +16,7 @@ from typing import Any, Final
 
 import griffe
 
+from tests.packaging import reference_commands, reference_metrics, reference_settings
 from tests.packaging.repository import ROOT
 
 MADE: Final = "Made by `make reference` from signatures and docstrings."
@@ -83,22 +86,34 @@ def entries() -> dict[str, Entry]:
 
 def pages() -> dict[Path, str]:
     """Every page, by its file."""
-    return {FOLDER / "README.md": index(), **{FOLDER / f"{name}.md": page(name) for name in PAGES}}
+    tables = {"cli": reference_commands, "metrics": reference_metrics, "settings": reference_settings}
+    beside = {FOLDER.parent / f"{name}.md": module.page() for name, module in tables.items()}
+    return {FOLDER / "README.md": index(), **{FOLDER / f"{name}.md": page(name) for name in PAGES}, **beside}
 
 
 def index() -> str:
     """What stands where."""
     lines = ["# The public API", "", MADE, "", "Errors have [a page of their own](../errors.md).", ""]
-    lines += ["| name | what it is |", "| --- | --- |"]
+    lines += [f"- [{title(name)}]({name}.md): {_named(modules)}" for name, modules in PAGES.items()]
+    lines += ["", "| name | what it is |", "| --- | --- |"]
     for entry in entries().values():
         summary = " ".join(_text(entry.thing).partition("\n\n")[0].split()).replace("|", "\\|")
         lines.append(f"| [`{entry.path}`]({entry.link}) | {summary} |")
     return "\n".join(lines) + "\n"
 
 
+def title(page: str) -> str:
+    """How a page is headed."""
+    return page.replace("-", " ").capitalize()
+
+
+def _named(modules: Iterable[str]) -> str:
+    return ", ".join(f"`{_path(module)}`" for module in modules)
+
+
 def page(name: str) -> str:
     """One page: its modules, and what is public in them."""
-    lines = [f"# {name.replace('-', ' ').capitalize()}", "", MADE, ""]
+    lines = [f"# {title(name)}", "", MADE, ""]
     for module in PAGES[name]:
         lines += [f"## `{_path(module)}`", "", *_docstring(_module(module)), ""]
         told = [entries()[thing.canonical_path] for thing in public(module)]

@@ -10,7 +10,8 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[2]
 _MADE: Final = {"__pycache__", "dist", "build"}
 _HIDDEN_BUT_OURS: Final = {".ci", ".github", ".gitignore", ".dockerignore", ".editorconfig", ".pre-commit-config.yaml"}
-_FENCE: Final = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE: Final = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_COMMENT: Final = re.compile(r"^ *<!--.*?-->$", re.MULTILINE | re.DOTALL)
 
 
 def files(suffix: str = "") -> Iterator[Path]:
@@ -40,13 +41,13 @@ def code_blocks(markdown: str, language: str) -> list[str]:
 
 
 def without_code(markdown: str) -> str:
-    """Prose alone: neither fenced blocks nor spans of code."""
-    return re.sub(r"`[^`\n]*`", "", _FENCE.sub("", markdown))
+    """Prose alone: neither comments nor fenced blocks nor spans of code."""
+    return re.sub(r"`[^`\n]*`", "", _FENCE.sub("", _COMMENT.sub("", markdown)))
 
 
 def anchors(markdown: str) -> set[str]:
     """What links can point at: headings, lower case, spaces as hyphens, other marks dropped."""
-    headings = re.findall(r"^#{1,6} (.+)$", _FENCE.sub("", markdown), re.MULTILINE)
+    headings = re.findall(r"^#{1,6} (.+)$", _FENCE.sub("", _COMMENT.sub("", markdown)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 

@@ -73,14 +73,14 @@ def test_the_page_names_every_kind_that_is_looked_at(kind: str) -> None:
 
 def test_the_grants_of_the_page_are_those_that_are_printed() -> None:
     page = (HOW_TO / "prepare-sql.md").read_text(encoding="utf-8")
-    shown = [line.strip() for line in page.splitlines() if line.startswith(("    CREATE ROLE ", "    GRANT "))]
+    shown = [line.strip() for line in page.splitlines() if line.startswith(("CREATE ROLE ", "GRANT "))]
 
     assert shown == printed("postgresql").splitlines()[:3]
 
 
 def test_the_actions_of_the_page_are_those_that_are_printed() -> None:
     page = (HOW_TO / "prepare-dynamodb.md").read_text(encoding="utf-8")
-    shown = [line.split() for line in page.splitlines() if line.startswith("    dynamodb:")]
+    shown = [line.split() for line in page.splitlines() if line.startswith("dynamodb:")]
 
     statements = json.loads(printed("dynamodb"))["Statement"]
 

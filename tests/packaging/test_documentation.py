@@ -8,7 +8,6 @@ import sys
 from datetime import timedelta
 from inspect import getsource
 from pathlib import Path
-from textwrap import indent
 from urllib.parse import unquote
 
 import pytest
@@ -113,7 +112,7 @@ def test_the_page_walks_through_the_store_of_the_examples() -> None:
 def test_the_loop_that_takes_batches_is_the_one_that_is_tested() -> None:
     page = (ROOT / "docs" / "how-to" / "handle-batches.md").read_text(encoding="utf-8")
 
-    assert indent(getsource(one_batch), "    ") in page
+    assert getsource(one_batch) in code_blocks(page, "python")
 
 
 def test_the_commands_about_keys_run_as_their_page_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +151,10 @@ def test_the_rule_about_dead_letters_names_every_header_and_no_other() -> None:
 
 
 def test_the_reference_is_what_the_code_says() -> None:
-    assert {file: file.read_text(encoding="utf-8") for file in reference.FOLDER.glob("*.md")} == reference.pages()
+    made = reference.pages()
+    there = set(reference.FOLDER.glob("*.md")) | set(made)
+
+    assert {file: file.read_text(encoding="utf-8") for file in there if file.exists()} == made, "make reference"
 
 
 @pytest.mark.parametrize("page", sorted(reference.FOLDER.glob("*.md")), ids=lambda page: page.name)

@@ -1,0 +1,88 @@
+"""`docs/reference/cli.md`: the commands with their options, from what Typer knows.  `make reference` writes it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import typer
+
+from integr8s_idem.cli.app import app
+from tests.packaging.markdown import MADE, cell, table
+
+PROGRAM: Final = "integr8s-idem"
+_HEAD: Final = """\
+Installed as `integr8s-idem`; `python -m integr8s_idem` is the same. `--help` behind any command says what stands here.
+Settings come from the environment and from `settings.toml`: [settings](settings.md).
+
+What a command has to say stands in the standard output, what went wrong in the standard error. The exit status is 0 for
+done, 1 if a service or a server failed, 2 if what was asked for, or the settings, cannot be. A command that has other
+ones says so.
+"""
+_VALUES: Final = {"str": "TEXT", "int": "N", "int range": "N", "float": "N", "float range": "N", "path": "FILE"}
+_TYPE_OF_ARGUMENT: Final = re.compile(r"^([A-Z][A-Z:]*) (?:TEXT|N|FILE)$")
+
+
+def commands() -> dict[str, Any]:
+    """Every command by what is typed for it, groups included, in the order of their names."""
+    return dict(sorted(_below(typer.main.get_command(app), PROGRAM)))
+
+
+def _below(command: Any, words: str) -> Iterator[tuple[str, Any]]:
+    yield words, command
+    for name, inner in getattr(command, "commands", {}).items():
+        if not inner.hidden:
+            yield from _below(inner, f"{words} {name}")
+
+
+def options(command: Any) -> set[str]:
+    """What may be typed behind a command, `--help` included."""
+    return {"--help", *(name for each in command.params for name in (*each.opts, *each.secondary_opts))}
+
+
+def page() -> str:
+    every = commands()
+    lines = ["# Commands", "", MADE, "", _HEAD]
+    rows = [(f"[`{words}`](#{_anchor(words)})", _summary(each)) for words, each in every.items() if not _is_group(each)]
+    lines += [*table(("command", "what it does"), rows), ""]
+    for words, command in every.items():
+        if not _is_group(command) or words == PROGRAM:
+            lines += _section(words, command)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(words: str, command: Any) -> Iterator[str]:
+    context = typer.Context(command, info_name=words)
+    usage = " ".join(command.get_usage(context).split()).removeprefix("Usage: ").replace("{", "").replace("}", "")
+    yield from (f"## `{words}`", "", inspect.cleandoc(command.help or ""), "", "```text", usage, "```", "")
+    records = [each.get_help_record(context) for each in command.params if not getattr(each, "hidden", False)]
+    rows = [(f"`{_name(name)}`", _meaning(says)) for name, says in filter(None, records)]
+    if rows:
+        yield from (*table(("", "meaning"), rows), "")
+
+
+def _name(told: str) -> str:
+    """What is typed, with a word for its value."""
+    for kind, word in _VALUES.items():
+        told = told.replace(f"<{kind}>", word)
+    return _TYPE_OF_ARGUMENT.sub(r"\1", told)
+
+
+def _meaning(told: str) -> str:
+    """What it is for, and its default and bounds in round brackets."""
+    told = re.sub(r"(\d+)<=x<=(\d+)", r"from \1 to \2", told.replace("[required]", ""))
+    return cell(told.replace("[", "(").replace("]", ")"))
+
+
+def _is_group(command: Any) -> bool:
+    return hasattr(command, "commands")
+
+
+def _summary(command: Any) -> str:
+    return cell(inspect.cleandoc(command.help or "").partition("\n\n")[0])
+
+
+def _anchor(words: str) -> str:
+    return words.replace(" ", "-")

@@ -1,0 +1,53 @@
+"""What the code on a page stands in when it is run: see `tests/packaging/snippets.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiokafka import AIOKafkaProducer
+from dishka import Provider
+
+from integr8s_idem import BaseEvent, EventDispatcher, EventRouter, Settings
+from integr8s_idem.config import MemoryStoreSettings
+from integr8s_idem.integrations.dishka import (
+    AsyncContainer,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.work import Outcome
+from tests.support.conditions import eventually
+from tests.support.http_server import serving
+
+__all__ = ["MEMORY", "container_of", "delivered", "eventually", "produce", "serving"]
+
+MEMORY = Settings(store=MemoryStoreSettings(kind="memory"))
+
+
+def container_of(
+    router: EventRouter, *providers: Provider, settings: Settings = MEMORY, transaction: type | None = None
+) -> AsyncContainer:
+    """The container of a guarded service."""
+    return make_async_container(
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router, transaction=transaction),
+        *providers,
+        context={Settings: settings, ServiceName: ServiceName("shop")},
+    )
+
+
+async def delivered(container: AsyncContainer, event: BaseEvent) -> list[Outcome[Any]]:
+    """What comes of one delivery: an outcome for each handler."""
+    return await (await container.get(EventDispatcher)).dispatch(event)
+
+
+async def produce(servers: str, topic: str, *bodies: str) -> None:
+    """Messages whose header `event_id` is their body, in one partition."""
+    producer = AIOKafkaProducer(bootstrap_servers=servers)
+    await producer.start()
+    for body in bodies:
+        await producer.send_and_wait(topic, body.encode(), key=b"1", headers=[("event_id", body.encode())])
+    await producer.stop()

@@ -1,0 +1,147 @@
+"""Everything that a page shows as code is run, loaded or looked up: `tests/packaging/snippets.py` says how."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from importlib import import_module
+from pathlib import Path
+from textwrap import dedent
+from types import ModuleType
+
+import asyncpg
+import pytest
+from sqlalchemy import make_url
+
+from integr8s_idem.config.loading import load_settings
+from integr8s_idem.stores.sql import ddl
+from tests.packaging import snippets
+from tests.packaging.repository import ROOT, name_of
+from tests.packaging.snippets import Block
+from tests.support.postgres import PostgresServer
+
+PAGES = list(snippets.pages())
+EVERY = [block for page in PAGES for block in snippets.blocks(page)]
+STANDS_IN = "stands in "
+"""The one reason for which a block need not be run here: a file that tests run holds it."""
+
+
+def of(language: str) -> list[Block]:
+    return [block for block in EVERY if block.language == language and not block.reason]
+
+
+def with_python() -> list[Path]:
+    return [page for page in PAGES if any(not block.reason for block in snippets.blocks(page, "python"))]
+
+
+@pytest.fixture
+def page_module(tmp_path: Path) -> Iterator[ModuleType]:
+    """What the code of a page is a module of: annotations are looked up in it.  It finds a folder, and a stack of
+    what is to be closed behind it."""
+    module = ModuleType("page")
+    vars(module).update(folder=tmp_path, closing=AsyncExitStack())
+    sys.modules["page"] = module
+    yield module
+    del sys.modules["page"]
+
+
+@pytest.mark.parametrize("page", with_python(), ids=name_of)
+def test_the_programs_of_a_page_run(page: Path, page_module: ModuleType) -> None:
+    names = vars(page_module)
+    with asyncio.Runner() as runner:
+        try:
+            for block in (block for block in snippets.blocks(page, "python") if not block.reason):
+                source = "\n" * (block.line - 1) + block.text  # so that a traceback names the line of the page
+                code = compile(source, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+                if code.co_flags & inspect.CO_COROUTINE:
+                    runner.run(eval(code, names))
+                else:
+                    exec(code, names)
+        finally:
+            runner.run(names["closing"].aclose())
+
+
+@pytest.mark.parametrize("block", of("toml"), ids=str)
+def test_settings_hold_no_mistake(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(block.text, encoding="utf-8")
+
+    load_settings(file)
+
+
+@pytest.mark.parametrize("block", of("sh"), ids=str)
+def test_what_is_typed_is_there(block: Block) -> None:
+    assert list(snippets.mistakes_in_shell(block.text)) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets.indented(page)], ids=name_of)
+def test_commands_that_are_set_apart_by_spaces_are_there(page: Path) -> None:
+    """Pages that are read as plain text show commands so, with words behind them."""
+    typed = [
+        line.strip().partition("  ")[0]
+        for text in snippets.indented(page)
+        for line in dedent(text).splitlines()
+        if line.startswith(("make ", "python ", "pip ", "integr8s-idem ", "docker ", "curl ", ".venv/"))
+    ]
+
+    assert [mistake for line in typed for mistake in snippets.mistakes_in_shell(line)] == []
+
+
+async def test_statements_are_those_of_a_real_server(shared_postgres: PostgresServer) -> None:
+    connection = await asyncpg.connect(shared_postgres.url.replace("+asyncpg", ""))
+    attempt = connection.transaction()
+    await attempt.start()
+    try:
+        await connection.execute(ddl(make_url("postgresql://").get_dialect()()))
+        for block in of("sql"):
+            await connection.execute(block.text)
+    finally:
+        await attempt.rollback()
+        await connection.close()
+
+
+def test_files_of_other_tools_can_be_read() -> None:
+    for block in of("json"):
+        json.loads(block.text)
+    for block in of("yaml"):
+        found = list(import_module("yaml").safe_load_all(block.text))  # has no types
+        assert all(isinstance(document, dict | list) for document in found), block
+
+
+@pytest.mark.parametrize("block", [block for block in EVERY if block.reason], ids=str)
+def test_what_is_not_run_here_is_run_elsewhere(block: Block) -> None:
+    assert block.reason.startswith(STANDS_IN), f"{block}: {block.reason}"
+
+    file = ROOT / block.reason.removeprefix(STANDS_IN)
+
+    assert any(file.is_relative_to(folder) for folder in (ROOT / "tests", ROOT / "examples", snippets.SCAFFOLD))
+    assert block.text.strip() in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_says_what_it_is_in(page: Path) -> None:
+    assert [
+        f"{block}: {block.language}" for block in snippets.blocks(page) if block.language not in snippets.LANGUAGES
+    ] == []
+    if page.is_relative_to(ROOT / "docs"):
+        assert snippets.indented(page) == [], "write ```text"
+
+
+@pytest.mark.parametrize(
+    ("typed", "mistake"),
+    [
+        ("integr8s-idem rnu", "integr8s-idem has no command rnu"),
+        ("integr8s-idem run --fast a:b", "integr8s-idem run has no option --fast"),
+        ("PYTHONPATH=. python -m examples.nothing", "there is no module examples.nothing"),
+        ("cd shop && make coffee", "make has no target coffee"),
+        ("pip install '.[sql,lead]'", "there is no extra lead"),
+        ("frobnicate --all", "frobnicate is no program that is known here"),
+    ],
+)
+def test_a_command_that_is_not_there_is_found(typed: str, mistake: str) -> None:
+    assert list(snippets.mistakes_in_shell(typed)) == [mistake]
