@@ -1,0 +1,128 @@
+"""What the README tells a newcomer, line by line, with the built wheel in a virtual environment of its own.
+
+Nothing of the checkout is on the path, and what is typed is what the README shows: only the port of the metrics is
+one that the system has given, and the worker is stopped by SIGINT, as Ctrl-C does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.repository import ROOT, code_blocks, files, section
+from tests.support.conditions import eventually
+from tests.support.kafka.broker import free_ports
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+(INSTALL,) = code_blocks(section(README, "Install"), "sh")
+BEGIN, LOOK = code_blocks(section(README, "The first quarter of an hour"), "sh")
+INSTALLING_SECONDS = 300
+
+
+@dataclass
+class Newcomer:
+    """Somebody with a shell in which the virtual environment is active."""
+
+    home: Path
+    environment: dict[str, str]
+
+    def types(self, lines: str, folder: Path, seconds: float = 100) -> str:
+        """What the terminal shows; all of the lines must succeed."""
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", lines],
+            cwd=folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+        )
+        assert done.returncode == 0, f"{lines}\n{done.stdout}"
+        return done.stdout
+
+    @contextmanager
+    def terminal(self, line: str, folder: Path, seen: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """A command that goes on in a terminal of its own; what it shows goes to `seen`."""
+        with seen.open("wb") as shown:
+            running = subprocess.Popen(
+                line.split(), cwd=folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=shown, stderr=shown
+            )
+        try:
+            yield running
+        finally:
+            if running.poll() is None:
+                running.kill()
+            running.wait()
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path) -> Newcomer:
+    """In a home of its own, with Python and nothing of ours on any path."""
+    passed = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP", "http"))}
+    programs = [tmp_path / "idem" / "bin", Path(sys.base_prefix) / "bin", Path("/usr/bin"), Path("/bin")]
+    return Newcomer(
+        tmp_path,
+        {
+            "PIP_CACHE_DIR": str(Path.home() / ".cache" / "pip"),
+            **passed,
+            "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_QUIET": "1",
+            "PATH": os.pathsep.join(map(str, programs)),
+            "HOME": str(tmp_path),
+            "LANG": "C.UTF-8",
+            "INTEGR8S_IDEM_TELEMETRY__METRICS_PORT": str(free_ports(1)[0]),
+        },
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this one as it stands, without what was made in it."""
+    folder = tmp_path / "checkout"
+    for file in files():
+        copy = folder / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, copy)
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+async def test_a_newcomer_sees_a_duplicate_blocked_and_explained(newcomer: Newcomer, checkout: Path) -> None:
+    newcomer.types(INSTALL, checkout, INSTALLING_SECONDS)
+    *prepare, run = BEGIN.strip().splitlines()
+    assert "passed" in newcomer.types("\n".join(prepare), newcomer.home)
+    shop, seen = newcomer.home / "shop", newcomer.home / "seen.txt"
+
+    def counted() -> list[int]:
+        told = json.loads(newcomer.types("integr8s-idem top --once --json", shop))
+        return [told["total"][name] for name in ("handled", "duplicates_blocked")]
+
+    with newcomer.terminal(run, shop, seen) as worker:
+        await eventually(lambda: "by --embedded" in seen.read_text(), state=seen.read_text)
+        place, *look = LOOK.strip().splitlines()
+        placed = newcomer.types(place, shop)
+        await eventually(lambda: counted() == [1, 1], state=seen.read_text)
+        looked = newcomer.types("\n".join(look), shop)
+        (explain,) = re.findall(r"integr8s-idem keys explain .*", placed)
+        explained = newcomer.types(explain, shop)
+        worker.send_signal(signal.SIGINT)
+        assert worker.wait(60) == 0, seen.read_text()
+
+    event_id = explain.split()[3].partition(":")[2]
+    assert event_id in looked
+    assert "completed" in explained
+    assert "billing" in explained
