@@ -172,3 +172,17 @@ class TendingContract:
         assert await _tended(store).forget(seen) == [False] * len(keys)
 
         assert None not in await store.repository.get(keys)
+
+    async def test_what_has_become_another_one_of_the_same_kind_is_kept(self, store: StoreUnderTest) -> None:
+        keys = [new_key() for _ in range(2)]
+        done, released = [await take(store, key) for key in keys]
+        await complete(store, done)
+        await write(store, "release", released)
+        seen = [await _seen(store, key) for key in keys]
+        await store.repository.delete([keys[0]])
+        await complete(store, await take(store, keys[0]))
+        await write(store, "release", await take(store, keys[1]))
+
+        assert await _tended(store).forget(seen) == [False, False]
+
+        assert None not in await store.repository.get(keys)

@@ -98,6 +98,13 @@ def test_show_has_all_that_is_stored(desk: Desk) -> None:
     assert "no record" in missing.stderr
 
 
+def test_what_the_store_keeps_for_itself_is_no_record(desk: Desk) -> None:
+    desk.fill()
+    desk.do(lambda store: store.ping())
+
+    assert len(desk.told("list")) == 5
+
+
 # Explain.
 
 
@@ -304,6 +311,26 @@ def test_a_unit_takes_its_steps_along(desk: Desk) -> None:
     assert json.loads(desk.changing("purge", "order:1", "--yes", "--json").stdout)["purged"] == 2
     assert [label for label in desk.labels() if not label.startswith("order:11")] == []
     assert len(desk.labels()) == 2
+
+
+@pytest.mark.parametrize("how", ["by its name", "by its full key"])
+def test_steps_whose_keys_are_hashed_go_with_their_unit(desk: Desk, how: str) -> None:
+    name = "order:" + "1" * 222
+
+    async def fulfil(manager: IdempotencyManager) -> str:
+        async def work() -> None:
+            await manager.steps().run("reserve", _reserve)
+
+        await manager.run(name, work)
+        return manager.space.full(manager.space.key(name))
+
+    full = desk.manage(fulfil)
+    assert "#" not in full
+    assert len([label for label in desk.labels() if label.startswith("#")]) == 1
+
+    desk.changing("purge", name if how == "by its name" else full, "--yes")
+
+    assert desk.labels() == []
 
 
 def test_what_cannot_be_read_is_purged_by_name_or_by_status(tmp_path: Path, redis_url: str) -> None:

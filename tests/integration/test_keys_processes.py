@@ -83,7 +83,7 @@ def test_who_says_yes_has_it_done(desk: Desk) -> None:
     with on_terminal(desk, "purge", "--status", "failed") as terminal:
         terminal.wait_for("Forget 1 record (billing: 1 failed)? What they guard is handled again")
         assert len(desk.labels()) == 5
-        terminal.type("y\n")
+        terminal.enter("y\n")
         assert terminal.wait() == 0
 
     assert "purged: 1 record" in terminal.said
@@ -99,7 +99,7 @@ def test_who_says_anything_else_has_not(desk: Desk, answer: str | None) -> None:
         if answer is None:
             terminal.interrupt()
         else:
-            terminal.type(answer)
+            terminal.enter(answer)
         assert terminal.wait() == 1
 
     assert "nothing was changed" in terminal.said
@@ -158,7 +158,7 @@ def test_a_purge_that_is_interrupted_says_so_in_its_audit(tmp_path: Path) -> Non
         with on_terminal(desk, "purge", "--all") as terminal:
             terminal.wait_for("[y/N]")
             server.pause()
-            terminal.type("y\n")
+            terminal.enter("y\n")
             terminal.wait_for_connection(server.port)
             terminal.interrupt()
             assert terminal.wait() == 130

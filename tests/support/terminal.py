@@ -20,6 +20,11 @@ import psutil
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
+def _ports(process: psutil.Process) -> list[int]:
+    """Of the servers that it is connected to."""
+    return [one.raddr[1] for one in process.net_connections("tcp") if len(one.raddr) > 1]
+
+
 class Terminal:
     """`python -m integr8s_idem …` with a pseudo-terminal for all three streams.
 
@@ -54,7 +59,7 @@ class Terminal:
         while text not in self.said:
             assert self._read(deadline), f"no {text!r} in:\n{self.said}"
 
-    def type(self, text: str) -> None:
+    def enter(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
     def interrupt(self) -> None:
@@ -64,7 +69,7 @@ class Terminal:
     def wait_for_connection(self, port: int, timeout: float = 60) -> None:
         """Return once the command is connected to a server on this machine."""
         process, deadline = psutil.Process(self._process.pid), time.monotonic() + timeout
-        while not any(one.raddr and one.raddr.port == port for one in process.net_connections("tcp")):
+        while port not in _ports(process):
             assert time.monotonic() < deadline, self.said
             time.sleep(0.02)
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.operations import audit
 from integr8s_idem.operations.audit import audit_file, audited
 
 
@@ -108,7 +107,7 @@ def test_a_line_that_was_cut_short_is_no_part_of_the_next(tmp_path: Path, monkey
     file = tmp_path / "audit.jsonl"
     write = os.write
     with monkeypatch.context() as full:
-        full.setattr(audit.os, "write", lambda to, line: write(to, line[:10]))
+        full.setattr(os, "write", lambda to, line: write(to, line[:10]))
         with pytest.raises(ApplicationError, match="only 10 of"):
             purged(file)
 
