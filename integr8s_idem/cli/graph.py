@@ -44,10 +44,10 @@ def graph_command(
     ] = None,
     settings: SettingsFile = None,
 ) -> None:
-    """Draw, per service, what its container holds and which dispatcher it gets.
+    """Draw what containers hold, and who gets which dispatcher.
 
-    As Mermaid, as an HTML page that needs no network, or as JSON.  The containers are made with these settings, looked
-    at and closed; nothing is connected.
+    Service by service: as Mermaid, as an HTML page that needs no network, or as JSON.  The containers are made with
+    these settings, looked at and closed; nothing is connected.
     """
 
     def draw() -> int:

@@ -56,10 +56,11 @@ def top_command(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Watch running workers: throughput, duplicates, lag, errors; Ctrl-C leaves the last table.
+    """Watch running workers, in a live table.
 
-    It reads their /metrics and /readyz.  A worker that does not answer is shown as down, and comes back by itself.
-    With --json there is one object a look, in a line.  The exit status of --once is 1 if no worker answered.
+    Throughput, duplicates blocked, in flight, takeovers, retries, dead letters, errors, lag.  Ctrl-C leaves the last
+    table.  It reads their /metrics and /readyz.  A worker that does not answer is shown as down, and comes back by
+    itself.  With --json there is one object a look, in a line.  The exit status of --once is 1 if no worker answered.
     """
 
     def watch() -> int:
