@@ -6,12 +6,13 @@ import re
 import shutil
 import subprocess
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
+from kubernetes_validate import utils as published
 
 from integr8s_idem.cli import run
 from integr8s_idem.config import ServiceSettings, settings_warnings
@@ -41,6 +42,7 @@ def objects(file: Path) -> list[dict[str, Any]]:
     return [found for found in yaml.safe_load_all(file.read_text(encoding="utf-8")) if found]
 
 
+@cache
 def everything() -> list[dict[str, Any]]:
     return [found for file in FILES for found in objects(file)]
 
@@ -65,8 +67,8 @@ def container(name: str) -> dict[str, Any]:
 
 
 def validate(found: dict[str, Any]) -> None:
-    """Raises `kubernetes_validate.ValidationError`."""
-    kubernetes_validate.validate(found, kubernetes_validate.latest_version(), strict=True)
+    """Raises `published.ValidationError`."""
+    published.validate(found, published.latest_version(), strict=True)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(FOLDER)))
@@ -81,7 +83,7 @@ def test_a_word_that_kubernetes_does_not_know_would_be_found() -> None:
     wrong = deepcopy(deployment("coordinator"))
     wrong["spec"]["template"]["spec"]["terminationGraceSeconds"] = 90
 
-    with pytest.raises(kubernetes_validate.ValidationError):
+    with pytest.raises(published.ValidationError):
         validate(wrong)
 
 
