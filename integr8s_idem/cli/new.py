@@ -21,7 +21,7 @@ def new_command(
     ] = None,
     store: Annotated[Store, typer.Option(help="Where its records are.")] = Store.REDIS,
 ) -> None:
-    """Write a small application: settings, providers, one service, and tests that pass."""
+    """Write a small application that works, with tests."""
 
     def write() -> int:
         folder = into or Path(name)
