@@ -16,13 +16,13 @@ from typing import Annotated, Final, TextIO
 
 import typer
 
-from integr8s_idem.cli.answering import FAILURE, Json, SettingsFile, answered
+from integr8s_idem.cli.answering import FAILURE, Embedded, Json, SettingsFile, answered
 from integr8s_idem.cli.application import load_application
 from integr8s_idem.cli.asking import AuditFile, Yes
 from integr8s_idem.cli.dlq_replay import ReplayCommand
+from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.letters import Columns, Story, as_line, counted, story_text, tally_lines
 from integr8s_idem.cli.progress import progress
-from integr8s_idem.config import Settings, load_settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.choosing import Choice, moment
 from integr8s_idem.operations.files import whole_file
@@ -75,6 +75,7 @@ def list_command(
     limit: Limit = None,
     summary: Annotated[bool, typer.Option("--summary", help="The numbers only.")] = False,
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
     """Show dead letters, one a line, and how many there are by service, reason and error.
@@ -86,7 +87,11 @@ def list_command(
     def look() -> int:
         filters = _Filters(service, reason, error, event_type, key, since, until)
         tally = asyncio.run(
-            _list(_search(settings, application, topic, filters, limit), rows=not summary, as_json=as_json)
+            _list(
+                _search(_From(settings, embedded, application), topic, filters, limit),
+                rows=not summary,
+                as_json=as_json,
+            )
         )
         if summary and as_json:
             typer.echo(json.dumps({"letters": tally.total, "groups": tally.as_json()}, indent=2))
@@ -105,12 +110,13 @@ def show_command(
         str | None, typer.Option("--app", metavar="MODULE:APP", help="The platform whose own settings count as well.")
     ] = None,
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
     """Show one dead letter: why it is there, its headers and payload, its records, and what a replay would do."""
 
     def look() -> int:
-        search = _search(settings, application, None, _Filters(), None, place)
+        search = _search(_From(settings, embedded, application), None, _Filters(), None, place)
         for number, story in enumerate(asyncio.run(_stories(search))):
             text = as_line(story.as_json()) if as_json else story_text(story, payload=payload)
             typer.echo(f"\n{text}" if number and not as_json else text)
@@ -136,6 +142,7 @@ def export_command(
     until: Until = None,
     limit: Limit = None,
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
     """Write dead letters as JSON lines, byte for byte: key, payload and all headers.
@@ -146,7 +153,7 @@ def export_command(
 
     def write() -> int:
         filters = _Filters(service, reason, error, event_type, key, since, until)
-        search = _search(settings, application, topic, filters, limit)
+        search = _search(_From(settings, embedded, application), topic, filters, limit)
         with whole_file(output, replace=force) if output else nullcontext(sys.stdout) as file:
             written = asyncio.run(_export(search, file))
         where = str(output) if output else "-"
@@ -179,6 +186,7 @@ def replay_command(
     yes: Yes = False,
     audit_file: AuditFile = None,
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
     """Publish dead letters again, each for the handler that gave it up, as its next generation.
@@ -189,7 +197,7 @@ def replay_command(
 
     def replay() -> int:
         filters = _Filters(service, reason, error, event_type, key, since, until)
-        search = _search(settings, application, topic, filters, limit, place)
+        search = _search(_From(settings, embedded, application), topic, filters, limit, place)
         return ReplayCommand(search, again, as_json, audit_file).run(yes=yes, dry_run=dry_run)
 
     raise typer.Exit(_answered(replay))
@@ -220,18 +228,25 @@ class _Filters:
         )
 
 
+@dataclass(frozen=True)
+class _From:
+    """Where to look."""
+
+    settings_file: Path | None
+    embedded: bool
+    application: str | None
+
+
 def _search(
-    settings: Path | None,
-    application: str | None,
+    source: _From,
     topics: Sequence[str] | None,
     filters: _Filters,
     limit: int | None,
     places: Sequence[str] | None = None,
 ) -> Search:
-    platform = load_application(application) if application else None
-    kind, services = (platform.settings_type, list(platform.services)) if platform else (Settings, [])
+    platform = load_application(source.application) if source.application else None
     return Search(
-        load_settings(settings, kind, services=services),
+        command_settings(source.settings_file, platform, embedded=source.embedded),
         platform,
         tuple(topics or ()),
         tuple(dict.fromkeys(map(Place.of, places or ()))),

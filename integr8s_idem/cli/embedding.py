@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings, load_settings
 from integr8s_idem.embedded.whereabouts import settings_of_running, told_where
-
-SettingsT = TypeVar("SettingsT", bound=Settings)
+from integr8s_idem.worker import Platform
 
 _log: Final = logging.getLogger(__name__)
 
 
-def command_settings(
-    file: Path | None,
-    settings_type: type[SettingsT],
-    *,
-    services: Iterable[str] = (),
-    embedded: bool = False,
-) -> SettingsT:
+def command_settings(file: Path | None, platform: Platform | None = None, *, embedded: bool = False) -> Settings:
     """The settings of a command with the options `SettingsFile` and `Embedded`.
+
+    Args:
+        file: As for `load_settings`.
+        platform: Whose settings and services they are, if it is known.
+        embedded: Lead to the servers of the worker that runs them in this folder.
 
     Raises:
         SettingsError: As `load_settings`.
         ApplicationError: `embedded`, and not exactly one worker runs such servers from this folder.
     """
-    if embedded:
-        return settings_of_running(file, settings_type, services=services)
-    return load_settings(file, settings_type, services=services)
+    kind, services = (platform.settings_type, list(platform.services)) if platform else (Settings, [])
+    load = settings_of_running if embedded else load_settings
+    return load(file, kind, services=services)
 
 
 def tell_where(settings: Settings, own: Settings) -> None:

@@ -7,20 +7,20 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from integr8s_idem.cli.answering import FAILURE, Json, SettingsFile, answered
+from integr8s_idem.cli.answering import FAILURE, Embedded, Json, SettingsFile, answered
 from integr8s_idem.cli.application import load_application
 from integr8s_idem.cli.asking import AuditFile, Yes
+from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.keys_changed import Change, HowToChange
 from integr8s_idem.cli.keys_shown import Listing, show_explanation, show_record
 from integr8s_idem.cli.keys_told import counted_text
 from integr8s_idem.cli.lines import to_its_end
 from integr8s_idem.cli.progress import progress
-from integr8s_idem.config import Settings, load_settings
+from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.keys.changing import Changer, Chosen, Counted
 from integr8s_idem.operations.keys.explaining import READINGS, Explainer
@@ -67,13 +67,14 @@ def list_command(
     newer_than: NewerThan = None,
     limit: Annotated[int | None, typer.Option(min=1, help="No more than this many.")] = None,
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
     """Print records as they are found: a table on a terminal, lines with tabs in a pipe, JSON lines with --json."""
 
     def show() -> int:
         wanted = _wanted(service, status, event_type, owner, lease_ended, older_than, newer_than)
-        return to_its_end(_listed(load_settings(settings), wanted, limit, as_json))
+        return to_its_end(_listed(command_settings(settings, embedded=embedded), wanted, limit, as_json))
 
     raise typer.Exit(answered(show))
 
@@ -101,12 +102,13 @@ async def _listed(settings: Settings, wanted: Wanted, limit: int | None, as_json
 def show_command(
     keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Full keys, events' ids, or the ends of keys.")],
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
     """Print the records of keys, with all that is stored of them; status 1 if there are none."""
 
     def show() -> int:
-        return to_its_end(_shown(load_settings(settings), keys, as_json))
+        return to_its_end(_shown(command_settings(settings, embedded=embedded), keys, as_json))
 
     raise typer.Exit(answered(show))
 
@@ -142,6 +144,7 @@ def explain_command(
     ] = None,
     result: Annotated[bool, typer.Option("--result", help="All of the stored result.")] = False,
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
     """Say in one screen what is known of some work, and what would happen to its next delivery."""
@@ -151,7 +154,11 @@ def explain_command(
             raise ApplicationError(f'--as is {", ".join(READINGS)}, not "{reading}"')
         platform = load_application(application) if application else None
         return to_its_end(
-            _explained(_Question(what, reading, result, as_json), _settings(settings, platform), platform)
+            _explained(
+                _Question(what, reading, result, as_json),
+                command_settings(settings, platform, embedded=embedded),
+                platform,
+            )
         )
 
     raise typer.Exit(answered(explain))
@@ -185,6 +192,7 @@ def release_command(
     yes: Yes = False,
     audit_file: AuditFile = None,
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
     """Let the leases of a dead owner end now, so that others take over; attempts stay counted.
@@ -207,7 +215,7 @@ def release_command(
             question,
             count=lambda changer: changer.count_to_release(chosen, force=force),
             do=lambda changer, counted: changer.release(chosen, counted, force=force),
-        ).made(load_settings(settings), asked, HowToChange(yes, audit_file, as_json))
+        ).made(command_settings(settings, embedded=embedded), asked, HowToChange(yes, audit_file, as_json))
 
     raise typer.Exit(answered(release))
 
@@ -227,6 +235,7 @@ def purge_command(
     yes: Yes = False,
     audit_file: AuditFile = None,
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
     """Forget records, by their names or by a filter: what they guard is handled again when it comes again."""
@@ -243,7 +252,7 @@ def purge_command(
             "Forget {}? What they guard is handled again when it comes again.",
             count=lambda changer: changer.count_to_purge(chosen, in_progress=in_progress),
             do=lambda changer, counted: changer.purge(chosen, counted, in_progress=in_progress),
-        ).made(load_settings(settings), asked, HowToChange(yes, audit_file, as_json))
+        ).made(command_settings(settings, embedded=embedded), asked, HowToChange(yes, audit_file, as_json))
 
     raise typer.Exit(answered(purge))
 
@@ -270,12 +279,6 @@ def _wanted(
 
 def _asked(chosen: Chosen) -> dict[str, Any]:
     return {"keys": list(chosen.names), **chosen.wanted.told()} if chosen.names else chosen.wanted.told()
-
-
-def _settings(file: Path | None, platform: Platform | None) -> Settings:
-    if platform is None:
-        return load_settings(file)
-    return load_settings(file, platform.settings_type, services=list(platform.services))
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 def _ports(process: psutil.Process) -> list[int]:
     """Of the servers that it is connected to."""
-    return [one.raddr[1] for one in process.net_connections("tcp") if len(one.raddr) > 1]
+    return [port for one in process.net_connections("tcp") for port in one.raddr[1:]]  # an open port has no other end
 
 
 class Terminal:

@@ -87,7 +87,8 @@ def test_a_flood_ends_it(folder: Path) -> None:
 
 
 def test_limits_of_the_system_are_held(folder: Path) -> None:
-    script = "files = []\ntry:\n  while True: files.append(open('main.py'))\nexcept OSError as e: print(len(files) < 20, e.strerror)"
+    opened = "files = []\ntry:\n  while True: files.append(open('main.py'))\n"
+    script = f"{opened}except OSError as error: print(len(files) < 20, error.strerror)"
 
     assert ended(folder, script)[1] == "True Too many open files\n"
 
