@@ -15,6 +15,7 @@ from integr8s_idem.cli.keys_told import counted_text
 from integr8s_idem.cli.lines import to_its_end
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
+from integr8s_idem.keys import Key
 from integr8s_idem.operations.audit import audited
 from integr8s_idem.operations.keys.changing import Changer, Counted
 from integr8s_idem.operations.keys.looking import opened, size
@@ -67,7 +68,7 @@ class Change:
 
     async def _done(self, settings: Settings, asked: Mapping[str, Any], how: HowToChange) -> Counted:
         counted = Counted()
-        with audited(self.command, asked, how.audit_file) as entry:
+        with audited(self.command, _fit_for_audit(asked, settings), how.audit_file) as entry:
             try:
                 async with opened(settings) as repository:
                     with progress(self.done, await size(repository)) as advance:
@@ -83,6 +84,15 @@ class Change:
             return
         typer.echo(f"{self.done}: {counted_text(counted)}")
         _tell_spared(counted)
+
+
+def _fit_for_audit(asked: Mapping[str, Any], settings: Settings) -> Mapping[str, Any]:
+    """Where keys are hashed because they hold personal data, what people call them holds it, too."""
+    config = settings.idempotency
+    if not config.hash_keys or "keys" not in asked:
+        return asked
+    full = f"{config.key_prefix}:"
+    return {**asked, "keys": [name if name.startswith(full) else Key.of(name).digest for name in asked["keys"]]}
 
 
 def _tell_spared(counted: Counted) -> None:

@@ -12,7 +12,7 @@ from redis import Redis
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.cli.keys_told import BEGINNING
-from integr8s_idem.keys import KeyResolver
+from integr8s_idem.keys import Key, KeyResolver
 from integr8s_idem.records import IdempotencyStatus, Reserved
 from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository
@@ -258,6 +258,15 @@ def test_a_release_needs_a_name(desk: Desk) -> None:
     assert answer.exit_code == 2
     assert "KEY, or --owner" in answer.stderr
     assert desk.audited() == []
+
+
+def test_what_is_hashed_in_the_store_is_hashed_in_the_audit(tmp_path: Path, redis_url: str) -> None:
+    desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"', "[idempotency]\nhash_keys = true\n")
+
+    desk.changing("release", "anna@example.org", "--yes")
+
+    assert desk.audited()[0]["asked"]["keys"] == [Key.of("anna@example.org").digest]
+    assert "anna" not in desk.audit.read_text()
 
 
 # Purge.

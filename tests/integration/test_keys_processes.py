@@ -43,9 +43,9 @@ def ran(desk: Desk, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def on_terminal(desk: Desk, *arguments: str) -> Terminal:
+def on_terminal(desk: Desk, *arguments: str, output: Path | None = None) -> Terminal:
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(desk.folder / "state")}
-    return Terminal("keys", *arguments, folder=desk.folder, env=env)
+    return Terminal("keys", *arguments, folder=desk.folder, env=env, output=output)
 
 
 def audited(desk: Desk) -> list[str]:
@@ -117,6 +117,15 @@ def test_a_terminal_has_a_table_and_a_screen(desk: Desk) -> None:
         assert terminal.wait() == 0
     assert "─ order_placed:1: completed ─" in terminal.said
     assert "next delivery" in terminal.said
+
+
+def test_the_bar_on_a_terminal_leaves_a_pipe_alone(desk: Desk) -> None:
+    output = desk.folder / "records.jsonl"
+    with on_terminal(desk, "list", "--json", output=output) as terminal:
+        assert terminal.wait() == 0
+
+    assert len([json.loads(line) for line in output.read_text().splitlines()]) == 5
+    assert "order_placed" not in terminal.said
 
 
 def test_a_reader_that_has_enough_ends_a_list(desk: Desk) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -22,30 +22,36 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 def _ports(process: psutil.Process) -> list[int]:
     """Of the servers that it is connected to."""
-    return [port for one in process.net_connections("tcp") for port in one.raddr[1:]]  # an open port has no other end
+    addresses: list[tuple[Any, ...]] = [tuple(one.raddr) for one in process.net_connections("tcp")]
+    return [address[1] for address in addresses if address]
 
 
 class Terminal:
-    """`python -m integr8s_idem …` with a pseudo-terminal for all three streams.
+    """`python -m integr8s_idem …` with a pseudo-terminal for its streams.
 
     Args:
         arguments: What follows `integr8s-idem`.
         folder: Where it runs.
         env: Environment variables over our own.
+        output: File for its standard output, as `> FILE`; the terminal if not given.
     """
 
-    def __init__(self, *arguments: str, folder: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, folder: Path, env: Mapping[str, str] | None = None, output: Path | None = None
+    ) -> None:
         self._ours, theirs = pty.openpty()
+        stdout = theirs if output is None else os.open(output, os.O_WRONLY | os.O_CREAT)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "integr8s_idem", *arguments],
             stdin=theirs,
-            stdout=theirs,
+            stdout=stdout,
             stderr=theirs,
             cwd=folder,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "160", **(env or {})},
             start_new_session=True,
         )
-        os.close(theirs)
+        for end in {theirs, stdout}:
+            os.close(end)
         self._said = ""
 
     @property
