@@ -299,17 +299,20 @@ async def test_a_replay_that_is_cut_short_says_how_far_it_came_and_the_next_one_
     await own_kafka.create_topics({source: 1, f"{source}.dlq": 1})
     await post(settings, (letter_of(number, topic=source, filling="x" * 8_000) for number in range(count)))
 
-    async def begun() -> asyncio.subprocess.Process:
-        lines = len(dlq.audit)
-        process = await dlq.start("replay", "--yes", "--json")
-        await eventually(lambda: len(dlq.audit) > lines)
+    async def in_the_middle() -> asyncio.subprocess.Process:
+        """A replay that has begun to publish."""
+        async with open_letter_box(settings) as box:
+            (before,) = await box.stretches([Partition(source, 0)])
+            process = await dlq.start("replay", "--yes", "--json")
+            while (await box.stretches([Partition(source, 0)]))[0].end == before.end:
+                assert process.returncode is None, "it has ended"
         return process
 
-    interrupted = await begun()
+    interrupted = await in_the_middle()
     interrupted.send_signal(signal.SIGINT)
     _, told = await interrupted.communicate()
     first = dlq.audit[-1]
-    silent = await begun()
+    silent = await in_the_middle()
     os.kill(own_kafka.pid, signal.SIGSTOP)
     out, err = await silent.communicate()
     os.kill(own_kafka.pid, signal.SIGCONT)
