@@ -86,11 +86,18 @@ def test_a_flood_ends_it(folder: Path) -> None:
     assert (len(output), report["end"]) == (100, "flooded")
 
 
-def test_limits_of_the_system_are_held(folder: Path) -> None:
-    opened = "files = []\ntry:\n  while True: files.append(open('main.py'))\n"
-    script = f"{opened}except OSError as error: print(len(files) < 20, error.strerror)"
+HOLD_FILES = """
+files = []
+try:
+    while True:
+        files.append(open("main.py"))
+except OSError as error:
+    print(len(files) < 20, error.strerror)
+"""
 
-    assert ended(folder, script)[1] == "True Too many open files\n"
+
+def test_limits_of_the_system_are_held(folder: Path) -> None:
+    assert ended(folder, HOLD_FILES)[1] == "True Too many open files\n"
 
 
 async def test_asked_to_end_it_ends_its_script_first(folder: Path) -> None:
