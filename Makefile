@@ -72,11 +72,13 @@ bench: $(SETUP) $(KAFKA) $(DYNAMODB)  ## every question of benchmarks/ (half an 
 	@$(BIN)/python -m benchmarks.tables
 	@$(BIN)/python -m benchmarks.guard
 
-check: $(SETUP)  ## style, types, layers
+check: $(SETUP)  ## style, types, layers, spelling, docstrings
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tests.packaging.spelling
+	@$(BIN)/python -m tests.packaging.docstrings
 
 fix: $(SETUP)  ## let ruff mend what it can
 	@$(BIN)/ruff check --fix .

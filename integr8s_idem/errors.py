@@ -210,7 +210,15 @@ class PartialFailureError(IdempotencyError):
     """Raised by a batch handler: some of its events have failed, and the others are done."""
 
     def __init__(self, failures: Mapping[int, Exception], results: Sequence[object] | None = None) -> None:
-        """`failures`: by the index of the event in the batch; `results`: one for each event, if there are any."""
+        """Which events, and why.
+
+        Args:
+            failures: By the index of the event in the batch.
+            results: One for each event, in their order, if there are any.
+
+        Raises:
+            TypeError: `failures` is no mapping.
+        """
         if not isinstance(failures, Mapping):
             raise TypeError(f"failures are named by their places, as in {{0: error}}, not by {type(failures).__name__}")
         super().__init__(failures, results)
@@ -223,7 +231,7 @@ class PartialFailureError(IdempotencyError):
 
 
 class TransactionAbortedError(IdempotencyError):
-    """The database gave up a transaction that holds an outcome: a serialization conflict or a deadlock.
+    """The database gave up a transaction that holds an outcome: a serialisation conflict or a deadlock.
 
     Nothing of it was kept.  Tried again as a whole it can succeed, and no run of the work has failed.
     """

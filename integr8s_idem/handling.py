@@ -313,8 +313,16 @@ class IdempotentEventHandler(EventHandler):
         outbox: Outbox | None = None,
         batch: BatchSize | None = None,
     ) -> None:
-        """`resolver`: how keys are made, by event id if not given; `ttl`: how long outcomes are remembered;
-        `outbox`: `invoke` opens a transaction that holds what the handler writes, its events and its outcome."""
+        """What is guarded, and how.
+
+        Args:
+            resolver: How keys are made: by event id if not given.
+            ttl: How long outcomes are remembered.
+            outbox: `invoke` opens a transaction that holds what the handler writes, its events and its outcome.
+
+        Raises:
+            ApplicationError: It takes batches and has an outbox: both belong to one event.
+        """
         super().__init__(
             function,
             name=name,

@@ -69,7 +69,15 @@ class IdempotencyManager:
         scope: str,
         owner: str | None = None,
     ) -> None:
-        """`scope`: who does the work, usually the service; `owner`: how messages name this process."""
+        """Opens nothing.
+
+        Args:
+            scope: Who does the work, usually the service.
+            owner: How messages name this process.
+
+        Raises:
+            ApplicationError: There is no repository or no scope.
+        """
         if repository is None:
             raise ApplicationError(
                 "a manager needs a repository: RedisIdempotencyRepository, or MemoryIdempotencyRepository to try it"
@@ -136,11 +144,17 @@ class IdempotencyManager:
         return verdict
 
     async def reserve_many(self, keys: Sequence[str | Key]) -> list[Verdict]:
-        """Ask for many keys in one round trip; an unreadable record is `Corrupt` in its place."""
+        """Ask for many keys in one round trip: a verdict for each, in their order.
+
+        An unreadable record is `Corrupt` in its place.
+        """
         return await self.repository.reserve([self._ledger.request(Work(self.space.key(key))) for key in keys])
 
     async def renew(self, *reservations: Reserved) -> list[bool]:
-        """Let their leases begin anew, with the configured length.  `False`: no longer ours."""
+        """Let their leases begin anew, with the configured length; an answer for each, in their order.
+
+        `False`: no longer ours.
+        """
         return await self.repository.renew(reservations, self.config.lease)
 
     async def complete(self, reserved: Reserved, result: object = None, *, ttl: timedelta | None = None) -> bool:
@@ -148,7 +162,7 @@ class IdempotencyManager:
         return await self._ledger.complete(self.completion(reserved, result, ttl))
 
     async def complete_many(self, completions: Sequence[Completion]) -> list[bool]:
-        """As `complete`, many in one round trip; `completion` makes them."""
+        """As `complete`, many in one round trip, an answer for each, in their order; `completion` makes them."""
         return await self.repository.complete(completions)
 
     async def fail(self, reserved: Reserved, error: str, *, ttl: timedelta | None = None) -> bool:
@@ -156,7 +170,7 @@ class IdempotencyManager:
         return await self._ledger.fail(self._ledger.failure(reserved, error, ttl))
 
     async def release(self, *reservations: Reserved) -> list[bool]:
-        """Give keys back undone, in one round trip; the attempts stay counted."""
+        """Give keys back undone, in one round trip; the attempts stay counted.  An answer for each, in their order."""
         return await self._ledger.release_together(reservations)
 
     async def get(self, key: str | Key) -> IdempotencyRecord | None:
@@ -214,6 +228,7 @@ class IdempotencyManager:
 
         Raises:
             StoreError: As for every verb.  What was reserved nevertheless is free when its lease ends.
+            ApplicationError: It is a single key.
         """
         if isinstance(keys, str | Key):
             raise ApplicationError("acquire_batch takes many keys, as in acquire_batch([key]); reserve takes one")
@@ -240,7 +255,9 @@ class IdempotencyManager:
         return await self._ledger.complete_together(completions)
 
     async def release_batch(self, rest: Iterable[Reserved]) -> list[bool]:
-        """Give work back undone, in one round trip; the attempts stay counted.  `False`: it is no longer ours.
+        """Give work back undone, in one round trip; the attempts stay counted.
+
+        An answer for each, in their order.  `False`: it is no longer ours.
 
         Raises:
             StoreError: As for every verb.  What was not given back is free when its lease ends.

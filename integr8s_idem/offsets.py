@@ -10,13 +10,19 @@ class Placed(Protocol):
     """Where a record of Kafka's lies, as aiokafka's `ConsumerRecord` says."""
 
     @property
-    def topic(self) -> str: ...
+    def topic(self) -> str:
+        """Its name."""
+        ...
 
     @property
-    def partition(self) -> int: ...
+    def partition(self) -> int:
+        """From 0."""
+        ...
 
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """From 0, within the partition."""
+        ...
 
 
 def committable_offsets(

@@ -31,7 +31,10 @@ class Outgoing:
         self._events.append(event)
 
     def finished(self, incoming: BaseEvent, key: str, service: str) -> list[BaseEvent]:
-        """The events as they go out: with their final ids, in the name of `service`, correlated with `incoming`."""
+        """The events as they go out, in the order of the calls.
+
+        They have their final ids, come in the name of `service`, and are correlated with `incoming`.
+        """
         if not self._events:
             return self._events
         return [_finish(event, index, incoming, key, service) for index, event in enumerate(self._events)]

@@ -32,7 +32,7 @@ class Attempt:
     fence: int
     """For conditional writes downstream: refuse those with a lower number than the highest seen."""
     deadline: float
-    """When the lease ends unless it is renewed, by the event loop's clock (`loop.time()`)."""
+    """When the lease ends unless it is renewed, in seconds of the event loop's clock (`loop.time()`)."""
     label: str = ""
     """The key as people read it."""
     generation: int = 0

@@ -60,7 +60,7 @@ class _Value:
 
 
 def check_settings(settings: Settings) -> list[SettingsMistake]:
-    """Every contradiction that would lose events or handle them twice.  Empty: fine to start."""
+    """Every contradiction that would lose events or handle them twice, in an order that stays.  Empty: fine."""
     return [found.mistake for found in contradictions(settings)]
 
 
@@ -191,7 +191,11 @@ def _alike(settings: Settings) -> Iterator[Contradiction]:
 
 
 def settings_warnings(settings: Settings, services: Iterable[str] = ()) -> list[SettingsMistake]:
-    """What is allowed and may still surprise.  `services`: those of the application, if known."""
+    """What is allowed and may still surprise, that of single services last; in an order that stays.
+
+    Args:
+        services: Those of the application, if known.
+    """
     names = list(services)
     return [
         *_warned_globally(settings),

@@ -134,12 +134,15 @@ class IdempotencyConfig(Section):
 
     @property
     def ttl(self) -> timedelta:
+        """`default_ttl_seconds`."""
         return timedelta(seconds=self.default_ttl_seconds)
 
     @property
     def lease(self) -> timedelta:
+        """`processing_timeout_seconds`."""
         return timedelta(seconds=self.processing_timeout_seconds)
 
     @property
     def wait_timeout(self) -> timedelta:
+        """`wait_timeout_seconds`."""
         return timedelta(seconds=self.wait_timeout_seconds)

@@ -161,6 +161,7 @@ class RetryingTransport(httpx.AsyncBaseTransport):
             await response.aclose()
 
     async def aclose(self) -> None:
+        """Close the transport below."""
         await self._inner.aclose()
 
 
@@ -210,4 +211,5 @@ class BlockingRetryingTransport(httpx.BaseTransport):
             response.close()
 
     def close(self) -> None:
+        """Close the transport below."""
         self._inner.close()

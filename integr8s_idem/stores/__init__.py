@@ -38,7 +38,7 @@ class IdempotencyRepository(Protocol):
     """
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        """Ask to do some work.
+        """Ask to do some work; a verdict for each request, in their order.
 
         Of any number of callers that ask for one key at one moment, one gets `Reserved`.  A
         record whose lease has ended is taken over: attempt + 1, a higher fence, the new token.
@@ -47,26 +47,35 @@ class IdempotencyRepository(Protocol):
         ...
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
-        """Let the leases end `lease` from now.  `False`: no longer ours (token, status or record)."""
+        """Let the leases end `lease` from now; an answer for each, in their order.
+
+        `False`: no longer ours (token, status or record).
+        """
         ...
 
     async def complete(self, completions: Sequence[Completion]) -> list[bool]:
-        """Remember outcomes.  `False`: the token is no longer ours, or the record is gone.
+        """Remember outcomes; an answer for each, in their order.
+
+        `False`: the token is no longer ours, or the record is gone.
 
         A lease that has ended is no hindrance as long as nobody took the key over.
         """
         ...
 
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
-        """Remember that work was given up.  `False` as for `complete`."""
+        """Remember that work was given up; answers as those of `complete`, one for each."""
         ...
 
     async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        """Let the leases end now; the attempts stay counted.  `False` as for `complete`."""
+        """Let the leases end now; the attempts stay counted.  Answers as those of `complete`, one for each."""
         ...
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
-        """Read records.  Raises `CorruptRecordError` for one that cannot be read."""
+        """Read records: one for each key, in their order; `None` where there is none.
+
+        Raises:
+            CorruptRecordError: One of them cannot be read.
+        """
         ...
 
     async def delete(self, keys: Sequence[str]) -> int:
@@ -155,7 +164,7 @@ class Tending(Protocol):
     """
 
     def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
-        """As `scan`, page by page, and with the records that cannot be read.
+        """As `scan`, in no order, page by page, and with the records that cannot be read.
 
         Args:
             prefix: What their keys start with.
@@ -168,9 +177,12 @@ class Tending(Protocol):
         ...
 
     async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        """Let leases of records that were seen end now, as `release` does.  `False`: it is no longer that record."""
+        """Let leases of records that were seen end now, as `release` does; an answer for each, in their order.
+
+        `False`: it is no longer that record.
+        """
         ...
 
     async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        """Forget records that were seen.  `False`: it is no longer that record."""
+        """Forget records that were seen; an answer for each, in their order.  `False`: it is no longer that record."""
         ...

@@ -120,7 +120,7 @@ class Observer(Protocol):
         ...
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
-        """A level; `part` names the topic of a lag, otherwise it is empty."""
+        """A level: a count, or seconds where the gauge's name ends so.  `part`: the topic of a lag, otherwise empty."""
         ...
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:

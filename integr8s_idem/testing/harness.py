@@ -214,11 +214,11 @@ class WorkerHarness:
         return sum(life.worker.report().tally.duplicates for life in self._here.lives if life.worker is not None)
 
     def messages(self, topic: str | None = None) -> list[StoredMessage]:
-        """Everything that lies in the broker, or in one topic of it."""
+        """Everything that lies in the broker, or in one topic of it, in the order of sending for each partition."""
         return self._here.world.broker.messages(topic)
 
     async def records(self) -> list[IdempotencyRecord]:
-        """What the store remembers."""
+        """What the store remembers, in no order."""
         return [record async for record in self.store.inner.scan("")]
 
     @property

@@ -39,6 +39,7 @@ class DeadLetterSeen:
 
     @classmethod
     def of(cls, message: StoredMessage) -> DeadLetterSeen:
+        """Read one from the message in its topic."""
         headers = dict(message.headers)
 
         def told(name: str) -> str:

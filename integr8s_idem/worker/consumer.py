@@ -113,6 +113,15 @@ class ServiceWorker:
         group: str | None = None,
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
     ) -> None:
+        """Opens nothing.
+
+        Args:
+            group: Of consumers, where the service's settings name none; the service's name if not given.
+            consumer: Makes the client for a group.
+
+        Raises:
+            ApplicationError: There is no topic to read.
+        """
         self.name = name
         self.group = service.group_id or group or name
         self.observer = dispatcher.observer

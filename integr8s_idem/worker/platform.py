@@ -66,7 +66,7 @@ class Platform:
             raise ApplicationError(f"two services are named {twice}: they would share keys and settings")
 
     def choose(self, names: Sequence[str] = ()) -> list[Service]:
-        """The services named, or all.
+        """The services named, or all, in the order of the platform.
 
         Raises:
             ApplicationError: There is none of that name.

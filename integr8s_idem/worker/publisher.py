@@ -80,8 +80,14 @@ class EventPublisher:
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
     ) -> None:
-        """Send one message as it is, but for one without key and value, which gets an empty value: the client
-        sends none without both.  Raises as `publish` does."""
+        """Send one message as it is, but for one without key and value, which gets an empty value.
+
+        The client sends none without both.
+
+        Raises:
+            EventTooLargeError: The broker refuses it for its size.
+            PublishError: The broker did not confirm it in time.
+        """
         used: AIOKafkaProducer | None = None
 
         async def confirmed() -> None:

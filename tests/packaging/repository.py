@@ -45,6 +45,15 @@ def without_code(markdown: str) -> str:
     return re.sub(r"`[^`\n]*`", "", _FENCE.sub("", _COMMENT.sub("", markdown)))
 
 
+def prose_lines(markdown: str) -> Iterator[tuple[int, str]]:
+    """The lines of a page that are neither comments nor fenced code, each with its number from 1."""
+
+    def emptied(block: re.Match[str]) -> str:
+        return "\n" * block[0].count("\n")
+
+    return enumerate(_COMMENT.sub(emptied, _FENCE.sub(emptied, markdown)).splitlines(), 1)
+
+
 def anchors(markdown: str) -> set[str]:
     """What links can point at: headings, lower case, spaces as hyphens, other marks dropped."""
     headings = re.findall(r"^#{1,6} (.+)$", _FENCE.sub("", _COMMENT.sub("", markdown)), re.MULTILINE)

@@ -34,8 +34,9 @@ _MARKED: Final[dict[str, Any]] = {
 
 
 async def migrate(client: Any, table: str, *, timeout: timedelta = timedelta(minutes=5)) -> list[str]:
-    """Make the table, billed per request, with its TTL; what was done.  Any number of processes may ask at once.
+    """Make the table, billed per request, with its TTL; what was done, in order.
 
+    Any number of processes may ask at once.
     A table that is there is kept with its billing, its indexes and its backups.
 
     Raises:

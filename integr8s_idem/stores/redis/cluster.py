@@ -87,6 +87,7 @@ class RedisClusterClient:
         self._health: Health | None = None
 
     async def aclose(self) -> None:
+        """Close all connections; to be called once."""
         await self._topology.aclose()
 
     async def run(

@@ -67,7 +67,7 @@ class Servers(Protocol):
         ...
 
     async def primaries(self) -> list[Redis]:
-        """Every server that has keys."""
+        """Every server that has keys, each once."""
         ...
 
     def pattern(self, glob: str) -> str:

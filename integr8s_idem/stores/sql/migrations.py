@@ -58,7 +58,7 @@ MIGRATIONS: Final = (Migration(1, "records, and events to be published"),)
 
 
 async def migrate(engine: AsyncEngine) -> list[Migration]:
-    """Bring the database to the version of this code, and put back what of it is missing; what was done.
+    """Bring the database to the version of this code, and put back what of it is missing; what was done, in order.
 
     Any number of processes may ask at once.
 
@@ -111,7 +111,7 @@ async def check_schema(engine: AsyncEngine, operation: str, timeout: timedelta =
 
 
 def migrate_in(connection: Connection, up_to: int = VERSION) -> list[Migration]:
-    """As `migrate`, in a transaction of the caller's, such as that of a revision of Alembic.
+    """As `migrate`, in the same order, in a transaction of the caller's, such as that of a revision of Alembic.
 
     Args:
         connection: SQLAlchemy's own, as `op.get_bind()` gives it.

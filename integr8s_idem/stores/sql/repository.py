@@ -220,7 +220,7 @@ class SqlIdempotencyRepository:
             return int((await connection.execute(statement, self._dialect.times())).rowcount)
 
     async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
-        """Every readable record whose key starts with `prefix`, by key, page by page.
+        """Every readable record whose key starts with `prefix`, in the order of their keys, page by page.
 
         Records that cannot be read are left out: `reserve` and `get` report them.  What is written meanwhile
         may or may not be seen.
@@ -237,7 +237,7 @@ class SqlIdempotencyRepository:
             last = rows[-1].key
 
     def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
-        """As `scan`, by key, and with the records that cannot be read."""
+        """As `scan`, in the order of keys, and with the records that cannot be read."""
         return tending.survey(self._read, prefix, holding)
 
     async def size(self) -> int | None:

@@ -1,0 +1,126 @@
+"""The spelling of what people read: `python -m tests.packaging.spelling`, a part of `make check`.
+
+codespell looks for slips everywhere, names in code included.  British words in place of American ones are asked for in
+prose alone: pages without their code, comments and docstrings.  A name in code is as its library spells it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from tests.packaging.repository import ROOT, files, name_of, prose_lines
+
+_TEXTS: Final = (".md", ".py", ".lua", ".sql", ".toml", ".yaml", ".yml", ".svg", ".css", ".sh", ".tmpl", "Makefile")
+_WORD: Final = re.compile(r"[A-Za-z]+")
+_TARGET: Final = re.compile(r"\]\([^)]*\)")
+_AS_IT_IS: Final = re.compile(r"`[^`]*`|\S*[_/.:@=]\S+|\w+\(\S*|\"[^\"]*\"")
+"""Code, paths, addresses, names with a dot, and what is quoted: not ours to spell."""
+
+BRITISH_TOO: Final = {
+    "license",  # a verb, and the name of a file
+    "math",  # a module
+    "meter",
+    "meters",
+    "practice",
+    "program",  # what a computer runs
+    "routing",
+    "stories",
+    "story",
+    "writable",
+}
+"""Words that codespell's list takes for American, and that are right here."""
+
+
+@dataclass(frozen=True)
+class Slip:
+    """A word that is spelt otherwise here."""
+
+    place: str
+    word: str
+    british: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.word} is American for {self.british}"
+
+
+@cache
+def american() -> Mapping[str, str]:
+    """American words in lower case, and what the British write."""
+    return {word: british for word, british in listed().items() if word not in BRITISH_TOO}
+
+
+def listed() -> Mapping[str, str]:
+    """codespell's own list, read from right to left."""
+    data = importlib.resources.files("codespell_lib") / "data" / "dictionary_en-GB_to_en-US.txt"
+    found: dict[str, str] = {}
+    for line in data.read_text(encoding="utf-8").splitlines():
+        british, _, others = line.partition("->")
+        for word in filter(None, map(str.strip, others.lower().split(","))):
+            found.setdefault(word, british)
+    return found
+
+
+def slips(name: str, prose: Iterable[tuple[int, str]]) -> Iterator[Slip]:
+    """American words in lines of prose, each with its number."""
+    for number, line in prose:
+        for word in _WORD.findall(_AS_IT_IS.sub(" ", _TARGET.sub("] ", line))):
+            if (british := american().get(word.lower())) is not None:
+                yield Slip(f"{name}:{number}", word, british)
+
+
+def prose_of(file: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file that are written for people; none for files of other kinds."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".md":
+        yield from prose_lines(text)
+    elif file.suffix == ".py":
+        yield from _comments(text)
+        yield from _docstrings(text)
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def _docstrings(source: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield from enumerate(text.splitlines(), node.lineno)
+
+
+def misspelt(*paths: Path) -> str:
+    """What codespell says of files; `[tool.codespell]` in pyproject.toml says what it lets pass."""
+    command = [sys.executable, "-m", "codespell_lib", "--toml", str(ROOT / "pyproject.toml"), *map(str, paths)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return ran.stdout + ran.stderr
+
+
+def main() -> None:
+    """Print file:line: what is wrong, and exit with 1 if anything is."""
+    said = misspelt(*(file for suffix in _TEXTS for file in files(suffix))).replace(f"{ROOT}/", "")
+    found = [
+        slip for suffix in (".md", ".py") for file in files(suffix) for slip in slips(name_of(file), prose_of(file))
+    ]
+    for slip in found:
+        print(slip)
+    print(said, end="")
+    if found or said:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
