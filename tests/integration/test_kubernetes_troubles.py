@@ -253,7 +253,10 @@ async def test_watches_that_break_at_once_are_no_busy_loop(
     assert (await running).end is RunEnd.EXITED
 
 
-async def test_while_a_job_runs_an_api_that_is_away_costs_no_attempt(cluster: KubernetesStandIn, gate: Gate) -> None:
+async def test_while_a_job_runs_an_api_that_is_away_costs_no_attempt(
+    cluster: KubernetesStandIn, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_watch, "FIRST_PAUSE", 0.05)
     async with runner_on(cluster, api_patience_seconds=0.1) as runner:
         running = await begun(runner, gate)
         cluster.refuse("get", "jobs", 503, times=3)
