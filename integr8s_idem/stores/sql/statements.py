@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from sqlalchemy import (
     BigInteger,
@@ -17,7 +17,6 @@ from sqlalchemy import (
     bindparam,
     case,
     delete,
-    false,
     func,
     literal,
     null,
@@ -182,7 +181,7 @@ def _held(
     """A change of the rows that `reservations` still own; the last statement answers with their marks."""
     marks = [(one.key, one.fence, one.token) for one in reservations]
     owned = and_(
-        _marked(dialect, marks, _row.key, _row.fence, _row.token),
+        marked(dialect, marks, _row.key, _row.fence, _row.token),
         _row.status == PROCESSING,
         _row.expires_at > dialect.now,
         also,
@@ -205,11 +204,13 @@ def _in_order(dialect: Dialect, rows: ColumnElement[bool]) -> ColumnElement[bool
     return arrays.chosen(_row.key, select(_row.key).where(rows).order_by(_row.key).with_for_update())
 
 
-def _among(dialect: Dialect, keys: Sequence[str]) -> ColumnElement[bool]:
+def among(dialect: Dialect, keys: Sequence[str]) -> ColumnElement[bool]:
+    """The rows of `keys`."""
     return arrays.among(_row.key, keys) if dialect.arrays else _row.key.in_(keys)
 
 
-def _marked(dialect: Dialect, marks: Sequence[tuple[Any, ...]], *columns: Column[Any]) -> ColumnElement[bool]:
+def marked(dialect: Dialect, marks: Sequence[tuple[Any, ...]], *columns: Column[Any]) -> ColumnElement[bool]:
+    """The rows that have one of `marks` in these columns, the first of which is the key."""
     if dialect.arrays:
         mark = arrays.rows_of({column.name: column.type for column in columns}, marks)
         return tuple_(*columns).in_(select(*mark.c))
@@ -275,16 +276,17 @@ def settled_so(dialect: Dialect, status: int, reservations: Sequence[Reserved]) 
     """Those of `reservations` that have this outcome, now or since an earlier call: the fence names them."""
     marks = [(one.key, one.fence) for one in reservations]
     found = select(_row.key, _row.fence).where(
-        _marked(dialect, marks, _row.key, _row.fence), _row.status == status, _row.expires_at > dialect.now
+        marked(dialect, marks, _row.key, _row.fence), _row.status == status, _row.expires_at > dialect.now
     )
     return _newest(dialect, found)
 
 
 def reading(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
-    return select(records, _seen_at(dialect)).where(_among(dialect, keys), _row.expires_at > dialect.now)
+    return select(records, seen_at(dialect)).where(among(dialect, keys), _row.expires_at > dialect.now)
 
 
-def _seen_at(dialect: Dialect) -> ColumnElement[int]:
+def seen_at(dialect: Dialect) -> ColumnElement[int]:
+    """When the rows beside it were read."""
     return dialect.now.label("asked_at")
 
 
@@ -293,7 +295,7 @@ def deleting(dialect: Dialect, keys: Sequence[str]) -> Executable:
     there = _row.expires_at > dialect.now
     if dialect.by_key:
         return _deleting_by_key(dialect, keys, there)
-    return delete(records).where(_in_order(dialect, and_(_among(dialect, keys), there)))
+    return delete(records).where(_in_order(dialect, and_(among(dialect, keys), there)))
 
 
 def _deleting_by_key(dialect: Dialect, keys: Sequence[str], also: ColumnElement[bool]) -> Executable:
@@ -303,7 +305,7 @@ def _deleting_by_key(dialect: Dialect, keys: Sequence[str], also: ColumnElement[
     return text(f"DELETE {name} FROM {name} {dialect.by_key} WHERE `key` IN :keys AND {also}").bindparams(named)
 
 
-def _prefixed(prefix: str) -> ColumnElement[bool]:
+def prefixed(prefix: str) -> ColumnElement[bool]:
     """Keys that start with `prefix`, letter for letter, as LIKE does not everywhere; found by their index.
 
     They are printable ASCII, and compared byte by byte: none comes between `prefix` and this end.
@@ -314,81 +316,17 @@ def _prefixed(prefix: str) -> ColumnElement[bool]:
 def page(dialect: Dialect, prefix: str, after: str, most: int) -> Select[Any]:
     """The next rows in the order of their keys."""
     return (
-        select(records, _seen_at(dialect))
-        .where(_prefixed(prefix), _row.key > after, _row.expires_at > dialect.now)
+        select(records, seen_at(dialect))
+        .where(prefixed(prefix), _row.key > after, _row.expires_at > dialect.now)
         .order_by(_row.key)
         .limit(most)
     )
-
-
-LONG_RESULT: Final = 4_096
-"""Bytes of a result that is not read together with others by a survey: hundreds of them may be a megabyte each."""
-
-
-def stretch(dialect: Dialect, prefix: str, after: str, most: int) -> Executable:
-    """The last of the next keys, and how many they are, expired ones included."""
-    keys = select(_row.key).where(_prefixed(prefix), _row.key > after).order_by(_row.key).limit(most).subquery()
-    return select(func.max(keys.c.key), func.count())
-
-
-def surveyed(dialect: Dialect, prefix: str, holding: Sequence[str], after: str, last: str, most: int) -> Select[Any]:
-    """Rows of a stretch whose keys hold some parts.  Long results are left out, and their rows marked."""
-    length = func.length(_row.result)
-    columns = [column for column in _row if column is not _row.result]
-    return (
-        select(
-            *columns,
-            case((length <= LONG_RESULT, _row.result), else_=null()).label("result"),
-            func.coalesce(length > LONG_RESULT, false()).label("is_long"),
-            _seen_at(dialect),
-        )
-        .where(_row.key > after, _row.key <= last, _prefixed(prefix), _row.expires_at > dialect.now)
-        .where(*(_place(dialect, part) > 0 for part in holding))
-        .order_by(_row.key)
-        .limit(most)
-    )
-
-
-def _place(dialect: Dialect, part: str) -> ColumnElement[Any]:
-    # LIKE ignores case in some databases.
-    place = func.strpos if dialect.arrays else func.instr
-    return cast("ColumnElement[Any]", place(_row.key, literal(part, _row.key.type)))
-
-
-def size(dialect: Dialect) -> Executable:
-    """About how many rows there are."""
-    return text(dialect.size)
-
-
-def as_seen(dialect: Dialect, marks: Sequence[tuple[str, int, int, int]]) -> Executable:
-    """Keys of rows that still have this status, fence and end of lease (0 for none), locked in their order."""
-    groups: list[ColumnElement[bool]] = []
-    held = [(key, fence, lease) for key, status, fence, lease in marks if status == PROCESSING and lease]
-    released = [(key, fence) for key, status, fence, lease in marks if status == PROCESSING and not lease]
-    settled = [(key, status, fence) for key, status, fence, _ in marks if status != PROCESSING]
-    if held:
-        still = _marked(dialect, held, _row.key, _row.fence, _row.lease_until)
-        groups.append(and_(still, _row.status == PROCESSING))
-    if released:
-        still = _marked(dialect, released, _row.key, _row.fence)
-        groups.append(and_(still, _row.status == PROCESSING, _row.lease_until.is_(None)))
-    if settled:
-        groups.append(_marked(dialect, settled, _row.key, _row.status, _row.fence))
-    found = select(_row.key).where(or_(*groups), _row.expires_at > dialect.now).order_by(_row.key)
-    hinted = found.with_hint(records, dialect.by_key) if dialect.by_key else found
-    return hinted.with_for_update()
-
-
-def ending(dialect: Dialect, keys: Sequence[str]) -> Executable:
-    """Let the leases of rows end now."""
-    change = update(records).where(_among(dialect, keys), _row.status == PROCESSING).values(lease_until=null())
-    return change.with_hint(dialect.by_key) if dialect.by_key else change
 
 
 def active(dialect: Dialect, prefix: str) -> Select[Any]:
     """How many rows hold a lease now."""
     return select(func.count()).where(
-        _prefixed(prefix),
+        prefixed(prefix),
         _row.status == PROCESSING,
         _row.lease_until > dialect.now,
         _row.expires_at > dialect.now,

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.stores import Surveyed
-from integr8s_idem.stores.sql import statements
+from integr8s_idem.stores.sql import statements, tending_statements
 from integr8s_idem.stores.sql.dialects import Dialect
 from integr8s_idem.stores.sql.rows import mark_seen, record_of
 
@@ -35,12 +35,12 @@ async def survey(read: Read, prefix: str, holding: Sequence[str]) -> AsyncIterat
     """By key, in stretches.  Large results are read one by one."""
     after, most = "", _STRETCH_SEARCHED if holding else ROWS
     while True:
-        ((last, passed),) = await read("survey", statements.stretch, prefix, after, most)
+        ((last, passed),) = await read("survey", tending_statements.stretch, prefix, after, most)
         if not passed:
             return
         begin = after
         while begin < last:
-            rows = await read("survey", statements.surveyed, prefix, holding, begin, last, ROWS)
+            rows = await read("survey", tending_statements.surveyed, prefix, holding, begin, last, ROWS)
             yield Surveyed([record async for record in _whole(read, rows)], 0)
             if len(rows) < ROWS:
                 break
@@ -60,13 +60,13 @@ async def _whole(read: Read, rows: Sequence[Any]) -> AsyncIterator[IdempotencyRe
 
 async def size(read: Read) -> int | None:
     """About how many rows there are, those that have expired included, as far as the database has counted."""
-    found = (await read("size", statements.size))[0][0]
+    found = (await read("size", tending_statements.size))[0][0]
     return None if found is None or found < 0 else int(found)
 
 
 async def end_leases(asking: Asking, dialect: Dialect, seen: Sequence[IdempotencyRecord]) -> list[bool]:
     held = [record for record in seen if record.status is IdempotencyStatus.PROCESSING]
-    ended = await _change("end_leases", asking, dialect, held, statements.ending)
+    ended = await _change("end_leases", asking, dialect, held, tending_statements.ending)
     return [record.key in ended for record in seen]
 
 
@@ -87,7 +87,7 @@ async def _change(
     for start in range(0, len(seen), ROWS):
         marks = [mark_seen(record) for record in seen[start : start + ROWS]]
         async with asking(operation, together=True) as connection:
-            found = await connection.execute(statements.as_seen(dialect, marks), dialect.times())
+            found = await connection.execute(tending_statements.as_seen(dialect, marks), dialect.times())
             keys = sorted(found.scalars())
             if keys:
                 await connection.execute(change(dialect, keys), dialect.times())
