@@ -26,4 +26,4 @@ html_show_sphinx = False
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
 
-copybutton_exclude = ".linenos, .gp, .go"
+copybutton_prompt_text = "$ "  # what is copied has none

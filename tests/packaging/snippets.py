@@ -2,7 +2,8 @@
 
 - `python`: run, those of a page one after the other in one namespace; `await` may stand at the top.  It finds there
   `folder`, an empty one, and `closing`, an `AsyncExitStack` for what is to be closed behind the page.
-- `toml`: loaded as settings.  `sh`: its programs, commands, options, modules and targets are there.
+- `toml`: loaded as settings.
+- `sh`, and `console` behind its prompt: programs, commands, options, modules and targets are there.
 - `sql`: run on a real server.  `yaml`, `json`: read.  `text` is output, pictures, and the files of other programs.
 
 Markdown has comments, which no reader sees; the pages use two of them:
@@ -12,6 +13,7 @@ Markdown has comments, which no reader sees; the pages use two of them:
     -->
 
     <!-- not run: stands in examples/x.py -->  before a block: it is not run here, since it is a part of that file
+    <!-- not run: run by tests/test_x.py -->   the same, since that test reads it off this page
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Final
 from tests.packaging import reference_commands
 from tests.packaging.repository import ROOT, files, name_of
 
-LANGUAGES: Final = {"json", "python", "sh", "sql", "text", "toml", "yaml"}
+LANGUAGES: Final = {"console", "json", "python", "sh", "sql", "text", "toml", "yaml"}
 _BLOCK: Final = re.compile(
     r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<shown>.*?)^(?P=indent)```$"
     r"|^<!-- python\n(?P<hidden>.*?)^-->$"
@@ -37,7 +39,7 @@ _BLOCK: Final = re.compile(
 )
 _INDENTED: Final = re.compile(r"(?:\A|\n\n)(?P<body>(?: {4}.*\n(?:\n(?= {4}))*)+)")
 
-ELSEWHERE: Final = {"docker", "curl", "grep", "cd", "source", "export", "sqlite3", "kafka-consumer-groups.sh", "git"}
+ELSEWHERE: Final = {".", "cd", "curl", "docker", "grep", "kafka-consumer-groups.sh", "kubectl", "source", "sqlite3"}
 """Programs that are not ours.  What is typed behind them is their matter."""
 NEW: Final = "shop"
 """What `integr8s-idem new` writes on the pages."""
@@ -93,7 +95,7 @@ def indented(page: Path) -> list[str]:
 def mistakes_in_shell(text: str) -> Iterator[str]:
     """What is typed and is not there."""
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
+        words = shlex.split(line.removeprefix("$ "), comments=True)
         for command in _commands(words):
             yield from _mistakes_of(command)
 

@@ -18,8 +18,10 @@ import asyncpg
 import pytest
 from sqlalchemy import make_url
 
+from integr8s_idem import Settings
 from integr8s_idem.config.loading import load_settings
 from integr8s_idem.stores.sql import ddl
+from providers.settings import PlatformSettings
 from tests.packaging import snippets
 from tests.packaging.repository import ROOT, name_of
 from tests.packaging.snippets import Block
@@ -27,8 +29,8 @@ from tests.support.postgres import PostgresServer
 
 PAGES = list(snippets.pages())
 EVERY = [block for page in PAGES for block in snippets.blocks(page)]
-STANDS_IN = "stands in "
-"""The one reason for which a block need not be run here: a file that tests run holds it."""
+STANDS_IN, RUN_BY = "stands in ", "run by "
+"""Why a block need not be run here: a file that tests run holds it, or a test reads it off the page."""
 
 
 def of(language: str) -> list[Block]:
@@ -71,10 +73,10 @@ def test_settings_hold_no_mistake(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(block.text, encoding="utf-8")
 
-    load_settings(file)
+    load_settings(file, PlatformSettings if "[platform]" in block.text else Settings)
 
 
-@pytest.mark.parametrize("block", of("sh"), ids=str)
+@pytest.mark.parametrize("block", [*of("sh"), *of("console")], ids=str)
 def test_what_is_typed_is_there(block: Block) -> None:
     assert list(snippets.mistakes_in_shell(block.text)) == []
 
@@ -115,7 +117,10 @@ def test_files_of_other_tools_can_be_read() -> None:
 
 @pytest.mark.parametrize("block", [block for block in EVERY if block.reason], ids=str)
 def test_what_is_not_run_here_is_run_elsewhere(block: Block) -> None:
-    assert block.reason.startswith(STANDS_IN), f"{block}: {block.reason}"
+    assert block.reason.startswith((STANDS_IN, RUN_BY)), f"{block}: {block.reason}"
+    if block.reason.startswith(RUN_BY):
+        assert f'"{block.page.name}"' in (ROOT / block.reason.removeprefix(RUN_BY)).read_text(encoding="utf-8")
+        return
 
     file = ROOT / block.reason.removeprefix(STANDS_IN)
 
