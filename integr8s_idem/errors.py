@@ -460,7 +460,7 @@ class SettingsError(IdempotencyError):
         paths = [len(mistake.path) for mistake in self.mistakes if not mistake.message.startswith("=")]
         width = min(max(paths, default=0), 40)
         lines += [_row(mistake, width) for mistake in self.mistakes]
-        return "\n".join(lines)
+        return "\n".join([*lines, self.read_more])
 
 
 def _row(mistake: SettingsMistake, width: int) -> str:

@@ -14,6 +14,7 @@ from integr8s_idem.cli.answering import MISTAKE, AppOption, Json, SettingsFile, 
 from integr8s_idem.cli.application import chosen_services, load_application
 from integr8s_idem.cli.dlq import dlq_app
 from integr8s_idem.cli.doctor import DoctorCommand, doctor_command
+from integr8s_idem.cli.errors import errors_command
 from integr8s_idem.cli.graph import graph_command
 from integr8s_idem.cli.keys import keys_app
 from integr8s_idem.cli.new import new_command
@@ -38,6 +39,7 @@ app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
 app.add_typer(dlq_app, name="dlq")
 app.command("doctor", cls=DoctorCommand)(doctor_command)
+app.command("errors")(errors_command)
 app.command("graph")(graph_command)
 app.command("top")(top_command)
 app.command("new")(new_command)

@@ -121,11 +121,6 @@ class IdempotencyMiddleware:
 class SubscriberError(ApplicationError, StopConsume):
     """A subscriber as it is would lose messages; it is stopped rather than let do so."""
 
-    @property
-    def read_more(self) -> str:
-        """Where the documentation explains this error."""
-        return "Read more: docs/how-to/use-faststream.md"
-
 
 _SAFE: Final = frozenset({AckPolicy.ACK, AckPolicy.REJECT_ON_ERROR, AckPolicy.NACK_ON_ERROR})
 

@@ -121,7 +121,7 @@ class EmbeddedHarness:
                     self._check()
                     await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError:
-            raise NotSettledError(f"not settled: {[service.report() for service in self._running]}") from None
+            raise NotSettledError(str([service.report() for service in self._running])) from None
 
     async def _is_open(self) -> bool:
         # What is consumed may leave messages in an outbox, and these are consumed in turn: it is looked at twice.

@@ -40,6 +40,13 @@ from integr8s_idem.worker import Platform, Service
 class NotReachedError(AssertionError):
     """A crash or a stall was ordered at a point that nobody got to: the test shows nothing about it."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.reason}. Read more: docs/reference/errors.md#notreachederror"
+
 
 class WorkerHarness:
     """Services of an application, each by one worker, under a test's control.

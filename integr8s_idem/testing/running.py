@@ -33,6 +33,13 @@ TICK_SECONDS: Final = 0.001
 class NotSettledError(AssertionError):
     """What was delivered does not come to an end."""
 
+    def __init__(self, still_open: str) -> None:
+        super().__init__(still_open)
+        self.still_open = still_open
+
+    def __str__(self) -> str:
+        return f"not settled: {self.still_open}. Read more: docs/reference/errors.md#notsettlederror"
+
 
 class Running:
     """Workers under way."""
@@ -128,7 +135,7 @@ class Running:
             if condition():
                 return
             if self._loop.time() > give_up_at or real_time.monotonic() > give_up_really:
-                raise NotSettledError(f"not settled: {self._what_is_open()}")
+                raise NotSettledError(self._what_is_open())
             if any(life.busy for life in self.lives if life.process.running):
                 await asyncio.sleep(TICK_SECONDS)
             elif (timer := self._time.next_timer()) is not None:

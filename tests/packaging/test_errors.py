@@ -8,16 +8,29 @@ import pickle
 import re
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, get_type_hints
 
 import pytest
 
 from integr8s_idem import errors
-from integr8s_idem.errors import EventError, IdempotencyError, SettingsMistake, StoreError
+from integr8s_idem.errors import EventError, IdempotencyError, PermanentError, SettingsMistake, StoreError
+from tests.packaging import reference
 from tests.packaging.repository import ROOT, anchors
 
 ERRORS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, IdempotencyError)]
 BASES = {IdempotencyError, EventError, StoreError}
+ELSEWHERE = sorted(
+    {
+        found
+        for entry in reference.entries().values()
+        if inspect.isclass(found := getattr(import_module(entry.path.rpartition(".")[0]), entry.thing.name))
+        and issubclass(found, Exception)
+        and found not in ERRORS
+    },
+    key=lambda kind: kind.__name__,
+)
+"""Public errors of other modules: of the guard for FastStream, of the harness for tests."""
 DRAWN = re.compile(r"^(?P<branch>(?:[│ ] {3})*(?:├── |└── |))(?P<name>[A-Z]\w+Error)\b(?P<words>.*)$", re.MULTILINE)
 PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
 
@@ -61,7 +74,7 @@ def sample(kind: type[IdempotencyError]) -> IdempotencyError:
     return kind(*[SAMPLES.get(hints[name], mistakes) for name in names])
 
 
-def section(kind: type[IdempotencyError]) -> str:
+def section(kind: type[Exception]) -> str:
     """What the reference says about an error."""
     found = re.search(rf"^## {kind.__name__}$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found is not None, f"docs/reference/errors.md has no section ## {kind.__name__}"
@@ -96,6 +109,22 @@ def test_every_section_says_what_is_known_and_what_to_do(kind: type[IdempotencyE
     told = section(kind)
 
     assert re.findall(r"^\*\*(.+?)\*\*", told, re.MULTILINE) == ["Known.", "Unknown.", "To do."]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ERRORS if kind not in {*BASES, PermanentError}])
+def test_every_message_ends_with_the_place_of_its_section(kind: type[IdempotencyError]) -> None:
+    """Those left out have no words of their own: whoever raises them brings some."""
+    error = sample(kind)
+
+    assert str(error).endswith(error.read_more)
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_errors_that_are_public_elsewhere_have_a_section_too(kind: type[Exception]) -> None:
+    told = section(kind)
+
+    assert re.findall(r"^\*\*(.+?)\*\*", told, re.MULTILINE) == ["Known.", "Unknown.", "To do."]
+    assert str(kind("why")).endswith(f" Read more: docs/reference/errors.md#{kind.__name__.lower()}")
 
 
 @pytest.mark.parametrize("kind", ERRORS)

@@ -92,6 +92,12 @@ def test_nothing_is_fetched_from_elsewhere(built: Path) -> None:
     assert (strange, sheets, scripts) == (set(), [], [])
 
 
+def test_options_keep_their_hyphens(built: Path) -> None:
+    page = (built / "reference" / "cli.html").read_text(encoding="utf-8")
+
+    assert "JSON lines with --json" in page
+
+
 def test_what_is_searched_is_the_pages_and_not_the_sources(built: Path) -> None:
     index = (built / "searchindex.js").read_text(encoding="utf-8")
     known = json.loads(index[index.index("{") : index.rindex("}") + 1])

@@ -15,6 +15,9 @@ from tests.packaging.repository import ROOT, files, name_of
 
 LIBRARY = ROOT / "integr8s_idem"
 
+ERRORS = "integr8s_idem/operations/errors.md"
+"""A page of the documentation, for whoever has no other."""
+
 LOOK_AROUND = """
 import importlib.machinery, os, integr8s_idem, integr8s_idem.stores.redis, integr8s_idem.worker
 print(integr8s_idem.__file__)
@@ -60,7 +63,7 @@ def test_the_wheel_holds_the_library_whole_and_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
 
-    assert held == {name_of(path) for path in files() if LIBRARY in path.parents}
+    assert held == {ERRORS, *(name_of(path) for path in files() if LIBRARY in path.parents)}
     stores, page = "integr8s_idem/stores", "integr8s_idem/operations/graphs/page"
     assert {"integr8s_idem/py.typed", f"{stores}/redis/reserve.lua", f"{stores}/sql/version_1.sqlite.sql"} <= held
     assert {f"{page}.css", f"{page}.js"} <= held
@@ -86,6 +89,12 @@ def test_away_from_the_checkout_the_first_minute_charges_once(elsewhere: Path, t
     program.write_bytes((ROOT / "examples" / "first_minute.py").read_bytes())
 
     assert run_in(elsewhere, str(program)) == "charging the card\nreceipt-1\nreceipt-1\n"
+
+
+def test_away_from_the_checkout_the_command_tells_what_an_error_means(elsewhere: Path) -> None:
+    told = run_in(elsewhere, "-m", "integr8s_idem", "errors", "docs/reference/errors.md#leaselosterror")
+
+    assert told.startswith("LeaseLostError\n\nA run lost its reservation before its end")
 
 
 def test_away_from_the_checkout_the_command_tells_its_version(elsewhere: Path) -> None:
