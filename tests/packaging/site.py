@@ -94,6 +94,8 @@ def _page(source: Path) -> Page:
         file, _, anchor = part["target"].partition("#")
         target = (source.parent / file).resolve()
         target = target / "index.md" if target.is_dir() else target
+        if not target.exists():
+            return part[0]  # Sphinx says so
         if target.suffix in _PICTURES:
             pictures.add(target)
             return part[0]

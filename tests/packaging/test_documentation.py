@@ -8,7 +8,7 @@ import sys
 from datetime import timedelta
 from inspect import getsource
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -80,6 +80,9 @@ def test_the_store_that_is_written_is_tested_as_its_page_says() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.finditer(without_code(page.read_text(encoding="utf-8"))):
         if re.match(r"[a-z]+:", link["target"]):
+            address = urlsplit(link["target"])  # nobody is asked whether it answers
+            assert address.scheme == "https", link["target"]
+            assert re.fullmatch(r"[a-z0-9.-]+\.[a-z]{2,}", address.netloc), link["target"]
             continue
         place, _, anchor = unquote(link["target"]).partition("#")
         target = page.parent / place if place else page

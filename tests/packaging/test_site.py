@@ -126,6 +126,17 @@ def test_a_link_out_of_the_documentation_leads_to_a_page_of_the_site() -> None:
     assert every["repository/ARCHITECTURE.md"].source == ROOT / "ARCHITECTURE.md"
 
 
+@pytest.mark.parametrize("drawing", sorted((ROOT / "docs" / "diagrams").glob("*.svg")), ids=lambda file: file.name)
+def test_a_diagram_is_told_to_those_who_do_not_see_it(drawing: Path) -> None:
+    text = drawing.read_text(encoding="utf-8")
+    titles = re.findall(r'<(title|desc) id="([\w-]+)">[^<]{10,}</\1>', text)
+
+    assert [kind for kind, _ in titles] == ["title", "desc"]
+    assert f'role="img" aria-labelledby="{" ".join(name for _, name in titles)}"' in text
+    assert "prefers-color-scheme: dark" in text
+    assert re.findall(r"https?://[^\s\"]+", text) == ["http://www.w3.org/2000/svg"]
+
+
 @pytest.fixture(scope="module")
 def address(built: Path) -> Iterator[str]:
     """The site, served on a port of the loopback address."""
