@@ -31,7 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment() -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if not name.upper().startswith("INTEGR8S_IDEM_")}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.upper().startswith(("INTEGR8S_IDEM_", "PYTEST_"))  # settings and options of those who run this
+    }
     return {**ours, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT), "COLUMNS": "120"}
 
 

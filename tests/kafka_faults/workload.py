@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,10 +127,7 @@ class Workload:
 
     def partition_of(self, work: str) -> int:
         """Where the events of a key are."""
-        key = f"{self.group}-{work.split('-')[0]}".encode()
-        partitions = list(range(self.partitions))
-        chosen: int = DefaultPartitioner()(key, partitions, partitions)
-        return chosen
+        return _partition_of(f"{self.group}-{work.split('-')[0]}", self.partitions)
 
     async def feed(self, every: float) -> None:
         """Publish a round every so many seconds, until cancelled."""
@@ -192,10 +189,26 @@ class Workload:
             await client.aclose()
 
 
+def _partition_of(key: str, partitions: int) -> int:
+    numbers = list(range(partitions))
+    chosen: int = DefaultPartitioner()(key.encode(), numbers, numbers)
+    return chosen
+
+
+def _prefixes() -> Iterator[str]:
+    while True:
+        yield f"w{uuid4().hex[:10]}."
+
+
+def _used_by(group: str, partitions: int) -> set[int]:
+    return {_partition_of(f"{group}-{key}", partitions) for key in range(KEYS)}
+
+
 @asynccontextmanager
 async def open_workload(kafka: Kafka, *, partitions: int = 4, **changes: Any) -> AsyncIterator[Workload]:
     """A topic of its own; whoever is a member at the end is ended."""
-    prefix = f"w{uuid4().hex[:10]}."
+    # By chance one of two partitions would get none of the keys, in one of 128 topics.
+    prefix = next(name for name in _prefixes() if len(_used_by(f"{name}tasks", partitions)) > 1 or partitions == 1)
     settings = KafkaSettings.model_validate(
         {
             "bootstrap_servers": kafka.bootstrap,

@@ -131,7 +131,7 @@ def run(folder: Path, tests: str, *options: str) -> Told:
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *quiet, *options],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"},
+        env={**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": str(ROOT), "COLUMNS": "300"},
         capture_output=True,
         text=True,
         timeout=110,
