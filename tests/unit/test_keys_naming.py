@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from integr8s_idem.keys import Key, KeySpace
@@ -65,6 +65,7 @@ def test_what_is_no_key_of_ours_has_its_text_alone(full: str) -> None:
     assert (told.scope, told.handler, told.value) == ("", "", full)
 
 
+@example(scope="0", handler="0", event_type="0", value="#", generation=0)
 @given(scope=WORDS, handler=WORDS, event_type=WORDS, value=WORDS, generation=st.integers(0, 999))
 def test_whatever_makes_a_key_is_read_from_it(
     scope: str, handler: str, event_type: str, value: str, generation: int

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from integr8s_idem.keys import LAST_GENERATION, KeySpace, generation_key
 
 _BEHIND: Final = re.compile(r"^(?P<unit>[^;]*)(?:;(?P<generation>[1-9]\d{0,2}))?(?:;s(?P<step>\d+))?$")
-_PLAIN: Final = re.compile(r"[A-Za-z0-9._~@+,/#-]+")
+_PLAIN: Final = re.compile(r"[A-Za-z0-9._~@+,/-]+")
 """What stands in a key as people type it."""
 _WITH_GENERATION: Final = re.compile(r"^(?P<words>.*);(?P<generation>[1-9]\d{0,2})$", re.DOTALL)
 
