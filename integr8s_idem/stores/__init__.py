@@ -168,7 +168,8 @@ class Tending(Protocol):
 
         Args:
             prefix: What their keys start with.
-            holding: Parts that their keys hold, all of them; the store looks for these by itself.
+            holding: Parts that their keys hold behind that, in this order; the store looks for these by itself, and may
+                find more where it does not mind the order.
         """
         ...
 

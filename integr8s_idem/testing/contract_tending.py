@@ -63,7 +63,7 @@ class TendingContract:
         assert sorted(await _surveyed(store, f"{root}:")) == sorted(
             f"{root}:{name}" for name in ("a:id:1", "a:id:2", "b:id:1", "A:id:1", "a:id:%1_")
         )
-        assert sorted(await _surveyed(store, f"{root}:", "a:id", "id:1")) == [f"{root}:a:id:1"]
+        assert sorted(await _surveyed(store, f"{root}:", "a:i", "d:1")) == [f"{root}:a:id:1"]
         assert await _surveyed(store, f"{root}:", "%1_") == [f"{root}:a:id:%1_"]
         assert await _surveyed(store, f"{root}:", "c:id") == []
 
