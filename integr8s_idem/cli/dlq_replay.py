@@ -13,7 +13,7 @@ from integr8s_idem.cli.answering import FAILURE
 from integr8s_idem.cli.asking import agreed
 from integr8s_idem.cli.letters import counted, report_text
 from integr8s_idem.cli.progress import progress
-from integr8s_idem.operations.audit import audited
+from integr8s_idem.operations.audit import audited, store_place
 from integr8s_idem.operations.letter_records import open_letter_records
 from integr8s_idem.operations.letterbox import open_letter_box
 from integr8s_idem.operations.replaying import Fate, Replayer, Report
@@ -51,7 +51,8 @@ class ReplayCommand:
                 return 0
         report = Report()
         brokers = self.search.settings.kafka.bootstrap_servers
-        asked = {**self.search.as_json(), "topics": found.named, "again": self.again, "brokers": brokers}
+        where = {"brokers": brokers, "store": store_place(self.search.settings)}
+        asked = {**self.search.as_json(), "topics": found.named, "again": self.again, **where}
         with audited("dlq replay", asked, self.audit_file) as entry:
             try:
                 asyncio.run(self._publish(found, report))

@@ -16,7 +16,7 @@ from integr8s_idem.cli.lines import to_its_end
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
 from integr8s_idem.keys import Key
-from integr8s_idem.operations.audit import audited
+from integr8s_idem.operations.audit import audited, store_place
 from integr8s_idem.operations.keys.changing import Changer, Counted
 from integr8s_idem.operations.keys.looking import opened, size
 
@@ -68,7 +68,8 @@ class Change:
 
     async def _done(self, settings: Settings, asked: Mapping[str, Any], how: HowToChange) -> Counted:
         counted = Counted()
-        with audited(self.command, _fit_for_audit(asked, settings), how.audit_file) as entry:
+        told = {**_fit_for_audit(asked, settings), "store": store_place(settings)}
+        with audited(self.command, told, how.audit_file) as entry:
             try:
                 async with opened(settings) as repository:
                     with progress(self.done, await size(repository)) as advance:

@@ -161,13 +161,22 @@ def _handled(account: Account, standing: Standing) -> str:
     if record.status is IdempotencyStatus.COMPLETED:
         return f"yes, by {who}"
     if record.status is IdempotencyStatus.FAILED:
-        return f"no: {who} gave it up"
+        return f"{_later(account)}{who} gave it up"
     owner = record.owner or "an owner without a name"
     return {
         Lease.HELD: f"not yet: {owner} is at it, for {who}",
         Lease.LAPSED: f"no: the lease of {owner} ended without a word, for {who}; it crashed, or stalled",
         Lease.RELEASED: f"not yet: {owner} gave it back, for {who}, after a failure or at a shutdown",
     }[standing.lease or Lease.RELEASED]
+
+
+def _later(account: Account) -> str:
+    """Whether a replay of what was given up has been handled."""
+    if account.replayed is None:
+        return "no: "
+    generation, found = account.replayed
+    is_done = not isinstance(found, Corrupt) and found.status is IdempotencyStatus.COMPLETED
+    return f"yes, as generation {generation}; at first " if is_done else "no: "
 
 
 def _stored(record: IdempotencyRecord, whole: bool) -> str:

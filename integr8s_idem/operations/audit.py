@@ -11,6 +11,7 @@ import errno
 import getpass
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,12 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
+from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
+
+_ADDRESS: Final = {"kind", "url", "urls", "sentinels", "path", "table", "region", "endpoint_url"}
+"""Settings of a store that say where it is."""
+_CREDENTIALS: Final = re.compile(r"//[^/@\s]*@")
 
 STANDARD_ERROR: Final = "-"
 """In place of a file's name: lines go to standard error, for those who collect that."""
@@ -49,6 +55,13 @@ def audit_file() -> Path:
         except RuntimeError as error:
             raise OSError(str(error)) from error
     return state / "integr8s-idem" / "audit.jsonl"
+
+
+def store_place(settings: Settings) -> dict[str, Any]:
+    """Which store a change is made in, fit for an audit line: its kind, its address without credentials, the prefix."""
+    store = settings.store.model_dump(mode="json", include=_ADDRESS, exclude_none=True)
+    told = json.dumps(store)
+    return {**json.loads(_CREDENTIALS.sub("//", told)), "key_prefix": settings.idempotency.key_prefix}
 
 
 @contextmanager

@@ -237,7 +237,10 @@ def test_the_leases_of_a_dead_owner_end_and_attempts_stay(desk: Desk) -> None:
     assert leases == {"a": ("released", 1), "b": ("released", 1), "c": ("held", 1)}
     assert desk.take("a").attempt == 2
     begun, ended = desk.audited()
+    store = begun["asked"].pop("store")
     assert (begun["command"], begun["asked"]) == ("keys release", {"owner": ["billing@host-7"], "force": False})
+    assert store["kind"] in {"redis", "sqlite"}
+    assert store["url" if store["kind"] == "redis" else "path"]
     assert ended["counts"]["records"] == 2
 
 

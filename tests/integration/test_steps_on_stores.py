@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,15 @@ class Process:
         """Go no further, and tell nobody."""
         self.store.held = {verb: asyncio.Event() for verb in ("reserve", "renew", "complete", "fail", "release", "get")}
         await asyncio.Event().wait()
+
+    async def end(self, work: asyncio.Task[Any]) -> None:
+        """Leave no call of the store behind, nor a connection that one had."""
+        for held in self.store.held.values():
+            held.set()
+        self.store.held = {}
+        work.cancel()
+        await asyncio.wait({work})
+        await self.manager.close()
 
 
 @dataclass
@@ -122,12 +132,13 @@ DONE = [Receipt("reserve", 1), Receipt("charge", 1), Receipt("book", 1), Receipt
 
 async def _after_a_death_in(step: str, processes: Callable[[], Process]) -> tuple[Counter[str], object]:
     """What the steps of an order have done in the end, and what came of it."""
-    fulfilment = Fulfilment(f"order:{step}", dies_in=step)
-    dead = asyncio.create_task(fulfilment.by(processes()))
+    fulfilment, first = Fulfilment(f"order:{step}", dies_in=step), processes()
+    dead = asyncio.create_task(fulfilment.by(first))
     await fulfilment.died.wait()
     [end] = await asyncio.gather(fulfilment.by(processes()), return_exceptions=True)
-    dead.cancel()
-    return fulfilment.effects, end
+    effects = fulfilment.effects.copy()
+    await first.end(dead)
+    return effects, end
 
 
 async def test_after_a_death_in_any_step_the_next_run_goes_on_where_it_stopped(

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.operations.audit import audit_file, audited
+from integr8s_idem.operations.audit import audit_file, audited, store_place
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -127,3 +128,12 @@ def test_who_it_was_is_asked_of_the_system(tmp_path: Path, monkeypatch: pytest.M
 
     assert lines(file)[0]["user"] != "somebody-else"
     assert lines(file)[0]["sudo_user"] == "anna"
+
+
+def test_a_store_is_told_without_its_credentials() -> None:
+    url = "redis://idem:secret@redis.example:6379/3"
+    settings = Settings.model_validate({"store": {"kind": "redis", "url": url, "password": "other"}})
+
+    told = store_place(settings)
+
+    assert told == {"kind": "redis", "url": "redis://redis.example:6379/3", "key_prefix": "idempotency"}

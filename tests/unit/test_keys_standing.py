@@ -11,6 +11,7 @@ import pytest
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.keys import Key, KeySpace
+from integr8s_idem.operations.keys.explaining import newest_after
 from integr8s_idem.operations.keys.filters import Wanted, checked_states, length_of
 from integr8s_idem.operations.keys.naming import named
 from integr8s_idem.operations.keys.outlook import Outlook, span
@@ -157,6 +158,22 @@ def test_what_would_happen_to_the_next_delivery(
     found: IdempotencyRecord | Corrupt | None, config: dict[str, Any], said: str
 ) -> None:
     assert said in Outlook(CONFIG.model_copy(update=config)).of(found)
+
+
+@pytest.mark.parametrize(
+    ("replay", "said"),
+    [
+        (COMPLETED, "generation 2, is completed, and another replay of its dead letter would be left out"),
+        (FAILED, "generation 2, was given up as well: replay the dead letter of that one"),
+        (HELD, "generation 2, is not settled yet"),
+        (CORRUPT, "generation 2, has a record that cannot be read"),
+    ],
+)
+def test_what_was_given_up_and_replayed_is_told_by_its_replay(replay: IdempotencyRecord | Corrupt, said: str) -> None:
+    generations = {1: FAILED, 2: replay}
+
+    assert said in Outlook(CONFIG).of(FAILED, replayed=newest_after(0, generations))
+    assert newest_after(2, generations) is None
 
 
 def test_a_caller_is_told_of_no_worker() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -57,6 +57,17 @@ class Account:
     steps: dict[int, Found] = field(default_factory=dict)
     dead_letters: str = ""
     """Where its dead letter stands, if it was given up."""
+
+    @property
+    def replayed(self) -> tuple[int, Found] | None:
+        """The newest later generation, with its record."""
+        return newest_after(self.told.generation, self.generations)
+
+
+def newest_after(generation: int, generations: Mapping[int, Found]) -> tuple[int, Found] | None:
+    """The newest of the later ones, with its record."""
+    newest = max(generations, default=generation)
+    return (newest, generations[newest]) if newest > generation else None
 
 
 @dataclass(frozen=True)
@@ -272,12 +283,14 @@ class Explainer:
         config = self._config(told.scope)
         space = space_of(told, self._prefix, hash_keys=config.hash_keys)
         is_step = told.step is not None
+        generations = {} if is_step else await self._generations(repository, told)
+        replayed = newest_after(told.generation, generations)
         return Account(
             told,
             found,
             config,
-            _OF_STEPS if is_step else _outlook(told, config).of(found, offered),
-            {} if is_step else await self._generations(repository, told),
+            _OF_STEPS if is_step else _outlook(told, config).of(found, offered, replayed),
+            generations,
             {} if is_step or space is None else await self._steps(repository, space, told),
             self._letters(told),
         )

@@ -24,12 +24,18 @@ class Outlook:
     by_worker: bool = True
     """Whether a worker delivers the work, as events come; else somebody calls for it by a key of their own."""
 
-    def of(self, found: IdempotencyRecord | Corrupt | None, offered: bytes | None = None) -> str:
+    def of(
+        self,
+        found: IdempotencyRecord | Corrupt | None,
+        offered: bytes | None = None,
+        replayed: tuple[int, IdempotencyRecord | Corrupt] | None = None,
+    ) -> str:
         """One sentence.
 
         Args:
             found: The record; `None` if there is none.
             offered: Fingerprint of the delivery's payload, if that is known.
+            replayed: The newest later generation of the same work, with its record, if there is one.
         """
         if found is None:
             return f"it would be handled, as attempt 1 of at most {self.config.max_attempts}{self._blocks()}"
@@ -41,7 +47,7 @@ class Outlook:
         if found.status is IdempotencyStatus.COMPLETED:
             return _completed(standing)
         if found.status is IdempotencyStatus.FAILED:
-            return self._failed(standing)
+            return self._failed(standing, replayed)
         return self._processing(standing)
 
     def _refused(self, error: str, reason: str) -> str:
@@ -58,8 +64,10 @@ class Outlook:
             return told + "it would be handled unguarded (on_key_reused = run)"
         return told + self._refused("KeyReusedError", "key_reused")
 
-    def _failed(self, standing: Standing) -> str:
+    def _failed(self, standing: Standing, replayed: tuple[int, IdempotencyRecord | Corrupt] | None) -> str:
         again = "a replay of its dead letter is handled" if self.by_worker else "without its record it is done again"
+        if replayed is not None:
+            again = _replay(*replayed)
         return f"{self._refused('PreviouslyFailedError', 'previously_failed')}, {_until(standing)}; {again}"
 
     def _processing(self, standing: Standing) -> str:
@@ -95,6 +103,17 @@ def _completed(standing: Standing) -> str:
     else:
         what = "answered with the stored result"
     return f"it would not be handled, but {what}, {_until(standing)}"
+
+
+def _replay(generation: int, found: IdempotencyRecord | Corrupt) -> str:
+    told = f"its replay, generation {generation},"
+    if isinstance(found, Corrupt):
+        return f"{told} has a record that cannot be read"
+    if found.status is IdempotencyStatus.COMPLETED:
+        return f"{told} is completed, and another replay of its dead letter would be left out"
+    if found.status is IdempotencyStatus.FAILED:
+        return f"{told} was given up as well: replay the dead letter of that one"
+    return f"{told} is not settled yet"
 
 
 def _until(standing: Standing) -> str:
