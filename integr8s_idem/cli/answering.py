@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final
@@ -38,6 +39,11 @@ def answered(command: Callable[[], int], *, mistake: int = MISTAKE) -> int:
     except IdempotencyError as error:
         typer.echo(f"{_name(error)}{error}", err=True)
         return FAILURE
+
+
+def quiet_clients() -> None:
+    """What clients of servers log of their own is told by the errors and findings that come of it."""
+    logging.getLogger().addHandler(logging.NullHandler())
 
 
 def _name(error: IdempotencyError) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,16 +11,17 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Final, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
-from integr8s_idem.cli.answering import FAILURE, Embedded, Json, SettingsFile, answered
+from integr8s_idem.cli.answering import FAILURE, Embedded, Json, SettingsFile, answered, quiet_clients
 from integr8s_idem.cli.application import load_application
 from integr8s_idem.cli.asking import AuditFile, Yes
 from integr8s_idem.cli.dlq_replay import ReplayCommand
 from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.letters import Columns, Story, as_line, counted, story_text, tally_lines
+from integr8s_idem.cli.lines import INTERRUPTED, to_its_end
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.choosing import Choice, moment
@@ -35,9 +35,6 @@ from integr8s_idem.operations.tallying import Group, Tally
 from integr8s_idem.worker.brokers import BrokersSilentError
 
 dlq_app = typer.Typer(help="Look at dead letters, and put them back.", no_args_is_help=True, rich_markup_mode=None)
-
-INTERRUPTED: Final = 130
-"""Exit status after Ctrl-C, as shells know it."""
 
 App = Annotated[
     str | None, typer.Option("--app", metavar="MODULE:APP", help="Only the topics that this platform reads.")
@@ -117,7 +114,7 @@ def show_command(
 
     def look() -> int:
         search = _search(_From(settings, embedded, application), None, _Filters(), None, place)
-        for number, story in enumerate(asyncio.run(_stories(search))):
+        for number, story in enumerate(to_its_end(_stories(search))):
             text = as_line(story.as_json()) if as_json else story_text(story, payload=payload)
             typer.echo(f"\n{text}" if number and not as_json else text)
         return 0
@@ -155,7 +152,7 @@ def export_command(
         filters = _Filters(service, reason, error, event_type, key, since, until)
         search = _search(_From(settings, embedded, application), topic, filters, limit)
         with whole_file(output, replace=force) if output else nullcontext(sys.stdout) as file:
-            written = asyncio.run(_export(search, file))
+            written = to_its_end(_export(search, file))
         where = str(output) if output else "-"
         told = as_line({"letters": written, "file": where}) if as_json else f"{counted(written)} written to {where}"
         typer.echo(told, err=True)
@@ -257,8 +254,7 @@ def _search(
 
 def _answered(command: Callable[[], int]) -> int:
     """As `answered`; brokers that do not answer are told without a traceback, too."""
-    # What clients log of their own is told by the errors that come of it.
-    logging.getLogger().addHandler(logging.NullHandler())
+    quiet_clients()
     try:
         return answered(command)
     except BrokersSilentError as error:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand
 
-from integr8s_idem.cli.answering import MISTAKE, Json, SettingsFile, answered
+from integr8s_idem.cli.answering import MISTAKE, Json, SettingsFile, answered, quiet_clients
 from integr8s_idem.cli.application import load_application
 from integr8s_idem.doctor import Asked, as_json, as_text, examined, status_of
 from integr8s_idem.doctor.access import access_of
@@ -50,8 +49,7 @@ def doctor_command(
     """
 
     def look() -> int:
-        # What clients log of their own is among the findings.
-        logging.getLogger().addHandler(logging.NullHandler())
+        quiet_clients()
         asked = Asked(settings, load_application(application) if application else None)
         if acl:
             told = access_of(asked.settings())

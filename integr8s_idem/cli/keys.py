@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from integr8s_idem.cli.answering import FAILURE, Embedded, Json, SettingsFile, answered
+from integr8s_idem.cli.answering import FAILURE, Embedded, Json, SettingsFile, answered, quiet_clients
 from integr8s_idem.cli.application import load_application
 from integr8s_idem.cli.asking import AuditFile, Yes
 from integr8s_idem.cli.embedding import command_settings
@@ -80,7 +79,7 @@ def list_command(
 
 
 async def _listed(settings: Settings, wanted: Wanted, limit: int | None, as_json: bool) -> int:
-    _quiet()
+    quiet_clients()
     counted, listing = Counted(), Listing(as_json=as_json)
     async with opened(settings) as repository:
         if not isinstance(repository, Tending):
@@ -114,7 +113,7 @@ def show_command(
 
 
 async def _shown(settings: Settings, keys: Sequence[str], as_json: bool) -> int:
-    _quiet()
+    quiet_clients()
     any_found = False
     async with opened(settings) as repository:
         with progress("keys", await size(repository)) as advance:
@@ -173,7 +172,7 @@ class _Question:
 
 
 async def _explained(question: _Question, settings: Settings, platform: Platform | None) -> int:
-    _quiet()
+    quiet_clients()
     async with opened(settings) as repository, _services(platform, settings) as services:
         with progress("keys", await size(repository)) as advance:
             explainer = Explainer(settings, repository, services, advance)
@@ -288,8 +287,3 @@ async def _services(platform: Platform | None, settings: Settings) -> AsyncItera
         return
     async with open_services(platform, settings) as services:
         yield services
-
-
-def _quiet() -> None:
-    """What clients log of their own is in the errors that are told."""
-    logging.getLogger().addHandler(logging.NullHandler())
