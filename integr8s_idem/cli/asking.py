@@ -22,14 +22,12 @@ AuditFile = Annotated[
 DECLINED: Final = "nothing was changed"
 
 
-def agreed(question: str, *, yes: bool) -> bool:
+def agreed(question: str) -> bool:
     """Whether to go on.  `question` says what is going to be changed, with its number.
 
     Raises:
         ApplicationError: Nobody is there to be asked.
     """
-    if yes:
-        return True
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ApplicationError(f"{DECLINED}: there is no terminal to ask on. {question} Say --yes to do it")
     try:

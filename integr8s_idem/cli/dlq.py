@@ -18,7 +18,7 @@ import typer
 from integr8s_idem.cli.answering import FAILURE, Embedded, Json, SettingsFile, answered, quiet_clients
 from integr8s_idem.cli.application import load_application
 from integr8s_idem.cli.asking import AuditFile, Yes
-from integr8s_idem.cli.dlq_replay import ReplayCommand
+from integr8s_idem.cli.dlq_replay import ReplayCommand, tell_note
 from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.letters import Columns, Story, as_line, counted, story_text, tally_lines
 from integr8s_idem.cli.lines import INTERRUPTED, to_its_end
@@ -268,7 +268,9 @@ def _answered(command: Callable[[], int]) -> int:
 @asynccontextmanager
 async def _opened(search: Search) -> AsyncIterator[tuple[LetterBox, Found]]:
     async with open_letter_box(search.settings.kafka) as box:
-        yield box, await found_by(search, box)
+        found = await found_by(search, box)
+        tell_note(found)
+        yield box, found
 
 
 async def _list(search: Search, *, rows: bool, as_json: bool) -> Tally:

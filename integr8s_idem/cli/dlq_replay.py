@@ -40,6 +40,7 @@ class ReplayCommand:
         """
         # What is there now is what is counted, asked about and published.
         found = asyncio.run(self._look())
+        tell_note(found)
         if dry_run or not yes:
             plan = Report()
             asyncio.run(self._pass(found, plan, None, "counting"))
@@ -47,8 +48,8 @@ class ReplayCommand:
                 self._tell(plan, "to be replayed", dry_run=True)
                 return 0
             typer.echo(report_text(plan, "to be replayed"), err=True)
-            if not agreed(f"Publish {counted(plan.published)} again?", yes=False):
-                return 0
+            if not agreed(f"Publish {counted(plan.published)} again?"):
+                return FAILURE
         report = Report()
         brokers = self.search.settings.kafka.bootstrap_servers
         where = {"brokers": brokers, "store": store_place(self.search.settings)}
@@ -96,3 +97,9 @@ class ReplayCommand:
     def _tell(self, report: Report, done: str, *, dry_run: bool = False) -> None:
         told: dict[str, Any] = {"dry_run": dry_run, **report.as_json()}
         typer.echo(json.dumps(told, indent=2) if self.as_json else report_text(report, done))
+
+
+def tell_note(found: Found) -> None:
+    """A clean house and wrong settings look alike."""
+    if found.note:
+        typer.echo(found.note, err=True)

@@ -14,7 +14,7 @@ from integr8s_idem.cli.answering import FAILURE, Embedded, Json, SettingsFile, a
 from integr8s_idem.cli.application import load_application
 from integr8s_idem.cli.asking import AuditFile, Yes
 from integr8s_idem.cli.embedding import command_settings
-from integr8s_idem.cli.keys_changed import Change, HowToChange
+from integr8s_idem.cli.keys_changed import Change, HowToChange, tell_unmatched
 from integr8s_idem.cli.keys_shown import Listing, show_explanation, show_record
 from integr8s_idem.cli.keys_told import counted_text
 from integr8s_idem.cli.lines import to_its_end
@@ -114,17 +114,16 @@ def show_command(
 
 async def _shown(settings: Settings, keys: Sequence[str], as_json: bool) -> int:
     quiet_clients()
-    any_found = False
+    counted = Counted()
     async with opened(settings) as repository:
         with progress("keys", await size(repository)) as advance:
             changer = Changer(settings, repository, advance)
-            async with aclosing(changer.chosen(Chosen(tuple(keys)))) as records:
+            async with aclosing(changer.chosen(Chosen(tuple(keys)), counted)) as records:
                 async for found, told in records:
-                    any_found = True
+                    counted.add(found, told)
                     show_record(found, told, as_json=as_json)
-    if not any_found:
-        typer.echo("no record: never seen, or expired; `keys explain` says what that means", err=True)
-    return 0 if any_found else FAILURE
+    tell_unmatched(counted)
+    return 0 if counted.records else FAILURE
 
 
 @keys_app.command("explain")

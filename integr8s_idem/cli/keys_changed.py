@@ -15,6 +15,7 @@ from integr8s_idem.cli.keys_told import counted_text
 from integr8s_idem.cli.lines import to_its_end
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
+from integr8s_idem.config.words import printable
 from integr8s_idem.keys import Key
 from integr8s_idem.operations.audit import audited, store_place
 from integr8s_idem.operations.keys.changing import Changer, Counted
@@ -51,8 +52,8 @@ class Change:
             if not counted.records:
                 self._tell(counted, how)
                 return 0
-            _tell_spared(counted)
-            if not agreed(self.question.format(counted_text(counted)), yes=False):
+            _tell_left(counted)
+            if not agreed(self.question.format(counted_text(counted))):
                 return FAILURE
         counted = to_its_end(self._done(settings, asked, how))
         self._tell(counted, how)
@@ -81,10 +82,10 @@ class Change:
     def _tell(self, counted: Counted, how: HowToChange) -> None:
         told = counted.told()
         if how.as_json:
-            typer.echo(json.dumps({self.done: told.pop("records"), **told}))
+            typer.echo(json.dumps({self.done: told.pop("records"), **told, "unmatched": counted.unmatched}))
             return
         typer.echo(f"{self.done}: {counted_text(counted)}")
-        _tell_spared(counted)
+        _tell_left(counted)
 
 
 def _fit_for_audit(asked: Mapping[str, Any], settings: Settings) -> Mapping[str, Any]:
@@ -96,6 +97,14 @@ def _fit_for_audit(asked: Mapping[str, Any], settings: Settings) -> Mapping[str,
     return {**asked, "keys": [name if name.startswith(full) else Key.of(name).digest for name in asked["keys"]]}
 
 
-def _tell_spared(counted: Counted) -> None:
+def _tell_left(counted: Counted) -> None:
     for reason, number in sorted(counted.spared.items()):
         typer.echo(f"left alone: {number:,} {reason}", err=True)
+    tell_unmatched(counted)
+
+
+def tell_unmatched(counted: Counted) -> None:
+    """Name by name, or one that was mistyped would pass for one that is done."""
+    for name in counted.unmatched:
+        told = f"no record of {printable(name)}: never seen, expired, or called otherwise; `keys explain` says more"
+        typer.echo(told, err=True)

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.tree import Tree
 
 from integr8s_idem.cli.answering import answered
-from integr8s_idem.operations.new import Store, application_files, write_application
+from integr8s_idem.config.words import installing
+from integr8s_idem.operations.new import Store, application_files, missing_extras, write_application
 
 
 def new_command(
@@ -28,6 +29,8 @@ def new_command(
         files = application_files(name, store)
         write_application(folder, files)
         _show(folder, list(files))
+        if missing := missing_extras(store):
+            typer.echo(f"\nNot installed yet: {installing(','.join(missing))}")
         typer.echo("\nNext:")
         for command in (
             f"cd {shlex.quote(str(folder))}",

@@ -47,7 +47,7 @@ async def _topics_of(service: Service, settings: Settings) -> Sequence[str]:
 def dead_letter_topics(
     kafka: KafkaSettings, there: Collection[str], *, named: Sequence[str] = (), read: Iterable[str] | None = None
 ) -> list[str]:
-    """The dead-letter topics that are meant.
+    """The dead-letter topics that are meant; there may be none.
 
     Args:
         kafka: Where they are, and how they are called.
@@ -56,25 +56,27 @@ def dead_letter_topics(
         read: What the services of a platform read.
 
     Raises:
-        ApplicationError: One that is named is not there, or none is.
+        ApplicationError: One that is named is not there.
     """
-    prefix, suffix, where = kafka.topic_prefix, kafka.dead_letter_suffix, kafka.bootstrap_servers
-    found = sorted(topic for topic in there if topic.endswith(suffix) and topic.startswith(prefix))
-    if read is not None:
-        wanted = [topic + suffix for topic in read]
-        found = [topic for topic in wanted if topic in there]
-        told = f"none of {', '.join(wanted)} is there"
-    else:
-        begins = f" begins with {prefix} and" if prefix else ""
-        told = f"no topic{begins} ends in {suffix}"
+    prefix, suffix = kafka.topic_prefix, kafka.dead_letter_suffix
     if named:
         return list(dict.fromkeys(_named(kafka, there, name) for name in named))
-    if not found:
-        raise ApplicationError(
-            f"{where}: {told}. Nothing was ever given up there, or [kafka] topic_prefix and dead_letter_suffix are "
-            "others than those of the services"
-        )
-    return found
+    if read is not None:
+        return [topic + suffix for topic in read if topic + suffix in there]
+    return sorted(topic for topic in there if topic.endswith(suffix) and topic.startswith(prefix))
+
+
+def none_there(kafka: KafkaSettings, read: Sequence[str] | None) -> str:
+    """What it may mean that there are none: all is well, or these are not the settings of the services."""
+    prefix, suffix = kafka.topic_prefix, kafka.dead_letter_suffix
+    if read is not None:
+        told = f"none of {', '.join(topic + suffix for topic in read)} is there"
+    else:
+        told = f"no topic{f' begins with {prefix} and' if prefix else ''} ends in {suffix}"
+    return (
+        f"{kafka.bootstrap_servers}: {told}. Nothing was ever given up there, or [kafka] topic_prefix and "
+        "dead_letter_suffix are others than those of the services"
+    )
 
 
 def _named(kafka: KafkaSettings, there: Collection[str], name: str) -> str:

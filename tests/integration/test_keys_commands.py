@@ -298,6 +298,19 @@ def test_what_is_chosen_is_forgotten_and_nothing_else(desk: Desk, chosen: tuple[
     assert desk.audited()[1]["counts"]["records"] == 5 - len(left)
 
 
+def test_a_name_of_no_record_is_told_and_the_others_are_done(desk: Desk) -> None:
+    desk.fill()
+
+    scripted = desk.changing("purge", "order_placed:1", "order_placed:7", "--yes", "--json")
+    read = desk.changing("purge", "order_placed:2", "order_placed:1", "--status", "failed", "--yes")
+    shown = desk.typed("show", "lapsed", "order_placed:7")
+
+    assert (scripted.exit_code, json.loads(scripted.stdout)["unmatched"]) == (0, ["order_placed:7"])
+    assert (read.exit_code, read.stdout) == (0, "purged: 1 record (billing: 1 failed)\n")
+    assert read.stderr.startswith("no record of order_placed:1: never seen, expired, or called otherwise;")
+    assert (shown.exit_code, "no record of order_placed:7: " in shown.stderr) == (0, True)
+
+
 def test_more_than_one_batch_is_purged(desk: Desk) -> None:
     async def fill(manager: IdempotencyManager) -> None:
         verdicts = (await manager.acquire_batch([f"k{n}" for n in range(1_203)])).values()
@@ -387,7 +400,7 @@ def test_what_changes_between_the_look_and_the_change_is_left_alone(
 
     answer = desk.changing("purge", "lapsed", "--yes", "--json")
 
-    assert json.loads(answer.stdout) == {"purged": 0, "by": [], "spared": {"changed meanwhile": 1}}
+    assert json.loads(answer.stdout) == {"purged": 0, "by": [], "spared": {"changed meanwhile": 1}, "unmatched": []}
     record = desk.record("lapsed")
     assert record is not None
     assert (record.status, record.attempt) == (IdempotencyStatus.PROCESSING, 2)

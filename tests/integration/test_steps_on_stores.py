@@ -22,9 +22,10 @@ from tests.support.homes import Home, at_hand, open_home, open_records
 
 MEMORY = "memory"
 KINDS = (MEMORY, *at_hand("redis", "redis-cluster", "sqlite", "postgresql", "mysql", "dynamodb"))
-LEASE = 1.0
-DYNAMODB_LEASE = 4.0
-"""Seconds: DynamoDB Local answers slowly."""
+LEASE = 3.0
+"""Seconds: what a death takes to be noticed, and more than a disk's worst moment."""
+UNHURRIED = 60.0
+"""Seconds: where nobody dies, no lease need run out."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -117,32 +118,27 @@ class Fulfilment:
 
 
 @pytest.fixture
-def lease(home: Home) -> float:
-    return DYNAMODB_LEASE if home.kind == "dynamodb" else LEASE
-
-
-@pytest.fixture
-def processes(store: IdempotencyRepository, lease: float, topic_prefix: str) -> Callable[[], Process]:
-    """Makes processes of one service."""
-    return lambda: Process(store, lease, topic_prefix.rstrip("."))
+def processes(store: IdempotencyRepository, topic_prefix: str) -> Callable[[float], Process]:
+    """Makes processes of one service, by the seconds of a lease."""
+    return lambda lease: Process(store, lease, topic_prefix.rstrip("."))
 
 
 DONE = [Receipt("reserve", 1), Receipt("charge", 1), Receipt("book", 1), Receipt("ship", 1)]
 
 
-async def _after_a_death_in(step: str, processes: Callable[[], Process]) -> tuple[Counter[str], object]:
+async def _after_a_death_in(step: str, processes: Callable[[float], Process]) -> tuple[Counter[str], object]:
     """What the steps of an order have done in the end, and what came of it."""
-    fulfilment, first = Fulfilment(f"order:{step}", dies_in=step), processes()
+    fulfilment, first = Fulfilment(f"order:{step}", dies_in=step), processes(LEASE)
     dead = asyncio.create_task(fulfilment.by(first))
     await fulfilment.died.wait()
-    [end] = await asyncio.gather(fulfilment.by(processes()), return_exceptions=True)
+    [end] = await asyncio.gather(fulfilment.by(processes(LEASE)), return_exceptions=True)
     effects = fulfilment.effects.copy()
     await first.end(dead)
     return effects, end
 
 
 async def test_after_a_death_in_any_step_the_next_run_goes_on_where_it_stopped(
-    processes: Callable[[], Process],
+    processes: Callable[[float], Process],
 ) -> None:
     stories = await asyncio.gather(*(_after_a_death_in(receipt.step, processes) for receipt in DONE))
 
@@ -157,9 +153,9 @@ async def test_after_a_death_in_any_step_the_next_run_goes_on_where_it_stopped(
 
 
 async def test_more_steps_than_are_looked_at_at_once_are_remembered_and_a_lost_one_is_reported(
-    processes: Callable[[], Process],
+    processes: Callable[[float], Process],
 ) -> None:
-    process, seen = processes(), Counter[int]()
+    process, seen = processes(UNHURRIED), Counter[int]()
 
     async def step(number: int) -> int:
         seen[number] += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,19 @@ def test_what_was_written_is_shown_as_a_tree_with_what_to_type_next() -> None:
     assert {str(path) for path in Path("billing").rglob("*") if path.is_file()} == {
         str(Path("billing", path)) for path in application_files("billing")
     }
+
+
+def test_what_is_not_installed_is_told_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+
+    def found(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name in {"aiosqlite", "pytest_asyncio"} else there(name, package)
+
+    monkeypatch.setattr("integr8s_idem.operations.new.find_spec", found)
+    told = "Not installed yet: install the extra"
+
+    assert f"{told} testing,sql: pip install '.[testing,sql]' in the checkout" in new("shop", "--store", "sqlite")[1]
+    assert f"{told} testing: pip install '.[testing]' in the checkout" in new("billing")[1]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ class Counted:
     """By service and state."""
     spared: Counter[str] = field(default_factory=Counter)
     """Left alone, by the reason why."""
+    unmatched: list[str] = field(default_factory=list)
+    """Names of which there is no record that the filter takes: mistyped, or gone already."""
 
     def add(self, found: Found, told: Named) -> None:
         self.records += 1
@@ -113,7 +115,7 @@ class Changer:
             counted.add_all(damaged, [True] * len(damaged))
 
     async def _to_release(self, chosen: Chosen, force: bool, counted: Counted) -> AsyncIterator[tuple[Found, Named]]:
-        async for found, told in self.chosen(chosen):
+        async for found, told in self.chosen(chosen, counted):
             if isinstance(found, Corrupt):
                 counted.spared[UNREADABLE] += 1
                 continue
@@ -129,7 +131,7 @@ class Changer:
     async def _to_purge(
         self, chosen: Chosen, in_progress: bool, counted: Counted
     ) -> AsyncIterator[tuple[Found, Named]]:
-        async for found, told in self.chosen(chosen):
+        async for found, told in self.chosen(chosen, counted):
             if isinstance(found, Corrupt):
                 if chosen.names or "corrupt" in chosen.wanted.states:
                     yield found, told
@@ -140,19 +142,24 @@ class Changer:
             else:
                 yield found, told
 
-    async def chosen(self, chosen: Chosen) -> AsyncGenerator[tuple[Found, Named], None]:
-        """What is named, and the steps of that, as far as the filter takes it."""
+    async def chosen(self, chosen: Chosen, counted: Counted) -> AsyncGenerator[tuple[Found, Named], None]:
+        """What is named, and the steps of that, as far as the filter takes it; `counted` is told of names in vain."""
         if not chosen.names:
             async for found, told in wanted_records(self._repository, self._prefix, chosen.wanted, self.advance):
                 yield found, told
             return
         seen: set[str] = set()
         for name in chosen.names:
+            in_vain = True
             async for found in self._called(name):
                 told = named(found.key, self._prefix)
-                if found.key not in seen and chosen.wanted.takes(found, told):
-                    seen.add(found.key)
-                    yield found, told
+                if chosen.wanted.takes(found, told):
+                    in_vain = False
+                    if found.key not in seen:
+                        seen.add(found.key)
+                        yield found, told
+            if in_vain:
+                counted.unmatched.append(name)
 
     async def _called(self, name: str) -> AsyncIterator[Found]:
         """What `name` names, and the steps of it: with those left behind, a new run would take them for done."""

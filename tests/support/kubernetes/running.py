@@ -52,7 +52,7 @@ class Gate:
         return (
             f"import os, time\n"
             f"def note(word): open({str(self._journal)!r}, 'a').write(word + '\\n')\n"
-            f"note('begin'); print('begun', flush=True)\n"
+            f"print('begun', flush=True); note('begin')\n"
             f"while not os.path.exists({str(self._open)!r}): time.sleep(0.02)\n"
             f"note('end'); print('ended')\n"
         )
