@@ -48,7 +48,7 @@ demo: $(SETUP)  ## the platform on embedded servers, with duplicates and a kille
 	@$(BIN)/python -m examples.demo
 
 test: $(SETUP) $(KAFKA) $(DYNAMODB)  ## all tests, on a real Redis, a real Apache Kafka and DynamoDB Local
-	@# Three on two cores: most of a test's time is waiting, for leases and sessions to end (16 minutes instead of 19).
+	@# Three on two cores: two leave a quarter of them idle, waiting for leases and sessions to end.
 	@$(BIN)/python -m pytest -n 3 --dist loadfile
 
 faults: $(SETUP) $(KAFKA) $(DYNAMODB)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md

@@ -139,19 +139,28 @@ class LeaseLostError(IdempotencyError):
 
     retryable = True
 
-    def __init__(self, key: str, attempt: int, lease: timedelta, scope: str, owner: str = "") -> None:
-        super().__init__(key, attempt, lease, scope, owner)
+    def __init__(
+        self, key: str, attempt: int, lease: timedelta, scope: str, owner: str = "", withdrawn: bool = False
+    ) -> None:
+        super().__init__(key, attempt, lease, scope, owner, withdrawn)
         self.key = key
         self.attempt = attempt
         self.lease = lease
         self.scope = scope
         self.owner = owner
+        self.withdrawn = withdrawn
 
     def __str__(self) -> str:
+        lost = f"lost the reservation of {self.key} (attempt {self.attempt}, service {self.scope})"
+        if self.withdrawn:
+            return (
+                f"{lost}: at a renewal the store held it as ours no more. An operator ended its lease (integr8s-idem "
+                "keys release), or another worker took over after a stall of this process. Its result was not "
+                f"stored. integr8s-idem keys explain says who has it now. {self.read_more}"
+            )
         after = f" and {self.owner} took over" if self.owner else " and could not be renewed in time"
         return (
-            f"lost the reservation of {self.key} (attempt {self.attempt}, service {self.scope}): the "
-            f"handler ran longer than its lease of {_seconds(self.lease)}{after}. Its result was not "
+            f"{lost}: the handler ran longer than its lease of {_seconds(self.lease)}{after}. Its result was not "
             "stored. Raise [idempotency] processing_timeout_seconds, or split the handler into steps. "
             f"{self.read_more}"
         )

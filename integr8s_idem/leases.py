@@ -41,7 +41,7 @@ class HeldLease(Deadline):
     As a deadline it ends a little before the lease does, and moves on with every renewal.
     """
 
-    __slots__ = ("_keeper", "_renewed", "deadline", "renew_at", "reservation", "reserve_anew")
+    __slots__ = ("_keeper", "_renewed", "deadline", "renew_at", "reservation", "reserve_anew", "withdrawn")
 
     def __init__(
         self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, renewed: bool
@@ -51,6 +51,8 @@ class HeldLease(Deadline):
         self._renewed = renewed
         self.reserve_anew = reserve_anew
         self.reservation = reservation
+        self.withdrawn = False
+        """Whether the store has answered a renewal that it holds it as ours no more."""
         self.deadline = 0.0
         """When the lease ends at the earliest, by the event loop's clock."""
         self.renew_at = 0.0
@@ -67,6 +69,7 @@ class HeldLease(Deadline):
 
     def lose(self) -> None:
         """The store has answered no: cancel the handler now."""
+        self.withdrawn = True
         self.reschedule(asyncio.get_running_loop().time())
 
     def _count_from(self, asked_at: float, lease: float) -> float:
@@ -90,7 +93,9 @@ class HeldLease(Deadline):
             super().__exit__(kind, error, trace)
         except TimeoutError:
             held = self.reservation
-            raise LeaseLostError(held.key, held.attempt, held.lease, self._keeper.scope) from None
+            raise LeaseLostError(
+                held.key, held.attempt, held.lease, self._keeper.scope, withdrawn=self.withdrawn
+            ) from None
 
 
 class LeaseKeeper:

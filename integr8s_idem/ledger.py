@@ -229,6 +229,9 @@ class Ledger:
 
     async def reserved_anew(self, work: Work) -> Reserved | None:
         """The reservation again, if the store has merely forgotten it; `None` if somebody else had the key since."""
+        # A look first: to reserve what somebody gave back, or an operator ended, would cost an attempt that never runs.
+        if (await self._repository.get([self.request(work).key]))[0] is not None:
+            return None
         verdict = await self.reserve(self.request(work))
         if not isinstance(verdict, Reserved):
             return None
@@ -238,9 +241,9 @@ class Ledger:
         await self.try_to_release(work, verdict)
         return None
 
-    def lost(self, work: Work, reserved: Reserved, owner: str = "") -> LeaseLostError:
+    def lost(self, work: Work, reserved: Reserved, owner: str = "", *, withdrawn: bool = False) -> LeaseLostError:
         """The error for a reservation that is no longer ours."""
-        return LeaseLostError(work.key.label, reserved.attempt, reserved.lease, self._scope, owner)
+        return LeaseLostError(work.key.label, reserved.attempt, reserved.lease, self._scope, owner, withdrawn=withdrawn)
 
     async def try_to_release(
         self, work: Work, reserved: Reserved, wait_for_store: WaitForStore | None = None, deadline: float = 0.0

@@ -416,7 +416,8 @@ class Passes:
             return await self._handler_failed(work, lease, slow, wait_for_store)
         if lease.lost or refused:
             self.observer.count(Signal.RESERVATION_LOST, work.event_type)
-            raise self._ledger.lost(work, lease.reservation, "another worker" if refused else "") from error
+            owner = "another worker" if refused else ""
+            raise self._ledger.lost(work, lease.reservation, owner, withdrawn=lease.withdrawn) from error
         if seal is not None and error is seal.store_error:
             await self._ledger.try_to_release(work, lease.reservation)
             return None

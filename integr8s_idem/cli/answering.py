@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
+from integr8s_idem.cli.lines import drop_output
 from integr8s_idem.errors import ApplicationError, IdempotencyError, SettingsError
 
 MISTAKE: Final = 2
@@ -38,6 +40,12 @@ def answered(command: Callable[[], int], *, mistake: int = MISTAKE) -> int:
         return mistake
     except IdempotencyError as error:
         typer.echo(f"{_name(error)}{error}", err=True)
+        return FAILURE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        drop_output()
+        typer.echo(f"{error.strerror}: what was printed is not whole", err=True)
         return FAILURE
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -276,7 +275,7 @@ async def _opened(search: Search) -> AsyncIterator[tuple[LetterBox, Found]]:
 async def _list(search: Search, *, rows: bool, as_json: bool) -> Tally:
     tally, is_shown = Tally(), sys.stdout.isatty()
     async with _opened(search) as (box, found):
-        columns = Columns(found.stretches, shutil.get_terminal_size().columns if is_shown else None)
+        columns = Columns(found.stretches)
         if rows and not as_json:
             typer.echo(columns.heading())
         # On a terminal the lines tell themselves how far it has come.

@@ -32,7 +32,7 @@ from integr8s_idem.worker import Platform
 keys_app = typer.Typer(help="Look up what was handled, and mend it.", no_args_is_help=True, rich_markup_mode=None)
 
 Keys = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY", help="Full keys, events' ids, or the ends of keys; or a filter.")
+    list[str] | None, typer.Argument(metavar="KEY", help="Full keys, their last parts, or events' ids; or a filter.")
 ]
 ServiceFilter = Annotated[
     list[str] | None, typer.Option("--service", metavar="NAME", help="Only of this service; can be repeated.")
@@ -99,7 +99,7 @@ async def _listed(settings: Settings, wanted: Wanted, limit: int | None, as_json
 
 @keys_app.command("show")
 def show_command(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Full keys, events' ids, or the ends of keys.")],
+    keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Full keys, their last parts, or events' ids.")],
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
@@ -129,7 +129,8 @@ async def _shown(settings: Settings, keys: Sequence[str], as_json: bool) -> int:
 @keys_app.command("explain")
 def explain_command(
     what: Annotated[
-        str, typer.Argument(metavar="WHAT", help="A key, the end of one, an event's id, or topic:partition:offset.")
+        str,
+        typer.Argument(metavar="WHAT", help="A key, its last parts, an event's id, or topic:partition:offset."),
     ],
     application: Annotated[
         str | None,

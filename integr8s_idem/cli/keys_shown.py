@@ -98,7 +98,6 @@ class Listing:
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._on_terminal = sys.stdout.isatty() and not as_json
-        self._width = Console().width if self._on_terminal else 0
         self._begun = False
 
     def show(self, found: Found, told: Named) -> None:
@@ -119,5 +118,5 @@ class Listing:
 
     def _columns(self, line: tuple[str, ...]) -> str:
         cells = [f"{cell[:width]:<{width}}" for cell, width in zip(line[:-1], _WIDTHS, strict=True)]
-        whole = " ".join([*cells, line[-1]])
-        return whole if len(whole) <= self._width else whole[: self._width - 1] + "…"
+        # Never cut: keys differ at their ends, and people copy them.
+        return " ".join([*cells, line[-1]])

@@ -166,7 +166,7 @@ def _handled(account: Account, standing: Standing) -> str:
     return {
         Lease.HELD: f"not yet: {owner} is at it, for {who}",
         Lease.LAPSED: f"no: the lease of {owner} ended without a word, for {who}; it crashed, or stalled",
-        Lease.RELEASED: f"not yet: {owner} gave it back, for {who}, after a failure or at a shutdown",
+        Lease.RELEASED: f"not yet: {owner} gave it back, for {who}, after a failure, at a shutdown or by an operator",
     }[standing.lease or Lease.RELEASED]
 
 

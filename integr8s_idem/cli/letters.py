@@ -24,11 +24,9 @@ _INDENT: Final = 14
 class Columns:
     """The lines of a list, which are printed as they come: how wide the places are is known before."""
 
-    def __init__(self, stretches: Iterable[Stretch], width: int | None) -> None:
-        """`width`: characters of a line; `None` for as many as it takes."""
+    def __init__(self, stretches: Iterable[Stretch]) -> None:
         places = (f"{one.partition.topic}:{one.partition.partition}:{one.end}" for one in stretches)
         self._place = max(map(len, places), default=5)
-        self._width = width
 
     def heading(self) -> str:
         return self._line("place", "dead-lettered (UTC)", "service", "reason", "error", "gen", "key")
@@ -41,8 +39,8 @@ class Columns:
 
     def _line(self, place: str, at: str, service: str, reason: str, error: str, generation: str, key: str) -> str:
         line = f"{place:<{self._place}}  {at:<19}  {service:<14}  {reason:<17}  {error:<20}  {generation:>3}  {key}"
-        line = printable(line).rstrip()
-        return line if self._width is None or len(line) <= self._width else line[: self._width - 1] + "…"
+        # Never cut: what tells letters apart is at the end.
+        return printable(line).rstrip()
 
 
 def tally_lines(rows: Sequence[tuple[Group, int]]) -> Iterator[str]:
@@ -86,7 +84,7 @@ def story_text(story: Story, *, payload: bool) -> str:
     """One screen; with `payload` as long as it takes."""
     letter = story.letter
     parts = [
-        f"{letter.place}  dead-lettered {written(letter.at)}",
+        f"{letter.place}  {'dead-lettered' if letter.reason else 'published'} {written(letter.at)}",
         "\n".join(_row(name, text) for name, text in _facts(letter) if text),
         "headers\n" + "\n".join(f"  {line}" for line in _headers(letter)),
         "\n".join(_payload(letter, whole=payload)),

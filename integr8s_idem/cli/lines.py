@@ -45,7 +45,11 @@ def to_its_end(work: Coroutine[Any, Any, T]) -> T:
         typer.echo("stopped", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except (ReaderGoneError, BrokenPipeError):
-        # Python flushes once more at its exit, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         raise typer.Exit from None
     return answer
+
+
+def drop_output() -> None:
+    """Print nothing more.  Python flushes once more at its exit, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -37,4 +37,12 @@ def progress(title: str, total: int | None = None, *, quiet: bool = False) -> It
     )
     with shown:
         task = shown.add_task(title, total=total)
-        yield lambda more: shown.update(task, advance=more)
+        done = 0
+
+        def advance(more: int) -> None:
+            nonlocal done
+            done += more
+            # A number that was guessed grows with what there is.
+            shown.update(task, completed=done, total=None if total is None else max(total, done))
+
+        yield advance

@@ -254,6 +254,7 @@ async def test_a_process_with_a_wrong_password_exits_with_an_error_that_names_no
 ) -> None:
     (tmp_path / "settings.toml").write_text(
         f'[store]\nurl = "unix://{server.socket_path}"\nusername = "worker"\npassword = "wrong-{SECRET}"\n'
+        "[telemetry]\nmetrics_port = 0\n"
     )
     arguments = ("tests.support.shop:platform", "--settings", str(tmp_path / "settings.toml"))
     async with locked(server):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -30,22 +32,25 @@ def desk(tmp_path: Path, redis_url: str) -> Desk:
     return desk
 
 
-def ran(desk: Desk, *arguments: str) -> subprocess.CompletedProcess[str]:
+def ran(desk: Desk, *arguments: str, output: IO[str] | None = None) -> subprocess.CompletedProcess[str]:
     """Without a terminal."""
     return subprocess.run(
         [sys.executable, "-m", "integr8s_idem", "keys", *arguments],
         cwd=desk.folder,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=output or subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(desk.folder / "state")},
     )
 
 
-def on_terminal(desk: Desk, *arguments: str, output: Path | None = None) -> Terminal:
-    env = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(desk.folder / "state")}
-    return Terminal("keys", *arguments, folder=desk.folder, env=env, output=output)
+def on_terminal(
+    desk: Desk, *arguments: str, output: Path | None = None, env: Mapping[str, str] | None = None
+) -> Terminal:
+    ours = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(desk.folder / "state"), **(env or {})}
+    return Terminal("keys", *arguments, folder=desk.folder, env=ours, output=output)
 
 
 def audited(desk: Desk) -> list[str]:
@@ -117,6 +122,20 @@ def test_a_terminal_has_a_table_and_a_screen(desk: Desk) -> None:
         assert terminal.wait() == 0
     assert "─ order_placed:1: completed ─" in terminal.said
     assert "next delivery" in terminal.said
+
+
+def test_a_narrow_terminal_cuts_no_key(desk: Desk) -> None:
+    with on_terminal(desk, "list", env={"COLUMNS": "60"}) as terminal:
+        assert terminal.wait() == 0
+
+    assert {one["key"] for one in desk.told("list")} == set(re.findall(r"idempotency:billing:\S+", terminal.said))
+
+
+def test_a_full_disk_is_told_in_a_line(desk: Desk) -> None:
+    with Path("/dev/full").open("w") as full:
+        answer = ran(desk, "list", output=full)
+
+    assert (answer.returncode, answer.stderr) == (1, "No space left on device: what was printed is not whole\n")
 
 
 def test_the_bar_on_a_terminal_leaves_a_pipe_alone(desk: Desk) -> None:

@@ -47,6 +47,7 @@ class SoldOutError(Exception):
 SAMPLES: dict[object, Any] = {
     str: "order:1",
     bytes: b"\x01\x02",
+    bool: True,
     int: 3,
     timedelta: timedelta(seconds=30),
     Mapping[int, Exception]: {1: SoldOutError()},

@@ -197,6 +197,8 @@ async def _two_workers(
         for _ in range(2):
             store = await _store(servers, fault, stack)
             shops.append(await stack.enter_async_context(open_redis_shop(effects, store, lease=LEASE, behave=behave)))
+        # Who has not seen the store before the fault cannot know afterwards that it is another one.
+        await eventually(lambda: all(shop.state == "running" for shop in shops))
         yield shops
 
 

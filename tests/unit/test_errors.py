@@ -18,6 +18,7 @@ EXAMPLES: list[IdempotencyError] = [
     errors.IdempotencyConflictError("order:1", 1, LEASE, "billing-7", LEASE),
     errors.PreviouslyFailedError("order:1", 5, "ValueError: no"),
     errors.LeaseLostError("order:1", 1, LEASE, "billing", "billing-7"),
+    errors.LeaseLostError("order:1", 1, LEASE, "billing", withdrawn=True),
     errors.HandlerTimeoutError("charge", LEASE),
     errors.HandlerCancelledError("charge"),
     errors.HandlerExitError("charge"),

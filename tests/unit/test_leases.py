@@ -10,9 +10,10 @@ from integr8s_idem.errors import LeaseLostError
 from integr8s_idem.keys import Key
 from integr8s_idem.leases import fence_margin
 from integr8s_idem.records import IdempotencyStatus, Reserved
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
-from tests.support.guarded import LEASE, Job, guarded
+from tests.support.guarded import LEASE, Guarded, Job, guarded
 
 
 @virtual_time
@@ -106,7 +107,29 @@ async def test_a_key_that_somebody_had_and_gave_back_is_not_taken_for_a_vanished
         await running
 
     assert here.observer.counts[Signal.RECORD_VANISHED] == 0
-    assert isinstance(await other.manager.reserve("order:1"), Reserved)
+    assert (await _taken_over(other)).attempt == 2
+
+
+async def _taken_over(other: Guarded) -> Reserved:
+    verdict = await other.manager.reserve("order:1")
+    assert isinstance(verdict, Reserved)
+    return verdict
+
+
+@virtual_time
+async def test_a_lease_that_an_operator_ends_costs_one_attempt_and_the_error_says_so() -> None:
+    here, job = guarded(), Job(seconds=1_000)
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+    store = here.store.inner
+    assert isinstance(store, MemoryIdempotencyRepository)
+    assert await store.end_leases([await here.record()]) == [True]
+
+    with pytest.raises(LeaseLostError, match=r"held it as ours no more\. An operator ended its lease"):
+        await running
+
+    assert asyncio.get_running_loop().time() <= LEASE / 2
+    assert (await _taken_over(here)).attempt == 2
 
 
 @virtual_time

@@ -32,7 +32,7 @@ url = "redis://localhost:6379/0"
 
 [idempotency]
 processing_timeout_seconds = 30      # a dead worker's events are taken over after this
-default_ttl_seconds = 691_200        # 8 days: longer than the topics keep events
+default_ttl_seconds = 691_200        # 8 days: the 7 of a topic, and one to spare
 
 [services.billing]
 group_id = "billing"

@@ -24,6 +24,7 @@ RENEWED: Final = "renewed lately: its owner seems to live"
 NOT_HELD: Final = "nobody holds it"
 UNREADABLE: Final = "unreadable; name it, or say --status corrupt"
 CHANGED: Final = "changed meanwhile"
+FILTERED: Final = "named, but not what the filter asks for"
 
 BATCH: Final = 500
 """Records that are changed in one call."""
@@ -47,7 +48,7 @@ class Counted:
     spared: Counter[str] = field(default_factory=Counter)
     """Left alone, by the reason why."""
     unmatched: list[str] = field(default_factory=list)
-    """Names of which there is no record that the filter takes: mistyped, or gone already."""
+    """Names of which there is no record: mistyped, or gone already."""
 
     def add(self, found: Found, told: Named) -> None:
         self.records += 1
@@ -153,11 +154,14 @@ class Changer:
             in_vain = True
             async for found in self._called(name):
                 told = named(found.key, self._prefix)
+                in_vain = False
+                if found.key in seen:
+                    continue
+                seen.add(found.key)
                 if chosen.wanted.takes(found, told):
-                    in_vain = False
-                    if found.key not in seen:
-                        seen.add(found.key)
-                        yield found, told
+                    yield found, told
+                else:
+                    counted.spared[FILTERED] += 1
             if in_vain:
                 counted.unmatched.append(name)
 

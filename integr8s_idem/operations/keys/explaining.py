@@ -143,7 +143,8 @@ class Explainer:
             for full in list(others.values())[:MOST_TOLD]:
                 answer.accounts.append(await self._account(self._repository, named(full.key, self._prefix), full))
             outlook = _outlook(told, self._config(told.scope)).of(None)
-            answer.absent.append(Absent(told.scope, told.handler, told.event_type, text, outlook))
+            if told.scope:
+                answer.absent.append(Absent(told.scope, told.handler, told.event_type, text, outlook))
         return answer
 
     async def _words(self, text: str) -> Explanation:
