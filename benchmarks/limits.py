@@ -7,16 +7,18 @@ from typing import Final
 
 LIMITS: Final[Mapping[str, str]] = {
     "single_fresh_c1": (
-        "Redis runs each of the two scripts some 20 µs longer than a `SET`, and a lone caller waits for that; by "
-        "CPU the two are close"
+        "a lone caller waits for all of it: a third of the difference is this process's CPU (lease, token, two "
+        "requests, two verdicts), a quarter is Redis, which runs each of the two scripts some 20 µs longer than a "
+        "`SET`, and the rest is in neither: two processes that wake each other on two cores"
     ),
     "single_fresh_c64": (
         "this process is the limit: a call has a lease, a fence, a token and a result, and the frames of some "
         "thirty functions"
     ),
     "single_duplicate_c1": (
-        "Redis runs the script some 20 µs longer than a `SET`, a lone caller waits for that, and the result is "
-        "read and replayed, which a losing `SET NX` does not do"
+        "a lone caller waits for all of it: half of the difference is this process's CPU, since the result is read "
+        "and replayed, which a losing `SET NX` does not do, and a quarter is Redis, which runs the script some 20 µs "
+        "longer than a `SET`"
     ),
     "single_duplicate_c64": (
         "this process is the limit: most of a call is not the store's; a memory of one's own (`local_duplicate`) "
@@ -56,6 +58,9 @@ LIMITS: Final[Mapping[str, str]] = {
         "by hand, which promises less, just below the target: `sql_inbox_core` and `sql_inbox_session` say what "
         "the guard costs beside its own library"
     ),
-    "latency_p99_ratio": "Redis runs each of the two scripts some 20 µs longer than a `SET`",
+    "latency_p99_ratio": (
+        "as `single_fresh_c1`: more CPU of this process and of Redis, each a longer time in which another process "
+        "of the machine may come between"
+    ),
 }
 """By the key of the figure."""
