@@ -45,7 +45,7 @@ def answered(command: Callable[[], int], *, mistake: int = MISTAKE) -> int:
         if error.errno != errno.ENOSPC:
             raise
         drop_output()
-        typer.echo(f"{error.strerror}: what was printed is not whole", err=True)
+        typer.echo(f"{error.strerror}: nothing more can be written", err=True)
         return FAILURE
 
 

@@ -135,7 +135,7 @@ def test_a_full_disk_is_told_in_a_line(desk: Desk) -> None:
     with Path("/dev/full").open("w") as full:
         answer = ran(desk, "list", output=full)
 
-    assert (answer.returncode, answer.stderr) == (1, "No space left on device: what was printed is not whole\n")
+    assert (answer.returncode, answer.stderr) == (1, "No space left on device: nothing more can be written\n")
 
 
 def test_the_bar_on_a_terminal_leaves_a_pipe_alone(desk: Desk) -> None:
