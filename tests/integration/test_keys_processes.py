@@ -102,6 +102,7 @@ def test_who_says_anything_else_has_not(desk: Desk, answer: str | None) -> None:
         terminal.wait_for("two may do the same work.")
         terminal.wait_for("[y/N]")
         if answer is None:
+            terminal.wait_for_sleep()
             terminal.interrupt()
         else:
             terminal.enter(answer)

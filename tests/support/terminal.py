@@ -72,6 +72,20 @@ class Terminal:
         """Ctrl-C."""
         os.killpg(self._process.pid, signal.SIGINT)
 
+    def wait_for_sleep(self, timeout: float = 60) -> None:
+        """Return once it reads what people type, and does nothing else.
+
+        A signal between a question and the reading of its answer is kept by readline until there is one: people press
+        Ctrl-C once more.
+        """
+        process, deadline, quiet, seen = psutil.Process(self._process.pid), time.monotonic() + timeout, 0, None
+        while quiet < 5:
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+            now = (process.status(), process.cpu_times())
+            quiet = quiet + 1 if now == seen and now[0] == psutil.STATUS_SLEEPING else 0
+            seen = now
+
     def wait_for_connection(self, port: int, timeout: float = 60) -> None:
         """Return once the command is connected to a server on this machine."""
         process, deadline = psutil.Process(self._process.pid), time.monotonic() + timeout
