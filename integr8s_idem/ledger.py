@@ -229,10 +229,12 @@ class Ledger:
 
     async def reserved_anew(self, work: Work) -> Reserved | None:
         """The reservation again, if the store has merely forgotten it; `None` if somebody else had the key since."""
+        request = self.request(work)
         # A look first: to reserve what somebody gave back, or an operator ended, would cost an attempt that never runs.
-        if (await self._repository.get([self.request(work).key]))[0] is not None:
+        [record] = await self._repository.get([request.key])
+        if record is not None:
             return None
-        verdict = await self.reserve(self.request(work))
+        verdict = await self.reserve(request)
         if not isinstance(verdict, Reserved):
             return None
         if verdict.previous is Previous.NONE:

@@ -45,7 +45,8 @@ def answered(command: Callable[[], int], *, mistake: int = MISTAKE) -> int:
         if error.errno != errno.ENOSPC:
             raise
         drop_output()
-        typer.echo(f"{error.strerror}: nothing more can be written", err=True)
+        where = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"{where}{error.strerror}: nothing more can be written", err=True)
         return FAILURE
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from integr8s_idem.cli.answering import FAILURE, Embedded, Json, SettingsFile, answered, quiet_clients
+from integr8s_idem.cli.answering import FAILURE, AppOption, Embedded, Json, SettingsFile, answered, quiet_clients
 from integr8s_idem.cli.application import load_application
 from integr8s_idem.cli.asking import AuditFile, Yes
 from integr8s_idem.cli.dlq_replay import ReplayCommand, tell_note
@@ -102,9 +102,7 @@ def list_command(
 def show_command(
     place: Annotated[list[str], typer.Argument(metavar="TOPIC:PARTITION:OFFSET", help="As dlq list names it.")],
     payload: Annotated[bool, typer.Option("--payload", help="All of the payload.")] = False,
-    application: Annotated[
-        str | None, typer.Option("--app", metavar="MODULE:APP", help="The platform whose own settings count as well.")
-    ] = None,
+    application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
