@@ -11,6 +11,7 @@ import threading
 
 from integr8s_idem.embedded.groups import Groups
 from integr8s_idem.embedded.wire import Coordinator, Request
+from integr8s_idem.listening import accept_no_more
 
 _log = logging.getLogger(__name__)
 
@@ -53,18 +54,14 @@ class Front:
             self._loop.close()
 
     async def _close(self, server: asyncio.Server) -> None:
-        for listening in server.sockets:
-            # A server that is closed between accepting and making a connection loses the socket (Python 3.11).
-            self._loop.remove_reader(listening.fileno())
-        self._groups.close()
-        # What was accepted a moment ago becomes a client in the next turns of the loop, which is ours alone, and a
-        # client that is cancelled before it has begun would leave its socket open.
-        while begun := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.sleep(0)
-            for client in self._clients & begun:
-                client.cancel()
-            await asyncio.wait(begun)
+        await accept_no_more(server.sockets)
         server.close()
+        self._groups.close()
+        # The loop is ours alone: what goes on within it serves a client.
+        while under_way := asyncio.all_tasks() - {asyncio.current_task()}:
+            for client in self._clients:
+                client.cancel()
+            await asyncio.wait(under_way)
 
     def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = self._loop.create_task(self._serve(reader, writer))

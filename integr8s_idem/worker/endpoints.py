@@ -22,6 +22,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from integr8s_idem.errors import SettingsError, SettingsMistake
+from integr8s_idem.listening import accept_no_more
 from integr8s_idem.worker.health import Health
 
 CLOSE_SECONDS: Final = 1
@@ -83,6 +84,10 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         # SIGTERM means that the worker drains, and its probes are answered until it is done.
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await accept_no_more(sockets or [])
+        await super().shutdown(sockets)
 
     def abort(self) -> None:
         """Cut what outlived its time: a scraper that reads no more, or everything after a cancellation."""

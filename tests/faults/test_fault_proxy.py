@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.accepting import Acceptor
 from tests.support.conditions import eventually
 from tests.support.fault_proxy import (
+    Address,
     Corrupt,
     Cut,
     Delay,
@@ -71,20 +74,26 @@ class Line:
 
 
 @asynccontextmanager
+async def echoing(echo: Echo, path: Path | None) -> AsyncIterator[Address]:
+    """Where `echo` is served: the Unix socket `path`, or a free port."""
+    server = Acceptor(echo.serve)
+    with socket.socket(socket.AF_UNIX if path else socket.AF_INET) as listening:
+        listening.bind(str(path) if path else ("127.0.0.1", 0))
+        await server.start(listening)
+        try:
+            yield path or server.port
+        finally:
+            await server.close()
+
+
+@asynccontextmanager
 async def open_line(tmp_path: Path | None = None) -> AsyncIterator[Line]:
     echo = Echo()
-    if tmp_path is not None:
-        server = await asyncio.start_unix_server(echo.serve, tmp_path / "echo.sock")
-        proxy = FaultProxy(tmp_path / "echo.sock")
-    else:
-        server = await asyncio.start_server(echo.serve, "127.0.0.1", 0)
-        proxy = FaultProxy(server.sockets[0].getsockname()[1])
-    async with proxy:
+    async with echoing(echo, tmp_path and tmp_path / "echo.sock") as target, FaultProxy(target) as proxy:
         line = Line(echo, proxy)
         yield line
         for caller in line.callers:
-            caller.writer.close()
-    server.close()
+            caller.writer.transport.abort()
 
 
 @pytest.fixture(params=["tcp", "socket"])
@@ -227,14 +236,10 @@ async def test_one_byte_behind_the_marker_is_flipped_once(line: Line) -> None:
 async def test_the_address_stands_before_the_start_and_the_target_may_come_later(tmp_path: Path) -> None:
     echo = Echo()
     proxy = FaultProxy(listen=tmp_path / "ours.sock")
-    server = await asyncio.start_unix_server(echo.serve, tmp_path / "late.sock")
     assert proxy.address == tmp_path / "ours.sock"
 
-    proxy.target = tmp_path / "late.sock"
-    async with proxy:
+    async with echoing(echo, tmp_path / "late.sock") as proxy.target, proxy:
         line = Line(echo, proxy)
         caller = await line.call()
         assert await caller.ask(b"look") == b"look"
-        caller.writer.close()
-
-    server.close()
+        caller.writer.transport.abort()

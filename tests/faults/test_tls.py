@@ -17,6 +17,7 @@ from integr8s_idem.config import KafkaSettings, RedisStoreSettings
 from integr8s_idem.errors import PublishError, StoreUnavailableError
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from tests.kafka_faults.tools import need_kafka
+from tests.support.accepting import Acceptor
 from tests.support.kafka.broker import KafkaBroker
 from tests.support.redis import RedisServer
 from tests.support.tls import Authority, TlsFront
@@ -69,12 +70,12 @@ async def test_a_redis_that_speaks_no_tls_is_refused(redis_server: RedisServer, 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"+PONG\r\n")
-        writer.close()
-        await writer.wait_closed()
+        await writer.drain()
 
-    plain = await asyncio.start_server(answer, "127.0.0.1", 0)
+    plain = Acceptor(answer)
+    await plain.start()
     settings = RedisStoreSettings(
-        url=f"rediss://127.0.0.1:{plain.sockets[0].getsockname()[1]}/0", tls_ca_file=str(Authority(tmp_path).ca_file)
+        url=f"rediss://127.0.0.1:{plain.port}/0", tls_ca_file=str(Authority(tmp_path).ca_file)
     )
     client = redis_client(settings)
 
@@ -82,7 +83,7 @@ async def test_a_redis_that_speaks_no_tls_is_refused(redis_server: RedisServer, 
         await RedisIdempotencyRepository(client).ping()
 
     await client.aclose()
-    plain.close()
+    await plain.close()
 
 
 @dataclass(frozen=True)

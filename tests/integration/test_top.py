@@ -35,6 +35,7 @@ from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
+from tests.support.accepting import Acceptor
 from tests.support.http_server import serving
 from tests.support.processes import ServiceProcess
 
@@ -58,9 +59,12 @@ class Process:
 @asynccontextmanager
 async def saying(say: Say) -> AsyncIterator[int]:
     """The port of a server that does to each connection what `say` does."""
-    server = await asyncio.start_server(say, "127.0.0.1", 0)
-    async with server:
-        yield server.sockets[0].getsockname()[1]
+    server = Acceptor(say)
+    await server.start()
+    try:
+        yield server.port
+    finally:
+        await server.close()
 
 
 def watched(*ports: int, timeout: float = 3.0) -> Fleet:

@@ -11,10 +11,12 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeAlias
 
+from integr8s_idem.listening import accept_no_more
+
 Serve: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-_TURNS: Final = 10
-"""Of the loop: a connection that was accepted has a task after three."""
+_TURNS: Final = 3
+"""Of the loop: a socket that is aborted is closed in the next one."""
 
 
 class Acceptor:
@@ -44,16 +46,14 @@ class Acceptor:
         """End all; when this returns every socket is closed."""
         if self._server is None or not self._server.is_serving():
             return
-        for listening in self._server.sockets:
-            # A server that is closed between accepting and making a connection loses the socket (Python 3.11).
-            asyncio.get_running_loop().remove_reader(listening.fileno())
-        await _turns()
+        await accept_no_more(self._server.sockets)
         self._server.close()
         for task in self._open:
             task.cancel()
         while self._open:
             await asyncio.wait(self._open)
-        await _turns()
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
 
     def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._served(reader, writer))
@@ -71,8 +71,3 @@ class Acceptor:
         if error is not None:
             told = {"message": "a connection's server failed", "exception": error, "task": task}
             task.get_loop().call_exception_handler(told)
-
-
-async def _turns() -> None:
-    for _ in range(_TURNS):
-        await asyncio.sleep(0)

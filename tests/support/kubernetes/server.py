@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import Any, Final, Self
 import yaml
 from aiohttp import web
 
+from integr8s_idem.listening import accept_no_more
 from tests.support.kubernetes.checks import (
     LARGEST_OBJECT,
     LARGEST_REQUEST,
@@ -143,7 +145,8 @@ class KubernetesStandIn:
             app.router.add_route(method, path, self._route(verb, resource, answer))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self._tls).start()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(self._runner, self._listening, ssl_context=self._tls).start()
         self.write_kubeconfig()
         return self
 
@@ -153,6 +156,7 @@ class KubernetesStandIn:
         assert self._runner is not None
         await self.kubelet.close()
         await self.controller.close()
+        await accept_no_more([self._listening])
         await self._runner.cleanup()
         # The API's clients are patient with errors of the server: without this nobody would hear of ours.
         assert self._bugs == []
