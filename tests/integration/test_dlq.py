@@ -41,6 +41,7 @@ def dlq_for(kafka: Kafka, prefix: str, redis_url: str, folder: Path, more: str =
         "retry_initial_seconds = 0.1"
         for name in ("billing", "audit")
     )
+    folder.mkdir(exist_ok=True)
     (folder / "settings.toml").write_text(
         f"""
 [kafka]
@@ -300,12 +301,15 @@ async def test_a_replay_that_is_cut_short_says_how_far_it_came_and_the_next_one_
     own_kafka: KafkaBroker, topic_prefix: str, redis_url: str, tmp_path: Path
 ) -> None:
     count = 1_500
-    dlq = dlq_for(own_kafka, topic_prefix, redis_url, tmp_path, "request_timeout_seconds = 2")
+    patient, hasty = (
+        dlq_for(own_kafka, topic_prefix, redis_url, temporary, more)
+        for temporary, more in ((tmp_path, ""), (tmp_path / "hasty", "request_timeout_seconds = 2"))
+    )
     source, settings = f"{topic_prefix}order_placed", kafka_settings(own_kafka, topic_prefix)
     await own_kafka.create_topics({source: 1, f"{source}.dlq": 1})
     await post(settings, (letter_of(number, topic=source, filling="x" * 8_000) for number in range(count)))
 
-    async def in_the_middle() -> asyncio.subprocess.Process:
+    async def in_the_middle(dlq: Dlq) -> asyncio.subprocess.Process:
         """A replay that has begun to publish."""
         async with open_letter_box(settings) as box:
             (before,) = await box.stretches([Partition(source, 0)])
@@ -314,16 +318,17 @@ async def test_a_replay_that_is_cut_short_says_how_far_it_came_and_the_next_one_
                 assert process.returncode is None, "it has ended"
         return process
 
-    interrupted = await in_the_middle()
+    interrupted = await in_the_middle(patient)
     interrupted.send_signal(signal.SIGINT)
     _, told = await interrupted.communicate()
-    first = dlq.audit[-1]
-    silent = await in_the_middle()
+    first = patient.audit[-1]
+    silent = await in_the_middle(hasty)
     os.kill(own_kafka.pid, signal.SIGSTOP)
     out, err = await silent.communicate()
     os.kill(own_kafka.pid, signal.SIGCONT)
-    second = dlq.audit[-1]
-    last = await dlq.typed("replay", "--yes", "--json")
+    second = hasty.audit[-1]
+    await asyncio.to_thread(own_kafka.wait_until_it_serves)
+    last = await patient.typed("replay", "--yes", "--json")
 
     assert (interrupted.returncode, first["says"], b"interrupted" in told) == (130, "interrupted", True)
     assert silent.returncode == 1
