@@ -26,6 +26,7 @@ IdempotencyError
 │   │   └── ResultNotStoredError    the work is done, its record could not be written
 │   ├── StoreConfigurationError     the store refuses us: credentials, permissions, settings
 │   └── CorruptRecordError      a record that cannot be read; never taken for "absent"
+├── BrokerUnavailableError      no answer when we asked the brokers about what they hold    (retryable)
 ├── SettingsError               every mistake in the settings, at once
 └── ApplicationError            what was asked to run does not fit together
 
@@ -443,6 +444,24 @@ class CorruptRecordError(StoreError):
         return (
             f"the record of {self.key} cannot be read: {self.reason}. The work was not done. Look at the "
             f"record and delete it once you know whether the work is done. {self.read_more}"
+        )
+
+
+class BrokerUnavailableError(IdempotencyError):
+    """No usable answer when we asked the brokers about their topics, or what dead-letter topics hold."""
+
+    retryable = True
+
+    def __init__(self, servers: str, reason: str) -> None:
+        """`servers`: as `kafka.bootstrap_servers` names them."""
+        super().__init__(servers, reason)
+        self.servers = servers
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"no answer from {self.servers}: {_sentence(self.reason)} See that they run, and what [kafka] says of "
+            f"them: integr8s-idem doctor. {self.read_more}"
         )
 
 

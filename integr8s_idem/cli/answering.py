@@ -19,6 +19,8 @@ MISTAKE: Final = 2
 FAILURE: Final = 1
 """Exit status: a service failed, or a server did."""
 
+_FULL: Final = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+
 SettingsFile = Annotated[
     Path | None, typer.Option("--settings", metavar="FILE", help="TOML file; ./settings.toml if it is there.")
 ]
@@ -42,7 +44,7 @@ def answered(command: Callable[[], int], *, mistake: int = MISTAKE) -> int:
         typer.echo(f"{_name(error)}{error}", err=True)
         return FAILURE
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in _FULL:
             raise
         drop_output()
         where = f"{error.filename}: " if error.filename else ""

@@ -14,7 +14,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from integr8s_idem.cli.answering import FAILURE, AppOption, Embedded, Json, SettingsFile, answered, quiet_clients
+from integr8s_idem.cli.answering import AppOption, Embedded, Json, SettingsFile, answered, quiet_clients
 from integr8s_idem.cli.application import load_application
 from integr8s_idem.cli.asking import AuditFile, Yes
 from integr8s_idem.cli.dlq_replay import ReplayCommand, tell_note
@@ -31,7 +31,6 @@ from integr8s_idem.operations.letters import Place
 from integr8s_idem.operations.replaying import decided
 from integr8s_idem.operations.searching import Found, Search, found_by, pages
 from integr8s_idem.operations.tallying import Group, Tally
-from integr8s_idem.worker.brokers import BrokersSilentError
 
 dlq_app = typer.Typer(help="Look at dead letters, and put them back.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -250,13 +249,10 @@ def _search(
 
 
 def _answered(command: Callable[[], int]) -> int:
-    """As `answered`; brokers that do not answer are told without a traceback, too."""
+    """As `answered`; an interruption is told without a traceback, too."""
     quiet_clients()
     try:
         return answered(command)
-    except BrokersSilentError as error:
-        typer.echo(f"{error}. See that they run, and what [kafka] says of them: integr8s-idem doctor", err=True)
-        return FAILURE
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         return INTERRUPTED

@@ -36,7 +36,7 @@ class ReplayCommand:
 
         Raises:
             ApplicationError: Nobody is there to be asked.
-            BrokersSilentError: The letters cannot be read.
+            BrokerUnavailableError: The letters cannot be read.
         """
         # What is there now is what is counted, asked about and published.
         found = asyncio.run(self._look())

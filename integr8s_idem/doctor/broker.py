@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from integr8s_idem.config import KafkaSettings, Settings
+from integr8s_idem.errors import BrokerUnavailableError
 from integr8s_idem.findings import Code, Finding, Severity
-from integr8s_idem.worker.brokers import BrokersSilentError, BrokersTellNothingError, read_facts
+from integr8s_idem.worker.brokers import BrokersTellNothingError, read_facts
 from integr8s_idem.worker.retention import TTL, BrokerFacts, Reading, plain, retention_findings
 
 BROKERS: Final = "brokers"
@@ -31,10 +32,11 @@ async def look_at_brokers(settings: Settings, readings: Sequence[Reading]) -> Br
         facts = await read_facts(kafka, [*topics, *(name + kafka.dead_letter_suffix for name in topics)])
     except BrokersTellNothingError as error:
         return BrokerLook([*_known(readings), _tell_nothing(str(error), topics)])
-    except BrokersSilentError as error:
+    except BrokerUnavailableError as error:
+        told = f"no answer from {error.servers}: {error.reason}"
         cost = "workers wait, and handle nothing meanwhile"
         mend = "start them, or mend kafka.bootstrap_servers, its user and its certificates"
-        return BrokerLook([Finding(Code.BROKER_UNAVAILABLE, Severity.ERROR, BROKERS, str(error), cost, mend)])
+        return BrokerLook([Finding(Code.BROKER_UNAVAILABLE, Severity.ERROR, BROKERS, told, cost, mend)])
     answered = {_SESSION} if facts.session_bounds else set()
     if topics and not any(facts.unseen.get(name) for name in topics):
         answered.add(TTL)

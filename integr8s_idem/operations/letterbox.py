@@ -14,9 +14,9 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import KafkaError
 
 from integr8s_idem.config import KafkaSettings
-from integr8s_idem.errors import ApplicationError
+from integr8s_idem.errors import ApplicationError, BrokerUnavailableError
 from integr8s_idem.operations.letters import Letter, Place
-from integr8s_idem.worker.brokers import BrokersSilentError
+from integr8s_idem.worker.brokers import unavailable
 from integr8s_idem.worker.clients import bounded, connection_options
 from integr8s_idem.worker.records import Partition
 
@@ -61,7 +61,7 @@ class Page:
 
 
 class LetterBox:
-    """The dead-letter topics of a cluster.  All its methods raise `BrokersSilentError` for no answer, or a refusal."""
+    """The dead-letter topics of a cluster.  All methods raise `BrokerUnavailableError` for no answer, or a refusal."""
 
     def __init__(self, kafka: KafkaSettings, consumer: Any) -> None:
         self._kafka = kafka
@@ -144,18 +144,14 @@ class LetterBox:
                 heard = time.monotonic()
             elif time.monotonic() - heard > self._patience:
                 topics = ", ".join(sorted({each.topic for each in left}))
-                raise BrokersSilentError(
-                    f"no answer from {self._kafka.bootstrap_servers}: nothing of what {topics} holds came within "
-                    f"{self._patience:g} s"
-                )
+                reason = f"nothing of what {topics} holds came within {self._patience:g} s"
+                raise BrokerUnavailableError(self._kafka.bootstrap_servers, reason)
 
     async def _asked(self, call: Coroutine[Any, Any, T]) -> T:
         try:
             return await bounded(call, self._patience)
         except (KafkaError, OSError, TimeoutError) as error:
-            # Its own words for brokers that are away name every one of them.
-            told = " ".join(str(error).split()) or type(error).__name__
-            raise BrokersSilentError(f"no answer from {self._kafka.bootstrap_servers}: {told[:300]}") from error
+            raise unavailable(self._kafka, error) from error
 
 
 @asynccontextmanager
@@ -163,7 +159,7 @@ async def open_letter_box(kafka: KafkaSettings) -> AsyncIterator[LetterBox]:
     """Connected; closed at the end of the block.
 
     Raises:
-        BrokersSilentError: No broker answers.
+        BrokerUnavailableError: No broker answers.
     """
     consumer: Any = AIOKafkaConsumer(
         **connection_options(kafka),

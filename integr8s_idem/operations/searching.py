@@ -64,7 +64,7 @@ async def found_by(search: Search, box: LetterBox) -> Found:
 
     Raises:
         ApplicationError: A topic or a place that is named is not there.
-        BrokersSilentError: No answer.
+        BrokerUnavailableError: No answer.
     """
     there = await box.partitions()
     if search.places:

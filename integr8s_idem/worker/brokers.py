@@ -10,6 +10,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaError, UnknownTopicOrPartitionError, for_code
 
 from integr8s_idem.config import KafkaSettings
+from integr8s_idem.errors import BrokerUnavailableError
 from integr8s_idem.worker.clients import bounded, connection_options
 from integr8s_idem.worker.retention import BrokerFacts, TopicSettings
 
@@ -22,11 +23,7 @@ _LEAST, _MOST, _CREATES = (
 _CLOSE_SECONDS: Final = 2.0
 
 
-class BrokersSilentError(Exception):
-    """The brokers gave no answer; the message says which, and why."""
-
-
-class BrokersTellNothingError(BrokersSilentError):
+class BrokersTellNothingError(Exception):
     """The brokers answer, and know no question for what topics are set to."""
 
 
@@ -36,7 +33,7 @@ async def read_facts(kafka: KafkaSettings, topics: Collection[str]) -> BrokerFac
     Each call has `kafka.request_timeout_seconds`, all together twice that.
 
     Raises:
-        BrokersSilentError: No answer, or none that we understand.
+        BrokerUnavailableError: No answer, or none that we understand.
         BrokersTellNothingError: They answer, and do not know the question.
     """
     admin: Any = AIOKafkaAdminClient(**connection_options(kafka))
@@ -46,11 +43,16 @@ async def read_facts(kafka: KafkaSettings, topics: Collection[str]) -> BrokerFac
         told = f"{kafka.bootstrap_servers} answer, and know no DescribeConfigs: what topics are set to cannot be asked"
         raise BrokersTellNothingError(told) from error
     except (KafkaError, OSError, TimeoutError) as error:
-        # Its own words for brokers that are away name every one of them.
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise BrokersSilentError(f"no answer from {kafka.bootstrap_servers}: {told[:300]}") from error
+        raise unavailable(kafka, error) from error
     finally:
         await _closed(admin)
+
+
+def unavailable(kafka: KafkaSettings, error: Exception) -> BrokerUnavailableError:
+    """The client's `error` in our words."""
+    # Its own ones for brokers that are away name every one of them.
+    told = " ".join(str(error).split()) or type(error).__name__
+    return BrokerUnavailableError(kafka.bootstrap_servers, told[:300])
 
 
 async def _closed(admin: Any) -> None:

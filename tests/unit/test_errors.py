@@ -37,6 +37,7 @@ EXAMPLES: list[IdempotencyError] = [
     errors.ResultNotStoredError("order:1", "connection refused"),
     errors.StoreConfigurationError("reserve", "NOAUTH"),
     errors.CorruptRecordError("order:1", "no such version"),
+    errors.BrokerUnavailableError("localhost:9092", "connection refused"),
     errors.SettingsError("settings.toml", [SettingsMistake("store.url", "no Redis URL")]),
     errors.ApplicationError("no such service"),
 ]
@@ -80,4 +81,5 @@ def test_what_can_succeed_later_is_marked_so() -> None:
         "PublishError",
         "StoreUnavailableError",
         "ResultNotStoredError",
+        "BrokerUnavailableError",
     }
