@@ -30,16 +30,23 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _what_is_loaded_stays() -> Iterator[None]:
-    """Hides modules and tests from the collections below, which then take milliseconds instead of half a second."""
-    gc.collect()
-    gc.freeze()
+def _nothing_stays_frozen() -> Iterator[None]:
     yield
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_here_stays(_nothing_stays_frozen: None) -> None:
+    """Hides from the collections below what was there before: they take milliseconds instead of half a second.
+
+    By module, since tests leave more and more that lives on, and some let all of it be seen again.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def _leaves_nothing_to_the_collector(_what_is_loaded_stays: None) -> Iterator[None]:
+def _leaves_nothing_to_the_collector(_what_is_here_stays: None) -> Iterator[None]:
     """A socket that a test forgot is an error of that test (of the next one, if a log still held it).
 
     Left alone it would be one of whichever test runs when the collector comes by.

@@ -90,7 +90,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     handlers, level, thresholds = root.handlers.copy(), root.level, gc.get_threshold()
     yield
     gc.set_threshold(*thresholds)
-    gc.unfreeze()
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(capture=False)
@@ -108,6 +107,7 @@ def test_the_status_is_that_of_the_group(status: int) -> None:
 
 def test_the_garbage_collector_looks_seldom_by_the_time_the_services_run() -> None:
     seen: list[tuple[int, int]] = []
+    gc.unfreeze()
 
     run(asked(), FakeGroup(then=lambda: seen.append((gc.get_threshold()[0], gc.get_freeze_count()))))
 
