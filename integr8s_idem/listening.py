@@ -18,7 +18,8 @@ async def accept_no_more(sockets: Iterable[_Listening]) -> None:
     """Return once each connection that was accepted is known to its server, which may be closed then.
 
     A server of asyncio that is closed between accepting and making a connection leaves that open, until the garbage
-    collector finds it and warns of a socket that was never closed (Python 3.11 to 3.14; uvloop is not concerned).
+    collector finds it and warns of a socket that was never closed (seen with Python 3.11).  uvloop makes the
+    connection as it accepts it.
 
     Args:
         sockets: On which the servers of the running event loop listen; they stay open.
