@@ -238,7 +238,9 @@ async def test_a_thousand_requests_with_fifty_keys_to_two_servers_run_fifty(
     async with AsyncExitStack() as stack:
         ports = []
         for _ in range(2):
-            store = RedisIdempotencyRepository(await stack.enter_async_context(Redis.from_url(redis_url)))
+            client = await stack.enter_async_context(Redis.from_url(redis_url))
+            # A loop with a thousand clients and two servers in it may be longer at its turns than a store is given.
+            store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=60))
             manager = IdempotencyManager(IdempotencyConfig(), store, scope="shop")
             stack.push_async_callback(manager.close)
             app = _guarded(answer, manager, wait=timedelta(seconds=100))
