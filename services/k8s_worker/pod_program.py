@@ -35,7 +35,9 @@ def main(report: str) -> None:
     Path("main.py").write_bytes(spec["script"].encode())
     woken, told_to_end = _watch_signals()
     started = time.monotonic()
-    child, output = _begin(spec["limits"])
+    # Held to the end: a Popen that is forgotten takes leave of a child that has ended already, in our place.
+    process, output = _begin(spec["limits"])
+    child = process.pid
     copied = Copy(output, spec["keep"])
     end, waited = "exited", None
     while waited is None:
@@ -80,10 +82,10 @@ def _watch_signals() -> tuple[int, list[bool]]:
     return woken, told_to_end
 
 
-def _begin(limits: dict[str, int]) -> tuple[int, int]:
-    """The script's process id, and the end of the pipe that it writes to."""
+def _begin(limits: dict[str, int]) -> tuple[subprocess.Popen[bytes], int]:
+    """The script's process, and the end of the pipe that it writes to."""
     output, theirs = os.pipe()
-    child = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-I", "-u", "-X", "utf8", "main.py"],
         stdin=subprocess.DEVNULL,
         stdout=theirs,
@@ -93,7 +95,7 @@ def _begin(limits: dict[str, int]) -> tuple[int, int]:
         preexec_fn=lambda: _limit(limits),
     )
     os.close(theirs)
-    return child.pid, output
+    return process, output
 
 
 class Copy:

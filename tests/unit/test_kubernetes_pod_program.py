@@ -22,13 +22,14 @@ from tests.support.conditions import eventually
 
 
 @contextmanager
-def started(folder: Path, script: str, **fields: object) -> Iterator[subprocess.Popen[str]]:
-    """The container's command in `folder`, with its environment and no other."""
+def started(folder: Path, script: str, *, before: str = "", **fields: object) -> Iterator[subprocess.Popen[str]]:
+    """The container's command in `folder`, with its environment and no other; `before` runs before its program."""
     command = CreatePodCommand.model_validate({"execution_id": "e1", "saga_id": "s1", "script": script, **fields})
     settings = PlatformSection(output_limit_bytes=100, output_flood_bytes=100_000, max_open_files=20)
     (container,) = job_of("exec-1", command, settings)["spec"]["template"]["spec"]["containers"]
+    *options, text = container["command"][1:]
     program = subprocess.Popen(
-        [sys.executable, *container["command"][1:], str(folder.parent / "report")],
+        [sys.executable, *options, f"{before}\nexec({text!r})" if before else text, str(folder.parent / "report")],
         cwd=folder,
         env={each["name"]: each["value"] for each in container["env"]},
         stdout=subprocess.PIPE,
@@ -42,9 +43,9 @@ def started(folder: Path, script: str, **fields: object) -> Iterator[subprocess.
         program.communicate()
 
 
-def ended(folder: Path, script: str, **fields: object) -> tuple[int, str, dict[str, Any]]:
+def ended(folder: Path, script: str, *, before: str = "", **fields: object) -> tuple[int, str, dict[str, Any]]:
     """Exit status, output and report."""
-    with started(folder, script, **fields) as program:
+    with started(folder, script, before=before, **fields) as program:
         output, _ = program.communicate(timeout=60)
         return program.returncode, output, json.loads((folder.parent / "report").read_text())
 
@@ -60,6 +61,25 @@ def test_it_ends_as_its_script(folder: Path) -> None:
 
     assert (status, output) == (3, "a\n")
     assert (report["end"], report["exit_code"], report["dropped"]) == ("exited", 3, 0)
+
+
+HELD_UP = """
+import os, subprocess
+
+class HeldUp(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+subprocess.Popen = HeldUp
+"""
+"""Goes on when what it has started has ended already, as on a machine that is busy elsewhere."""
+
+
+def test_a_script_that_has_ended_before_it_is_waited_for_is_told_all_the_same(folder: Path) -> None:
+    status, output, report = ended(folder, "print('a')", before=HELD_UP, timeout_seconds=5)
+
+    assert (status, output, report["end"]) == (0, "a\n", "exited")
 
 
 def test_a_signal_is_told_as_a_shell_does(folder: Path) -> None:
