@@ -122,11 +122,11 @@ async def test_an_admin_client_is_told_that_topics_cannot_be_made(server: str) -
 
 
 async def test_events_reach_a_waiting_consumer_long_before_its_fetches_would_end(server: str) -> None:
-    """A fetch asks for half a second, all of which the emulator would sleep: four times, two seconds."""
+    """A fetch asks for half a second, all of which the emulator would sleep: twenty times, ten seconds."""
     producer: Any = AIOKafkaProducer(bootstrap_servers=server)
     async with producer, consumer(server, "fast", "g") as member:
-        async with asyncio.timeout(1):
-            for value in (b"1", b"2", b"3", b"4"):
+        async with asyncio.timeout(5):
+            for value in (b"%d" % number for number in range(20)):
                 await member.getmany(timeout_ms=20)
                 await producer.send_and_wait("fast", value, partition=0)
                 assert await read(member, 1) == [value]

@@ -243,8 +243,8 @@ async def test_a_pool_that_is_disconnected_has_nothing_at_hand_and_goes_on(quick
 
 async def test_a_silent_server_costs_no_connection(redis_url: str) -> None:
     with RedisServer() as server:
-        client = client_of(server.url, max_connections=2, timeout_seconds=0.2)
-        store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=0.2))
+        client = client_of(server.url, max_connections=2, timeout_seconds=2)
+        store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=2))
         await store.reserve(wishes("warm", 1))
         await asyncio.to_thread(server.pause)
         answers = await asyncio.gather(*(store.reserve(wishes("k", 1)) for _ in range(6)), return_exceptions=True)

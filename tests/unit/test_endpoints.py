@@ -196,14 +196,15 @@ async def test_a_block_left_at_once_leaves_nothing_listening(process: Process) -
         await asyncio.open_connection("127.0.0.1", port)
 
 
-async def test_idle_connections_do_not_hold_up_the_end(process: Process) -> None:
+async def test_idle_connections_do_not_hold_up_the_end(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("integr8s_idem.worker.endpoints.CLOSE_SECONDS", 60)
     async with process.endpoints() as endpoints:
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoints.port)
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET /hea")
         assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
         before = monotonic()
 
-    assert monotonic() - before < CLOSE_SECONDS
+    assert monotonic() - before < 60 / 2
     writer.close()
 
 
@@ -226,7 +227,7 @@ async def test_a_scraper_that_reads_nothing_is_cut_off(process: Process) -> None
             while more := await loop.sock_recv(stalled, 65_536):
                 read += more
 
-    assert took < CLOSE_SECONDS + 1
+    assert took < CLOSE_SECONDS + 10
     assert len(read) < len(generate_latest(process.registry))
 
 
