@@ -49,7 +49,8 @@ def _what_is_here_stays(_nothing_stays_frozen: None) -> None:
 def _leaves_nothing_to_the_collector(_what_is_here_stays: None) -> Iterator[None]:
     """A socket that a test forgot is an error of that test (of the next one, if a log still held it).
 
-    Left alone it would be one of whichever test runs when the collector comes by.
+    Left alone it would be one of whichever test runs when the collector comes by.  If that is within `ast.parse` and
+    logs a traceback, which parses as well, Python 3.11 ends the parsing with a SystemError (python/cpython#106905).
     """
     yield
     gc.collect()

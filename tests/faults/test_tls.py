@@ -72,18 +72,16 @@ async def test_a_redis_that_speaks_no_tls_is_refused(redis_server: RedisServer, 
         writer.write(b"+PONG\r\n")
         await writer.drain()
 
-    plain = Acceptor(answer)
-    await plain.start()
-    settings = RedisStoreSettings(
-        url=f"rediss://127.0.0.1:{plain.port}/0", tls_ca_file=str(Authority(tmp_path).ca_file)
-    )
-    client = redis_client(settings)
+    async with Acceptor(answer) as plain:
+        settings = RedisStoreSettings(
+            url=f"rediss://127.0.0.1:{plain.port}/0", tls_ca_file=str(Authority(tmp_path).ca_file)
+        )
+        client = redis_client(settings)
 
-    with pytest.raises(StoreUnavailableError, match="SSL"):
-        await RedisIdempotencyRepository(client).ping()
+        with pytest.raises(StoreUnavailableError, match="SSL"):
+            await RedisIdempotencyRepository(client).ping()
 
-    await client.aclose()
-    await plain.close()
+        await client.aclose()
 
 
 @dataclass(frozen=True)

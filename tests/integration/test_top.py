@@ -59,12 +59,8 @@ class Process:
 @asynccontextmanager
 async def saying(say: Say) -> AsyncIterator[int]:
     """The port of a server that does to each connection what `say` does."""
-    server = Acceptor(say)
-    await server.start()
-    try:
+    async with Acceptor(say) as server:
         yield server.port
-    finally:
-        await server.close()
 
 
 def watched(*ports: int, timeout: float = 3.0) -> Fleet:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeAlias
+from types import TracebackType
+from typing import Final, Self, TypeAlias
 
 from integr8s_idem.listening import accept_no_more
 
@@ -32,6 +33,16 @@ class Acceptor:
     def port(self) -> int:
         assert self._server is not None, "it was not started"
         return int(self._server.sockets[0].getsockname()[1])
+
+    async def __aenter__(self) -> Self:
+        """On a free port of loopback."""
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
     async def start(self, listening: socket.socket | None = None) -> None:
         """Accept connections to `listening`; without one, to a free port of loopback."""

@@ -17,16 +17,13 @@ from integr8s_idem.listening import accept_no_more
 class _Server(uvicorn.Server):
     """A server that leaves signals to the test."""
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await accept_no_more(sockets or [])
-        await super().shutdown(sockets)
-
     @asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:
         serving = asyncio.create_task(self._serve([listener]))
         try:
             yield
         finally:
+            await accept_no_more([listener])
             self.should_exit = True
             await serving
 
