@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from tests.support.fault_proxy import (
     Refuse,
     Stall,
     Way,
+    bound,
 )
 
 
@@ -77,8 +77,7 @@ class Line:
 async def echoing(echo: Echo, path: Path | None) -> AsyncIterator[Address]:
     """Where `echo` is served: the Unix socket `path`, or a free port."""
     server = Acceptor(echo.serve)
-    with socket.socket(socket.AF_UNIX if path else socket.AF_INET) as listening:
-        listening.bind(str(path) if path else ("127.0.0.1", 0))
+    with bound(path or 0) as listening:
         await server.start(listening)
         try:
             yield path or server.port

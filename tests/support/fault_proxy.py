@@ -148,7 +148,7 @@ class FaultProxy:
         if listen is None and isinstance(target, Path):
             self._folder = tempfile.TemporaryDirectory(prefix="idem-proxy-")
             listen = Path(self._folder.name) / "proxy.sock"
-        self._socket = _bound(listen or 0)
+        self._socket = bound(listen or 0)
         self.address: Address = listen if isinstance(listen, Path) else int(self._socket.getsockname()[1])
         self.accepted = 0
         """Connections so far."""
@@ -362,7 +362,7 @@ class _Link:
                 await asyncio.sleep(piece / slowest)
 
 
-def _bound(address: Address) -> socket.socket:
+def bound(address: Address) -> socket.socket:
     """A socket that has its address, and refuses until somebody listens."""
     if isinstance(address, Path):
         bound = socket.socket(socket.AF_UNIX)

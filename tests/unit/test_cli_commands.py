@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tomllib
@@ -175,3 +176,15 @@ def test_a_platform_without_services_is_one_sentence() -> None:
     assert answer.exit_code == 2
     assert answer.stderr.startswith("ApplicationError: ")
     assert len(answer.stderr.splitlines()) == 1
+
+
+def test_dead_letters_of_brokers_that_are_away_are_an_error_with_a_page() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        Path("settings.toml").write_text(f'[kafka]\nbootstrap_servers = "127.0.0.1:{nobody.getsockname()[1]}"')
+
+        answer = typed("dlq", "list")
+
+    assert answer.exit_code == 1
+    assert answer.stderr.startswith("BrokerUnavailableError: no answer from 127.0.0.1:")
+    assert "docs/reference/errors.md#brokerunavailableerror" in answer.stderr
