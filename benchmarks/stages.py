@@ -255,14 +255,15 @@ async def _handled(clocks: Clocks, dispatcher: EventDispatcher, events: Sequence
     with clocks.stage("key"):
         handlings = [dispatcher.handlings(event)[0] for event in events]
     guarded = [handling for handling in handlings if isinstance(handling, GuardedHandling)]
-    passes, asked_at = guarded[0].passes, asyncio.get_running_loop().time()
+    passes = guarded[0].passes
+    asked_at = passes.now()
     with clocks.stage("reserve"):
         verdicts = await passes.reserve_together([handling.work for handling in guarded])
     done: list[Returned[Any]] = []
     with clocks.stage("run"):
         for handling, verdict in zip(guarded, verdicts, strict=True):
             assert isinstance(verdict, Reserved)
-            returned = await handling.perform(verdict, asked_at, _never)
+            returned = await handling.perform(handling.hold(verdict, asked_at), _never)
             assert isinstance(returned, Returned)
             done.append(returned)
     with clocks.stage("settle"):

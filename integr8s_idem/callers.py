@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
 
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.runs import check_start, current_run
 
 T = TypeVar("T")
 
@@ -105,6 +106,12 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
     return guarding.result()
 
 
+def _start(function: Callable[[], Any]) -> Any:
+    # The thread may have been busy since the loop checked.
+    check_start(current_run())
+    return function()
+
+
 async def _hand_over(function: Callable[[], Any], jobs: SimpleQueue[_Job | None]) -> Any:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -116,7 +123,7 @@ async def _hand_over(function: Callable[[], Any], jobs: SimpleQueue[_Job | None]
 
     def job() -> None:
         try:
-            value = context.run(function)
+            value = context.run(_start, function)
         except Exception as error:  # noqa: BLE001  # raised where it is awaited
             loop.call_soon_threadsafe(tell, done.set_exception, error)
         else:

@@ -1,13 +1,27 @@
 """Deadlines for those who set thousands in a second: all of one event loop share a timer.
 
 As `asyncio.timeout_at`, whose timer of its own costs more than many a call that it guards.
+
+A deadline that fires late, after a turn of the event loop that took long, gives the loop a few more turns before it
+cancels: the answer that the work waits for may already be in the socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 from types import TracebackType
+from typing import Final
 from weakref import WeakKeyDictionary
+
+LATE: Final = 0.01
+"""Seconds after its time from which on a deadline fires late."""
+
+GRACE_TURNS: Final = 4
+"""Turns of the event loop between a deadline that fires late and the cancellation.
+
+One to read the socket (uvloop runs timers before it polls), one to resume the task that reads, and two for the tasks
+that share its answer.
+"""
 
 
 class Deadline:
@@ -29,6 +43,11 @@ class Deadline:
         self.when = when
         if self._clock is not None:
             self._clock.heed(self)
+
+    @property
+    def entered(self) -> bool:
+        """Whether the block that it limits runs now."""
+        return self._clock is not None
 
     def __enter__(self) -> Deadline:
         task = asyncio.current_task()
@@ -62,13 +81,14 @@ class _Clock:
         self._heeded: set[Deadline] = set()
         self._timer: asyncio.Handle | None = None
         self._rings_at = 0.0
+        self._in_grace = False
 
     def heed(self, deadline: Deadline) -> None:
         if deadline.when is None or deadline.expired:
             self._heeded.discard(deadline)
             return
         self._heeded.add(deadline)
-        if self._timer is None or deadline.when < self._rings_at:
+        if not self._in_grace and (self._timer is None or deadline.when < self._rings_at):
             self._set(deadline.when)
 
     def forget(self, deadline: Deadline) -> None:
@@ -83,10 +103,25 @@ class _Clock:
 
     def _ring(self) -> None:
         self._timer = None
-        now = asyncio.get_running_loop().time()
-        for deadline in [late for late in self._heeded if late.when is not None and late.when <= now]:
+        is_late = asyncio.get_running_loop().time() - self._rings_at > LATE
+        self._in_grace = True
+        self._wait(GRACE_TURNS if is_late else 0)
+
+    def _wait(self, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._wait, turns - 1)
+            return
+        self._in_grace = False
+        for deadline in self._due():
             self._heeded.discard(deadline)
             deadline.expire()
+        self._set_for_first()
+
+    def _due(self) -> list[Deadline]:
+        now = asyncio.get_running_loop().time()
+        return [late for late in self._heeded if late.when is not None and late.when <= now]
+
+    def _set_for_first(self) -> None:
         if self._heeded:
             self._set(min(deadline.when for deadline in self._heeded if deadline.when is not None))
 

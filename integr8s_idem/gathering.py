@@ -15,7 +15,9 @@ from typing import Any
 
 from integr8s_idem.errors import ApplicationError, PartialFailureError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.leases import LateStartError
 from integr8s_idem.routing import BatchSize, Outgoing
+from integr8s_idem.runs import Run, check_start
 from integr8s_idem.work import Attempt
 
 
@@ -26,6 +28,8 @@ class Member:
     event: BaseEvent
     attempt: Attempt
     outgoing: Outgoing
+    run: Run | None = None
+    """Its run; `None` without a guard."""
     end: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """What the batch has returned for it, or raised."""
 
@@ -83,7 +87,10 @@ class Gatherer:
         if all(member.end.cancelled() for member in members):
             task.cancel()
 
-    async def _settle(self, members: Sequence[Member]) -> None:
+    async def _settle(self, gathered: Sequence[Member]) -> None:
+        members = [member for member in gathered if _may_start(member)]
+        if not members:
+            return
         try:
             results, failures = await self._ends(members)
         except Exception as error:  # noqa: BLE001  # each member tells it
@@ -123,3 +130,14 @@ class Gatherer:
                 f"{type(returned).__name__}: return None, or one result for each event, in their order"
             )
         return returned
+
+
+def _may_start(member: Member) -> bool:
+    """Whether enough of its lease is left.  If not, it is reserved again, and the rest of its batch goes on."""
+    try:
+        check_start(member.run)
+    except LateStartError as error:
+        if not member.end.done():
+            member.end.set_exception(error)
+        return False
+    return not member.end.done()

@@ -27,6 +27,7 @@ from integr8s_idem.events import BaseEvent, Message
 from integr8s_idem.gathering import Gatherer, Member
 from integr8s_idem.joining import Seal
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
+from integr8s_idem.leases import HeldLease
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, Reserved
 from integr8s_idem.routing import (
@@ -44,10 +45,10 @@ from integr8s_idem.routing import (
     call_with_event,
     name_of,
 )
-from integr8s_idem.runs import Returned
+from integr8s_idem.runs import Returned, current_run
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
-from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Transaction, WaitForStore, Work
+from integr8s_idem.work import Attempt, Executed, HandlerFailed, NotStarted, Outcome, Transaction, WaitForStore, Work
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
@@ -153,12 +154,20 @@ class GuardedHandling(Handling):
         work = self.work
         return self.passes.known_here(work.key, work.fingerprint, work.event_type) is not None
 
+    def hold(self, reserved: Reserved, asked_at: float) -> HeldLease:
+        """Hold the lease of a reservation that was asked for at `asked_at`, by the lease clock."""
+        return self.passes.hold(self.work, reserved, asked_at)
+
     def perform(
-        self, reserved: Reserved, asked_at: float, wait_for_store: WaitForStore
-    ) -> Coroutine[Any, Any, Returned[Any] | HandlerFailed]:
-        """Run the handler under a reservation that was asked for at `asked_at`, by the event loop's clock."""
+        self, lease: HeldLease, wait_for_store: WaitForStore
+    ) -> Coroutine[Any, Any, Returned[Any] | HandlerFailed | NotStarted]:
+        """Run the handler under a lease."""
         self._patient = True
-        return self.passes.perform(self.work, self._do, reserved, asked_at, wait_for_store)
+        return self.passes.perform(self.work, self._do, lease, wait_for_store)
+
+    def not_started(self, lease: HeldLease) -> NotStarted:
+        """Prevent a start on a lease that is late."""
+        return self.passes.not_started(self.work, lease)
 
     def decline(
         self, verdict: InProgress | Completed | Failed | KeyReused | Corrupt
@@ -167,9 +176,9 @@ class GuardedHandling(Handling):
         self._patient = True
         return self.passes.decline(self.work, self._do, verdict)
 
-    def give_back(self, reserved: Reserved) -> None:
-        """It is not handled after all."""
-        self.passes.give_back(self.work, reserved)
+    def release(self, lease: HeldLease) -> None:
+        """Release the key without waiting: the event is not handled after all."""
+        self.passes.release(self.work, lease)
 
     def _do(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         return self.handler.work(self.event, attempt, patient=self._patient)
@@ -240,7 +249,7 @@ class EventHandler:
         """The handler, the closing of its scope, the publishing of what it leaves behind."""
         outgoing = Outgoing()
         if self._gatherer is not None:
-            result = await self._gatherer.join(Member(event, attempt, outgoing))
+            result = await self._gatherer.join(Member(event, attempt, outgoing, current_run()))
         else:
             result = await self._call(HandlerCall(event, attempt, outgoing))
         events = outgoing.finished(event, attempt.key, self.scope)
@@ -251,7 +260,9 @@ class EventHandler:
 
     async def _call_batch(self, members: Sequence[Member]) -> Any:
         batch = Batch([member.attempt for member in members], [member.outgoing for member in members])
-        return await self._call(BatchCall([member.event for member in members], batch))
+        return await self._call(
+            BatchCall([member.event for member in members], batch, [member.run for member in members])
+        )
 
     def _call(self, call: HandlerCall | BatchCall) -> Coroutine[Any, Any, Any]:
         return self._invoke(call) if self._timeout is None else self._invoke_for(call, self._timeout)

@@ -1,8 +1,9 @@
-"""Leases of this process: renewed in batches, given up before they end.
+"""Leases of this process: checked before each start, renewed in batches, given up before they end.
 
-A handler whose lease could not be renewed is cancelled a little before the lease ends, by this
-process's monotonic clock: by the time somebody else may start, we have stopped.  The store's token
-covers what no clock of ours can see, such as a process that was stopped as a whole.
+No handler starts with too little of its lease left: `HeldLease.is_late` is asked immediately before each call, by a
+clock that advances while the event loop is blocked.  A handler whose lease could not be renewed is cancelled a little
+before the lease ends: by the time another worker may start, this one has stopped.  The store's token covers what no
+clock of this process can see, such as a process that is stopped between the check and the call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final, TypeAlias
 
 from integr8s_idem.deadlines import Deadline
 from integr8s_idem.errors import LeaseLostError, StoreError
+from integr8s_idem.lease_clock import Clock, clock_of
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer, Signal
@@ -27,6 +29,14 @@ RETRY_AFTER: Final = 1 / 12
 """Share of the lease after which a renewal that got no answer is tried again."""
 
 
+FORGET_AFTER_LEASES: Final = 10
+"""Leases after which a reservation of a batch that nobody has settled is forgotten."""
+
+
+class LateStartError(Exception):
+    """Too little of a lease was left to start its handler.  Never leaves the run: its work is reserved again."""
+
+
 ReserveAnew: TypeAlias = Callable[[], Awaitable[Reserved | None]]
 
 
@@ -36,19 +46,18 @@ def fence_margin(lease: float) -> float:
 
 
 class HeldLease(Deadline):
-    """One lease while its handler runs.  Leaving the block raises `LeaseLostError` if it was cut short.
+    """One lease, from its reservation to the end of its handler.
 
-    As a deadline it ends a little before the lease does, and moves on with every renewal.
+    It is renewed from the beginning.  Entering it begins the handler's time: as a deadline it ends a little before the
+    lease does, and moves on with every renewal.  Leaving the block raises `LeaseLostError` if it was cut short.
     """
 
-    __slots__ = ("_keeper", "_renewed", "deadline", "renew_at", "reservation", "reserve_anew", "withdrawn")
+    __slots__ = ("_keeper", "_now", "deadline", "renew_at", "reservation", "reserve_anew", "start_before", "withdrawn")
 
-    def __init__(
-        self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, renewed: bool
-    ) -> None:
+    def __init__(self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew) -> None:
         super().__init__(None)
         self._keeper = keeper
-        self._renewed = renewed
+        self._now = keeper.clock()
         self.reserve_anew = reserve_anew
         self.reservation = reservation
         self.withdrawn = False
@@ -56,7 +65,14 @@ class HeldLease(Deadline):
         self.deadline = 0.0
         """When the lease ends at the earliest, by the event loop's clock."""
         self.renew_at = 0.0
+        """When it is renewed, by the event loop's clock."""
+        self.start_before = 0.0
+        """Until when its handler may start, by the lease clock."""
         self.when = self._count_from(asked_at, reservation.lease.total_seconds())
+
+    def is_late(self) -> bool:
+        """Whether too little of it is left to start its handler now.  May be asked in any thread."""
+        return self._now() >= self.start_before
 
     @property
     def lost(self) -> bool:
@@ -64,25 +80,33 @@ class HeldLease(Deadline):
         return self.expired
 
     def renewed(self, asked_at: float, lease: float) -> None:
-        """The store has answered yes to a renewal asked for at `asked_at`."""
+        """The store has answered yes to a renewal asked for at `asked_at`, by the lease clock."""
         self.reschedule(self._count_from(asked_at, lease))
 
     def lose(self) -> None:
-        """The store has answered no: cancel the handler now."""
+        """The store has answered no: cancel the handler now, or do not start it."""
         self.withdrawn = True
+        self.start_before = float("-inf")
         self.reschedule(asyncio.get_running_loop().time())
+        if not self.entered:
+            self.drop()
+
+    def drop(self) -> None:
+        """Renew it no longer: its handler does not start."""
+        self._keeper.drop(self)
 
     def _count_from(self, asked_at: float, lease: float) -> float:
         """When the handler is cancelled unless the lease is renewed, by the event loop's clock."""
         # From the asking, not from the answer: the store's lease began somewhere between the two.
-        self.deadline = asked_at + lease
-        self.renew_at = asked_at + lease * RENEW_AFTER
-        return self.deadline - fence_margin(lease)
+        margin = fence_margin(lease)
+        self.start_before = asked_at + lease - margin
+        began = asyncio.get_running_loop().time() - (self._now() - asked_at)
+        self.deadline = began + lease
+        self.renew_at = began + lease * RENEW_AFTER
+        return self.deadline - margin
 
     def __enter__(self) -> HeldLease:
         super().__enter__()
-        if self._renewed:
-            self._keeper.take(self)
         return self
 
     def __exit__(
@@ -101,8 +125,14 @@ class HeldLease(Deadline):
 class LeaseKeeper:
     """Renews every lease of one manager with as few calls as possible.  Costs one timer while nothing is due."""
 
-    def __init__(self, repository: IdempotencyRepository, scope: str, observer: Observer = SILENT) -> None:
+    def __init__(
+        self, repository: IdempotencyRepository, scope: str, observer: Observer = SILENT, clock: Clock | None = None
+    ) -> None:
+        """`clock`: the lease clock; that of the event loop if not given."""
         self.scope = scope
+        self._given_clock = clock
+        self._clock: Clock | None = None
+        self._clock_loop: asyncio.AbstractEventLoop | None = None
         self._repository = repository
         self._observer = observer
         self._held: set[HeldLease] = set()
@@ -112,18 +142,32 @@ class LeaseKeeper:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._renewal: asyncio.Task[None] | None = None
 
+    def clock(self) -> Clock:
+        """The lease clock of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._clock is None or loop is not self._clock_loop:
+            self._clock, self._clock_loop = self._given_clock or clock_of(loop), loop
+        return self._clock
+
+    def now(self) -> float:
+        """The time by the lease clock, in seconds."""
+        return self.clock()()
+
     def hold(
         self, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, *, renewed: bool = True
     ) -> HeldLease:
-        """`with` it around the work.
+        """Hold a lease from now on: `with` it around the work, or `drop` it.
 
         Args:
-            asked_at: Event-loop time before `reserve` was sent.
+            asked_at: The lease clock before `reserve` was sent.
             reserve_anew: Asked when the store no longer knows the reservation: a new one if the record
                 is merely gone, `None` if somebody else had the key since.
             renewed: Whether it lasts as long as the work does; otherwise the work has this one lease.
         """
-        return HeldLease(self, reservation, asked_at, reserve_anew, renewed)
+        lease = HeldLease(self, reservation, asked_at, reserve_anew)
+        if renewed:
+            self.take(lease)
+        return lease
 
     def take(self, lease: HeldLease) -> None:
         """Look after `lease` from now on."""
@@ -179,9 +223,9 @@ class LeaseKeeper:
                 self._wake_at(min(live))
 
     async def _renew(self, duration: timedelta, leases: list[HeldLease]) -> None:
-        asked_at = asyncio.get_running_loop().time()
+        asked_at, next_try = self.now(), asyncio.get_running_loop().time() + duration.total_seconds() * RETRY_AFTER
         for lease in leases:  # until the answer says more: whatever goes wrong, the pace stays decent
-            lease.renew_at = asked_at + duration.total_seconds() * RETRY_AFTER
+            lease.renew_at = next_try
         try:
             answers: Iterable[bool] = await self._repository.renew([lease.reservation for lease in leases], duration)
         except StoreError:
@@ -197,7 +241,7 @@ class LeaseKeeper:
 
     async def _find_out(self, lease: HeldLease) -> None:
         """Our record is gone, or somebody else's: go on in the first case, stop in the second."""
-        asked_at = asyncio.get_running_loop().time()
+        asked_at = self.now()
         try:
             again = await lease.reserve_anew()
         except StoreError:
@@ -211,6 +255,54 @@ class LeaseKeeper:
         else:
             lease.reservation = again
             lease.renewed(asked_at, again.lease.total_seconds())
+
+
+class BatchLeases:
+    """What is known of leases whose holder settles them in batches and renews them by itself.
+
+    Until when each may be started, by the lease clock.  Those that nobody settles are forgotten after a while.
+    """
+
+    def __init__(self) -> None:
+        self._start_before: dict[Reserved, float] = {}
+
+    def add(self, reservations: Iterable[Reserved], asked_at: float) -> None:
+        """Know the leases of `reservations`, which were asked for at `asked_at`."""
+        self._forget_lapsed(asked_at)
+        for each in reservations:
+            self._start_before[each] = _start_before(each, asked_at)
+
+    def renewed(self, reservations: Iterable[Reserved], asked_at: float) -> None:
+        """Leases that were renewed begin anew at `asked_at`; those that are not known stay unknown."""
+        for each in reservations:
+            if each in self._start_before:
+                self._start_before[each] = _start_before(each, asked_at)
+
+    def settle(self, reservations: Iterable[Reserved]) -> None:
+        """Forget reservations that are settled or lost."""
+        for each in reservations:
+            self._start_before.pop(each, None)
+
+    def may_start(self, reservation: Reserved, now: float) -> bool:
+        """Whether enough is left of the lease of `reservation`; not if it is not known."""
+        return now < self._start_before.get(reservation, float("-inf"))
+
+    def late(self, now: float) -> list[Reserved]:
+        """Those that may not be started now."""
+        return [each for each, until in self._start_before.items() if now >= until]
+
+    def _forget_lapsed(self, now: float) -> None:
+        gone = [
+            each
+            for each, until in self._start_before.items()
+            if now > until + FORGET_AFTER_LEASES * each.lease.total_seconds()
+        ]
+        self.settle(gone)
+
+
+def _start_before(reservation: Reserved, asked_at: float) -> float:
+    lease = reservation.lease.total_seconds()
+    return asked_at + lease - fence_margin(lease)
 
 
 def _duration(lease: HeldLease) -> timedelta:

@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any, Literal, TypeVar
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, chosen
@@ -28,7 +30,8 @@ from integr8s_idem.errors import (
     ResultDroppedError,
 )
 from integr8s_idem.keys import LAST_GENERATION, Key, KeySpace, generation_key
-from integr8s_idem.leases import LeaseKeeper
+from integr8s_idem.lease_clock import Clock
+from integr8s_idem.leases import BatchLeases, LeaseKeeper
 from integr8s_idem.ledger import Ledger
 from integr8s_idem.passes import Passes
 from integr8s_idem.records import (
@@ -68,12 +71,15 @@ class IdempotencyManager:
         *,
         scope: str,
         owner: str | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Opens nothing.
 
         Args:
             scope: Who does the work, usually the service.
             owner: How messages name this process.
+            clock: Returns the seconds by which leases are measured before each start; `lease_clock.system_clock`, or
+                the time of the event loop where that is simulated, if not given.
 
         Raises:
             ApplicationError: There is no repository or no scope.
@@ -90,9 +96,11 @@ class IdempotencyManager:
         self.observer = observer
         self.scope = scope
         self.owner = (owner or f"{scope}@{socket.gethostname()}:{os.getpid()}")[:128]
+        self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._in_scopes: dict[str, IdempotencyManager] = {}
-        self._leases = LeaseKeeper(repository, scope, observer)
+        self._leases = LeaseKeeper(repository, scope, observer, clock)
+        self._batch_leases = BatchLeases()
         self._ledger = Ledger(self.config, repository, observer, scope, self.owner)
         self.passes = Passes(self.config, self._ledger, self._leases, observer)
         """What makes one pass over some work: for those who settle deliveries."""
@@ -112,7 +120,9 @@ class IdempotencyManager:
         if scope == self.scope:
             return self
         if scope not in self._in_scopes:
-            self._in_scopes[scope] = IdempotencyManager(self.config, self.repository, self.observer, scope=scope)
+            self._in_scopes[scope] = IdempotencyManager(
+                self.config, self.repository, self.observer, scope=scope, clock=self._clock
+            )
         return self._in_scopes[scope]
 
     def checked_ttl(self, ttl: timedelta) -> timedelta:
@@ -153,9 +163,12 @@ class IdempotencyManager:
     async def renew(self, *reservations: Reserved) -> list[bool]:
         """Let their leases begin anew, with the configured length; an answer for each, in their order.
 
-        `False`: no longer ours.
+        `False`: the reservation is no longer ours.
         """
-        return await self.repository.renew(reservations, self.config.lease)
+        asked_at = self._leases.now()
+        answers = await self.repository.renew(reservations, self.config.lease)
+        self._batch_leases.renewed(compress(reservations, answers), asked_at)
+        return answers
 
     async def complete(self, reserved: Reserved, result: object = None, *, ttl: timedelta | None = None) -> bool:
         """Remember that the work is done.  `False`: the reservation is no longer ours."""
@@ -215,7 +228,8 @@ class IdempotencyManager:
     ) -> dict[K, Verdict]:
         """Ask to do the work of many keys, in one round trip.  A key that is given twice is asked for once.
 
-        The leases are not renewed: settle within `processing_timeout_seconds`, or `renew` before that.
+        The leases are not renewed by themselves: settle within `processing_timeout_seconds`, or `renew` before that.
+        Ask `may_start` immediately before you do the work of each.
 
         Args:
             keys: In the order in which the verdicts are given back.
@@ -234,8 +248,40 @@ class IdempotencyManager:
             raise ApplicationError("acquire_batch takes many keys, as in acquire_batch([key]); reserve takes one")
         asked = list(dict.fromkeys(keys))
         works = [Work(self.space.key(key), fingerprint(key) if fingerprint else None) for key in asked]
+        asked_at = self._leases.now()
         verdicts = await self._ledger.reserve_together(list(map(self._ledger.request, works)))
+        self._batch_leases.add((verdict for verdict in verdicts if isinstance(verdict, Reserved)), asked_at)
         return dict(zip(asked, verdicts, strict=True))
+
+    async def may_start(self, reserved: Reserved) -> bool:
+        """Whether you may do the work of `reserved`, which `acquire_batch` returned.  Ask immediately before the work.
+
+        Costs no round trip while enough of the lease is left.  Otherwise all reservations of this manager's batches
+        that are short of time are renewed in one call, which counts no attempt.
+
+        Returns:
+            `False`: the reservation is no longer ours.  Do not do the work, and leave it out of `confirm_batch`;
+            to learn what became of it, acquire its key again.
+
+        Raises:
+            StoreError: As for every verb.  Do not do the work.
+        """
+        _refuse_what_is_not_ours("may_start", [reserved])
+        while not self._batch_leases.may_start(reserved, self._leases.now()):
+            self.observer.count(Signal.STALE_START_PREVENTED)
+            if not await self._renew_late(reserved):
+                return False
+        return True
+
+    async def _renew_late(self, reserved: Reserved) -> bool:
+        """Renew all leases of batches that are late; whether that of `reserved` is ours still."""
+        asked_at = self._leases.now()
+        late = list(dict.fromkeys([reserved, *self._batch_leases.late(asked_at)]))
+        answers = await self.repository.renew(late, self.config.lease)
+        lost = set(compress(late, map(not_, answers)))
+        self._batch_leases.settle(lost)
+        self._batch_leases.add((each for each in late if each not in lost), asked_at)
+        return reserved not in lost
 
     async def confirm_batch(
         self, done: Iterable[Reserved] | Mapping[Reserved, object], *, ttl: timedelta | None = None
@@ -252,7 +298,9 @@ class IdempotencyManager:
         if ttl is not None:
             self.checked_ttl(ttl)
         completions = [self.completion(reserved, result, ttl) for reserved, result in results.items()]
-        return await self._ledger.complete_together(completions)
+        written = await self._ledger.complete_together(completions)
+        self._batch_leases.settle(results)
+        return written
 
     async def release_batch(self, rest: Iterable[Reserved]) -> list[bool]:
         """Give work back undone, in one round trip; the attempts stay counted.
@@ -264,6 +312,7 @@ class IdempotencyManager:
         """
         given = list(rest)
         _refuse_what_is_not_ours("release_batch", given)
+        self._batch_leases.settle(given)
         return await self.release(*given)
 
     def completion(self, reserved: Reserved, result: object = None, ttl: timedelta | None = None) -> Completion:

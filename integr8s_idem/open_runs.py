@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.leases import LateStartError
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.runs import Run
 from integr8s_idem.work import Attempt, Outcome, Work
@@ -48,26 +49,54 @@ class OpenRun:
             StoreError: As for every verb; nothing is begun.
         """
         loop = asyncio.get_running_loop()
-        begun: asyncio.Future[None] = loop.create_future()
+        self._begun: asyncio.Future[None] = loop.create_future()
         self._end: asyncio.Future[Any] = loop.create_future()
         self._owner = owner or asyncio.current_task()
 
         async def work(_: Attempt) -> Any:
             self._run = self._manager.passes.runs.current()
-            begun.set_result(None)
+            self._begun.set_result(None)
             return await self._end
 
         self._pass = loop.create_task(self._manager.execute(self.work, work))
-        either: set[asyncio.Future[Any]] = {self._pass, begun}
+        ended = await self._wait_for_start()
+        if ended is None:
+            self._pass.add_done_callback(self._ended)
+        return ended
+
+    def is_late(self) -> bool:
+        """Whether too little of the lease is left to start the work now."""
+        assert self._run is not None, "the run has begun"
+        assert self._run.lease is not None
+        return self._run.lease.is_late()
+
+    async def begin_again(self) -> Outcome[Any] | None:
+        """Reserve the work again, which has not been started and whose lease is late.  Returns and raises as `begin`.
+
+        A reservation that is still ours goes on as the same attempt.
+        """
+        assert self._pass is not None, "the run has begun"
+        if self._lost:
+            self._take_back()
+        self._pass.remove_done_callback(self._ended)
+        loop = asyncio.get_running_loop()
+        end, self._begun, self._end = self._end, loop.create_future(), loop.create_future()
+        if not end.done():
+            end.set_exception(LateStartError())
+        ended = await self._wait_for_start()
+        if ended is None:
+            self._pass.add_done_callback(self._ended)
+        return ended
+
+    async def _wait_for_start(self) -> Outcome[Any] | None:
+        assert self._pass is not None, "the run has begun"
+        either: set[asyncio.Future[Any]] = {self._pass, self._begun}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             await self.abandon()
             raise
-        if self._pass.done():
-            return self._pass.result()
-        self._pass.add_done_callback(self._ended)
-        return None
+        return self._pass.result() if self._pass.done() else None
 
     def _ended(self, ended: asyncio.Task[Outcome[Any]]) -> None:
         if not self._told and not ended.cancelled() and self._owner is not None:

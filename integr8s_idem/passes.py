@@ -21,7 +21,7 @@ from integr8s_idem.errors import (
 )
 from integr8s_idem.joining import Seal, run_joined
 from integr8s_idem.keys import Key, downstream_key
-from integr8s_idem.leases import HeldLease, LeaseKeeper
+from integr8s_idem.leases import HeldLease, LateStartError, LeaseKeeper
 from integr8s_idem.ledger import Ledger, describe_error
 from integr8s_idem.records import (
     Completed,
@@ -37,7 +37,7 @@ from integr8s_idem.remembered import LocalMemory
 from integr8s_idem.runs import Returned, Run, Runs
 from integr8s_idem.stores import JoinedRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
-from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, WaitForStore, Work
+from integr8s_idem.work import Attempt, Executed, HandlerFailed, NotStarted, Outcome, WaitForStore, Work
 
 T = TypeVar("T")
 
@@ -148,17 +148,42 @@ class Passes:
         known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
         if known is not None:
             return known
-        asked_at = asyncio.get_running_loop().time()
-        try:
-            verdict = await self._reserve(work)
-        except StoreUnavailableError:
-            self.observer.count(Signal.STORE_ERROR, work.event_type)
-            if self.config.on_store_error is OnStoreError.CLOSED:
-                raise
-            return await self._unguarded(work, function, self._ledger.space.full(work.key))
-        if isinstance(verdict, Reserved):
-            return await self._perform(work, function, verdict, asked_at, wait_for_store, seal)
-        return await self.decline(work, function, verdict)
+        while True:
+            asked_at = self._leases.now()
+            try:
+                verdict = await self._reserve(work)
+            except StoreUnavailableError:
+                self.observer.count(Signal.STORE_ERROR, work.event_type)
+                if self.config.on_store_error is OnStoreError.CLOSED:
+                    raise
+                return await self._unguarded(work, function, self._ledger.space.full(work.key))
+            if not isinstance(verdict, Reserved):
+                return await self.decline(work, function, verdict)
+            lease = self.hold(work, verdict, asked_at, renewed=seal is None)
+            outcome = await self._perform(work, function, lease, wait_for_store, seal)
+            if not isinstance(outcome, NotStarted):
+                return outcome
+
+    def now(self) -> float:
+        """The time by the lease clock, in seconds: to be read before the store is asked for a lease."""
+        return self._leases.now()
+
+    def hold(self, work: Work, reserved: Reserved, asked_at: float, *, renewed: bool = True) -> HeldLease:
+        """Hold the lease of a reservation that was asked for at `asked_at`, by the lease clock, until it is dropped."""
+        return self._leases.hold(
+            reserved, asked_at, reserve_anew=lambda: self._ledger.reserved_anew(work), renewed=renewed
+        )
+
+    def not_started(self, work: Work, lease: HeldLease) -> NotStarted:
+        """Prevent a start on a lease that is late.
+
+        The next reservation of `work` asks under the same token: it finds its own reservation, which counts as the same
+        attempt, or learns what has become of the work meanwhile.
+        """
+        lease.drop()
+        self.observer.count(Signal.STALE_START_PREVENTED, work.event_type)
+        work.token = lease.reservation.token
+        return NotStarted()
 
     async def wait_for_change(self, found: InProgress, *, at_most: float = 3600.0, looks: int = 0) -> None:
         """Return when it is worth asking again: the run in this process ended, or a while has passed.
@@ -260,8 +285,10 @@ class Passes:
             work.known = True
             fresh = reserved and verdict.previous is Previous.NONE  # type: ignore[union-attr]
             self.observer.count(Signal.CACHE_MISS if fresh else Signal.CACHE_HIT, work.event_type)
-        if reserved and verdict.previous is Previous.LAPSED:  # type: ignore[union-attr]
-            self.observer.count(Signal.TAKEOVER, work.event_type)
+        if reserved and verdict.fence != work.fence:  # type: ignore[union-attr]
+            work.fence = verdict.fence  # type: ignore[union-attr]
+            if verdict.previous is Previous.LAPSED:  # type: ignore[union-attr]
+                self.observer.count(Signal.TAKEOVER, work.event_type)
 
     async def decline(
         self,
@@ -292,9 +319,10 @@ class Passes:
             case InProgress():
                 pass
 
-    def give_back(self, work: Work, reserved: Reserved) -> None:
-        """A reservation of which no run has come; without waiting."""
-        self._ledger.release_later(work, reserved)
+    def release(self, work: Work, lease: HeldLease) -> None:
+        """Release a key without waiting: no run comes of its reservation."""
+        lease.drop()
+        self._ledger.release_later(work, lease.reservation)
 
     async def _unguarded(self, work: Work, function: Callable[[Attempt], Awaitable[T]], key: str) -> Outcome[T]:
         """Run without a reservation, because a policy says so."""
@@ -324,13 +352,12 @@ class Passes:
         self,
         work: Work,
         function: Callable[[Attempt], Awaitable[T]],
-        reserved: Reserved,
-        asked_at: float,
+        lease: HeldLease,
         wait_for_store: WaitForStore | None,
         seal: Seal | None,
-    ) -> Outcome[T]:
-        done = await self.perform(work, function, reserved, asked_at, wait_for_store, seal)
-        if isinstance(done, HandlerFailed):
+    ) -> Outcome[T] | NotStarted:
+        done = await self.perform(work, function, lease, wait_for_store, seal)
+        if isinstance(done, HandlerFailed | NotStarted):
             return done
         if seal is not None:
             self.runs.over(done.run)
@@ -341,23 +368,24 @@ class Passes:
         self,
         work: Work,
         function: Callable[[Attempt], Awaitable[T]],
-        reserved: Reserved,
-        asked_at: float,
+        lease: HeldLease,
         wait_for_store: WaitForStore | None,
         seal: Seal | None = None,
-    ) -> Returned[T] | HandlerFailed:
+    ) -> Returned[T] | HandlerFailed | NotStarted:
         """Run `function` under its lease.  What it returned is to be remembered: by `conclude`, or with others.
+
+        `NotStarted`: too little of the lease was left; `work` is to be reserved again.
 
         Raises: As `execute`.
         """
+        reserved = lease.reservation
         if self._crashed_too_often(work, reserved):
-            deadline = asked_at + reserved.lease.total_seconds()
+            lease.drop()
             return await self._fail(
-                work, reserved, CrashedTooOftenError(reserved.attempt - 1), deadline, wait_for_store
+                work, reserved, CrashedTooOftenError(reserved.attempt - 1), lease.deadline, wait_for_store
             )
-        lease = self._leases.hold(
-            reserved, asked_at, reserve_anew=lambda: self._ledger.reserved_anew(work), renewed=seal is None
-        )
+        if lease.is_late():
+            return self.not_started(work, lease)
         if seal is not None:
             seal.reserved = reserved
         key = work.key
@@ -370,6 +398,9 @@ class Passes:
             except asyncio.CancelledError:
                 self._ledger.release_later(work, lease.reservation)
                 raise
+            except LateStartError:
+                self.runs.over(run)
+                return self.not_started(work, lease)
             except Exception as error:
                 failed = await self._run_failed(work, lease, seal, error, wait_for_store)
                 if failed is None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent, Message, derived_event_id, event_type_of
 from integr8s_idem.frozen import quick
+from integr8s_idem.runs import Run, check_start, current_run
 from integr8s_idem.work import Attempt, Transaction
 
 HandlerFunction = Callable[..., Awaitable[Any]]
@@ -100,10 +101,22 @@ class BatchCall:
     events: Sequence[BaseEvent]
     batch: Batch
 
+    runs: Sequence[Run | None] = ()
+    """The runs of its events."""
+
     @property
     def argument(self) -> list[BaseEvent]:
         """What the handler is called with."""
         return list(self.events)
+
+    def check_start(self) -> None:
+        """Refuse to call the handler on a lease that is late.  Call it immediately before the call.
+
+        Raises:
+            LateStartError: Too little is left of one of their leases.
+        """
+        for run in self.runs:
+            check_start(run)
 
 
 @quick
@@ -121,6 +134,14 @@ class HandlerCall:
     def argument(self) -> BaseEvent:
         """What the handler is called with."""
         return self.event
+
+    def check_start(self) -> None:
+        """Refuse to call the handler on a lease that is late.  Call it immediately before the call.
+
+        Raises:
+            LateStartError: Too little is left of the lease.
+        """
+        check_start(current_run())
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +167,7 @@ needs.  `integrations.dishka` has one with a REQUEST scope."""
 
 async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
     """Call a handler that takes nothing but its event, or its events."""
+    call.check_start()
     return await handler.function(call.argument)
 
 

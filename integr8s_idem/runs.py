@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.leases import HeldLease
+from integr8s_idem.leases import HeldLease, LateStartError
 from integr8s_idem.records import Completion, InProgress
 from integr8s_idem.work import Attempt, Work
 
@@ -63,6 +63,21 @@ class Returned(Generic[T]):
 
 _RUN: ContextVar[Run | None] = ContextVar("the innermost run that the current code is part of", default=None)
 """Tasks inherit it from the code that begins them."""
+
+
+def current_run() -> Run | None:
+    """Return the innermost run that the current code is part of, whichever manager it belongs to."""
+    return _RUN.get()
+
+
+def check_start(run: Run | None) -> None:
+    """Refuse to call the function of `run` if too little of its lease is left.  Call it immediately before the call.
+
+    Raises:
+        LateStartError: The lease has ended or is about to: the work is to be reserved again.
+    """
+    if run is not None and run.lease is not None and run.lease.is_late():
+        raise LateStartError
 
 
 class Runs:

@@ -46,7 +46,7 @@ from integr8s_idem.records import (
     StoredResult,
 )
 from integr8s_idem.results import decode_result, encode_result, return_type_of
-from integr8s_idem.runs import Run
+from integr8s_idem.runs import Run, check_start, current_run
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Work
@@ -176,6 +176,7 @@ class Steps:
             raise StepInterruptedError(step.name, self._run.attempt.label, "that run did not come to its end")
         # Once more, with the place taken: whoever takes the unit over from here on finds the step in it.
         await self._refuse_if_lost()
+        check_start(current_run())
         return await step.call()
 
     def _refuse_if_over(self, step: _Step) -> None:

@@ -89,6 +89,8 @@ class Work:
     """Runs that the database has ended and rolled back: they are attempts, but no failures."""
     token: bytes = b""
     """Kept while `reserve` gets no answer, so that a lost answer finds its reservation; empty: a new one is drawn."""
+    fence: int = 0
+    """Of the last reservation: one that is found again is not counted again."""
 
 
 @quick
@@ -108,6 +110,11 @@ class HandlerFailed:
     attempt: int
     given_up: bool
     """The key is FAILED now; otherwise it was released, and the work may be tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotStarted:
+    """Too little of the lease was left to start the function: the work is to be reserved again."""
 
 
 Outcome: TypeAlias = Executed[T] | HandlerFailed | Completed | InProgress | Failed | KeyReused | Corrupt

@@ -213,6 +213,8 @@ class _Guard(BaseMiddleware[Any, Any]):
         if isinstance(work, Work):
             self._unit = self._manager.space.full(work.key)
         ended = await self._begin(work, msg.raw_message)
+        while ended is None and isinstance(work, Work) and self._runs[0][0].is_late():
+            ended = await self._begin_again(work, *self._runs[0])
         if ended is not None and isinstance(ended.done, Completed):
             return _replayed(ended.done)
         if ended is not None:
@@ -257,6 +259,18 @@ class _Guard(BaseMiddleware[Any, Any]):
         """As `_begin`, of each.  If one cannot be asked for, none is begun."""
         owner = asyncio.current_task()
         ends = await asyncio.gather(*(self._begin(*each, owner) for each in asked), return_exceptions=True)
+        begun = await self._ends_or_abandon(ends)
+        # While the last of them was reserved, the lease of the first may have run out.
+        while late := [(run, record) for run, record in self._runs if run.is_late()]:
+            places = [next(at for at, (_, asked_for) in enumerate(asked) if asked_for is record) for _, record in late]
+            again = await asyncio.gather(
+                *(self._begin_again(run.work, run, record, owner) for run, record in late), return_exceptions=True
+            )
+            for at, end in zip(places, await self._ends_or_abandon(again), strict=True):
+                begun[at] = end
+        return begun
+
+    async def _ends_or_abandon(self, ends: Sequence[End | BaseException | None]) -> list[End | None]:
         for end in ends:
             if isinstance(end, BaseException):
                 await self._abandon()
@@ -292,6 +306,20 @@ class _Guard(BaseMiddleware[Any, Any]):
                 await self._again()
             await self._manager.passes.wait_for_change(outcome, looks=looks)
             looks += 1
+
+    async def _begin_again(
+        self, work: Work, run: OpenRun, record: Any, owner: asyncio.Task[Any] | None = None
+    ) -> End | None:
+        """As `_begin`, for a run that was not started and whose lease is late."""
+        try:
+            outcome = await run.begin_again()
+        except (LeaseLostError, StoreError) as error:
+            logger.warning("%s", error)
+            await self._again()
+        if outcome is None:
+            return None
+        self._runs.remove((run, record))
+        return await self._begin(work, record, owner) if isinstance(outcome, InProgress) else end_of(work, outcome)
 
     async def publish_scope(self, call_next: Callable[[Any], Awaitable[Any]], cmd: Any) -> Any:
         """Name what is sent: the same at every run and replay, so that the next service knows it again."""

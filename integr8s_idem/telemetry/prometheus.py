@@ -43,6 +43,9 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.CACHE_MISS: "Work that was new to the store, once per delivery and handler.",
     Signal.DUPLICATE_BLOCKED: "Deliveries whose handler did not run: work done, given up, or skipped as under way.",
     Signal.TAKEOVER: "Reservations taken over from an owner whose lease ended without a word.",
+    Signal.STALE_START_PREVENTED: (
+        "Handlers that were not started because their lease had ended or was about to; their work was reserved again."
+    ),
     Signal.RESERVATION_LOST: "Runs whose reservation was gone before their end.",
     Signal.RECORD_VANISHED: "Records the store had lost when their run was settled.",
     Signal.STORE_DATA_LOST: "Times the store was found emptied or replaced while the service ran.",

@@ -12,6 +12,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.lease_clock import set_clock
 
 MOST_TURNS: Final = 100_000
 """Turns of the event loop without rest before something is taken to run for ever."""
@@ -25,6 +26,7 @@ class LeapingTime:
         self._leapt = 0.0
         real = loop.time
         loop.time = lambda: real() + self._leapt  # type: ignore[method-assign]
+        set_clock(loop, loop.time)
         # In debug mode the step that leaps would be taken for one that took so long.
         loop.slow_callback_duration = float("inf")
 

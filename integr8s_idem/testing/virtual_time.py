@@ -31,6 +31,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar
 
+from integr8s_idem.lease_clock import set_clock
+
 __all__ = ["EPOCH", "DeadlockError", "VirtualTimeLoop", "run_virtual", "virtual_now", "virtual_time"]
 
 P = ParamSpec("P")
@@ -80,6 +82,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
         # With a real clock's nanosecond, a timer of next year would never be due: floats are coarser there.
         self._clock_resolution = 1e-6
+        set_clock(self, self.time)
 
     def time(self) -> float:
         """Seconds since the loop was made; moves only while nothing can run."""

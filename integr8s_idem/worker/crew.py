@@ -22,13 +22,15 @@ from typing import Any, Final
 
 from integr8s_idem.errors import StoreError
 from integr8s_idem.handling import GuardedHandling, Handling
+from integr8s_idem.lease_clock import clock_of
+from integr8s_idem.leases import HeldLease
 from integr8s_idem.records import Completed, KeyReused, Reserved, Verdict
 from integr8s_idem.runs import Returned
-from integr8s_idem.work import Executed, Outcome
+from integr8s_idem.work import Executed, NotStarted, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.contexts import in_context
 from integr8s_idem.worker.lanes import Lanes, Ordering
-from integr8s_idem.worker.settling import Met, Settler
+from integr8s_idem.worker.settling import FirstOutcome, Met, Settler
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,9 @@ MOST_WAVES: Final = 2
 TURN: Final = 50
 """Deliveries that one hand does before it lets the event loop look at everything else."""
 
+LONGEST_TURN: Final = 0.01
+"""Seconds after which it does so in any case."""
+
 
 @dataclass(slots=True, eq=False)
 class Held:
@@ -49,15 +54,18 @@ class Held:
     delivery: Delivery
     met: Met
     handling: Handling
-    reserved: Reserved | None
+    lease: HeldLease | None
     """`None` for one that is not guarded."""
-    asked_at: float
 
-    def give_back(self) -> None:
+    def is_late(self) -> bool:
+        """Whether too little of its lease is left to start its handler."""
+        return self.lease is not None and self.lease.is_late()
+
+    def release(self) -> None:
         """It is not handled after all."""
-        if self.reserved is not None:
+        if self.lease is not None:
             assert isinstance(self.handling, GuardedHandling)
-            self.handling.give_back(self.reserved)
+            self.handling.release(self.lease)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +129,7 @@ class Crew:
         """All partitions are gone: nothing that waits is begun, and what has run out of time moves no offset."""
         while self._held:
             held = self._held.popleft()
-            held.give_back()
+            held.release()
             self._slots.give()
             self._end(held.delivery)
         while self._ready:
@@ -212,7 +220,7 @@ class Crew:
         if handling is None or not self._settler.gate.is_open:
             self._go_alone(delivery, met)
         elif not isinstance(handling, GuardedHandling):
-            self._held.append(Held(delivery, met, handling, None, 0.0))
+            self._held.append(Held(delivery, met, handling, None))
         elif handling.is_known_here():
             with met.processing:
                 self._duplicate(delivery)
@@ -221,7 +229,7 @@ class Crew:
 
     async def _reserve(self, asked: list[tuple[Delivery, Met, GuardedHandling]]) -> None:
         passes = asked[0][2].passes
-        asked_at = asyncio.get_running_loop().time()
+        asked_at = passes.now()
         try:
             verdicts = await passes.reserve_together([handling.work for _, _, handling in asked])
         except StoreError:
@@ -245,7 +253,7 @@ class Crew:
 
     def _sort(self, delivery: Delivery, met: Met, handling: GuardedHandling, verdict: Verdict, asked_at: float) -> None:
         if isinstance(verdict, Reserved):
-            self._held.append(Held(delivery, met, handling, verdict, asked_at))
+            self._held.append(Held(delivery, met, handling, handling.hold(verdict, asked_at)))
         elif isinstance(verdict, Completed):
             with met.processing:
                 handling.passes.blocked(handling.work, verdict)
@@ -276,14 +284,37 @@ class Crew:
 
     async def _hand(self) -> None:
         self._spare = None
-        done = 0
+        clock = clock_of(asyncio.get_running_loop())
+        done, turn_ends = 0, clock() + LONGEST_TURN
         while self._held:
             held = self._held.popleft()
             self._begin_hands()
+            if held.is_late():
+                await self._reserve_again(held)
+                continue
             await self._handle(held)
             done += 1
-            if done % TURN == 0:
+            if done % TURN == 0 or clock() > turn_ends:
+                # Leases are renewed meanwhile, also where no handler awaits anything.
                 await asyncio.sleep(0)
+                turn_ends = clock() + LONGEST_TURN
+
+    async def _reserve_again(self, held: Held) -> None:
+        """Reserve again, in one round trip, all that wait with too little of their leases left.
+
+        A reservation that is still ours is found by its token, and goes on as the same attempt.
+        """
+        waiting, self._held = self._held, deque()
+        asked: list[tuple[Delivery, Met, GuardedHandling]] = []
+        for each in (held, *waiting):
+            if each is not held and not each.is_late():
+                self._held.append(each)
+                continue
+            assert each.lease is not None
+            assert isinstance(each.handling, GuardedHandling)
+            each.handling.not_started(each.lease)
+            asked.append((each.delivery, each.met, each.handling))
+        await self._reserve(asked)
 
     async def _handle(self, held: Held) -> None:
         delivery, handling = held.delivery, held.handling
@@ -308,18 +339,18 @@ class Crew:
         finally:
             self._slots.give()
 
-    async def _perform(self, held: Held) -> Outcome[Any] | Returned[Any]:
+    async def _perform(self, held: Held) -> Outcome[Any] | Returned[Any] | NotStarted:
         """Run its handler, in this task."""
         delivery, handling, wait = held.delivery, held.handling, self._settler.gate.wait_out
         if delivery.assignment.closed:
-            held.give_back()
+            held.release()
             raise AbandonedError
         delivery.task = asyncio.current_task()
         try:
             with held.met.processing:
                 if isinstance(handling, GuardedHandling):
-                    assert held.reserved is not None
-                    return await handling.perform(held.reserved, held.asked_at, wait)
+                    assert held.lease is not None
+                    return await handling.perform(held.lease, wait)
                 return await handling.attempt(wait_for_store=wait)
         finally:
             delivery.task = None
@@ -372,7 +403,7 @@ class Crew:
                 self._conclude_alone(each)
 
     def _conclude_alone(self, done: Done) -> None:
-        async def conclude() -> Outcome[Any]:
+        async def conclude() -> FirstOutcome:
             return await done.handling.passes.conclude(done.returned, self._settler.gate.wait_out)
 
         def ended(_: asyncio.Task[None]) -> None:
@@ -385,13 +416,13 @@ class Crew:
     # One by one.
 
     def _go_alone(
-        self, delivery: Delivery, met: Met, begun: Callable[[], Coroutine[Any, Any, Outcome[Any]]] | None = None
+        self, delivery: Delivery, met: Met, begun: Callable[[], Coroutine[Any, Any, FirstOutcome]] | None = None
     ) -> None:
         """By a task of its own, from the beginning; its slot is free for others meanwhile."""
         self._slots.give()
         self._alone(delivery, self._settler.settle(delivery, met, begun))
 
-    def _go_on(self, held: Held, begun: Callable[[], Coroutine[Any, Any, Outcome[Any]]]) -> None:
+    def _go_on(self, held: Held, begun: Callable[[], Coroutine[Any, Any, FirstOutcome]]) -> None:
         self._alone(held.delivery, self._settler.go_on(held.delivery, held.handling, begun))
 
     def _alone(self, delivery: Delivery, settling: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -418,15 +449,15 @@ class Crew:
         self._fail(error)
 
 
-def _raising(error: Exception) -> Callable[[], Coroutine[Any, Any, Outcome[Any]]]:
-    async def begun() -> Outcome[Any]:
+def _raising(error: Exception) -> Callable[[], Coroutine[Any, Any, FirstOutcome]]:
+    async def begun() -> FirstOutcome:
         raise error
 
     return begun
 
 
-def _returning(outcome: Outcome[Any]) -> Callable[[], Coroutine[Any, Any, Outcome[Any]]]:
-    async def begun() -> Outcome[Any]:
+def _returning(outcome: FirstOutcome) -> Callable[[], Coroutine[Any, Any, FirstOutcome]]:
+    async def begun() -> FirstOutcome:
         return outcome
 
     return begun

@@ -31,7 +31,7 @@ from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.ledger import describe_error
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
 from integr8s_idem.telemetry import SILENT, Observer, Signal, Span, is_recorded
-from integr8s_idem.work import Executed, HandlerFailed, Outcome
+from integr8s_idem.work import Executed, HandlerFailed, NotStarted, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.deadletters import (
     DeadLetter,
@@ -69,8 +69,11 @@ class Tally:
     """Settled after the partition was gone: not committed by us."""
 
 
-Begun: TypeAlias = Callable[[], Awaitable[Outcome[Any]]]
-"""Gives what came of a first try, or raises it."""
+FirstOutcome: TypeAlias = Outcome[Any] | NotStarted
+"""What came of a first try."""
+
+Begun: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
+"""Returns what came of a first try, or raises it."""
 
 _UNSEEN: Final = SILENT.processing("", "", ())
 
@@ -206,7 +209,8 @@ class Settler:
         """One try; `None` if nothing is known and it should be repeated, which counts as no attempt."""
         try:
             if begun is not None:
-                return await begun()
+                first = await begun()
+                return None if isinstance(first, NotStarted) else first
             async with self.slots:
                 if delivery.assignment.closed:
                     raise AbandonedError

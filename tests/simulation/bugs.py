@@ -193,10 +193,10 @@ def completed_before_the_handler() -> AbstractContextManager[Any]:
     """The outcome is written first, as with an offset committed before the work."""
     performed = Passes.perform
 
-    async def perform(self: Passes, work: Any, function: Any, reserved: Reserved, *told: Any, **more: Any) -> Any:
-        completion = self._ledger.completion(reserved, "done", work.ttl)
+    async def perform(self: Passes, work: Any, function: Any, lease: HeldLease, *told: Any, **more: Any) -> Any:
+        completion = self._ledger.completion(lease.reservation, "done", work.ttl)
         await self._ledger.complete(completion)
-        return await performed(self, work, function, reserved, *told, **more)
+        return await performed(self, work, function, lease, *told, **more)
 
     return _instead(Passes, "perform", perform)
 

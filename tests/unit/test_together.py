@@ -37,8 +37,8 @@ async def performed(here: Guarded, work: Work, reservation: Reserved, value: obj
     async def function(attempt: Attempt) -> object:
         return value
 
-    now = asyncio.get_running_loop().time()
-    returned = await here.manager.passes.perform(work, function, reservation, now, never_down)
+    passes = here.manager.passes
+    returned = await passes.perform(work, function, passes.hold(work, reservation, passes.now()), never_down)
     assert isinstance(returned, Returned)
     return returned
 
@@ -255,8 +255,8 @@ async def test_a_run_that_fails_or_is_cancelled_is_over_and_gives_its_key_back()
     async def waits(attempt: Attempt) -> None:
         await asyncio.sleep(100)
 
-    failed = await passes.perform(first, fails, one, 0.0, never_down)
-    waiting = asyncio.create_task(passes.perform(second, waits, two, 0.0, never_down))
+    failed = await passes.perform(first, fails, passes.hold(first, one, 0.0), never_down)
+    waiting = asyncio.create_task(passes.perform(second, waits, passes.hold(second, two, 0.0), never_down))
     await asyncio.sleep(LEASE * 2)  # it is renewed meanwhile
     waiting.cancel()
     await asyncio.wait({waiting})

@@ -7,13 +7,12 @@ answer; a few answers, each at another moment of its second, leave little room.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
-from functools import partial
 from typing import Final
 
 from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.lease_clock import system_clock_ns
 
 SECOND: Final = 1_000_000
 """All times here are microseconds."""
@@ -24,12 +23,7 @@ _DRIFT: Final = 5_000
 
 def ticks() -> int:
     """Microseconds of a clock that nobody sets; it goes on while a laptop sleeps, where the system has such a clock."""
-    return _nanoseconds() // 1_000
-
-
-_nanoseconds: Callable[[], int] = (
-    partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic_ns
-)
+    return system_clock_ns() // 1_000
 
 
 class ServerClock:
