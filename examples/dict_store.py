@@ -63,7 +63,7 @@ class DictStore:
     def _reserve(self, request: ReserveRequest, now: datetime) -> Verdict:
         row = self._alive(request.key, now)
         if row is None:
-            return self._take(request, now, attempt=1, previous=Previous.NONE)
+            return self._take(request, now, None, Previous.NONE)
         record = row.record
         if None not in (record.fingerprint, request.fingerprint) and record.fingerprint != request.fingerprint:
             assert record.fingerprint is not None
@@ -78,27 +78,36 @@ class DictStore:
             left = record.lease_until - now
             return InProgress(key=request.key, attempt=record.attempt, retry_after=left, owner=record.owner)
         previous = Previous.RELEASED if record.lease_until is None else Previous.LAPSED
-        return self._take(request, now, attempt=record.attempt + 1, previous=previous)
+        return self._take(request, now, record, previous)
 
-    def _take(self, request: ReserveRequest, now: datetime, attempt: int, previous: Previous) -> Reserved:
+    def _take(
+        self, request: ReserveRequest, now: datetime, last: IdempotencyRecord | None, previous: Previous
+    ) -> Reserved:
         # Higher than any before, over deletion, too; and near the clock, so that a restart does not fall behind.
         self._last_fence = max(self._last_fence + 1, (now - EPOCH) // timedelta(microseconds=1))
         record = IdempotencyRecord(
             key=request.key,
             status=PROCESSING,
-            attempt=attempt,
+            attempt=1 if last is None else last.attempt + 1,
             fence=self._last_fence,
             fingerprint=request.fingerprint,
             owner=request.owner,
             trace=request.trace,
         )
+        if last is not None:
+            # The crash limit goes by these: a released attempt is not one that crashed.
+            lapsed = previous is Previous.LAPSED
+            record = replace(
+                record, lapsed=last.lapsed + lapsed, lapsed_alone=last.lapsed_alone + (lapsed and last.alone)
+            )
         return self._keep(request, Row(record, request.token, previous), now)
 
     def _keep(self, request: ReserveRequest, row: Row, now: datetime) -> Reserved:
         lease = min(request.lease, LONGEST)
         # A record that is gone before its lease would leave the key with two owners.
         expires_at = now + min(max(request.retention, lease), LONGEST)
-        row = replace(row, record=replace(row.record, lease_until=now + lease, expires_at=expires_at))
+        record = replace(row.record, lease_until=now + lease, expires_at=expires_at, alone=request.alone)
+        row = replace(row, record=record)
         self._rows[request.key] = row
         return Reserved(
             key=request.key,
@@ -107,6 +116,8 @@ class DictStore:
             fence=row.record.fence,
             lease=request.lease,
             previous=row.previous,
+            lapsed=row.record.lapsed,
+            lapsed_alone=row.record.lapsed_alone,
         )
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:

@@ -75,6 +75,8 @@ class ReserveRequest:
     owner: str = ""
     """Who asks, for messages: `billing@host-7`.  At most 128 characters."""
     trace: TraceLink | None = None
+    alone: bool = False
+    """Whether the attempt runs alone in its process: if it lapses, nothing else can have crashed that process."""
 
 
 @quick
@@ -90,6 +92,10 @@ class Reserved:
     """Grows with every reservation of the key, even after eviction: max(previous + 1, store clock in µs)."""
     lease: timedelta
     previous: Previous = Previous.NONE
+    lapsed: int = 0
+    """Number of earlier attempts whose lease ended without a word."""
+    lapsed_alone: int = 0
+    """Number of those that ran alone in their process."""
 
 
 @quick
@@ -196,6 +202,12 @@ class IdempotencyRecord:
     result_dropped: bool = False
     error: str = ""
     trace: TraceLink | None = None
+    lapsed: int = 0
+    """While processing: number of earlier attempts whose lease ended without a word."""
+    lapsed_alone: int = 0
+    """While processing: number of those that ran alone in their process."""
+    alone: bool = False
+    """While processing: whether the present attempt runs alone in its process."""
     seen_at: datetime | None = field(default=None, compare=False)
     """When it was read: what is left of its lease follows without another clock.  `None` if the store does not tell."""
 

@@ -55,6 +55,9 @@ class _Entry:
     result: StoredResult | None = None
     result_dropped: bool = False
     error: str = ""
+    lapsed: int = 0
+    lapsed_alone: int = 0
+    alone: bool = False
 
 
 class MemoryIdempotencyRepository:
@@ -82,7 +85,7 @@ class MemoryIdempotencyRepository:
     def _reserve(self, request: ReserveRequest, now: datetime) -> Verdict:
         entry = self._living(request.key, now)
         if entry is None:
-            return self._take(request, now, 1, 0, Previous.NONE)
+            return self._take(request, now, None, Previous.NONE)
         stored, offered = entry.fingerprint, request.fingerprint
         if stored is not None and offered is not None and stored != offered:
             return KeyReused(key=request.key, stored=stored, offered=offered)
@@ -93,21 +96,22 @@ class MemoryIdempotencyRepository:
             # Our own reservation: the answer to an earlier call was lost.
             entry.lease_until = now + _lease(request.lease)
             entry.expires_at = now + _life(request)
+            entry.alone = request.alone
             return _reserved(request, entry)
         if entry.lease_until is not None and entry.lease_until > now:
             left = entry.lease_until - now
             return InProgress(key=request.key, attempt=entry.attempt, retry_after=left, owner=entry.owner)
         previous = Previous.RELEASED if released else Previous.LAPSED
-        return self._take(request, now, entry.attempt + 1, entry.fence, previous)
+        return self._take(request, now, entry, previous)
 
-    def _take(
-        self, request: ReserveRequest, now: datetime, attempt: int, last_fence: int, previous: Previous
-    ) -> Reserved:
-        fence = max(last_fence + 1, self._highest_fence + 1, (now - _EPOCH) // _MICROSECOND)
+    def _take(self, request: ReserveRequest, now: datetime, last: _Entry | None, previous: Previous) -> Reserved:
+        # Higher than that of the last attempt, too, since that is in the past.
+        fence = max(self._highest_fence + 1, (now - _EPOCH) // _MICROSECOND)
         self._highest_fence = fence
+        has_lapsed = previous is Previous.LAPSED
         entry = self._entries[request.key] = _Entry(
             status=IdempotencyStatus.PROCESSING,
-            attempt=attempt,
+            attempt=1 if last is None else last.attempt + 1,
             fence=fence,
             token=request.token,
             lease_until=now + _lease(request.lease),
@@ -116,6 +120,9 @@ class MemoryIdempotencyRepository:
             fingerprint=request.fingerprint,
             owner=request.owner,
             trace=request.trace,
+            lapsed=0 if last is None else last.lapsed + has_lapsed,
+            lapsed_alone=0 if last is None else last.lapsed_alone + (has_lapsed and last.alone),
+            alone=request.alone,
         )
         return _reserved(request, entry)
 
@@ -310,6 +317,8 @@ def _reserved(request: ReserveRequest, entry: _Entry) -> Reserved:
         fence=entry.fence,
         lease=request.lease,
         previous=entry.previous,
+        lapsed=entry.lapsed,
+        lapsed_alone=entry.lapsed_alone,
     )
 
 
@@ -328,6 +337,7 @@ def _outcome(key: str, entry: _Entry) -> Completed | Failed:
 
 
 def _record(key: str, entry: _Entry, now: datetime) -> IdempotencyRecord:
+    processing = entry.status is IdempotencyStatus.PROCESSING
     return IdempotencyRecord(
         key=key,
         status=entry.status,
@@ -342,5 +352,8 @@ def _record(key: str, entry: _Entry, now: datetime) -> IdempotencyRecord:
         result_dropped=entry.result_dropped,
         error=entry.error,
         trace=entry.trace,
+        lapsed=entry.lapsed if processing else 0,
+        lapsed_alone=entry.lapsed_alone if processing else 0,
+        alone=processing and entry.alone,
         seen_at=now,
     )

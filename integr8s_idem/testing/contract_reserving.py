@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from integr8s_idem.records import (
     KeyReused,
     Previous,
     Reserved,
+    TraceLink,
 )
 from integr8s_idem.testing.store_under_test import (
     LEASE,
@@ -100,6 +102,90 @@ class ReservingContract:
         assert again == first
         assert isinstance(again, Reserved)
         assert (again.attempt, again.previous) == (2, Previous.LAPSED)
+
+    async def test_attempts_that_lapsed_are_counted_and_those_that_were_released_are_not(
+        self, store: StoreUnderTest
+    ) -> None:
+        key = new_key()
+        await take(store, key)
+        await lapse(store)
+        second = await take(store, key)
+        await store.repository.release([second])
+        third = await take(store, key)
+        await lapse(store)
+
+        fourth = await take(store, key)
+
+        found = [(each.attempt, each.lapsed, each.lapsed_alone) for each in (second, third, fourth)]
+        assert found == [(2, 1, 0), (3, 1, 0), (4, 2, 0)]
+
+    async def test_attempts_that_lapsed_while_they_ran_alone_are_counted_by_themselves(
+        self, store: StoreUnderTest
+    ) -> None:
+        key = new_key()
+        await ask(store, wish(key, alone=True, owner="billing@höst-7", fingerprint=b"f" * 16))
+        await lapse(store)
+        second = await take(store, key)
+        await lapse(store)
+        await ask(store, wish(key, alone=True))
+        await lapse(store)
+
+        fourth = await take(store, key)
+
+        assert (second.attempt, second.lapsed, second.lapsed_alone) == (2, 1, 1)
+        assert (fourth.attempt, fourth.lapsed, fourth.lapsed_alone) == (4, 3, 2)
+
+    async def test_an_owner_says_that_it_runs_alone_by_asking_again_under_its_token(
+        self, store: StoreUnderTest
+    ) -> None:
+        key, trace = new_key(), TraceLink(b"t" * 16, b"s" * 8)
+        await take(store, key)
+        await lapse(store)
+        request = wish(key, owner="billing@höst-7")
+        first = await ask(store, request)
+        await store.advance(LEASE - SLACK)
+
+        alone = await ask(store, replace(request, alone=True, trace=trace))
+        (record,) = await store.repository.get([key])
+        await store.advance(LEASE - SLACK)
+        held = await ask(store, wish(key))
+        again = await ask(store, replace(request, alone=True))
+        await lapse(store)
+        next_one = await take(store, key)
+
+        assert alone == first == again
+        assert isinstance(held, InProgress)
+        assert held.owner == "billing@höst-7"
+        assert record is not None
+        assert (record.attempt, record.lapsed, record.lapsed_alone, record.alone) == (2, 1, 0, True)
+        assert record.owner == "billing@höst-7"
+        assert (next_one.attempt, next_one.lapsed, next_one.lapsed_alone) == (3, 2, 1)
+
+    async def test_an_owner_that_runs_alone_no_longer_says_so(self, store: StoreUnderTest) -> None:
+        request = wish(new_key(), alone=True)
+        await ask(store, request)
+        await ask(store, replace(request, alone=False))
+        await lapse(store)
+
+        following = await take(store, request.key)
+
+        assert (following.lapsed, following.lapsed_alone) == (1, 0)
+
+    async def test_the_history_of_attempts_survives_a_renewal_and_ends_with_the_record(
+        self, store: StoreUnderTest
+    ) -> None:
+        key = new_key()
+        await take(store, key)
+        await lapse(store)
+        second = await take(store, key)
+        assert await store.repository.renew([second], LEASE) == [True]
+        await lapse(store)
+        third = await take(store, key)
+        assert await store.repository.delete([key]) == 1
+
+        anew = await take(store, key)
+
+        assert (third.lapsed, anew.attempt, anew.lapsed, anew.lapsed_alone) == (2, 1, 0, 0)
 
     async def test_a_released_key_goes_to_the_next_with_its_attempts_counted(self, store: StoreUnderTest) -> None:
         key = new_key()

@@ -163,9 +163,13 @@ class _History(RuleBasedStateMachine):
             raise _DrawnOutError
         return answer
 
-    @rule(wanted=st.lists(st.tuples(_KEYS, _FINGERPRINTS), min_size=1, max_size=4), lease=_LEASES, life=_RETENTIONS)
+    @rule(
+        wanted=st.lists(st.tuples(_KEYS, _FINGERPRINTS, st.booleans()), min_size=1, max_size=4),
+        lease=_LEASES,
+        life=_RETENTIONS,
+    )
     @_in_time
-    def reserve(self, wanted: list[tuple[str, bytes | None]], lease: int, life: int) -> None:
+    def reserve(self, wanted: list[tuple[str, bytes | None, bool]], lease: int, life: int) -> None:
         wishes = [
             ReserveRequest(
                 key=self.root + key,
@@ -173,8 +177,9 @@ class _History(RuleBasedStateMachine):
                 lease=timedelta(seconds=lease),
                 retention=timedelta(seconds=life),
                 fingerprint=fingerprint,
+                alone=alone,
             )
-            for key, fingerprint in wanted
+            for key, fingerprint, alone in wanted
         ]
         self.wishes += wishes
         self._reserve(wishes)
@@ -196,7 +201,7 @@ class _History(RuleBasedStateMachine):
         for wish, verdict in zip(wishes, verdicts, strict=True):
             turns = self.model.turns
             name, record = self.model.reserve(
-                wish.key, wish.token, _seconds(wish.lease), _seconds(wish.retention), wish.fingerprint
+                wish.key, wish.token, _seconds(wish.lease), _seconds(wish.retention), wish.fingerprint, wish.alone
             )
             assert type(verdict).__name__ == name
             assert verdict.key == wish.key
@@ -211,6 +216,7 @@ class _History(RuleBasedStateMachine):
         assert not isinstance(verdict, Reserved | InProgress | Completed | Failed) or verdict.attempt == record.attempt
         if isinstance(verdict, Reserved):
             assert verdict.previous.value == record.previous
+            assert (verdict.lapsed, verdict.lapsed_alone) == (record.lapsed, record.lapsed_alone)
         if isinstance(verdict, InProgress):
             left = timedelta(seconds=record.lease_until - now)
             assert left - _SLACK < verdict.retry_after <= left

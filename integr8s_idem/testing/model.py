@@ -38,6 +38,9 @@ class ModelRecord:
     status: str = RESERVED
     released: bool = False
     outcome: object = None
+    lapsed: int = 0
+    lapsed_alone: int = 0
+    alone: bool = False
 
 
 @dataclass(slots=True)
@@ -54,24 +57,34 @@ class Model:
         return found if found is not None and found.expires > self.now else None
 
     def reserve(
-        self, key: str, token: bytes, lease: int, retention: int, fingerprint: bytes | None
+        self, key: str, token: bytes, lease: int, retention: int, fingerprint: bytes | None, alone: bool
     ) -> tuple[str, ModelRecord]:
         """The name of the verdict, and the record behind it."""
         found = self.record(key)
+        if found is not None and found.status == RESERVED:
+            previous = "released" if found.released else "lapsed"
+        else:
+            previous = "none"
+
+        def take() -> tuple[str, ModelRecord]:
+            taken = self._take(key, token, lease, retention, fingerprint, found, previous)
+            taken.alone = alone
+            return RESERVED, taken
+
         if found is None:
-            return RESERVED, self._take(key, token, lease, retention, fingerprint, 1, "none")
+            return take()
         if found.fingerprint and fingerprint and found.fingerprint != fingerprint:
             return KEY_REUSED, found
         if found.status != RESERVED:
             return found.status, found
         if found.released:
-            return RESERVED, self._take(key, token, lease, retention, fingerprint, found.attempt + 1, "released")
+            return take()
         if found.owner.token == token:
-            found.lease_until, found.expires = self.now + lease, self.now + retention
+            found.lease_until, found.expires, found.alone = self.now + lease, self.now + retention, alone
             return RESERVED, found
         if found.lease_until > self.now:
             return IN_PROGRESS, found
-        return RESERVED, self._take(key, token, lease, retention, fingerprint, found.attempt + 1, "lapsed")
+        return take()
 
     def _take(
         self,
@@ -80,17 +93,20 @@ class Model:
         lease: int,
         retention: int,
         fingerprint: bytes | None,
-        attempt: int,
+        last: ModelRecord | None,
         previous: str,
     ) -> ModelRecord:
         self.turns += 1
+        has_lapsed = previous == "lapsed"
         self.records[key] = ModelRecord(
             owner=Owner(key, token, self.turns),
-            attempt=attempt,
+            attempt=last.attempt + 1 if last is not None else 1,
             previous=previous,
             fingerprint=fingerprint,
             lease_until=self.now + lease,
             expires=self.now + retention,
+            lapsed=last.lapsed + has_lapsed if last is not None else 0,
+            lapsed_alone=last.lapsed_alone + (has_lapsed and last.alone) if last is not None else 0,
         )
         return self.records[key]
 

@@ -67,6 +67,7 @@ def wish(
     fingerprint: bytes | None = None,
     owner: str = "",
     trace: TraceLink | None = None,
+    alone: bool = False,
 ) -> ReserveRequest:
     return ReserveRequest(
         key=key,
@@ -76,6 +77,7 @@ def wish(
         fingerprint=fingerprint,
         owner=owner,
         trace=trace,
+        alone=alone,
     )
 
 

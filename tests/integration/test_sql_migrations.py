@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Column, MetaData, Table, insert, select, text
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable
@@ -30,6 +30,7 @@ from integr8s_idem.stores.sql import (
 from integr8s_idem.stores.sql.migrations import MIGRATIONS
 from integr8s_idem.stores.sql.outbox import put
 from integr8s_idem.stores.sql.schema import VERSION
+from integr8s_idem.stores.sql.schema import store as schema_store
 from integr8s_idem.testing.store_under_test import wish
 from tests.support.databases import KINDS, url_of
 
@@ -71,17 +72,50 @@ async def test_tables_that_somebody_has_made_by_the_metadata_get_the_rows_that_t
 
     done = await migrate(engine)
 
-    assert [one.version for one in done] == [VERSION]
+    assert [one.version for one in done] == [1, VERSION]
     assert await works(engine)
     assert await migrate(engine) == []
 
 
 async def test_a_revision_of_alembic_can_migrate_in_its_own_transaction(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
-        done = await connection.run_sync(lambda one: migrate_in(one, up_to=1))
+        first = await connection.run_sync(lambda one: migrate_in(one, up_to=1))
+    async with engine.begin() as connection:
+        second = await connection.run_sync(lambda one: migrate_in(one, up_to=2))
 
-    assert done == [MIGRATIONS[0]]
+    assert [*first, *second] == list(MIGRATIONS)
     assert await works(engine)
+
+
+async def test_a_database_of_version_1_is_refused_until_it_is_migrated(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await connection.run_sync(lambda one: migrate_in(one, up_to=1))
+
+    with pytest.raises(StoreConfigurationError, match="store migrate") as refused:
+        await SqlIdempotencyRepository(engine).ping()
+    done = await migrate(engine)
+
+    assert refused.value.code == Code.SCHEMA_OLDER
+    assert done == [MIGRATIONS[1]]
+    assert await works(engine)
+
+
+async def test_workers_of_version_1_go_on_with_a_database_of_this_version(engine: AsyncEngine) -> None:
+    await migrate(engine)
+    async with engine.connect() as connection:
+        version = await connection.scalar(select(schema_store.c.version))
+    row = {"key": "old", "status": 1, "attempt": 1, "fence": 1, "token": b"t" * 16, "expires_at": 2**51}
+    row |= {"lease_until": 1, "previous": 0, "owner": "old", "result_dropped": False, "error": ""}
+    columns = [column for column in metadata.tables["idempotency_records"].c if column.name in row]
+    of_version_1 = Table("idempotency_records", MetaData(), *(Column(one.name, one.type) for one in columns))
+    async with writing(engine) as connection:
+        await connection.execute(insert(of_version_1), row)
+
+    [verdict] = await SqlIdempotencyRepository(engine).reserve([wish("old")])
+
+    assert version == 1, "what version 1 checks"
+    assert isinstance(verdict, Reserved)
+    assert (verdict.attempt, verdict.lapsed, verdict.lapsed_alone) == (2, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +175,11 @@ def test_the_migrations_make_the_tables_of_this_code(kind: str) -> None:
     ours: list[CreateTable | CreateIndex] = [CreateTable(table) for table in metadata.sorted_tables]
     ours += [CreateIndex(index) for table in metadata.sorted_tables for index in table.indexes]
 
-    made = [plain(step) for migration in MIGRATIONS for step in migration.steps(kind)]
+    steps = [plain(step) for migration in MIGRATIONS for step in migration.steps(kind)]
+    made = with_columns_added(steps)
 
     assert sorted(made) == sorted(plain(str(one.compile(dialect=dialect))) for one in ours)
-    assert all(step in plain(ddl(dialect)) for step in made)
+    assert all(step in plain(ddl(dialect)) for step in steps)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,6 +189,17 @@ def test_the_sql_explains_its_columns_whatever_the_database(kind: str) -> None:
     assert "lease_until is null once released or settled" in shown
     assert "headers: JSON, pairs of a name and Base64" in shown
     assert not any(column.comment for table in metadata.sorted_tables for column in table.columns)
+
+
+def with_columns_added(steps: list[str]) -> list[str]:
+    """The tables of `steps` as they are after those that add a column."""
+    made = [step for step in steps if not step.startswith("ALTERTABLE")]
+    for step in steps:
+        if added := re.fullmatch(r"ALTERTABLE(\w+?)ADDCOLUMN(.+)", step):
+            [at] = [at for at, one in enumerate(made) if one.startswith(f"CREATETABLE{added[1]}(")]
+            head, key, tail = made[at].rpartition("PRIMARYKEY")
+            made[at] = f"{head}{added[2]},{key}{tail}"
+    return made
 
 
 def plain(sql: str) -> str:

@@ -132,10 +132,10 @@ def check_then_act() -> AbstractContextManager[Any]:
             return await right(self, requests)
 
         def take(request: ReserveRequest, seen: Any) -> Verdict:
-            attempt, fence = (seen.attempt + 1, seen.fence) if seen is not None else (1, 0)
-            previous = Previous.LAPSED if seen is not None else Previous.NONE
+            last = server.inner._entries.get(request.key) if seen is not None else None
+            previous = Previous.LAPSED if last is not None else Previous.NONE
             now, there = server.now(), server.seen(request.key)
-            verdict = server.inner._take(request, now, attempt, fence, previous)
+            verdict = server.inner._take(request, now, last, previous)
             server._check_reserved(request, there, verdict, now)
             return verdict
 

@@ -316,3 +316,19 @@ def test_nothing_as_a_result_takes_no_bytes_and_comes_back() -> None:
 
     assert len(kept) == len(without)
     assert [codec.parse(raw).result for raw in (kept, without)] == [StoredResult(b"null"), None]
+
+
+def test_the_history_of_attempts_leaves_a_record_readable_by_version_1() -> None:
+    """Written by a server for `svc@host:1` with a fingerprint: attempt 2, after one that lapsed while it ran alone."""
+    raw = bytes.fromhex(
+        "02014100020660e28e4c965701a204c013cd8fe9a0b86666666666666666666666666666666643744ff98d8edfbe68e96008a234511c"
+        "088cd3ad03d8c0f473766340686f73743a31ff312c312c30"
+    )
+
+    stored = codec.parse(raw)
+
+    layout, flags, tail = raw[0], raw[2], raw[22 + 16 + 8 :]
+    assert (layout, flags & ~(codec.HAS_FINGERPRINT | codec.HAS_LAPSED)) == (2, 0), "what version 1 knows"
+    assert crc32(tail).to_bytes(4, "big") == raw[42:46], "what version 1 checks"
+    assert tail[16:].startswith(b"svc@host:1")
+    assert (stored.attempt, stored.owner, stored.history) == (2, "svc@host:1", (1, 1, False))

@@ -31,7 +31,8 @@ _SEEN: Final = ("status", "fence", "token", "lease_until", "expires_at")
 """No two states of a record agree in all of these."""
 _STUMP: Final = (
     "SET #expires_at = :nothing, #purge_at = :purge REMOVE #status, #attempt, #token, #lease_until, #previous, "
-    "#settled_at, #fingerprint, #owner, #trace, #result, #content_type, #result_dropped, #error"
+    "#settled_at, #fingerprint, #owner, #trace, #result, #content_type, #result_dropped, #error, "
+    "#lapsed, #lapsed_alone, #alone"
 )
 _AS_SEEN: Final = "#status = :status AND #fence = :fence AND #lease_until = :lease_until AND #expires_at > :judged"
 _NAME: Final = re.compile(r"#(\w+)")

@@ -1,9 +1,11 @@
 """Records as items of DynamoDB, and back.
 
 Times are microseconds since 1970, by DynamoDB's clock.  `status` is 1 processing, 2 completed, 3 failed; `previous` is
-0 none, 1 released, 2 lapsed; `lease_until` is 0 once released or settled.  `purge_at` is for DynamoDB's own deletion:
-whole seconds, an hour after `expires_at`.  A deleted record stays until then as a stump of key and fence, so that no
-fence is given twice.
+0 none, 1 released, 2 lapsed; `lease_until` is 0 once released or settled.  `lapsed` and `lapsed_alone` count earlier
+attempts, and `alone` says that the present one runs alone; they are there only where they say something.
+
+`purge_at` is for DynamoDB's own deletion: whole seconds, an hour after `expires_at`.  A deleted record stays until then
+as a stump of key and fence, so that no fence is given twice.
 """
 
 from __future__ import annotations
@@ -74,6 +76,9 @@ class Entry:
     result: StoredResult | None = None
     result_dropped: bool = False
     error: str = ""
+    lapsed: int = 0
+    lapsed_alone: int = 0
+    alone: bool = False
 
 
 def number(value: int) -> dict[str, str]:
@@ -116,6 +121,7 @@ def item_of(request: ReserveRequest, reserved: Reserved, now: int) -> dict[str, 
         "token": {"B": request.token},
         "previous": number(_PREVIOUS.index(reserved.previous)),
         **times_of(request, now),
+        **_history(reserved.lapsed, reserved.lapsed_alone, request.alone),
     }
     if request.fingerprint is not None:
         item["fingerprint"] = {"B": request.fingerprint}
@@ -124,6 +130,24 @@ def item_of(request: ReserveRequest, reserved: Reserved, now: int) -> dict[str, 
     if request.trace is not None:
         item["trace"] = {"B": request.trace.trace_id + request.trace.span_id}
     return item
+
+
+def found_again(request: ReserveRequest, item: Item, now: int) -> dict[str, Any]:
+    """A reservation that its owner has found again: as it is, with a fresh lease."""
+    kept = {name: value for name, value in item.items() if name != "alone"}
+    return {**kept, **times_of(request, now), **_history(0, 0, request.alone)}
+
+
+def _history(lapsed: int, lapsed_alone: int, alone: bool) -> dict[str, dict[str, Any]]:
+    """What a record remembers of crashed attempts: nothing for nearly all."""
+    found: dict[str, dict[str, Any]] = {}
+    if lapsed:
+        found["lapsed"] = number(lapsed)
+    if lapsed_alone:
+        found["lapsed_alone"] = number(lapsed_alone)
+    if alone:
+        found["alone"] = {"BOOL": True}
+    return found
 
 
 def ended(item: Item, now: int) -> bool:
@@ -182,6 +206,9 @@ def _entry(item: Item) -> Entry:
         result=None if result is None else StoredResult(result, item["content_type"]["S"]),
         result_dropped=bool(optional("result_dropped", "BOOL")),
         error=optional("error", "S") or "",
+        lapsed=int(optional("lapsed", "N") or 0),
+        lapsed_alone=int(optional("lapsed_alone", "N") or 0),
+        alone=bool(optional("alone", "BOOL")),
     )
 
 
@@ -235,6 +262,9 @@ def record_of(entry: Entry, now: int) -> IdempotencyRecord:
         result_dropped=entry.result_dropped,
         error=entry.error,
         trace=entry.trace,
+        lapsed=entry.lapsed if processing else 0,
+        lapsed_alone=entry.lapsed_alone if processing else 0,
+        alone=processing and entry.alone,
         seen_at=_moment(now),
     )
 

@@ -34,11 +34,11 @@ from integr8s_idem.stores.dynamodb.items import (
     ended,
     entry_of,
     fence_of,
+    found_again,
     holds,
     item_of,
     microseconds,
     record_of,
-    times_of,
 )
 from integr8s_idem.stores.dynamodb.table import MARK, Health
 
@@ -133,7 +133,7 @@ class DynamoIdempotencyRepository:
         """The verdict on what is there, and what must be written for it to hold."""
         judged, now = self._clock.earliest(), self._clock.latest()
         if ended(seen, judged):
-            return self._taken(request, now, 1, fence_of(seen), Previous.NONE)
+            return self._taken(request, now, 1, fence_of(seen))
         try:
             entry = entry_of(seen)
         except UnreadableError as error:
@@ -150,14 +150,17 @@ class DynamoIdempotencyRepository:
                 fence=entry.fence,
                 lease=request.lease,
                 previous=entry.previous,
+                lapsed=entry.lapsed,
+                lapsed_alone=entry.lapsed_alone,
             )
-            return verdict, {**seen, **times_of(request, now)}
-        previous = Previous.LAPSED if entry.lease_until else Previous.RELEASED
-        return self._taken(request, now, entry.attempt + 1, entry.fence, previous)
+            return verdict, found_again(request, seen, now)
+        return self._taken(request, now, entry.attempt + 1, entry.fence, entry)
 
     def _taken(
-        self, request: ReserveRequest, now: int, attempt: int, last_fence: int, previous: Previous
+        self, request: ReserveRequest, now: int, attempt: int, last_fence: int, last: Entry | None = None
     ) -> tuple[Reserved, Item]:
+        has_lapsed = last is not None and last.lease_until > 0
+        previous = Previous.LAPSED if has_lapsed else Previous.RELEASED if last is not None else Previous.NONE
         reserved = Reserved(
             key=request.key,
             token=request.token,
@@ -165,6 +168,8 @@ class DynamoIdempotencyRepository:
             fence=max(last_fence + 1, now),
             lease=request.lease,
             previous=previous,
+            lapsed=last.lapsed + has_lapsed if last is not None else 0,
+            lapsed_alone=last.lapsed_alone + (has_lapsed and last.alone) if last is not None else 0,
         )
         return reserved, item_of(request, reserved, now)
 

@@ -18,6 +18,10 @@ A record that is worked on, format 2:
          …      4  check of fingerprint and trace: their CRC-32
          …      4  check of all that follows: its CRC-32
          …         token (16), owner in UTF-8
+         …         if an earlier attempt lapsed, or this one runs alone: the byte 255, which UTF-8 does not have, and
+                   three decimal numbers with commas between them: attempts that lapsed, those of them that ran alone
+                   in their process, and whether this one runs alone (0 or 1).  A version that does not know this
+                   history reads it as the end of the owner
 
 A record that is settled, format 3, is what millions are for days, and spares what it can:
 
@@ -45,7 +49,8 @@ A record that is settled, format 3, is what millions are for days, and spares wh
 Any one bit that is not as it was written is noticed, and so is nearly every other damage.
 
 Parts are made here for Lua.  A *wish* is the flags and everything from offset 22 of the
-processing record to be.  An *outcome* is the flags and everything behind the trace of the
+processing record to be, without its history; its flag 128 says that the attempt runs
+alone.  An *outcome* is the flags and everything behind the trace of the
 settled record to be: Lua keeps fingerprint and trace.  A *mark* is fence and token, by
 which a reservation is known again.  Lengths of time are six bytes of milliseconds.  What
 belongs to one key goes in one argument: the driver spends its time per argument.
@@ -98,6 +103,7 @@ IS_JSON: Final = 8
 IS_DROPPED: Final = 16
 WAS_RELEASED: Final = 32
 HAS_LAPSED: Final = 64
+RUNS_ALONE: Final = 128
 
 HEADER_BYTES: Final = 18
 TOKEN_BYTES: Final = 16
@@ -130,7 +136,9 @@ _PREVIOUS: Final[Mapping[int, Previous]] = {
     WAS_RELEASED: Previous.RELEASED,
     HAS_LAPSED: Previous.LAPSED,
 }
-_FLAG_BYTES: Final = tuple(bytes((flags,)) for flags in range(128))
+_FLAG_BYTES: Final = tuple(bytes((flags,)) for flags in range(256))
+_HISTORY: Final = b"\xff"
+"""What the history of a record's attempts begins with."""
 _SETTLED_MARK: Final = bytes((SETTLED_FORMAT,))
 _READ: Final = (bytes((UNCHECKED_FORMAT,)), bytes((FORMAT,)))
 _DAMAGED: Final = "it is damaged: a check does not match"
@@ -186,8 +194,10 @@ def wish_of(request: ReserveRequest) -> bytes:
     if len(token) != TOKEN_BYTES:
         raise ValueError(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
     extras = b""
+    if request.alone:
+        flags = RUNS_ALONE
     if trace is not None:
-        flags = HAS_TRACE
+        flags |= HAS_TRACE
         extras = _trace_bytes(trace)
     if fingerprint is not None:
         if len(fingerprint) != FINGERPRINT_BYTES:
@@ -264,7 +274,19 @@ class Stored(NamedTuple):
     @property
     def owner(self) -> str:
         # Only for messages: a bad letter in it is no reason to refuse the record.
-        return self.rest[TOKEN_BYTES:].decode("utf-8", "replace")
+        return self.rest[TOKEN_BYTES:].partition(_HISTORY)[0].decode("utf-8", "replace")
+
+    @property
+    def history(self) -> tuple[int, int, bool]:
+        """Of a record that is worked on: attempts that lapsed, those of them that ran alone, whether this one does."""
+        _, mark, numbers = self.rest[TOKEN_BYTES:].partition(_HISTORY)
+        if not mark:
+            return 0, 0, False
+        try:
+            lapsed, lapsed_alone, alone = map(int, numbers.split(b","))
+        except ValueError as error:
+            raise UnreadableError("its history is damaged") from error
+        return lapsed, lapsed_alone, bool(alone)
 
     @property
     def error(self) -> str:
@@ -409,6 +431,10 @@ def verdict_of(request: ReserveRequest, raw: bytes, now_us: int) -> Verdict:
     except UnreadableError as error:
         return Corrupt(key=key, reason=str(error))
     if stored.token == request.token:
+        try:
+            lapsed, lapsed_alone, _ = stored.history
+        except UnreadableError as error:
+            return Corrupt(key=key, reason=str(error))
         return Reserved(
             key=key,
             token=request.token,
@@ -416,6 +442,8 @@ def verdict_of(request: ReserveRequest, raw: bytes, now_us: int) -> Verdict:
             fence=stored.fence,
             lease=request.lease,
             previous=_PREVIOUS[stored.flags & (WAS_RELEASED | HAS_LAPSED)],
+            lapsed=lapsed,
+            lapsed_alone=lapsed_alone,
         )
     left = timedelta(microseconds=max(stored.time_ms * 1000 - now_us, 0))
     return InProgress(key=key, attempt=stored.attempt, retry_after=left, owner=stored.owner)
@@ -430,6 +458,7 @@ def record_of(key: str, raw: bytes, now_us: int, life: int) -> IdempotencyRecord
     stored = parse(raw)
     processing = stored.status == PROCESSING
     time = moment(stored.time_ms) if stored.time_ms or not processing else None
+    lapsed, lapsed_alone, alone = stored.history if processing else (0, 0, False)
     return IdempotencyRecord(
         key=key,
         status=_STATUS[stored.status],
@@ -444,6 +473,9 @@ def record_of(key: str, raw: bytes, now_us: int, life: int) -> IdempotencyRecord
         result_dropped=bool(stored.flags & IS_DROPPED),
         error=stored.error if stored.status == FAILED else "",
         trace=stored.trace,
+        lapsed=lapsed,
+        lapsed_alone=lapsed_alone,
+        alone=alone,
         seen_at=_EPOCH + timedelta(microseconds=now_us),
     )
 

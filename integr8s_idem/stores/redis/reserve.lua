@@ -1,7 +1,7 @@
 -- Ask for many keys at once.
 -- KEYS   record keys
 -- ARGV   for each key a wish: lease in ms (6 bytes), retention in ms (6), flags (1), fingerprint, trace,
---        checks (8), token (16), owner; see codec.py
+--        checks (8), token (16), owner; see codec.py.  The highest flag says that the attempt runs alone
 -- Answer {now in µs, answer per key}; an answer is
 --        0            it was absent and is yours: attempt 1, fence = now
 --        1            the key holds another Redis type
@@ -25,6 +25,39 @@ local function checked(header)
   return header .. pack('>I4', bxor(a, b, c, d, e))
 end
 
+-- The CRC-32 of a text whose beginning has the CRC-32 `crc`, and that ends with `text`.
+local function continued(crc, text)
+  crc = bit.bnot(crc)
+  for i = 1, #text do
+    crc = bxor(crc, byte(text, i))
+    for _ = 1, 8 do
+      crc = bxor(bit.rshift(crc, 1), bit.band(0xEDB88320, -bit.band(crc, 1)))
+    end
+  end
+  return bit.bnot(crc)
+end
+
+-- What follows the header, with the history of the attempts at its end, if there is one: a byte that UTF-8 does not
+-- have, and in decimal the attempts that lapsed, those of them that ran alone, and whether the present one does.
+local function with_history(body, extras, lapsed, lapsed_alone, alone)
+  if lapsed == 0 and alone == 0 then
+    return body
+  end
+  local history = string.format('\255%d,%d,%d', lapsed, lapsed_alone, alone)
+  local check = pack('>I4', continued(unpack('>I4', body, extras + 5), history))
+  return sub(body, 1, extras + 4) .. check .. sub(body, extras + 9) .. history
+end
+
+-- The history in a record whose token begins at `mark`.
+local function history_of(record, mark)
+  local at = string.find(record, '\255', mark + 16, true)
+  if not at then
+    return 0, 0, 0
+  end
+  local lapsed, lapsed_alone, alone = string.match(record, '^(%d+),(%d+),(%d)$', at + 1)
+  return tonumber(lapsed) or 0, tonumber(lapsed_alone) or 0, tonumber(alone) or 0
+end
+
 -- The record of somebody who asked before us, changed if it is ours to change.
 local function meet(key, record, wish, lease, retention)
   local format, status, flags, high, low = byte(record, 1, 5)
@@ -34,7 +67,10 @@ local function meet(key, record, wish, lease, retention)
   if format ~= 2 and format ~= 1 then
     return sub(record, 1, 1)
   end
-  local offered = byte(wish, 13)
+  local offered, alone = byte(wish, 13), 0
+  if offered >= 128 then
+    offered, alone = offered - 128, 1
+  end
   if status ~= 1 or flags == nil or flags >= 96 or flags % 32 > 3 or low == nil or high + low == 0 then
     return record
   end
@@ -53,17 +89,27 @@ local function meet(key, record, wish, lease, retention)
   end
   local lease_until = unpack('>I6', record, 13)
   local token = 22 + EXTRAS[offered % 4]
+  local lapsed, lapsed_alone, was_alone = history_of(record, mark)
   local new
   if lease_until > 0 and sub(record, mark, mark + 15) == sub(wish, token, token + 15) then
     -- Our own reservation: the answer to an earlier call was lost.
-    new = sub(record, 1, 12) .. pack('>I6', now + lease)
-    new = format == 2 and checked(new) .. sub(record, 23) or new .. sub(record, 19)
+    if alone == was_alone then
+      new = sub(record, 1, 12) .. pack('>I6', now + lease)
+      new = format == 2 and checked(new) .. sub(record, 23) or new .. sub(record, 19)
+    else
+      new = checked('\2\1' .. char(offered + flags - flags % 32) .. sub(record, 4, 12) .. pack('>I6', now + lease))
+      new = new .. with_history(sub(wish, 14), EXTRAS[offered % 4], lapsed, lapsed_alone, alone)
+    end
   elseif lease_until <= now then
     local _, fence = unpack('>HI7', record, 4)
     local attempt = math.min(high * 256 + low + 1, 65535)
     local previous = lease_until == 0 and 32 or 64
+    if previous == 64 then
+      lapsed, lapsed_alone = lapsed + 1, lapsed_alone + was_alone
+    end
     local stamp = pack('>HI7I6', attempt, math.max(fence + 1, now_us), now + lease)
-    new = checked('\2\1' .. char(offered + previous) .. stamp) .. sub(wish, 14)
+    new = checked('\2\1' .. char(offered + previous) .. stamp)
+    new = new .. with_history(sub(wish, 14), EXTRAS[offered % 4], lapsed, lapsed_alone, alone)
   else
     return record
   end
@@ -84,10 +130,14 @@ for i = 1, #KEYS do
   local flags = sub(wish, 13, 13)
   local header = headers[flags]
   if not header then
-    header = checked('\2\1' .. flags .. stamp)
+    header = checked('\2\1' .. char(byte(flags) % 128) .. stamp)
     headers[flags] = header
   end
-  if call('SET', key, header .. sub(wish, 14), 'NX', 'PX', retention) then
+  local body = sub(wish, 14)
+  if byte(flags) >= 128 then
+    body = with_history(body, EXTRAS[byte(flags) % 4], 0, 0, 1)
+  end
+  if call('SET', key, header .. body, 'NX', 'PX', retention) then
     answers[i + 1] = 0
   elseif answered >= LONG_ENOUGH then
     answers[i + 1] = 2

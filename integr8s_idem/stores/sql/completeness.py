@@ -1,4 +1,4 @@
-"""What a database lacks of the tables and indexes of this code."""
+"""What a database lacks of the tables, columns and indexes of this code."""
 
 from __future__ import annotations
 
@@ -31,3 +31,15 @@ def unmade(connection: Connection) -> Iterator[CreateTable | CreateIndex]:
             yield CreateTable(table)
         names = {one["name"] for one in found.get_indexes(table.name)} if there else set()
         yield from (CreateIndex(index) for index in table.indexes if index.name not in names)
+
+
+def missing_columns(connection: Connection) -> list[str]:
+    """Columns, as `table.column`, that tables which are there lack: the database is of an earlier version."""
+    found = inspect(connection)
+    return [
+        f"{table.name}.{column.name}"
+        for table in metadata.sorted_tables
+        if found.has_table(table.name)
+        for column in table.columns
+        if column.name not in {one["name"] for one in found.get_columns(table.name)}
+    ]

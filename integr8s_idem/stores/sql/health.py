@@ -13,10 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import StoreHealth
-from integr8s_idem.stores.sql.completeness import missing_indexes
+from integr8s_idem.stores.sql.completeness import missing_columns, missing_indexes
 from integr8s_idem.stores.sql.dialects import Dialect
 from integr8s_idem.stores.sql.errors import MIGRATE
-from integr8s_idem.stores.sql.schema import VERSION, store
+from integr8s_idem.stores.sql.schema import COMPATIBLE_VERSION, VERSION, store
 
 NO_VERSION: Final = f"no tables of the store are there that say of which version they are; {MIGRATE}"
 
@@ -37,7 +37,8 @@ async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealt
     latency = timedelta(seconds=time.perf_counter() - start)
     if row is None:
         raise StoreConfigurationError("ping", NO_VERSION, Code.SCHEMA_MISSING)
-    check_version(row.version)
+    if row.version != COMPATIBLE_VERSION:
+        check_version(row.version)
     version, warnings = await _LOOKS[dialect.name](connection)
     return StoreHealth(
         kind=dialect.name, version=version, latency=latency, warnings=tuple(warnings), identity=row.identity
@@ -68,8 +69,14 @@ def new_identity() -> str:
     return secrets.token_hex(16)
 
 
-async def look_at_indexes(connection: AsyncConnection) -> list[StoreWarning]:
-    """Which of them are missing; takes a dozen round trips."""
+async def look_at_tables(connection: AsyncConnection) -> list[StoreWarning]:
+    """Which indexes are missing; takes a few dozen round trips.
+
+    Raises:
+        StoreConfigurationError: Columns are missing: the schema is older.
+    """
+    if await connection.run_sync(missing_columns):
+        check_version(COMPATIBLE_VERSION, "ping")
     missing = await connection.run_sync(missing_indexes)
     if not missing:
         return []

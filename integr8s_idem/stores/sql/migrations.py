@@ -1,7 +1,9 @@
 """The schema's versions, in order: `migrate` brings a database to that of this code.
 
 What a version adds is kept as SQL, in files that are never changed once they are out: the next version is a new
-one.  The tables of schema.py are those of today.
+one.  The tables of schema.py are those of today.  The database names the oldest version of the code that can work with
+it, and says by its columns how far it has been migrated: workers of the version before go on during a migration that
+only adds columns with a default.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.findings import Code
-from integr8s_idem.stores.sql.completeness import missing_indexes, missing_tables, unmade
+from integr8s_idem.stores.sql.completeness import missing_columns, missing_indexes, missing_tables, unmade
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import guarded
 from integr8s_idem.stores.sql.health import NO_VERSION, check_version, new_identity
-from integr8s_idem.stores.sql.schema import BUCKETS, VERSION, buckets, store
+from integr8s_idem.stores.sql.schema import BUCKETS, COMPATIBLE_VERSION, VERSION, buckets, store
 
 _EMPTY: Final = {"mariadb": "x''", "mysql": "x''", "postgresql": "''::bytea", "sqlite": "x''"}
 """No bytes."""
@@ -35,6 +37,9 @@ _UNCLAIMED: Final = {"token": b"", "claimed_until": 0}
 
 _MADE: Final = re.compile(r"^CREATE (TABLE|INDEX) (\w+)(?: ON (\w+))?", re.MULTILINE)
 """What a step makes: an index names its table besides."""
+
+_ADDED: Final = re.compile(r"^ALTER TABLE (\w+) ADD COLUMN (\w+)", re.MULTILINE)
+"""The table and the column of a step that adds one."""
 
 _PATIENCE: Final = timedelta(minutes=5)
 """A migration may have to rewrite a large table."""
@@ -54,7 +59,10 @@ class Migration:
         return [step.strip() for step in written.split(";\n") if step.strip()]
 
 
-MIGRATIONS: Final = (Migration(1, "records, and events to be published"),)
+MIGRATIONS: Final = (
+    Migration(1, "records, and events to be published"),
+    Migration(2, "records count the attempts that lapsed"),
+)
 
 
 async def migrate(engine: AsyncEngine) -> list[Migration]:
@@ -128,7 +136,7 @@ def migrate_in(connection: Connection, up_to: int = VERSION) -> list[Migration]:
             if not _is_done(connection, step):
                 connection.exec_driver_sql(step)
     if todo:
-        _write_version(connection, todo[-1].version)
+        _write_version(connection, min(todo[-1].version, COMPATIBLE_VERSION))
         _add_buckets(connection)
     if max(found, up_to) == VERSION and (missing := _missing(connection)):
         _put_back(connection)
@@ -167,11 +175,13 @@ def _add_buckets(connection: Connection) -> None:
 
 
 def _is_done(connection: Connection, step: str) -> bool:
-    """Whether its table or index is there: a migration stopped half way, or somebody has made it by `metadata`."""
-    made = _MADE.search(step)
+    """Whether its table, index or column is there: a migration stopped half way, or it was made by `metadata`."""
+    made, added, found = _MADE.search(step), _ADDED.search(step), inspect(connection)
+    if added is not None:
+        return added[2] in {one["name"] for one in found.get_columns(added[1])}
     if made is None:
         return False
-    found, (what, name, table) = inspect(connection), made.groups()
+    what, name, table = made.groups()
     if what == "TABLE":
         return found.has_table(name)
     return any(one["name"] == name for one in found.get_indexes(table))
@@ -181,7 +191,10 @@ def version_of(connection: Connection) -> int:
     """The version of the schema that is there; 0 for none."""
     if not inspect(connection).has_table(store.name):
         return 0
-    return connection.execute(select(store.c.version).where(store.c.id == 1)).scalar_one_or_none() or 0
+    found: int = connection.execute(select(store.c.version).where(store.c.id == 1)).scalar_one_or_none() or 0
+    if found == COMPATIBLE_VERSION and not missing_columns(connection):
+        return VERSION
+    return found
 
 
 def ddl(dialect: Dialect) -> str:
@@ -191,7 +204,8 @@ def ddl(dialect: Dialect) -> str:
         parts.append(f"-- version {migration.version}: {migration.says}")
         parts += [f"{step};" for step in migration.steps(dialect.name)]
     identity = dialect_of(dialect.name).identity
-    parts.append(f"INSERT INTO {store.name} (id, version, identity, seen_at) VALUES (1, {VERSION}, {identity}, 0);")  # noqa: S608  # our own words
+    row = f"1, {COMPATIBLE_VERSION}, {identity}, 0"
+    parts.append(f"INSERT INTO {store.name} (id, version, identity, seen_at) VALUES ({row});")  # noqa: S608  # our own words
     rows = ", ".join(f"({bucket}, {_EMPTY[dialect.name]}, 0)" for bucket in range(BUCKETS))
     parts.append(f"INSERT INTO {buckets.name} (bucket, token, claimed_until) VALUES {rows};")  # noqa: S608  # as above
     return "\n".join(parts) + "\n"

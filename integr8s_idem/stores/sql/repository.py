@@ -34,7 +34,7 @@ from integr8s_idem.stores.sql.cursors import Answer, Wording, say_alone, say_wit
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import alone, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining, of_joined
-from integr8s_idem.stores.sql.health import health_of, look_at_indexes
+from integr8s_idem.stores.sql.health import health_of, look_at_tables
 from integr8s_idem.stores.sql.rows import (
     held_elsewhere,
     microseconds,
@@ -266,7 +266,7 @@ class SqlIdempotencyRepository:
             if self._has_indexes:
                 return health
             # Until they have been seen: an index does not get lost while workers run, and they ask often.
-            missing = await look_at_indexes(connection)
+            missing = await look_at_tables(connection)
         self._has_indexes = not missing
         return replace(health, warnings=(*health.warnings, *missing))
 

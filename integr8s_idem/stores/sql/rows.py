@@ -32,7 +32,16 @@ _STATUS: Final = {
     FAILED: IdempotencyStatus.FAILED,
 }
 _NUMBER: Final = {status: number for number, status in _STATUS.items()}
-_NUMBERS: Final = ("attempt", "fence", "previous", "lease_until", "settled_at", "expires_at")
+_NUMBERS: Final = (
+    "attempt",
+    "fence",
+    "previous",
+    "lease_until",
+    "settled_at",
+    "expires_at",
+    "lapsed",
+    "lapsed_alone",
+)
 _UNREADABLE: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 """What comes of a row with values that this code does not write."""
 
@@ -82,6 +91,8 @@ def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
             fence=row.fence,
             lease=request.lease,
             previous=_PREVIOUS[row.previous],
+            lapsed=row.lapsed,
+            lapsed_alone=row.lapsed_alone,
         )
     if row.status == PROCESSING:
         left = timedelta(microseconds=max(0, (row.lease_until or now) - now))
@@ -147,6 +158,9 @@ def _record(row: Any) -> IdempotencyRecord | Corrupt:
         result_dropped=bool(row.result_dropped),
         error=unescaped(row.error),
         trace=_trace(row.trace),
+        lapsed=row.lapsed if processing else 0,
+        lapsed_alone=row.lapsed_alone if processing else 0,
+        alone=processing and bool(row.alone),
         seen_at=_moment(row.asked_at),
     )
 
@@ -169,6 +183,7 @@ def wish_of(request: ReserveRequest) -> dict[str, Any]:
         "fingerprint": request.fingerprint,
         "owner": escaped(request.owner),
         "trace": None if trace is None else trace.trace_id + trace.span_id,
+        "alone": request.alone,
     }
 
 

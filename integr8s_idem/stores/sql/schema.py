@@ -3,7 +3,8 @@
 Times are the database's own, in microseconds since 1970, UTC: a number that every database has, that sorts, and that
 fences are made of.  Texts that come from elsewhere are ASCII with Python's escapes.  `status` is 1 processing,
 2 completed, 3 failed; `previous` is 0 none, 1 released, 2 lapsed; `lease_until` is null once released or settled;
-`headers` is JSON, pairs of a name and Base64.
+`lapsed` counts attempts whose lease ended without a word, `lapsed_alone` those of them that ran alone in their process,
+as `alone` says of the present one; `headers` is JSON, pairs of a name and Base64.
 
 This is the schema of today.  Those of each version, as migrations make them, are in version_*.sql.
 """
@@ -27,12 +28,20 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    false,
+    text,
 )
 from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the schema that this code reads and writes."""
+
+COMPATIBLE_VERSION: Final = 1
+"""The oldest version of the code that can work with this schema: the number in `idempotency_store`.
+
+Workers of that version go on while a database is migrated.
+"""
 
 PROCESSING: Final = 1
 COMPLETED: Final = 2
@@ -111,6 +120,9 @@ records: Final = Table(
     Column("content_type", _STORY),
     Column("result_dropped", Boolean, nullable=False),
     Column("error", _STORY, nullable=False),
+    Column("lapsed", Integer, nullable=False, server_default=text("0")),
+    Column("lapsed_alone", Integer, nullable=False, server_default=text("0")),
+    Column("alone", Boolean, nullable=False, server_default=false()),
     Index("idempotency_records_expires_at", "expires_at"),
     **_INNODB,
 )

@@ -19,6 +19,7 @@ from sqlalchemy import (
     delete,
     func,
     literal,
+    not_,
     null,
     or_,
     select,
@@ -85,6 +86,7 @@ _WISH: Final[dict[str, TypeEngine[Any]]] = {
     "fingerprint": _row.fingerprint.type,
     "owner": _row.owner.type,
     "trace": _row.trace.type,
+    "alone": Boolean(),
 }
 
 
@@ -104,6 +106,9 @@ def _reservation(wish: Callable[[str], ColumnElement[Any]], now: ColumnElement[i
         "trace": wish("trace"),
         "result_dropped": False,
         "error": "",
+        "lapsed": 0,
+        "lapsed_alone": 0,
+        "alone": wish("alone"),
     }
 
 
@@ -144,12 +149,20 @@ def _taken_over(new: Any) -> Changes:
         """Of the new owner, who may be the old one."""
         return where((gone, new[name]), (ours, _row[name]), (free, new[name]), column=_row[name])
 
+    def counted(name: str, more: Any) -> ColumnElement[Any]:
+        """A number of attempts that lapsed: the last one is the next of them if nobody has released it."""
+        column = _row[name]
+        return where((gone, 0), (ours, column), (and_(free, not_(released)), column + more), column=column)
+
     next_fence = case((_row.fence >= new.fence, _row.fence + 1), else_=new.fence)
     taken = or_(gone, ours, free)
     return {
         "attempt": where((gone, 1), (ours, _row.attempt), (free, _row.attempt + 1), column=_row.attempt),
         "fence": where((gone, next_fence), (ours, _row.fence), (free, next_fence), column=_row.fence),
         "previous": where((gone, 0), (ours, _row.previous), (and_(free, released), 1), (free, 2), column=_row.previous),
+        "lapsed_alone": counted("lapsed_alone", case((_row.alone, 1), else_=0)),
+        "lapsed": counted("lapsed", 1),
+        "alone": where((taken, new["alone"]), column=_row.alone),
         "owner": mine("owner"),
         "trace": mine("trace"),
         **{name: where((gone, null()), column=_row[name]) for name in ("settled_at", "result", "content_type")},
