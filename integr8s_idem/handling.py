@@ -45,10 +45,20 @@ from integr8s_idem.routing import (
     call_with_event,
     name_of,
 )
-from integr8s_idem.runs import Returned, current_run
+from integr8s_idem.runs import Returned, Suspected, current_run
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
-from integr8s_idem.work import Attempt, Executed, HandlerFailed, NotStarted, Outcome, Transaction, WaitForStore, Work
+from integr8s_idem.work import (
+    Attempt,
+    Executed,
+    HandlerFailed,
+    Isolation,
+    NotStarted,
+    Outcome,
+    Transaction,
+    WaitForStore,
+    Work,
+)
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
@@ -106,6 +116,10 @@ class Handling:
             return HandlerFailed(error, self._tries, given_up)
         return Executed(value, self._tries)
 
+    async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Suspected:
+        """As `attempt`; an event that `isolate` was called for may come back reserved and not run."""
+        return await self.attempt(wait_for_store=wait_for_store)
+
     async def wait(self, found: InProgress, looks: int) -> None:
         """Return when another try makes sense."""
         raise AssertionError("an unguarded handler is never in progress elsewhere")
@@ -142,12 +156,37 @@ class GuardedHandling(Handling):
     def record_key(self) -> str:
         return self.handler.manager.space.full(self.work.key.in_generation(0))
 
+    def isolate(self) -> None:
+        """Do not run the event if it may be what crashes its process: the caller has it run alone."""
+        if self.handler.manager.config.max_attempts > 1:  # otherwise it is not tried again, whatever crashed
+            self.work.isolation = Isolation.PENDING
+
+    def run_isolated(
+        self, suspect: Suspected, *, alone: bool, wait_for_store: WaitForStore
+    ) -> Coroutine[Any, Any, Outcome[Any] | Suspected]:
+        """One try of a suspect: alone, as its record then says, or beside others, since nothing else could be had."""
+        self.work.isolation = Isolation.ALONE if alone else Isolation.WAIVED
+        self.passes.reserve_again(self.work, suspect.lease)
+        return self.attempt_or_suspect(wait_for_store=wait_for_store)
+
+    async def no_longer_alone(self) -> None:
+        """Let its record say that other handlers may run beside it."""
+        await self.passes.no_longer_alone(self.work)
+
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
+        outcome = await self._attempt(wait_for_store)
+        assert not isinstance(outcome, Suspected), "nobody isolates it"
+        return outcome
+
+    async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Suspected:
+        return await self._attempt(wait_for_store)
+
+    async def _attempt(self, wait_for_store: WaitForStore | None) -> Outcome[Any] | Suspected:
         self._patient = wait_for_store is not None
         if self.handler.outbox is not None:
             async with self.handler.outbox.turn():
                 return await self.passes.execute_sealed(self.work, self._sealed, wait_for_store=wait_for_store)
-        return await self.passes.execute(self.work, self._do, wait_for_store=wait_for_store)
+        return await self.passes.execute_or_suspect(self.work, self._do, wait_for_store)
 
     def is_known_here(self) -> bool:
         """Whether this process has completed it, and knows that without asking the store."""

@@ -91,6 +91,11 @@ class HeldLease(Deadline):
         if not self.entered:
             self.drop()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it is renewed."""
+        return self._keeper.holds(self)
+
     def drop(self) -> None:
         """Renew it no longer: its handler does not start."""
         self._keeper.drop(self)
@@ -177,6 +182,10 @@ class LeaseKeeper:
     def drop(self, lease: HeldLease) -> None:
         """Look after `lease` no longer."""
         self._held.discard(lease)
+
+    def holds(self, lease: HeldLease) -> bool:
+        """Whether `lease` is looked after."""
+        return lease in self._held
 
     def __len__(self) -> int:
         return len(self._held)

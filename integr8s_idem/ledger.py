@@ -41,7 +41,7 @@ from integr8s_idem.results import NOT_KEPT, encode_result
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
 from integr8s_idem.tokens import new_token
-from integr8s_idem.work import WaitForStore, Work
+from integr8s_idem.work import Isolation, WaitForStore, Work
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,12 @@ class Ledger:
             fingerprint=work.fingerprint,
             owner=self._owner,
             trace=trace,
+            alone=work.isolation is Isolation.ALONE,
         )
+
+    def request_again(self, work: Work, reserved: Reserved) -> ReserveRequest:
+        """The request that finds `reserved` by its token."""
+        return replace(self.request(work), token=reserved.token)
 
     def reserve(self, request: ReserveRequest) -> Awaitable[Verdict]:
         """Ask; if we are cancelled meanwhile, what we get is given back."""

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from time import monotonic
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnKeyReused, OnStoreError
 from integr8s_idem.errors import (
@@ -34,12 +34,27 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.remembered import LocalMemory
-from integr8s_idem.runs import Returned, Run, Runs
+from integr8s_idem.runs import Returned, Run, Runs, Suspected
 from integr8s_idem.stores import JoinedRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
-from integr8s_idem.work import Attempt, Executed, HandlerFailed, NotStarted, Outcome, WaitForStore, Work
+from integr8s_idem.work import (
+    Attempt,
+    Executed,
+    HandlerFailed,
+    Isolation,
+    NotStarted,
+    Outcome,
+    WaitForStore,
+    Work,
+)
 
 T = TypeVar("T")
+
+SUSPECT_AFTER: Final = 2
+"""Lapsed attempts from which on work may be what crashes its process.  A single crash isolates nothing."""
+
+CRASHES_IN_COMPANY: Final = 10
+"""Times `max_attempts`: so many crashes end work that could never run alone, or outlived its turns."""
 
 FIRST_LOOK: Final = 0.05
 LONGEST_LOOK: Final = 1.0
@@ -94,6 +109,12 @@ class Passes:
             LeaseLostError: The reservation was lost on the way.
             CancelledError: We were cancelled; the key has been given back.
         """
+        return cast("Coroutine[Any, Any, Outcome[T]]", self.execute_or_suspect(work, function, wait_for_store))
+
+    def execute_or_suspect(
+        self, work: Work, function: Callable[[Attempt], Awaitable[T]], wait_for_store: WaitForStore | None
+    ) -> Coroutine[Any, Any, Outcome[T] | Suspected]:
+        """As `execute`, for work whose isolation may be pending: then it may come back reserved and not run."""
         return self._pass(work, function, wait_for_store, None)
 
     def execute_sealed(
@@ -102,8 +123,8 @@ class Passes:
         function: Callable[[Attempt, Seal], Awaitable[T]],
         *,
         wait_for_store: WaitForStore | None = None,
-    ) -> Coroutine[Any, Any, Outcome[T]]:
-        """As `execute`, for a function that writes its outcome itself, by the seal, in a transaction of its own.
+    ) -> Coroutine[Any, Any, Outcome[T] | Suspected]:
+        """As `execute_or_suspect`, for a function that writes its outcome itself, in a transaction of its own.
 
         What it wrote and its outcome commit together, or neither does.  The lease is not renewed: the record is
         written by that transaction alone, at any isolation level, and the function has one lease's time.
@@ -144,7 +165,7 @@ class Passes:
         function: Callable[[Attempt], Awaitable[T]],
         wait_for_store: WaitForStore | None,
         seal: Seal | None,
-    ) -> Outcome[T]:
+    ) -> Outcome[T] | Suspected:
         known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
         if known is not None:
             return known
@@ -160,6 +181,8 @@ class Passes:
             if not isinstance(verdict, Reserved):
                 return await self.decline(work, function, verdict)
             lease = self.hold(work, verdict, asked_at, renewed=seal is None)
+            if self.is_suspect(work, verdict):
+                return Suspected(lease)
             outcome = await self._perform(work, function, lease, wait_for_store, seal)
             if not isinstance(outcome, NotStarted):
                 return outcome
@@ -175,15 +198,38 @@ class Passes:
         )
 
     def not_started(self, work: Work, lease: HeldLease) -> NotStarted:
-        """Prevent a start on a lease that is late.
+        """Prevent a start on a lease that is late; `work` is to be reserved again."""
+        self.observer.count(Signal.STALE_START_PREVENTED, work.event_type)
+        self.reserve_again(work, lease)
+        return NotStarted()
 
-        The next reservation of `work` asks under the same token: it finds its own reservation, which counts as the same
-        attempt, or learns what has become of the work meanwhile.
+    def reserve_again(self, work: Work, lease: HeldLease) -> None:
+        """Let the next reservation of `work`, which has not started, ask under the same token.
+
+        It finds its own reservation, which counts as the same attempt, or learns what has become of the work meanwhile.
         """
         lease.drop()
-        self.observer.count(Signal.STALE_START_PREVENTED, work.event_type)
         work.token = lease.reservation.token
-        return NotStarted()
+
+    def is_suspect(self, work: Work, reserved: Reserved) -> bool:
+        """Whether `work` is to run alone, since it may be what crashes its process."""
+        return (
+            reserved.lapsed >= SUSPECT_AFTER
+            and work.isolation is Isolation.PENDING
+            and not self._crashed_too_often(work, reserved)
+        )
+
+    async def no_longer_alone(self, work: Work) -> None:
+        """Let the record of `work`, which is under way, say that it runs alone no longer."""
+        run = self.runs.of(self._ledger.space.full(work.key))
+        if run is None or run.work is not work or run.lease is None:
+            return
+        work.isolation = Isolation.WAIVED
+        held = run.lease.reservation
+        found = await self._ledger.reserve(self._ledger.request_again(work, held))
+        if isinstance(found, Reserved) and found.fence != held.fence:
+            # It was released in this moment: this reservation is nobody's.
+            await self._ledger.try_to_release(work, found)
 
     async def wait_for_change(self, found: InProgress, *, at_most: float = 3600.0, looks: int = 0) -> None:
         """Return when it is worth asking again: the run in this process ended, or a while has passed.
@@ -336,7 +382,10 @@ class Passes:
             self.observer.count(Signal.HANDLER_FAILED, work.event_type)
             return HandlerFailed(error, attempt.number, self._hopeless(work, error, attempt.number))
 
-    def _hopeless(self, work: Work, error: Exception, attempt: int) -> bool:
+    def _hopeless(self, work: Work, error: Exception, attempt: int, reserved: Reserved | None = None) -> bool:
+        if reserved is not None and work.isolation is not Isolation.NONE:
+            # What crashed beside it is not held against it.
+            attempt -= reserved.lapsed - reserved.lapsed_alone
         if work.forgotten:
             return False  # nothing is remembered of it, a failure neither
         if isinstance(error, TransactionAbortedError):
@@ -382,7 +431,7 @@ class Passes:
         if self._crashed_too_often(work, reserved):
             lease.drop()
             return await self._fail(
-                work, reserved, CrashedTooOftenError(reserved.attempt - 1), lease.deadline, wait_for_store
+                work, reserved, CrashedTooOftenError(self._crashes(work, reserved)), lease.deadline, wait_for_store
             )
         if lease.is_late():
             return self.not_started(work, lease)
@@ -418,8 +467,19 @@ class Passes:
 
     def _crashed_too_often(self, work: Work, reserved: Reserved) -> bool:
         """Whether no more runs of it are begun, since none has come to an end."""
-        too_often = reserved.attempt > self.config.max_attempts and not work.forgotten
-        return too_often and reserved.previous is Previous.LAPSED
+        if work.forgotten or reserved.previous is not Previous.LAPSED:
+            return False
+        limit = self.config.max_attempts
+        # A store that does not count lapsed attempts lets nothing be isolated either.
+        if work.isolation is Isolation.NONE or not reserved.lapsed:
+            return reserved.attempt > limit
+        return reserved.lapsed_alone >= limit or reserved.lapsed >= CRASHES_IN_COMPANY * limit
+
+    def _crashes(self, work: Work, reserved: Reserved) -> int:
+        """How many attempts count as crashed."""
+        if work.isolation is Isolation.NONE or not reserved.lapsed_alone:
+            return reserved.attempt - 1
+        return reserved.lapsed_alone
 
     async def conclude(self, done: Returned[T], wait_for_store: WaitForStore | None) -> Executed[T]:
         """Remember what a run returned, as `execute` does."""
@@ -459,7 +519,7 @@ class Passes:
     ) -> HandlerFailed:
         self.observer.count(Signal.HANDLER_FAILED, work.event_type)
         reserved = lease.reservation
-        if self._hopeless(work, error, reserved.attempt):
+        if self._hopeless(work, error, reserved.attempt, reserved):
             return await self._fail(work, reserved, error, lease.deadline, wait_for_store)
         await self._ledger.try_to_release(work, reserved, wait_for_store, lease.deadline)
         return HandlerFailed(error, reserved.attempt, given_up=False)

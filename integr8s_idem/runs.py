@@ -61,6 +61,13 @@ class Returned(Generic[T]):
     """`None` if the function has written it itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class Suspected:
+    """Work that may be what crashes its process: it is reserved, and its function was not called."""
+
+    lease: HeldLease
+
+
 _RUN: ContextVar[Run | None] = ContextVar("the innermost run that the current code is part of", default=None)
 """Tasks inherit it from the code that begins them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from integr8s_idem.config import OnFailure, OnKeyReused
@@ -63,6 +64,19 @@ class Transaction(Protocol):
         ...
 
 
+class Isolation(Enum):
+    """What happens to work whose earlier attempts lapsed so often that it may be what crashes its process."""
+
+    NONE = "none"
+    """It runs: who asks cannot have it run alone.  Each crash counts toward its limit."""
+    PENDING = "pending"
+    """It does not run: who asks has it run alone.  Only crashes of such runs count toward its limit."""
+    ALONE = "alone"
+    """It runs alone in its process, and its record says so."""
+    WAIVED = "waived"
+    """It runs beside others, since running alone could not be had."""
+
+
 @dataclass(slots=True)
 class Work:
     """One unit of work on its way through `execute`; the same object is used for every try."""
@@ -89,6 +103,7 @@ class Work:
     """Runs that the database has ended and rolled back: they are attempts, but no failures."""
     token: bytes = b""
     """Kept while `reserve` gets no answer, so that a lost answer finds its reservation; empty: a new one is drawn."""
+    isolation: Isolation = Isolation.NONE
     fence: int = 0
     """Of the last reservation: one that is found again is not counted again."""
 

@@ -330,6 +330,10 @@ class ServiceSettings(Section):
     """Offsets are committed this often."""
     drain_timeout_seconds: Seconds = 20
     """How long running handlers may finish at a shutdown or rebalance; less than the pod's grace period."""
+    isolation_share: Annotated[float, Field(ge=0, le=1), NOT_BOOL] = 0.5
+    """Largest share of the time for running events alone that may have crashed workers; 0 runs none of them alone."""
+    isolation_seconds: Annotated[float, Field(gt=0, le=86_400), NOT_BOOL] = 30
+    """Longest time for which such an event keeps the others waiting."""
     on_in_progress: OnInProgress | None = None
     """As in [idempotency], for this service."""
     on_failure: OnFailure | None = None

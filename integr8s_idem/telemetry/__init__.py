@@ -39,6 +39,7 @@ class Signal(str, Enum):
     CACHE_MISS = "idempotency_cache_misses"
     DUPLICATE_BLOCKED = "idempotency_duplicates_blocked"
     TAKEOVER = "idempotency_takeovers"
+    ISOLATED = "idempotency_isolated_runs"
     STALE_START_PREVENTED = "idempotency_stale_starts_prevented"
     RESERVATION_LOST = "idempotency_reservations_lost"
     RECORD_VANISHED = "idempotency_records_vanished"

@@ -43,6 +43,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.CACHE_MISS: "Work that was new to the store, once per delivery and handler.",
     Signal.DUPLICATE_BLOCKED: "Deliveries whose handler did not run: work done, given up, or skipped as under way.",
     Signal.TAKEOVER: "Reservations taken over from an owner whose lease ended without a word.",
+    Signal.ISOLATED: "Runs that had the process for themselves, since earlier attempts at their event had lapsed.",
     Signal.STALE_START_PREVENTED: (
         "Handlers that were not started because their lease had ended or was about to; their work was reserved again."
     ),

@@ -31,6 +31,7 @@ from integr8s_idem.worker.crew import Crew
 from integr8s_idem.worker.gate import StoreGate
 from integr8s_idem.worker.health import ServiceHealth
 from integr8s_idem.worker.holdings import Holdings
+from integr8s_idem.worker.isolation import Isolation
 from integr8s_idem.worker.polling import POLL_BACKOFF, POLL_RECORDS, WATCH_SECONDS, Poller
 from integr8s_idem.worker.pressure import Pressure
 from integr8s_idem.worker.publisher import EventPublisher
@@ -39,6 +40,7 @@ from integr8s_idem.worker.records import Consumer, Partition
 from integr8s_idem.worker.retries import Backoff
 from integr8s_idem.worker.settling import Settler, Tally
 from integr8s_idem.worker.slots import Slots
+from integr8s_idem.worker.suspects import SuspectRunner
 from integr8s_idem.worker.watch import MOST_RENEWALS, PATIENCE, FetchWatch
 
 logger = logging.getLogger(__name__)
@@ -111,12 +113,14 @@ class ServiceWorker:
         service: ServiceSettings,
         *,
         group: str | None = None,
+        isolation: Isolation | None = None,
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
     ) -> None:
         """Opens nothing.
 
         Args:
             group: Of consumers, where the service's settings name none; the service's name if not given.
+            isolation: What the services of one process share to run events alone that may have crashed it.
             consumer: Makes the client for a group.
 
         Raises:
@@ -134,6 +138,7 @@ class ServiceWorker:
         manager = dispatcher.manager
         self._gate = StoreGate(_ping_of(dispatcher), self.observer)
         self._purger = Purger(name, manager.repository if manager is not None else None, self._gate, self.observer)
+        isolation = isolation or Isolation()
         self._settler = Settler(
             name,
             self.group,
@@ -145,6 +150,10 @@ class ServiceWorker:
             Backoff(service.retry_initial_seconds, service.retry_max_seconds),
             kafka.dead_letter_suffix,
             self.observer,
+            isolation,
+            SuspectRunner(isolation, service.isolation_share, service.isolation_seconds, self.observer)
+            if service.isolation_share
+            else None,
         )
         self._holdings = Holdings(name, service.drain_timeout_seconds)
         self._pressure = Pressure(service.max_in_flight, service.max_in_flight_bytes)

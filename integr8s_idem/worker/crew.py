@@ -25,12 +25,13 @@ from integr8s_idem.handling import GuardedHandling, Handling
 from integr8s_idem.lease_clock import clock_of
 from integr8s_idem.leases import HeldLease
 from integr8s_idem.records import Completed, KeyReused, Reserved, Verdict
-from integr8s_idem.runs import Returned
+from integr8s_idem.runs import Returned, Suspected
 from integr8s_idem.work import Executed, NotStarted, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.contexts import in_context
 from integr8s_idem.worker.lanes import Lanes, Ordering
-from integr8s_idem.worker.settling import FirstOutcome, Met, Settler
+from integr8s_idem.worker.settling import Met, Settler
+from integr8s_idem.worker.suspects import FirstOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ class Crew:
         """
         self._settler = settler
         self._slots = settler.slots
+        self._isolation = settler.isolation
+        self._isolation.when_opened.append(self._resume)
         self._slots.when_free = self._stir
         self._lanes = Lanes(ordering)
         self._finish = finish
@@ -176,8 +179,15 @@ class Crew:
             self._stirred = True
             asyncio.get_running_loop().call_soon(self._begin_wave, context=self._context)
 
+    def _resume(self) -> None:
+        """No event runs alone any longer."""
+        self._begin_hands()
+        self._stir()
+
     def _begin_wave(self) -> None:
         self._stirred = False
+        if self._isolation.is_closed:
+            return  # what is reserved meanwhile would lapse with the process
         taken: deque[Delivery] = deque()
         while self._ready and len(taken) < MOST_TOGETHER:
             if self._ready[0].assignment.closed:
@@ -253,7 +263,11 @@ class Crew:
 
     def _sort(self, delivery: Delivery, met: Met, handling: GuardedHandling, verdict: Verdict, asked_at: float) -> None:
         if isinstance(verdict, Reserved):
-            self._held.append(Held(delivery, met, handling, handling.hold(verdict, asked_at)))
+            lease = handling.hold(verdict, asked_at)
+            if handling.passes.is_suspect(handling.work, verdict):
+                self._go_isolated(delivery, met, handling, lease)
+            else:
+                self._held.append(Held(delivery, met, handling, lease))
         elif isinstance(verdict, Completed):
             with met.processing:
                 handling.passes.blocked(handling.work, verdict)
@@ -272,7 +286,7 @@ class Crew:
     # Hands.
 
     def _begin_hands(self) -> None:
-        if self._held and self._spare is None:
+        if self._held and self._spare is None and not self._isolation.is_closed:
             self._spare = hand = self._hand()
             self._begin(hand, partial(self._hand_ended, hand))
 
@@ -286,7 +300,7 @@ class Crew:
         self._spare = None
         clock = clock_of(asyncio.get_running_loop())
         done, turn_ends = 0, clock() + LONGEST_TURN
-        while self._held:
+        while self._held and not self._isolation.is_closed:
             held = self._held.popleft()
             self._begin_hands()
             if held.is_late():
@@ -318,6 +332,7 @@ class Crew:
 
     async def _handle(self, held: Held) -> None:
         delivery, handling = held.delivery, held.handling
+        self._isolation.enter()
         try:
             outcome = await in_context(self._context.copy(), self._perform(held))
         except AbandonedError:
@@ -337,6 +352,7 @@ class Crew:
             else:
                 self._go_on(held, _returning(outcome))
         finally:
+            self._isolation.leave()
             self._slots.give()
 
     async def _perform(self, held: Held) -> Outcome[Any] | Returned[Any] | NotStarted:
@@ -421,6 +437,17 @@ class Crew:
         """By a task of its own, from the beginning; its slot is free for others meanwhile."""
         self._slots.give()
         self._alone(delivery, self._settler.settle(delivery, met, begun))
+
+    def _go_isolated(self, delivery: Delivery, met: Met, handling: GuardedHandling, lease: HeldLease) -> None:
+        """By a task of its own, which waits until the event may run alone; its slot is free for others meanwhile."""
+
+        def ended(_: asyncio.Task[None]) -> None:
+            if lease.is_held and not lease.entered:  # it was cancelled before it began
+                handling.release(lease)
+
+        self._slots.give()
+        suspected = _returning(Suspected(lease))
+        self._alone(delivery, self._settler.settle(delivery, met, suspected)).add_done_callback(ended)
 
     def _go_on(self, held: Held, begun: Callable[[], Coroutine[Any, Any, FirstOutcome]]) -> None:
         self._alone(held.delivery, self._settler.go_on(held.delivery, held.handling, begun))

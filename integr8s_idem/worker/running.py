@@ -24,6 +24,7 @@ from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
 from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
+from integr8s_idem.worker.isolation import Isolation
 from integr8s_idem.worker.platform import Service, check_groups
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.relay import Relay
@@ -40,8 +41,9 @@ CLOSE_SECONDS: Final = 15.0
 class RunningService:
     """One service from its container to its end."""
 
-    def __init__(self, service: Service, settings: Settings) -> None:
+    def __init__(self, service: Service, settings: Settings, isolation: Isolation) -> None:
         self.service = service
+        self._isolation = isolation
         self.error: Exception | None = None
         self._settings = settings
         self._worker: ServiceWorker | None = None
@@ -105,7 +107,13 @@ class RunningService:
             name = self.service.name
             section = section_of(self.service, self._settings)
             self._worker = ServiceWorker(
-                name, dispatcher, publisher, self._settings.kafka, section, group=self.service.group_id
+                name,
+                dispatcher,
+                publisher,
+                self._settings.kafka,
+                section,
+                group=self.service.group_id,
+                isolation=self._isolation,
             )
             reading = reading_of(dispatcher, self._worker.topics)
             if self._settings.kafka.retention_check == "refuse":
@@ -233,7 +241,8 @@ class ServiceGroup:
     def __init__(self, services: Sequence[Service], settings: Settings) -> None:
         """Raises `ApplicationError` if two services share a consumer group."""
         check_groups(services, settings)
-        self._running = [RunningService(service, settings) for service in services]
+        isolation = Isolation()
+        self._running = [RunningService(service, settings, isolation) for service in services]
         self._settings = settings
         self._stops = 0
         self._tasks: list[asyncio.Task[None]] = []

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from integr8s_idem.config import OnInProgress
@@ -28,8 +29,10 @@ from integr8s_idem.errors import (
     UndecodableEventError,
 )
 from integr8s_idem.events import BaseEvent, EventDecoder
+from integr8s_idem.handling import GuardedHandling
 from integr8s_idem.ledger import describe_error
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
+from integr8s_idem.runs import Suspected
 from integr8s_idem.telemetry import SILENT, Observer, Signal, Span, is_recorded
 from integr8s_idem.work import Executed, HandlerFailed, NotStarted, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
@@ -42,9 +45,11 @@ from integr8s_idem.worker.deadletters import (
     is_replay,
 )
 from integr8s_idem.worker.gate import StoreGate
+from integr8s_idem.worker.isolation import Isolation
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.retries import Backoff
 from integr8s_idem.worker.slots import Slots
+from integr8s_idem.worker.suspects import FirstOutcome, Run, SuspectRunner
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +74,7 @@ class Tally:
     """Settled after the partition was gone: not committed by us."""
 
 
-FirstOutcome: TypeAlias = Outcome[Any] | NotStarted
-"""What came of a first try."""
-
-Begun: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
+Begun: TypeAlias = Run
 """Returns what came of a first try, or raises it."""
 
 _UNSEEN: Final = SILENT.processing("", "", ())
@@ -111,6 +113,10 @@ class Settler:
     backoff: Backoff
     dead_letter_suffix: str
     observer: Observer
+    isolation: Isolation = field(default_factory=Isolation)
+    """Shared by all services of the process."""
+    suspects: SuspectRunner | None = None
+    """Runs events alone that may have crashed workers; `None` to run all side by side."""
     tally: Tally = field(default_factory=Tally)
     _letters: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
     """One for each dead-letter topic: a topic that is missing holds up no letters to others."""
@@ -138,6 +144,10 @@ class Settler:
             return Met((), letter, processing)
         if only is not None and not handlings:
             return Met((), _nobody(only, event, generation), processing)
+        if self.suspects is not None:
+            for handling in handlings:
+                if isinstance(handling, GuardedHandling):
+                    handling.isolate()
         return Met(handlings, None, processing)
 
     async def settle(self, delivery: Delivery, met: Met, begun: Begun | None = None) -> None:
@@ -208,13 +218,13 @@ class Settler:
     async def _attempt(self, delivery: Delivery, handling: Handling, begun: Begun | None = None) -> Outcome[Any] | None:
         """One try; `None` if nothing is known and it should be repeated, which counts as no attempt."""
         try:
-            if begun is not None:
-                first = await begun()
-                return None if isinstance(first, NotStarted) else first
-            async with self.slots:
-                if delivery.assignment.closed:
-                    raise AbandonedError
-                return await handling.attempt(wait_for_store=self.gate.wait_out)
+            if begun is None:
+                run = partial(handling.attempt_or_suspect, wait_for_store=self.gate.wait_out)
+                begun = partial(self._beside_others, delivery, run)
+            outcome = await begun()
+            if isinstance(outcome, Suspected):
+                outcome = await self._isolated(delivery, handling, outcome)
+            return None if isinstance(outcome, NotStarted | Suspected) else outcome
         except StoreError as error:
             self.gate.close(error)
             return None
@@ -223,6 +233,23 @@ class Settler:
             logger.warning("%s", error)
         await self._pause(delivery, self.backoff.pause(1))
         return None
+
+    async def _isolated(self, delivery: Delivery, handling: Handling, suspect: Suspected) -> FirstOutcome:
+        assert self.suspects is not None
+        assert isinstance(handling, GuardedHandling)
+        closing, beside_others = delivery.assignment.closing, partial(self._beside_others, delivery)
+        return await self.suspects.run(handling, suspect, closing, self.gate.wait_out, beside_others)
+
+    async def _beside_others(self, delivery: Delivery, run: Run) -> FirstOutcome:
+        async with self.slots:
+            await self.isolation.wait_until_open(unless=delivery.assignment.closing)
+            if delivery.assignment.closed:
+                raise AbandonedError
+            self.isolation.enter()
+            try:
+                return await run()
+            finally:
+                self.isolation.leave()
 
     async def _retry_later(self, delivery: Delivery, handling: Handling, failed: HandlerFailed) -> None:
         self.tally.retries += 1

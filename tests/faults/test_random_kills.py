@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import signal
 import time
@@ -17,6 +18,7 @@ from aiokafka import TopicPartition
 from redis.asyncio import Redis
 
 from integr8s_idem import EventPublisher, IdempotencyRecord, IdempotencyStatus
+from integr8s_idem.passes import SUSPECT_AFTER
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from tests.campaigns.figures import ViolationError
 from tests.crashes import random_kills, soak
@@ -35,6 +37,8 @@ from tests.support.workers import header, kafka_settings
 
 pytestmark = pytest.mark.kafka
 
+HEALTHY = float(os.environ.get("INTEGR8S_IDEM_TEST_HEALTHY_SECONDS", "0.5"))
+"""Seconds of a handler beside one that kills its process after a fifth of them."""
 ATTEMPTS = 3
 LEASE = 2.0
 LONG = 300.0
@@ -72,7 +76,7 @@ async def test_a_message_that_kills_every_worker_is_dead_lettered_and_its_partit
         deadly = Job(work="killer", kind="deadly", aggregate_id="one")
         behind = Job(work="behind", aggregate_id="one")
         await crew.topics.publish([deadly, behind])
-        for _ in range(ATTEMPTS):
+        for _ in range(SUSPECT_AFTER + ATTEMPTS):
             worker = await crew.start(ordering="partition", max_attempts=ATTEMPTS)
             assert await asyncio.wait_for(asyncio.shield(worker.ended), 60) == -signal.SIGKILL
 
@@ -81,10 +85,36 @@ async def test_a_message_that_kills_every_worker_is_dead_lettered_and_its_partit
 
         (letter,) = await crew.topics.messages("job.dlq")
         assert header(letter, "error-class") == "CrashedTooOftenError"
-        assert header(letter, "attempts") == str(ATTEMPTS + 1)
+        assert header(letter, "attempts") == str(SUSPECT_AFTER + ATTEMPTS + 1)
         runs = Counter(line.work for line in crew.effects.lines() if line.what == "begin")
-        assert runs == {"killer": ATTEMPTS, "behind": 1}
+        assert runs == {"killer": SUSPECT_AFTER + ATTEMPTS, "behind": 1}
         assert await crew.workers[0].end(signal.SIGTERM) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.scenario(30)
+async def test_one_event_that_kills_its_workers_takes_none_of_thirty_neighbors_along(ground: Ground) -> None:
+    async with Nursery() as nursery, Crew.hired(ground, nursery, "neighbors", random.Random(0), size=0) as crew:
+        deadly = Job(work="killer", kind="deadly", seconds=HEALTHY / 5, aggregate_id="killer")
+        healthy = [Job(work=f"healthy-{each}", seconds=HEALTHY, aggregate_id=f"{each}") for each in range(30)]
+        await crew.topics.publish([*healthy[:15], deadly, *healthy[15:]])
+        crashes = 0
+        while not await crew.topics.settled(crew.order.group):
+            worker = await crew.start(ordering="none", max_attempts=5)
+            settled = asyncio.create_task(crew.quiet())
+            await asyncio.wait({settled, worker.ended}, return_when=asyncio.FIRST_COMPLETED)
+            settled.cancel()
+            if worker.ended.done():
+                crashes += 1
+            else:
+                assert await worker.end(signal.SIGTERM) == 0
+
+        letters = await crew.topics.messages("job.dlq")
+        assert [header(letter, "error-class") for letter in letters] == ["CrashedTooOftenError"]
+        done = {line.work for line in crew.effects.lines() if line.what == "effect"}
+        assert done == {job.work for job in healthy}
+        assert crashes <= SUSPECT_AFTER + 5
 
 
 @dataclass

@@ -45,7 +45,10 @@ def tables() -> set[str]:
 def test_tables_are_made_once() -> None:
     first, again = typed("migrate"), typed("migrate", "--json")
 
-    assert (first.exit_code, first.stdout) == (0, "version 1: records, and events to be published\ndone\n")
+    assert (first.exit_code, first.stdout) == (
+        0,
+        "version 1: records, and events to be published\nversion 2: records count the attempts that lapsed\ndone\n",
+    )
     assert tables() == {table.name for table in metadata.tables.values()}
     assert json.loads(again.stdout) == {"kind": "sqlite", "migrated": []}
 
@@ -75,8 +78,8 @@ def test_a_newer_schema_is_purged_by_nobody_who_does_not_know_it() -> None:
     purged, migrated = typed("purge"), typed("migrate")
 
     assert (purged.exit_code, migrated.exit_code) == (1, 1)
-    assert "the store refuses purge: the schema is of version 9, this code knows 1" in told(purged)
-    assert "the store refuses migrate: the schema is of version 9, this code knows 1" in told(migrated)
+    assert "the store refuses purge: the schema is of version 9, this code knows 2" in told(purged)
+    assert "the store refuses migrate: the schema is of version 9, this code knows 2" in told(migrated)
     assert sqlite3.connect("idem.db").execute("SELECT count(*) FROM idempotency_records").fetchone() == (3,)
 
 

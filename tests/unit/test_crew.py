@@ -371,9 +371,14 @@ async def test_an_event_whose_key_somebody_else_has_by_now_waits_for_what_comes_
     assert depot.done == [0]
 
 
-async def reserved_by_another(here: Guarded, parcel: int, lease: timedelta) -> list[Reserved]:
+async def reserved_by_another(here: Guarded, parcel: int, lease: timedelta, *, alone: bool = False) -> list[Reserved]:
     request = ReserveRequest(
-        key=key_of(here, parcel), token=urandom(16), lease=lease, retention=timedelta(hours=2), owner="another"
+        key=key_of(here, parcel),
+        token=urandom(16),
+        lease=lease,
+        retention=timedelta(hours=2),
+        owner="another",
+        alone=alone,
     )
     (verdict,) = await here.store.reserve([request])
     assert isinstance(verdict, Reserved)
@@ -399,7 +404,7 @@ async def test_an_event_that_crashes_its_process_too_often_is_dead_lettered_and_
     here, depot, broker = guarded(max_attempts=2), Depot(), sent(5)
     for _ in range(2):
         # What a process leaves behind that died within its handler.
-        await reserved_by_another(here, 2, timedelta(seconds=LEASE))
+        await reserved_by_another(here, 2, timedelta(seconds=LEASE), alone=True)
         await asyncio.sleep(LEASE + 1)
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:

@@ -1,0 +1,160 @@
+"""Runs an event that may have crashed its process alone, so that the next crash names the one that caused it.
+
+Handlers that run side by side in one process die together: from a crash nobody can tell which of them caused it.  An
+event whose lease has lapsed twice is a suspect (`passes.SUSPECT_AFTER`).  It runs while no other handler of the process
+runs, and only a crash during such a run counts toward its limit.
+
+Isolation has a price, since everything else waits.  A turn ends after a while even if its handler goes on, and between
+two turns the others have their share of the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """The turn of one suspect."""
+
+    is_alone: bool
+    """Whether nothing else runs in the process."""
+    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done once other handlers may start beside it."""
+
+
+class Isolation:
+    """Who runs in this process, and who has to wait.  One for all services of a process."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._idle: asyncio.Future[None] | None = None
+        self._opened: asyncio.Future[None] | None = None
+        self._has_turn = False
+        self._waiting: list[asyncio.Future[None]] = []
+        self._overdue = 0
+        """Suspects that run on after their turns."""
+        self._rest_until = 0.0
+        """No turn begins before, by the event loop's clock."""
+        self.when_opened: list[Callable[[], None]] = []
+        """Called each time handlers may start again."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a suspect runs alone or is about to: no other handler may start."""
+        return self._opened is not None
+
+    def enter(self) -> None:
+        """Count a handler that starts.  Call it only while this is not closed."""
+        self._running += 1
+
+    def leave(self) -> None:
+        """Count it no longer."""
+        self._running -= 1
+        if not self._running and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    async def wait_until_open(self, *, unless: asyncio.Future[None]) -> None:
+        """Return once handlers may start, or `unless` is done."""
+        while self._opened is not None and not unless.done():
+            await asyncio.wait({self._opened, unless}, return_when=asyncio.FIRST_COMPLETED)
+
+    @asynccontextmanager
+    async def turn(self, share: float, longest: float, *, unless: asyncio.Future[None]) -> AsyncIterator[Turn | None]:
+        """Run a suspect in the block, alone if that can be had.
+
+        Args:
+            share: Of the time, for turns; between 0 and 1.
+            longest: Seconds, both for handlers that run to end and for the turn itself.
+            unless: Ends the wait; then the turn is `None`.
+        """
+        turn: Turn | None = None
+        try:
+            if await self._get_turn(unless):
+                turn = await self._begin(share, longest, unless)
+                if not turn.is_alone:
+                    self._give_turn()
+            yield None if unless.done() else turn
+        finally:
+            if turn is not None and turn.is_alone:
+                if turn.ended.done():
+                    self._overdue -= 1
+                else:
+                    turn.ended.set_result(None)
+
+    async def _get_turn(self, unless: asyncio.Future[None]) -> bool:
+        if self._has_turn:
+            called: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(called)
+            try:
+                await asyncio.wait({called, unless}, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                if called.done():
+                    self._give_turn()
+                raise
+            finally:
+                if called in self._waiting:
+                    self._waiting.remove(called)
+            return called.done()
+        self._has_turn = True
+        return True
+
+    def _give_turn(self) -> None:
+        """Call the next: whichever, since one that kills its process must not always come behind the same others."""
+        if not self._waiting:
+            self._has_turn = False
+            return
+        called = self._waiting.pop(random.randrange(len(self._waiting)))  # noqa: S311  # no secret
+        called.set_result(None)
+
+    async def _begin(self, share: float, longest: float, unless: asyncio.Future[None]) -> Turn:
+        loop = asyncio.get_running_loop()
+        try:
+            if (rest := self._rest_until - loop.time()) > 0:
+                await asyncio.wait({unless}, timeout=rest)
+            if unless.done() or self._overdue:
+                # Beside one that runs on, nobody is alone: nobody is made to wait for that.
+                return Turn(is_alone=False)
+            began = loop.time()
+            self._opened = loop.create_future()
+            if self._running:
+                self._idle = loop.create_future()
+                await asyncio.wait({self._idle, unless}, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
+                self._idle = None
+        except asyncio.CancelledError:
+            self._open()
+            self._give_turn()
+            raise
+        turn = Turn(is_alone=not self._running and not unless.done())
+        if not turn.is_alone:
+            self._end(began, share)
+            return turn
+        timer = loop.call_later(longest, self._end_early, turn)
+
+        def ended(_: asyncio.Future[None]) -> None:
+            timer.cancel()
+            self._end(began, share)
+            self._give_turn()
+
+        turn.ended.add_done_callback(ended)
+        return turn
+
+    def _end_early(self, turn: Turn) -> None:
+        self._overdue += 1
+        turn.ended.set_result(None)
+
+    def _end(self, began: float, share: float) -> None:
+        now = asyncio.get_running_loop().time()
+        self._rest_until = now + (now - began) * (1 / share - 1)
+        self._open()
+
+    def _open(self) -> None:
+        if self._opened is not None:
+            self._opened.set_result(None)
+            self._opened = None
+            for tell in self.when_opened:
+                tell()

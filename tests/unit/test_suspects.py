@@ -1,0 +1,166 @@
+"""A worker and the events that may be what crashes it: they run alone, and nothing else is held against them."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from os import urandom
+
+import pytest
+
+from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Reserved, ReserveRequest
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.crews import Depot, ParcelSent, all_committed, dispatcher_of, leases_left, sent, whats_left
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import running
+from tests.support.guarded import LEASE, Guarded, guarded
+
+
+def key_of(here: Guarded, parcel: int) -> str:
+    return f"{here.manager.space.root}handle:parcel_sent:id:parcel-{parcel}"
+
+
+async def crashed(here: Guarded, *parcels: int, times: int, alone: bool = False) -> None:
+    """What processes leave behind that died while they handled these parcels."""
+    for _ in range(times):
+        lease, retention = timedelta(seconds=LEASE), timedelta(hours=2)
+        requests = [
+            ReserveRequest(key=key_of(here, each), token=urandom(16), lease=lease, retention=retention, alone=alone)
+            for each in parcels
+        ]
+        assert all(isinstance(verdict, Reserved) for verdict in await here.store.reserve(requests))
+        await asyncio.sleep(LEASE + 1)
+
+
+async def record_of(here: Guarded, parcel: int) -> IdempotencyRecord:
+    (record,) = await here.store.get([key_of(here, parcel)])
+    assert record is not None
+    return record
+
+
+def reasons(broker: FakeBroker) -> list[bytes]:
+    return [dict(letter.headers)["idempotency-dlq-error-class"] for letter in broker.values("parcel_sent.dlq")]
+
+
+@virtual_time
+async def test_an_event_beside_which_workers_crashed_runs_alone_and_is_handled() -> None:
+    here, depot, broker = guarded(max_attempts=2), Depot(seconds=3), sent(6)
+    await crashed(here, 2, 4, times=9)
+
+    beside: dict[int, int] = {}
+
+    async def handle(event: ParcelSent) -> None:
+        beside[event.number] = depot.in_hand
+        await depot.handle(event)
+
+    async with running(dispatcher_of(handle, here), broker, ordering="none", isolation_share=1) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert whats_left(worker.worker) == {}
+
+    assert sorted(depot.done) == list(range(6))
+    assert (beside[2], beside[4]) == (0, 0)
+    assert depot.most_in_hand > 1, "the others run side by side"
+    assert broker.logs.keys() == {next(iter(broker.logs))}, "there is no dead letter"
+    assert here.observer.counts[Signal.ISOLATED] == 2
+
+
+@virtual_time
+async def test_after_one_crash_nothing_runs_alone() -> None:
+    here, depot, broker = guarded(), Depot(seconds=3), sent(6)
+    await crashed(here, *range(6), times=1)
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert depot.most_in_hand == 6
+    assert here.observer.counts[Signal.ISOLATED] == 0
+
+
+@virtual_time
+async def test_its_record_says_that_it_runs_alone_until_its_turn_ends() -> None:
+    here, depot, broker = guarded(), Depot(seconds=50), sent(2)
+    await crashed(here, 0, times=2)
+
+    async with running(
+        dispatcher_of(depot.handle, here), broker, ordering="none", isolation_seconds=20, concurrency=2
+    ) as worker:
+        await worker.until(lambda: 0 in depot.begun)
+        first = await record_of(here, 0)
+        others = list(depot.begun)
+        await asyncio.sleep(25)
+        later = await record_of(here, 0)
+        assert 1 in depot.begun
+        await worker.until(lambda: all_committed(worker))
+
+    assert (first.attempt, first.lapsed, first.lapsed_alone, first.alone) == (3, 2, 0, True)
+    assert (later.attempt, later.fence, later.alone) == (3, first.fence, False)
+    assert others in ([0], [1, 0])
+    assert sorted(depot.done) == [0, 1]
+
+
+@pytest.mark.parametrize(("settings", "attempts"), [({"isolation_share": 0}, 2), ({}, 1)])
+@virtual_time
+async def test_without_isolation_each_crash_counts(settings: dict[str, float], attempts: int) -> None:
+    here, depot, broker = guarded(max_attempts=attempts), Depot(), sent(3)
+    await crashed(here, 1, times=attempts)
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none", **settings) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert sorted(depot.done) == [0, 2]
+    assert (await record_of(here, 1)).status is IdempotencyStatus.FAILED
+
+
+@virtual_time
+async def test_crashes_beside_others_are_not_held_against_an_event_that_fails() -> None:
+    here, depot, broker = guarded(max_attempts=3), Depot(errors={0: [OSError("no"), OSError("no")]}), sent(1)
+    await crashed(here, 0, times=7)
+
+    async with running(dispatcher_of(depot.handle, here), broker, retry_initial_seconds=0.1) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert depot.begun == [0, 0, 0]
+    assert depot.done == [0]
+
+
+@virtual_time
+async def test_an_event_that_can_never_run_alone_is_given_up_after_ten_times_as_many_crashes() -> None:
+    here, depot, broker = guarded(max_attempts=2), Depot(), sent(1)
+    await crashed(here, 0, times=20)
+
+    async with running(dispatcher_of(depot.handle, here), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert depot.begun == []
+    assert (await record_of(here, 0)).status is IdempotencyStatus.FAILED
+
+
+@virtual_time
+async def test_a_worker_that_drains_releases_suspects_that_wait_for_their_turn() -> None:
+    here, depot, broker = guarded(), Depot(seconds=10), sent(5)
+    await crashed(here, *range(5), times=2)
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none", drain_timeout_seconds=60) as worker:
+        await worker.until(lambda: bool(depot.begun))
+        worker.worker.stop()
+        await worker.until(lambda: worker.task.done() or worker.worker.report().in_flight == 0)
+
+    (only,) = depot.done
+    assert depot.begun == [only]
+    assert await leases_left(here) == []
+    waiting = [await record_of(here, each) for each in range(5) if each != only]
+    assert [(each.lapsed, each.lease_until, each.alone) for each in waiting] == [(2, None, False)] * 4
+
+
+@virtual_time
+async def test_suspects_keep_their_leases_while_they_wait_longer_than_a_lease() -> None:
+    here, depot, broker = guarded(), Depot(seconds=LEASE), sent(4)
+    await crashed(here, *range(4), times=2)
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert sorted(depot.done) == list(range(4))
+    assert depot.most_in_hand == 1
+    assert here.observer.counts[Signal.TAKEOVER] == 4, "each was taken over once, from the process that died"
