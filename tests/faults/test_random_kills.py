@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiokafka import TopicPartition
@@ -103,7 +104,8 @@ async def test_one_event_that_kills_its_workers_takes_none_of_thirty_neighbors_a
         while not await crew.topics.settled(crew.order.group):
             worker = await crew.start(ordering="none", max_attempts=5)
             settled = asyncio.create_task(crew.quiet())
-            await asyncio.wait({settled, worker.ended}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {settled, worker.ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             settled.cancel()
             if worker.ended.done():
                 crashes += 1

@@ -162,6 +162,11 @@ def no_fencing_by_oneself() -> AbstractContextManager[Any]:
     return mock.patch.multiple(HeldLease, __enter__=enter, renewed=renewed, lose=lambda self: None)
 
 
+def no_check_before_a_start() -> AbstractContextManager[Any]:
+    """A handler starts whenever its turn comes, however old its reservation is."""
+    return _instead(HeldLease, "is_late", lambda self: False)
+
+
 def no_renewal() -> AbstractContextManager[Any]:
     """Leases are never renewed, and nobody is cancelled for it."""
 
@@ -179,14 +184,14 @@ def no_renewal() -> AbstractContextManager[Any]:
 
 def key_made_again() -> AbstractContextManager[Any]:
     """The key is made of the event at every try, after the handler has had it."""
-    right = GuardedHandling.attempt
+    right = GuardedHandling._attempt
 
-    async def attempt(self: GuardedHandling, **told: Any) -> Any:
+    async def attempt(self: GuardedHandling, *told: Any) -> Any:
         handler: Any = self.handler
         self.work.key = handler.resolver.resolve(handler.name, self.event, self.generation).key
-        return await right(self, **told)
+        return await right(self, *told)
 
-    return _instead(GuardedHandling, "attempt", attempt)
+    return _instead(GuardedHandling, "_attempt", attempt)
 
 
 def completed_before_the_handler() -> AbstractContextManager[Any]:
@@ -338,6 +343,7 @@ BUGS: Final[dict[str, Bug]] = {
         check_then_act,
         token_of_the_process,
         no_fencing_by_oneself,
+        no_check_before_a_start,
         no_renewal,
         key_made_again,
         completed_before_the_handler,

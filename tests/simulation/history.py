@@ -122,6 +122,9 @@ class History:
         for other in truth.runs[attempt.key]:
             if other.fence == attempt.fence:
                 self.violate("T", f"two runs of {attempt.label} with one fence")
+            if other.fence > attempt.fence and truth.excuses(attempt.key) == excuses:
+                # Not even a process that has stood still: it checks its lease immediately before the call.
+                self.violate("F", f"{attempt.label} starts by fence {attempt.fence} after a run by {other.fence}")
             if not (other.ended or self._excused(other, run)):
                 self.violate("X", f"two runs of {attempt.label} at once, without a stall or a loss")
         truth.runs[attempt.key].append(run)

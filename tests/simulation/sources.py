@@ -13,7 +13,7 @@ from typing import Any, Final
 from unittest import mock
 
 from integr8s_idem import deadlines, ledger, passes
-from integr8s_idem.worker import consumer, deadletters, polling, retries
+from integr8s_idem.worker import consumer, deadletters, isolation, polling, retries
 from tests.simulation.processes import PROCESS
 
 POLL_SECONDS: Final = 1.0
@@ -41,6 +41,7 @@ def driven_by(random: Random) -> Iterator[None]:
             # Processes share an event loop here, and a timer of the dead never rings.
             (deadlines, "_clock_of", lambda _: clocks[PROCESS.get()]),
             (retries, "random", chance),
+            (isolation, "random", SimpleNamespace(randrange=random.randrange)),
             (consumer, "time", time),
             (polling, "time", time),
             (polling, "POLL_SECONDS", POLL_SECONDS),

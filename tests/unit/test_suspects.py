@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 from os import urandom
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,7 @@ async def test_its_record_says_that_it_runs_alone_until_its_turn_ends() -> None:
 
 @pytest.mark.parametrize(("settings", "attempts"), [({"isolation_share": 0}, 2), ({}, 1)])
 @virtual_time
-async def test_without_isolation_each_crash_counts(settings: dict[str, float], attempts: int) -> None:
+async def test_without_isolation_each_crash_counts(settings: dict[str, Any], attempts: int) -> None:
     here, depot, broker = guarded(max_attempts=attempts), Depot(), sent(3)
     await crashed(here, 1, times=attempts)
 
