@@ -53,6 +53,7 @@ from integr8s_idem.routing import (
     Invoke,
     Outgoing,
     RegisteredHandler,
+    returned_by,
 )
 from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository
@@ -360,7 +361,7 @@ async def _call(
     token = CURRENT.set(request)
     try:
         found: dict[str, Any] = await request.get(needs[handler.function].key)
-        return await handler.function(call.argument, **found)
+        return returned_by(call, await handler.function(call.argument, **found))
     finally:
         CURRENT.reset(token)
 
@@ -400,7 +401,7 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
         async with scope_of_a_call(container(_context(call))) as request:
             token = CURRENT.set(request)
             try:
-                return await wrapped[handler.function](call.argument)
+                return returned_by(call, await wrapped[handler.function](call.argument))
             finally:
                 CURRENT.reset(token)
 
