@@ -177,7 +177,7 @@ class _Guard:
 
         async def guard(here: Here) -> Any:
             async def work(_: Attempt) -> Any:
-                # A lazy iterator runs where its function ran, and not on the loop that guards other work, too.
+                # A lazy iterator runs in the thread of its function, and does not block the event loop.
                 value = await here(lambda: materialized(self.function(*args, **kwargs)))
                 refuse_awaitable(value, self.function)
                 return value

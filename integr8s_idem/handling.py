@@ -361,7 +361,7 @@ class IdempotentEventHandler(EventHandler):
 
         result = await self._call(HandlerCall(event, attempt, outgoing, before_commit))
         self.observer.count(Signal.HANDLED, event.event_type)
-        # What is remembered, since `invoke` still has the iterator that was read for that.
+        # `invoke` still returns the iterator that was read for the record.
         return remembered[0] if remembered else result
 
     def _message(self, event: BaseEvent) -> Message:

@@ -275,10 +275,9 @@ class IdempotencyManager:
         """What to hand to `complete_many`.  A result that is too large or cannot be written is dropped and counted.
 
         Raises:
-            ApplicationError: The result is an iterator or a file, or has an iterator inside: to store it would leave
-                you an empty one.
+            ApplicationError: The result is an iterator or a file, or holds an iterator, which storing it would use up.
         """
-        refuse_iterator(result, "the work that is completed")
+        refuse_iterator(result, reserved.key)
         return self._ledger.completion(reserved, result, ttl)
 
     # Doing work once.

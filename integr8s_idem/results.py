@@ -64,7 +64,8 @@ def encode_result(value: object) -> StoredResult:
 # Iterators.
 
 _PLAIN, _SEQUENCE, _MAPPING, _FIELDS, _ITERATOR, _ASYNC_ITERATOR, _FILE = range(7)
-"""What an object of some class is to a serializer.  Plain numbers in this order, since every result is asked for it."""
+"""Kinds of objects, as a serializer sees them.  Everything from `_ITERATOR` on can be read only once.  Plain integers,
+because every result is classified."""
 
 _PLAIN_CLASSES: Final = frozenset(
     {
@@ -72,17 +73,17 @@ _PLAIN_CLASSES: Final = frozenset(
         *(Decimal, datetime, date, time, timedelta, UUID),
     }
 )
-"""Exact classes of most results and of most of their parts."""
+"""Exact classes of most results and of most of their parts, which hold nothing else."""
 
 _all_plain: Final = _PLAIN_CLASSES.issuperset
-"""Of the classes of many objects: much faster than a loop."""
+"""Takes the classes of many objects, and is much faster than a loop."""
 
 
 def materialized(value: Any) -> Any:
-    """The items of a synchronous iterator as a list; any other value as it is.
+    """Return the items of a synchronous iterator as a list, and any other value unchanged.
 
-    For the place that the code of a lazy iterator belongs to: the thread and the scope of the function that returned
-    it.  Raises whatever that code raises.
+    Call it in the thread and the scope of the function that returned the value, because a lazy iterator runs code.
+    Errors of that code are raised.
     """
     if type(value) in _PLAIN_CLASSES or _kind_of(type(value)) != _ITERATOR:
         return value
@@ -90,14 +91,16 @@ def materialized(value: Any) -> Any:
 
 
 def repeatable(value: Any, label: str) -> Any:
-    """A result that the first caller and every duplicate can get: `value`, or a list of the items of an iterator.
+    """Return a result that the first caller and every duplicate can get.
+
+    That is `value`, or the list of its items if it is a synchronous iterator.
 
     Args:
         label: Names the work in errors.
 
     Raises:
-        ApplicationError: It is an async iterator or a file, or has an iterator inside.
-        Exception: Whatever the code of a lazy iterator raises.
+        ApplicationError: It is an async iterator or a file, or holds an iterator.
+        Exception: Any error of the code that a lazy iterator runs.
     """
     cls = type(value)
     if cls in _PLAIN_CLASSES or (cls is dict and _all_plain(map(type, value.values()))):
@@ -110,10 +113,10 @@ def repeatable(value: Any, label: str) -> Any:
 
 
 def refuse_iterator(value: Any, label: str) -> None:
-    """Refuse a result that can be read only once: to store it would leave its owner an empty one.
+    """Refuse a result that can be read only once, because storing it would use it up for its owner.
 
     Raises:
-        ApplicationError: It is an iterator, an async iterator or a file, or has an iterator inside.
+        ApplicationError: It is an iterator, an async iterator or a file, or holds one of these.
     """
     if type(value) not in _PLAIN_CLASSES:
         _refuse(value, _kind_of(type(value)), label)
@@ -123,30 +126,33 @@ def _refuse(value: Any, kind: int, label: str) -> None:
     if kind == _PLAIN:
         if not (hasattr(value, "__next__") and hasattr(value, "read")):
             return
-        kind = _FILE  # it hands everything on to a file, as the wrappers of `tempfile` do
+        kind = _FILE  # a wrapper that delegates to a file, as those of `tempfile` do
     if kind >= _ITERATOR:
-        raise ApplicationError(f"{label} returned {_described(value, kind)}")
+        noun, advice = _READ_ONCE[kind]
+        raise ApplicationError(f"{label} returned {noun} ({type(value).__name__}). {advice}")
     if _has_iterator(value, kind):
         place, part = _iterator_in(value)
-        raise ApplicationError(f"{label} returned a result with, at {place}, {_described(part, _kind_of(type(part)))}")
+        noun, advice = _READ_ONCE[_kind_of(type(part))]
+        raise ApplicationError(
+            f"{label} returned a result that holds {noun} ({type(part).__name__}) at {place}. {advice}"
+        )
 
 
-def _described(value: object, kind: int) -> str:
-    name = type(value).__name__
-    match kind:
-        case _ if kind == _FILE:
-            return f"a file object ({name}), which cannot be stored for duplicates. Return its content, as bytes"
-        case _ if kind == _ASYNC_ITERATOR:
-            told, advice = "an async iterator", "a list, as in [item async for item in …]"
-        case _:
-            told, advice = "an iterator", "a list"
-    return f"{told} ({name}), which can be read only once, while duplicates get the same result. Return {advice}"
+_READ_ONCE: Final = {
+    _ITERATOR: ("an iterator", "It can be read only once, but every duplicate gets the same result: use a list"),
+    _ASYNC_ITERATOR: (
+        "an async iterator",
+        "It can be read only once, but every duplicate gets the same result: use [item async for item in …]",
+    ),
+    _FILE: ("a file object", "It cannot be stored for duplicates: use its content, as bytes"),
+}
+"""What to call an object of this kind, and what to do instead."""
 
 
 def _find_kind(cls: type) -> int:
     if cls in _PLAIN_CLASSES or issubclass(cls, str | bytes | int | float | Enum):
         return _PLAIN
-    # These are written by their fields, even if they can be iterated.
+    # Models and dataclasses are written by their fields, even if they are iterators.
     if issubclass(cls, BaseModel) or dataclasses.is_dataclass(cls):
         return _FIELDS
     if issubclass(cls, dict):
@@ -164,7 +170,7 @@ _kind_of: Final[Callable[[Any], int]] = lru_cache(maxsize=1024)(_find_kind)
 
 
 def _has_iterator(value: Any, kind: int) -> bool:
-    """Whether a container has an iterator inside, however deep."""
+    """Whether a container holds an iterator, at any depth."""
     if _is_flat(value, kind):
         return False
     pending, seen = [(value, kind)], {id(value)}
@@ -182,12 +188,12 @@ def _has_iterator(value: Any, kind: int) -> bool:
 
 
 def _is_flat(holder: Any, kind: int) -> bool:
-    """Whether nothing but plain objects is in it, as far as can be said in a moment."""
+    """Whether it clearly holds plain objects only."""
     if kind == _MAPPING:
         return _all_plain(map(type, holder.values()))
     if kind == _SEQUENCE:
         return _all_plain(map(type, holder))
-    # More than its fields, such as cached properties, may be in there: what is not plain is looked at again.
+    # This includes more than the fields, such as cached properties; if they are not plain, the fields decide.
     state = getattr(holder, "__dict__", None)
     return state is not None and _all_plain(map(type, state.values())) and not getattr(holder, _EXTRA, None)
 
@@ -209,14 +215,14 @@ def _fields_of(holder: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=512)
 def _field_names(cls: Any) -> tuple[str, ...]:
-    """Those that are written: not the excluded ones, and not what an object keeps beside its fields."""
+    """The fields that are written."""
     if issubclass(cls, BaseModel):
         return tuple(name for name, field in cls.model_fields.items() if not field.exclude)
     return tuple(field.name for field in dataclasses.fields(cls))
 
 
 def _iterator_in(value: object) -> tuple[str, object]:
-    """The first iterator inside of `value`, and its place."""
+    """Find the first iterator that `value` holds, and its place."""
     pending, seen = [("", value)], {id(value)}
     for where, holder in pending:
         for place, part in _places_in(holder):
@@ -226,7 +232,7 @@ def _iterator_in(value: object) -> tuple[str, object]:
             if kind != _PLAIN and id(part) not in seen:
                 seen.add(id(part))
                 pending.append((where + place, part))
-    raise AssertionError("there is one")
+    raise AssertionError("there is no iterator")
 
 
 def _places_in(holder: Any) -> Iterable[tuple[str, Any]]:
@@ -243,10 +249,10 @@ _GENERATOR: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 def refuse_generator(function: Callable[..., object]) -> None:
-    """Refuse a generator function, synchronous or not: what a call of it returns has done nothing yet.
+    """Refuse a generator function, synchronous or not, because calling it does none of its work.
 
     Raises:
-        ApplicationError: It is one.
+        ApplicationError: It is a generator function.
     """
     inner = function
     while isinstance(inner, partial):
@@ -345,11 +351,11 @@ def _adapter(expected: Any) -> TypeAdapter[Any]:
 
 
 _BY_ITEM: Final = frozenset({Iterable, Iterator, Generator, map, filter, zip, reversed})
-"""Types whose first argument is that of their items."""
+"""Types whose first argument is the type of their items."""
 
 
 def _readable(expected: Any) -> Any:
-    """The type as which a stored result is read: a list where `expected` is an iterator, or any iterable."""
+    """The type to read a stored result as: `expected`, or a list where that is an iterator or any iterable."""
     kind, arguments = typing.get_origin(expected) or expected, typing.get_args(expected)
     if kind in (typing.Union, types.UnionType):
         return typing.Union[tuple(map(_readable, arguments))]  # noqa: UP007  # of types that are known only here

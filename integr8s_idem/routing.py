@@ -151,9 +151,9 @@ async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchC
 
 
 def returned_by(call: HandlerCall | BatchCall, result: Any) -> Any:
-    """What a handler returned, with iterators read into lists; of a batch handler each event's result, too.
+    """Read iterators that a handler returned into lists; for a batch handler, also those of single events.
 
-    To be called while the handler's dependencies are open, since a lazy iterator may use them.
+    Call it while the handler's dependencies are open, because a lazy iterator may use them.
     """
     result = materialized(result)
     if isinstance(call, BatchCall) and isinstance(result, list | tuple):

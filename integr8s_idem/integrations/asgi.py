@@ -235,11 +235,11 @@ class IdempotencyKeyMiddleware:
             raise failure
 
     async def _start_with_container(self, scope: Scope, receive: Receive, send: Send) -> ApplicationError | None:
-        """Ask the container for its manager once the application has started, which may be what fills it."""
+        """Start the application, then ask the container for its manager: the startup may be what provides it."""
         failures: list[ApplicationError] = []
 
         async def receive_until_failure() -> Message:
-            # What the application has opened at its startup, it closes again.
+            # The application closes what its startup has opened.
             return {"type": "lifespan.shutdown"} if failures else await receive()
 
         async def send_until_failure(message: Message) -> None:

@@ -446,7 +446,7 @@ def _lost(run: OpenRun) -> Exception | None:
 
 
 def _repeatable(value: Any, name: str | None) -> Any:
-    """What a handler returned, before anything of FastStream's reads it: of a `Response` its body."""
+    """Read an iterator that a handler returned, before FastStream does; of a `Response`, its body."""
     if isinstance(value, Response):
         value.body = repeatable(value.body, f"{name}")
         return value

@@ -67,7 +67,7 @@ BY_ARGUMENTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
         lambda: {"identity": anyone, "manager": _manager(), "container": _full()},
         "needs either a manager",
     ),
-    (lambda: {"identity": anyone, "manager": _manager(), "requird": True}, "requird"),
+    (lambda: {"identity": anyone, "manager": _manager(), "unknown_option": True}, "unknown_option"),
     (lambda: {"identity": anyone, "manager": _manager(), "ttl": SHORT}, "shorter than the lease"),
 ]
 BY_CONTAINER: list[tuple[Callable[[], dict[str, Any]], str]] = [
