@@ -24,7 +24,7 @@ from integr8s_idem.config import OnFailure, OnInProgress, chosen
 from integr8s_idem.current import CURRENT, Container
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.results import return_type_of, why_unreadable
+from integr8s_idem.results import materialized, refuse_generator, return_type_of, why_unreadable
 from integr8s_idem.work import Attempt, Work
 
 __all__ = ["idempotent"]
@@ -136,8 +136,7 @@ def _refuse_what_cannot_be_guarded(function: Callable[..., object], name: str) -
         raise ApplicationError(f"{name} is a class, and what it makes cannot be given again: guard one of its methods")
     if isinstance(function, staticmethod | classmethod):
         raise ApplicationError(f"put @idempotent below @{type(function).__name__} of {name}, nearest to the function")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ApplicationError(f"{name} is a generator, which returns before its work is done: it cannot be guarded")
+    refuse_generator(function)
     if (why := why_unreadable(return_type_of(function))) is not None:
         raise ApplicationError(f"{name} returns what cannot be read again for a second caller: {why}")
 
@@ -178,7 +177,8 @@ class _Guard:
 
         async def guard(here: Here) -> Any:
             async def work(_: Attempt) -> Any:
-                value = await here(functools.partial(self.function, *args, **kwargs))
+                # A lazy iterator runs in the thread of its function, and does not block the event loop.
+                value = await here(lambda: materialized(self.function(*args, **kwargs)))
                 refuse_awaitable(value, self.function)
                 return value
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from integr8s_idem.errors import UndecodableEventError
+
+logger = logging.getLogger(__name__)
 
 Headers: TypeAlias = Sequence[tuple[str, bytes]]
 """Kafka's: a name may come more than once."""
@@ -89,17 +92,23 @@ class CloudEventsCodec:
     """CloudEvents 1.0, Kafka protocol binding 1.0.2: binary and structured mode, with JSON as data.
 
     An id is unique within its source only, so `event_id` is made of both.
+
+    Some producers write structured mode with the content type of its data, such as `application/json`.  Without headers
+    `ce_…`, a JSON object that has a `specversion` is read as structured mode, whatever its content type.
     """
 
     def __init__(self, read: JsonReader) -> None:
         self._read = read
+        self._has_warned = False
 
     def fields(self, body: bytes, headers: Headers) -> Mapping[str, Any]:
         kind = (header(headers, "content-type") or "").partition(";")[0].strip().lower()
         if kind.startswith("application/cloudevents"):
             attributes, data = self._structured(body, kind)
-        else:
+        elif any(name.lower().startswith(_PREFIX) for name, _ in headers):
             attributes, data = self._binary(body, headers)
+        else:
+            attributes, data = self._mislabeled(body, kind)
         for name in _REQUIRED:
             if not isinstance(attributes.get(name), str) or not attributes[name]:
                 reason = "missing_id" if name == "id" else "malformed"
@@ -121,7 +130,9 @@ class CloudEventsCodec:
     def _structured(self, body: bytes, kind: str) -> tuple[Mapping[str, Any], Any]:
         if kind != "application/cloudevents+json":
             raise UndecodableEventError("malformed", f"{kind} is not read: one CloudEvent a message, as JSON")
-        attributes = _object(self._read(body), "the body")
+        return self._with_data(_object(self._read(body), "the body"))
+
+    def _with_data(self, attributes: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
         if "data_base64" not in attributes:
             return attributes, attributes.get("data", {})
         try:
@@ -135,11 +146,25 @@ class CloudEventsCodec:
             for name, _ in headers
             if name.lower().startswith(_PREFIX)
         }
-        if not attributes:
-            raise UndecodableEventError(
-                "malformed", "neither headers ce_… nor the content-type application/cloudevents+json: no CloudEvent"
-            )
         return attributes, self._read(body)
+
+    def _mislabeled(self, body: bytes, kind: str) -> tuple[Mapping[str, Any], Any]:
+        """Structured mode whose content type is that of something else."""
+        attributes = _object(self._read(body), "the body")
+        if "specversion" not in attributes:
+            raise UndecodableEventError(
+                "malformed",
+                "not a CloudEvent: there are no headers ce_…, the content-type is not application/cloudevents+json, "
+                "and the body has no specversion",
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "CloudEvents in structured mode arrive with the content-type %.80r; they are read. Have the producer "
+                "send application/cloudevents+json. This is logged once",
+                kind,
+            )
+        return self._with_data(attributes)
 
 
 class IdFromHeader:

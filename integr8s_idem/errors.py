@@ -37,7 +37,7 @@ pickling and copying.  Each has a section in docs/reference/errors.md.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -219,7 +219,9 @@ class HandlerExitError(IdempotencyError):
 class PartialFailureError(IdempotencyError):
     """Raised by a batch handler: some of its events have failed, and the others are done."""
 
-    def __init__(self, failures: Mapping[int, Exception], results: Sequence[object] | None = None) -> None:
+    def __init__(
+        self, failures: Mapping[int, Exception], results: Sequence[object] | Iterator[object] | None = None
+    ) -> None:
         """Which events, and why.
 
         Args:
@@ -231,9 +233,10 @@ class PartialFailureError(IdempotencyError):
         """
         if not isinstance(failures, Mapping):
             raise TypeError(f"failures are named by their places, as in {{0: error}}, not by {type(failures).__name__}")
-        super().__init__(failures, results)
+        read = list(results) if isinstance(results, Iterator) else results
+        super().__init__(failures, read)
         self.failures = failures
-        self.results = results
+        self.results = read
 
     def __str__(self) -> str:
         told = "; ".join(f"{index}: {type(error).__name__}: {error}" for index, error in sorted(self.failures.items()))

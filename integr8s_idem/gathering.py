@@ -16,6 +16,7 @@ from typing import Any
 from integr8s_idem.errors import ApplicationError, PartialFailureError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.leases import LateStartError
+from integr8s_idem.results import materialized
 from integr8s_idem.routing import BatchSize, Outgoing
 from integr8s_idem.runs import Run, check_start
 from integr8s_idem.work import Attempt
@@ -129,7 +130,7 @@ class Gatherer:
                 f"batch handler {self._name} was given {len(members)} events and returned "
                 f"{type(returned).__name__}: return None, or one result for each event, in their order"
             )
-        return returned
+        return [materialized(each) for each in returned]
 
 
 def _may_start(member: Member) -> bool:

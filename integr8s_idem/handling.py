@@ -30,6 +30,7 @@ from integr8s_idem.keys import Key, KeyResolver, KeySpace
 from integr8s_idem.leases import HeldLease
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, Reserved
+from integr8s_idem.results import repeatable
 from integr8s_idem.routing import (
     Batch,
     BatchCall,
@@ -44,6 +45,7 @@ from integr8s_idem.routing import (
     async_function,
     call_with_event,
     name_of,
+    returned_by,
 )
 from integr8s_idem.runs import Returned, Suspected, current_run
 from integr8s_idem.stores.outbox import Outbox
@@ -319,7 +321,7 @@ class EventHandler:
         task = asyncio.current_task()
         before = task.cancelling() if task is not None else 0
         try:
-            return await self.invoke(self._registered, call)
+            return returned_by(call, await self.invoke(self._registered, call))
         except asyncio.CancelledError as error:
             if task is None or task.cancelling() > before:
                 raise
@@ -399,13 +401,18 @@ class IdempotentEventHandler(EventHandler):
         """The handler, what it leaves behind and its outcome, and the commit of all of them."""
         outgoing = Outgoing()
 
+        remembered: list[Any] = []
+
         async def before_commit(result: Any, transaction: Transaction) -> None:
+            value = repeatable(result, attempt.label)
             events = outgoing.finished(event, attempt.key, self.scope)
-            await seal.write(result, [self._message(one) for one in events], transaction)
+            await seal.write(value, [self._message(one) for one in events], transaction)
+            remembered[:] = [value]
 
         result = await self._call(HandlerCall(event, attempt, outgoing, before_commit))
         self.observer.count(Signal.HANDLED, event.event_type)
-        return result
+        # `invoke` still returns the iterator that was read for the record.
+        return remembered[0] if remembered else result
 
     def _message(self, event: BaseEvent) -> Message:
         if not isinstance(self._publisher, MessageMaker):

@@ -45,7 +45,7 @@ from integr8s_idem.records import (
     Reserved,
     Verdict,
 )
-from integr8s_idem.results import decode_result, return_type_of
+from integr8s_idem.results import decode_result, refuse_generator, refuse_iterator, return_type_of
 from integr8s_idem.runs import Run
 from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository, JoinedRepository, JoiningRepository
@@ -171,7 +171,11 @@ class IdempotencyManager:
         return answers
 
     async def complete(self, reserved: Reserved, result: object = None, *, ttl: timedelta | None = None) -> bool:
-        """Remember that the work is done.  `False`: the reservation is no longer ours."""
+        """Remember that the work is done.  `False`: the reservation is no longer ours.
+
+        Raises:
+            ApplicationError: As `completion`.
+        """
         return await self._ledger.complete(self.completion(reserved, result, ttl))
 
     async def complete_many(self, completions: Sequence[Completion]) -> list[bool]:
@@ -292,6 +296,7 @@ class IdempotencyManager:
 
         Raises:
             StoreError: As for every verb.  Confirming again does no harm.
+            ApplicationError: As `completion`; nothing is confirmed then.
         """
         results: Mapping[Reserved, object] = done if isinstance(done, Mapping) else dict.fromkeys(done)
         _refuse_what_is_not_ours("confirm_batch", results)
@@ -316,7 +321,12 @@ class IdempotencyManager:
         return await self.release(*given)
 
     def completion(self, reserved: Reserved, result: object = None, ttl: timedelta | None = None) -> Completion:
-        """What to hand to `complete_many`.  A result that is too large or cannot be written is dropped and counted."""
+        """What to hand to `complete_many`.  A result that is too large or cannot be written is dropped and counted.
+
+        Raises:
+            ApplicationError: The result is an iterator or a file, or holds an iterator, which storing it would use up.
+        """
+        refuse_iterator(result, reserved.key)
         return self._ledger.completion(reserved, result, ttl)
 
     # Doing work once.
@@ -413,7 +423,7 @@ class IdempotencyManager:
             StoreError: As for every verb; nothing was done, except for `ResultNotStoredError`.
             Exception: Whatever `function` raises, unchanged.
         """
-
+        refuse_generator(function)
         checked = None if ttl is None else self.checked_ttl(ttl)
         block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
         wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")

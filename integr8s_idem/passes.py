@@ -34,6 +34,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.remembered import LocalMemory
+from integr8s_idem.results import repeatable
 from integr8s_idem.runs import Returned, Run, Runs, Suspected
 from integr8s_idem.stores import JoinedRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
@@ -148,7 +149,8 @@ class Passes:
             run = self.runs.begin(Run(self.runs, work, attempt, True))
             try:
                 with self.observer.phase(Phase.HANDLE, work.event_type):
-                    return await function(attempt)
+                    value: T = repeatable(await function(attempt), work.key.label)
+                    return value
             finally:
                 self.runs.leave(run)
                 self.runs.over(run)
@@ -377,7 +379,7 @@ class Passes:
         attempt = _attempt(work, key, work.unguarded_runs, 0, float("inf"))
         try:
             with self.observer.phase(Phase.HANDLE, work.event_type):
-                return Executed(await function(attempt), attempt.number)
+                return Executed(repeatable(await function(attempt), work.key.label), attempt.number)
         except Exception as error:  # noqa: BLE001  # handed on as the outcome
             self.observer.count(Signal.HANDLER_FAILED, work.event_type)
             return HandlerFailed(error, attempt.number, self._hopeless(work, error, attempt.number))
@@ -443,7 +445,7 @@ class Passes:
         try:
             try:
                 with lease, self.observer.phase(Phase.HANDLE, work.event_type):
-                    value = await function(attempt)
+                    value: T = repeatable(await function(attempt), work.key.label)
             except asyncio.CancelledError:
                 self._ledger.release_later(work, lease.reservation)
                 raise

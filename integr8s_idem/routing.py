@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent, Message, derived_event_id, event_type_of
 from integr8s_idem.frozen import quick
+from integr8s_idem.results import materialized, refuse_generator
 from integr8s_idem.runs import Run, check_start, current_run
 from integr8s_idem.work import Attempt, Transaction
 
@@ -171,6 +172,17 @@ async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchC
     return await handler.function(call.argument)
 
 
+def returned_by(call: HandlerCall | BatchCall, result: Any) -> Any:
+    """Read iterators that a handler returned into lists; for a batch handler, also those of single events.
+
+    Call it while the handler's dependencies are open, because a lazy iterator may use them.
+    """
+    result = materialized(result)
+    if isinstance(call, BatchCall) and isinstance(result, list | tuple):
+        return [materialized(each) for each in result]
+    return result
+
+
 def name_of(function: HandlerFunction) -> str:
     """What stands in the keys of a handler that was given no name.
 
@@ -187,8 +199,10 @@ def async_function(function: HandlerFunction) -> HandlerFunction:
     """`function`, if it is one that can be awaited.
 
     Raises:
-        ApplicationError: It is a plain `def`: its effects would happen, and awaiting its result would fail.
+        ApplicationError: It is a plain `def`: its effects would happen, and awaiting its result would fail.  Or it is
+            a generator.
     """
+    refuse_generator(function)
     inner = inspect.unwrap(getattr(function, "func", function))
     if getattr(inner, "__name__", "") == "<lambda>":
         return function  # nothing tells what it returns

@@ -45,7 +45,7 @@ from integr8s_idem.records import (
     KeyReused,
     StoredResult,
 )
-from integr8s_idem.results import decode_result, encode_result, return_type_of
+from integr8s_idem.results import decode_result, encode_result, refuse_generator, repeatable, return_type_of
 from integr8s_idem.runs import Run, check_start, current_run
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal
@@ -115,6 +115,7 @@ class Steps:
         once = chosen(Once, once, "once")
         self._check(name)
         _refuse_a_call(name, function)
+        refuse_generator(function)
         await self._places.look()
         mark = mark_of(name)
         if (before := self._places.done_before(mark)) is not None:
@@ -273,7 +274,7 @@ class _Step:
         running = self.function(*self._args, **self._kwargs)
         if not inspect.isawaitable(running):
             raise ApplicationError(f"step {self.name} is no async function; what it did has been done")
-        self.value = await running
+        self.value = repeatable(await running, f"step {self.name}")
         return _with_name(self.value, self.name)
 
 

@@ -18,9 +18,11 @@ import re
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, cast
 
 from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import HTTPConnection
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -42,6 +44,8 @@ from integr8s_idem.results import NOT_KEPT
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Work
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 Identity: TypeAlias = Callable[[HTTPConnection], str | Awaitable[str]]
 """Says who asks: keys of two callers never meet."""
@@ -72,9 +76,43 @@ def before_errors(status: int) -> bool:
     return status < 500 and status not in {401, 403, 408, 409, 423, 425, 429}
 
 
+def _reported_at_startup(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """A constructor whose errors fail the startup of the application.
+
+    Starlette and FastAPI call it when the server starts the application's lifespan, and servers such as uvicorn take an
+    exception there for an application that has no lifespan: they would serve, and each request would fail.
+    """
+
+    @wraps(init)
+    def construct(self: Any, *args: P.args, **options: P.kwargs) -> None:
+        try:
+            init(self, *args, **options)
+        except (ApplicationError, TypeError) as error:
+            self.app = args[0] if args else options.get("app")
+            if not _belongs_to_starlette(self.app):
+                raise
+            self._mistake = error if isinstance(error, ApplicationError) else ApplicationError(f"{error}. {_EXAMPLE}")
+
+    return cast("Callable[Concatenate[Any, P], None]", construct)
+
+
+def _belongs_to_starlette(app: Any) -> bool:
+    """Whether `app` is what Starlette and FastAPI have within their middleware, as opposed to that of a route."""
+    while app is not None and not isinstance(app, ExceptionMiddleware):
+        app = getattr(app, "app", None)
+    return app is not None
+
+
+_EXAMPLE: Final = "Write app.add_middleware(IdempotencyKeyMiddleware, manager=manager, identity=user_of)"
+
+
 class IdempotencyKeyMiddleware:
     """Does each request with an `Idempotency-Key` once, and answers its retries with the first response."""
 
+    _mistake: ApplicationError | None = None
+    """Why it guards nothing; known when it was made, and reported at the startup."""
+
+    @_reported_at_startup
     def __init__(
         self,
         app: Any,
@@ -112,13 +150,20 @@ class IdempotencyKeyMiddleware:
             documentation: A URL where your clients read how to use their keys; refusals link to it.
 
         Raises:
-            ApplicationError: Neither a manager nor a container is given, or both are.
+            ApplicationError: Neither a manager nor a container is given, or both are; or `ttl` is shorter than the
+                lease.  With `add_middleware` the startup fails instead, as it does for a container without a manager.
         """
         if (manager is None) == (container is None):
             raise ApplicationError(
-                "IdempotencyKeyMiddleware needs either a manager or a container that has one: "
-                "app.add_middleware(IdempotencyKeyMiddleware, manager=manager, identity=user_of)"
+                f"IdempotencyKeyMiddleware needs either a manager or a container that has one. {_EXAMPLE}"
             )
+        if not callable(identity):
+            raise ApplicationError(
+                "IdempotencyKeyMiddleware needs an identity, which says who sends a request: by_authorization, anyone, "
+                f"or a function of yours, and not {identity!r}. {_EXAMPLE}"
+            )
+        if manager is not None and ttl is not None:
+            manager.checked_ttl(ttl)
         self.app = app
         self._manager = manager
         self._container = container
@@ -135,6 +180,11 @@ class IdempotencyKeyMiddleware:
         self._problems = Problems(documentation)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:  # each framework has its own types for these
+        if scope["type"] == "lifespan":
+            await self._start(scope, receive, send)
+            return
+        if self._mistake is not None:
+            raise self._mistake
         if scope["type"] != "http" or not self._guards(scope):
             await self.app(scope, receive, send)
             return
@@ -166,6 +216,58 @@ class IdempotencyKeyMiddleware:
         manager = await self._manager_of()
         request = _Request(self.app, _held_back(scope), receive, send, body)
         await self._answer(manager, request, self._work(manager, connection, who, key, body))
+
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the lifespan on to the application, whose startup fails if requests could not be guarded.
+
+        Raises:
+            ApplicationError: It fails; the server has been notified.
+        """
+        failure = self._mistake
+        if failure is not None:
+            await receive()
+        elif self._container is None:
+            await self.app(scope, receive, send)
+        else:
+            failure = await self._start_with_container(scope, receive, send)
+        if failure is not None:
+            await send({"type": "lifespan.startup.failed", "message": str(failure)})
+            raise failure
+
+    async def _start_with_container(self, scope: Scope, receive: Receive, send: Send) -> ApplicationError | None:
+        """Start the application, then ask the container for its manager: the startup may be what provides it."""
+        failures: list[ApplicationError] = []
+
+        async def receive_until_failure() -> Message:
+            # The application closes what its startup has opened.
+            return {"type": "lifespan.shutdown"} if failures else await receive()
+
+        async def send_until_failure(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete" and (failure := await self._failure_to_start()):
+                failures.append(failure)
+            if not failures:
+                await send(message)
+
+        try:
+            await self.app(scope, receive_until_failure, send_until_failure)
+        except Exception:
+            if not failures:
+                raise
+            logger.exception("the application failed to shut down after its guard had failed to start")
+        return failures[0] if failures else None
+
+    async def _failure_to_start(self) -> ApplicationError | None:
+        try:
+            manager = await self._manager_of()
+            if self._ttl is not None:
+                manager.checked_ttl(self._ttl)
+        except ApplicationError as error:
+            return error
+        except Exception as error:  # noqa: BLE001  # of Dishka's, or of a provider
+            failure = ApplicationError(f"the container of IdempotencyKeyMiddleware gives no manager: {error}")
+            failure.__cause__ = error
+            return failure
+        return None
 
     def _guards(self, scope: Scope) -> bool:
         if scope["method"] not in self._methods:

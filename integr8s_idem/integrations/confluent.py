@@ -34,6 +34,7 @@ from integr8s_idem.integrations.loops import (
 )
 from integr8s_idem.manager import IdempotencyManager, replayed_value
 from integr8s_idem.records import InProgress
+from integr8s_idem.results import materialized
 from integr8s_idem.work import Attempt, Executed, Outcome, Work
 
 try:
@@ -261,7 +262,7 @@ class Delivery:
     async def _once(self, work: Work, function: Callable[[Message], T], here: Here) -> Outcome[T]:
         async def call(attempt: Attempt) -> T:
             self.attempt = attempt
-            value: T = await here(functools.partial(function, self.message))
+            value: T = await here(lambda: materialized(function(self.message)))
             refuse_awaitable(value, function)
             return value
 

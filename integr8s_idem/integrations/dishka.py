@@ -53,6 +53,7 @@ from integr8s_idem.routing import (
     Invoke,
     Outgoing,
     RegisteredHandler,
+    returned_by,
 )
 from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository
@@ -361,7 +362,7 @@ async def _call(
     try:
         found: dict[str, Any] = await request.get(needs[handler.function].key)
         call.check_start()
-        return await handler.function(call.argument, **found)
+        return returned_by(call, await handler.function(call.argument, **found))
     finally:
         CURRENT.reset(token)
 
@@ -402,7 +403,7 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
             token = CURRENT.set(request)
             try:
                 call.check_start()
-                return await wrapped[handler.function](call.argument)
+                return returned_by(call, await wrapped[handler.function](call.argument))
             finally:
                 CURRENT.reset(token)
 

@@ -50,7 +50,7 @@ from integr8s_idem.keys import Key, escaped, fingerprint
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.open_runs import OpenRun
 from integr8s_idem.records import Completed, InProgress, StoredResult
-from integr8s_idem.results import decode_result, encode_result
+from integr8s_idem.results import decode_result, encode_result, repeatable
 from integr8s_idem.work import HandlerFailed, Work
 
 try:
@@ -351,7 +351,7 @@ class _Guard(BaseMiddleware[Any, Any]):
     async def _work(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         with self._runs[0][0].within() if len(self._runs) == 1 else nullcontext():
             try:
-                return await call_next(msg)
+                return _repeatable(await call_next(msg), name_of(self._subscriber))
             except asyncio.CancelledError:
                 for run, _ in self._runs:
                     run.raise_if_lost()
@@ -471,6 +471,14 @@ def _lost(run: OpenRun) -> Exception | None:
     except Exception as error:  # noqa: BLE001  # to be told
         return error
     return None
+
+
+def _repeatable(value: Any, name: str | None) -> Any:
+    """Read an iterator that a handler returned, before FastStream does; of a `Response`, its body."""
+    if isinstance(value, Response):
+        value.body = repeatable(value.body, f"{name}")
+        return value
+    return repeatable(value, f"{name}")
 
 
 _RESPONSE: Final = "; response"

@@ -29,7 +29,7 @@ from integr8s_idem.keys import fingerprint
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.offsets import Placed
 from integr8s_idem.records import Completed, Corrupt, Failed, KeyReused
-from integr8s_idem.results import encode_result
+from integr8s_idem.results import encode_result, refuse_generator
 from integr8s_idem.work import Executed, HandlerFailed, Outcome, Work
 
 FIRST_PAUSE: Final = 0.2
@@ -118,8 +118,9 @@ def refuse_async(function: Callable[..., Any]) -> None:
     """Refuse, for a loop in a thread, a function that does nothing but make a coroutine.
 
     Raises:
-        ApplicationError: It is one.
+        ApplicationError: It is one, or a generator.
     """
+    refuse_generator(function)
     if is_async(function):
         raise ApplicationError(
             f"{named(function)} is an async function, and a loop of confluent-kafka calls plain ones: write `def`, or "
@@ -131,8 +132,9 @@ def refuse_plain(function: Callable[..., Any]) -> None:
     """Refuse, for a loop that awaits, a function that would do its work and leave nothing to await.
 
     Raises:
-        ApplicationError: It is one, as far as can be told before it is called.
+        ApplicationError: It is one, as far as can be told before it is called, or a generator.
     """
+    refuse_generator(function)
     inner = inspect.unwrap(getattr(function, "func", function))
     is_plain = inspect.isroutine(inner) and not inspect.iscoroutinefunction(inner)
     if is_plain and getattr(inner, "__name__", "") != "<lambda>":

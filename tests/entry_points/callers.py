@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from integr8s_idem import BaseEvent, EventRouter
 from integr8s_idem.decorator import idempotent
 from integr8s_idem.dispatcher import IdempotentEventDispatcher
-from integr8s_idem.errors import StoreUnavailableError
+from integr8s_idem.errors import ApplicationError, StoreUnavailableError
 from integr8s_idem.keys import fingerprint
 from integr8s_idem.records import Completed, Failed, InProgress, KeyReused, Reserved
 from integr8s_idem.routing import BatchCall, HandlerCall, RegisteredHandler
@@ -106,6 +106,8 @@ class BatchVerbs(Entry):
         Case.DOWN_AFTER: (Sees.DOWN, Sees.VALUE),
         # Written again when the store is back, it stands, unless somebody has taken the key over meanwhile.
         Case.DOWN_FOR_LONG: (Sees.DOWN, Sees.VALUE),
+        # Its caller has the iterator still, and confirms again with a list.
+        Case.ITERATOR: (Sees.NOT_STORED,),
         # What is held is not given back by itself.
         Case.CANCELLED: (Sees.CANCELLED, Sees.CONFLICT, Sees.VALUE),
     }
@@ -114,6 +116,7 @@ class BatchVerbs(Entry):
         Sees.REUSED: "`KeyReused`",
         Sees.LOST: "`False`",
         Sees.DROPPED: "`Completed` without result",
+        Sees.NOT_STORED: "`ApplicationError`, nothing stored",
     }
     cancel_lease = 1.0
 
@@ -122,9 +125,9 @@ class BatchVerbs(Entry):
         self._unconfirmed: dict[str, tuple[Reserved, Any]] = {}
 
     async def send(self, key: str, payload: str = "p") -> Answer:
+        if key in self._unconfirmed:
+            return await self._try_to_confirm(key)
         try:
-            if key in self._unconfirmed:
-                return await self._confirm(key)
             [verdict] = (await self.manager.acquire_batch([key], fingerprint=lambda _: _mark(payload))).values()
         except StoreUnavailableError:
             return Answer(Sees.DOWN)
@@ -147,10 +150,15 @@ class BatchVerbs(Entry):
             await self.manager.release_batch([mine])
             return answer_of(error)
         self._unconfirmed[key] = mine, value
+        return await self._try_to_confirm(key)
+
+    async def _try_to_confirm(self, key: str) -> Answer:
         try:
             return await self._confirm(key)
         except StoreUnavailableError:
             return Answer(Sees.DOWN)
+        except ApplicationError:
+            return Answer(Sees.NOT_STORED)
 
     async def _confirm(self, key: str) -> Answer:
         mine, value = self._unconfirmed[key]

@@ -46,6 +46,7 @@ class Case(Enum):
     DOWN_FOR_LONG = "after it, beyond the lease"
     TOO_LARGE = "a duplicate, of a result too large to keep"
     FALSY = 'a duplicate, of `None`, `0`, `""`, `[]`, `{}`, `False`'
+    ITERATOR = "a duplicate, of an iterator, which the first got as a list"
     CANCELLED = "cancelled in its midst"
 
 
@@ -61,6 +62,7 @@ class Sees(Enum):
     UNSTORED = "done, not remembered"
     LOST = "lease lost"
     DROPPED = "done, result gone"
+    NOT_STORED = "refused, nothing stored"
     AGAIN = "it comes again"
     CANCELLED = "cancelled"
 
@@ -83,6 +85,7 @@ USUAL: Mapping[Case, Seen] = {
     Case.DOWN_FOR_LONG: (Sees.UNSTORED, Sees.VALUE),
     Case.TOO_LARGE: (Sees.DROPPED,),
     Case.FALSY: (Sees.VALUE,),
+    Case.ITERATOR: (Sees.VALUE,),
     Case.CANCELLED: (Sees.CANCELLED, Sees.VALUE),
 }
 

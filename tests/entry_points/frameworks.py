@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Final
 
@@ -51,7 +51,9 @@ class Http(Entry):
         super().__init__(process)
 
         async def endpoint(request: Request) -> Response:
-            return JSONResponse(await self.work(self.run_here((await request.body()).decode())))
+            value = await self.work(self.run_here((await request.body()).decode()))
+            # The application makes bytes of it, before the guard sees its response.
+            return JSONResponse(list(value) if isinstance(value, Iterator) else value)
 
         app = Starlette(routes=[Route("/work", endpoint, methods=["POST"])])
         app.add_middleware(IdempotencyKeyMiddleware, manager=self.manager, identity=anyone, required=True)

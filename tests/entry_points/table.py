@@ -13,7 +13,7 @@ from tests.entry_points.ground import ENTRIES
 PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "entry-points.md"
 
 GROUPS: Final[Mapping[str, Sequence[Case]]] = {
-    "One key, more than once": (Case.TWO_AT_ONCE, Case.FALSY, Case.TOO_LARGE, Case.OTHER_PAYLOAD),
+    "One key, more than once": (*(Case.TWO_AT_ONCE, Case.FALSY, Case.ITERATOR, Case.TOO_LARGE, Case.OTHER_PAYLOAD),),
     "The work fails": (Case.FAILURE, Case.FAILURES),
     "Its process dies, stalls, or is told to stop": (Case.CRASH, Case.ZOMBIE, Case.CANCELLED),
     "The store is down": (Case.DOWN_BEFORE, Case.DOWN_AFTER, Case.DOWN_FOR_LONG),

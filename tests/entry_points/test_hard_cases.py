@@ -257,6 +257,16 @@ async def test_falsy_results(kind: type[Entry], ground: Ground) -> None:
     assert len(here.entry.work.runs) == len(FALSY)
 
 
+async def test_returned_iterator(kind: type[Entry], ground: Ground) -> None:
+    here = await ground.process(kind, GatedWork(lambda _: map(str.upper, ["a", "b"])))
+
+    answers = [await here.entry.send("k"), await here.entry.send("k")]
+
+    assert seen(answers) == kind.expected(Case.ITERATOR)
+    assert all(value == ["A", "B"] for value in _values(*answers))
+    assert len(here.entry.work.runs) == 1
+
+
 async def test_cancellation(kind: type[Entry], ground: Ground) -> None:
     work = GatedWork("done", held=True)
     here = await ground.process(kind, work, processing_timeout_seconds=kind.cancel_lease)

@@ -89,6 +89,37 @@ async def test_record_and_write_commit_together_and_a_second_caller_gets_the_res
     assert record.status is IdempotencyStatus.COMPLETED
 
 
+async def test_an_iterator_is_read_within_the_transaction(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+    async def refund() -> object:
+        await work()
+        return map(str, [1, 2])
+
+    results = []
+    for _ in range(2):
+        async with session_of(engine) as session, manager.in_transaction(session):
+            work = Refund(session)
+            results.append(await manager.run("refund:1", refund))
+
+    assert results == [["1", "2"]] * 2
+    assert await charged(engine) == ["run 1"]
+
+
+async def test_work_whose_result_can_be_read_only_once_is_undone(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with session_of(engine) as session, manager.in_transaction(session):
+
+        async def refund() -> object:
+            await Refund(session)()
+            return {"rows": iter([1])}
+
+        with pytest.raises(ApplicationError, match=r"holds an iterator .* at \['rows'\]"):
+            await manager.run("refund:1", refund)
+
+    assert await charged(engine) == []
+    assert await manager.get("refund:1") is None
+
+
 async def test_a_transaction_that_is_rolled_back_has_reserved_nothing(
     engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:

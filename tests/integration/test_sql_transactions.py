@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,6 +80,47 @@ async def test_write_outcome_and_events_are_there_together(shop: LedgerShop) -> 
     assert await shop.charged() == ["1"]
     assert len(await shop.waiting()) == 1
     assert await shop.statuses() == {event.event_id: "completed"}
+
+
+lazy = EventRouter()
+
+
+@lazy.on(OrderPlaced)
+async def bill_lazily(event: OrderPlaced, session: FromDishka[AsyncSession], outgoing: FromDishka[Outgoing]) -> object:
+    await charge(session, event)
+
+    def receipts() -> Iterator[str]:
+        outgoing.publish(OrderCharged(order_id=event.order_id))
+        yield f"receipt-{event.order_id}"
+
+    return {"receipts": receipts()} if event.order_id == "nested" else receipts()
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["Dishka reads it", "an invoke of one's own hands it on"])
+async def test_a_lazy_iterator_runs_before_its_outcome_is_written(
+    url: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not reads:
+        monkeypatch.setattr("integr8s_idem.integrations.dishka.returned_by", lambda _, result: result)
+    async with open_ledger_shop(url, lazy) as shop:
+        event = OrderPlaced()
+
+        first, second = await shop.attempt(event), await shop.attempt(event)
+
+        assert first == Executed(["receipt-1"], 1)
+        assert isinstance(second, Completed)
+        assert second.result is not None
+        assert second.result.body == b'["receipt-1"]'
+        assert len(await shop.waiting()) == 1
+
+
+async def test_nothing_is_committed_with_a_result_that_can_be_read_only_once(url: str) -> None:
+    async with open_ledger_shop(url, lazy) as shop:
+        failed = await shop.attempt(OrderPlaced(order_id="nested"))
+
+        assert isinstance(failed, HandlerFailed)
+        assert isinstance(failed.error, ApplicationError)
+        assert (await shop.charged(), await shop.waiting()) == ([], [])
 
 
 async def test_a_connection_will_do_as_well(url: str) -> None:

@@ -68,6 +68,50 @@ def test_a_cloud_event_in_structured_mode_is_read() -> None:
     _check(_decoded(CLOUD, _structured(), STRUCTURED))
 
 
+@pytest.mark.parametrize("label", ["application/json", "Application/JSON; charset=utf-8", "text/plain", None])
+def test_structured_mode_is_known_by_its_specversion_whatever_its_content_type(label: str | None) -> None:
+    headers = [] if label is None else [("content-type", label.encode())]
+    _check(_decoded(CloudEventsCodec(read_json), _structured(), headers))
+    encoded = base64.b64encode(json.dumps(DATA).encode()).decode()
+    _check(_decoded(CloudEventsCodec(read_json), _structured(data=None, data_base64=encoded), headers))
+
+
+def test_a_wrong_content_type_is_logged_once_by_each_codec(caplog: pytest.LogCaptureFixture) -> None:
+    codec, headers = CloudEventsCodec(read_json), [("content-type", b"application/json\n" + b"x" * 500)]
+    for _ in range(3):
+        _check(_decoded(codec, _structured(), headers))
+
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "application/cloudevents+json" in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert len(record.getMessage()) < 500
+
+
+def test_nothing_is_logged_of_messages_that_say_what_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    codec = CloudEventsCodec(read_json)
+    _decoded(codec, _structured(), STRUCTURED)
+    _decoded(codec, json.dumps(DATA).encode(), _binary())
+    with pytest.raises(UndecodableEventError):
+        _decoded(codec, b"{}", [("content-type", b"application/json")])
+    assert caplog.records == []
+
+
+def test_headers_of_binary_mode_win_over_a_body_that_looks_like_structured_mode() -> None:
+    class Envelope(BaseEvent):
+        event_type: Literal["order.placed"] = "order.placed"
+        specversion: str
+        data: dict[str, str]
+
+    body = _structured(id="inner", source="/inner")
+    event = EventDecoder([Envelope], CloudEventsCodec(read_json)).decode(body, _binary())
+    assert isinstance(event, Envelope)
+    assert (event.event_id, event.specversion, event.data) == ("/shop#a1", "1.0", DATA)
+    # One header is enough: the rest of it is missing, and is not looked for in the body.
+    with pytest.raises(UndecodableEventError, match="has the attribute specversion"):
+        _decoded(CloudEventsCodec(read_json), body, [("ce_id", b"a1"), ("content-type", b"application/json")])
+
+
 def test_data_in_base64_is_read() -> None:
     encoded = base64.b64encode(json.dumps(DATA).encode()).decode()
     _check(_decoded(CLOUD, _structured(data=None, data_base64=encoded), STRUCTURED))
@@ -98,6 +142,12 @@ def test_data_cannot_take_the_place_of_attributes() -> None:
     ("body", "headers", "reason"),
     [
         (b"{}", [], "malformed"),
+        (b"not json", [("content-type", b"application/json")], "malformed"),
+        (b"[]", [("content-type", b"application/json")], "malformed"),
+        (b'{"specversion": 1}', [("content-type", b"application/json")], "malformed"),
+        (_structured(specversion="0.3"), [("content-type", b"application/json")], "unsupported_version"),
+        (_structured(id=None), [("content-type", b"application/json")], "missing_id"),
+        (_structured(data=[1]), [("content-type", b"application/json")], "malformed"),
         (b"{}", _binary(id=None), "missing_id"),
         (b"{}", _binary(id=""), "missing_id"),
         (b"{}", _binary(source=None), "malformed"),

@@ -122,6 +122,49 @@ async def test_what_is_published_again_is_what_the_first_run_returned() -> None:
     assert answers[0][1]["event_id"] == answers[1][1]["event_id"]
 
 
+@pytest.mark.parametrize("answer", [lambda value: value, KafkaResponse])
+async def test_an_iterator_is_published_as_the_list_that_a_duplicate_publishes_again(answer: Any) -> None:
+    shop, sent = Shop(), list[Any]()
+
+    @_guarded(shop)
+    @shop.broker.publisher("receipts")
+    async def charge(order: Order) -> Any:
+        shop.charged.append(order.order_id)
+        return answer(number for number in (1, 2))
+
+    async def publish_scope(call_next: Any, cmd: Any) -> Any:
+        if cmd.destination == "receipts":
+            sent.append(cmd.body)
+        return await call_next(cmd)
+
+    shop.broker.add_middleware(_publishing(publish_scope))
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+
+    assert shop.charged == ["7"]
+    assert sent == [[1, 2], [1, 2]]
+
+
+async def test_a_subscriber_that_returns_an_async_iterator_fails() -> None:
+    shop = Shop(max_attempts=2)
+
+    async def pages() -> AsyncIterator[int]:
+        yield 1
+
+    @_guarded(shop)
+    async def charge(order: Order) -> Any:
+        shop.charged.append(order.order_id)
+        return pages()
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+
+    assert shop.charged == ["7", "7"]
+    assert ["charge returned an async iterator" in told for told in shop.given_up] == [True]
+
+
 def _publishing(scope: Any) -> Any:
     class Watch(BaseMiddleware[Any, Any]):
         async def publish_scope(self, call_next: Any, cmd: Any) -> Any:
