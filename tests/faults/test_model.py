@@ -88,7 +88,7 @@ def test_the_way_to_the_lost_message_of_the_seeds_reads_like_a_story() -> None:
         "who does and then record a offsets",
         "1 W1 is given partition 0 - 0",
         "2 W1 a@0: is delivered asking - 0",
-        "3 W1 a@0: asks to reserve: Reserved running, attempt 1, fence 1 W1 live: attempt 1, fence 1 0",
+        "3 W1 a@0: asks to reserve: Reserved reserved W1 live: attempt 1, fence 1 0",
         "4 W1 crashes W1 live: attempt 1, fence 1 0",
         "5 W1 is given partition 0 W1 live: attempt 1, fence 1 0",
         "6 W1 a@0: is delivered asking W1 live: attempt 1, fence 1 0",

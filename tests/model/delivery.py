@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from integr8s_idem.records import IdempotencyStatus, Previous
 from tests.model.protocol import Protocol
-from tests.model.rules import judge_beginning, judge_effect, judge_owner, judge_reserving
+from tests.model.rules import is_late, judge_beginning, judge_effect, judge_owner, judge_reserving, owns
 from tests.model.state import (
     IDLE,
     SETTLED,
@@ -66,6 +66,7 @@ class Deliveries:
         self._of_phase: dict[Phase, Callable[[Here], Moves]] = {
             Phase.ASKING: self._asking,
             Phase.ABOUT_TO_TAKE: self._about_to_take,
+            Phase.RESERVED: self._reserved,
             Phase.RUNNING: self._running,
             Phase.EFFECT_DONE: self._effect_done,
             Phase.COMPLETING: self._completing,
@@ -112,13 +113,32 @@ class Deliveries:
         key = state.keys[here.key]
         assert key.record is not None
         held = _held(key.record)
-        task = Task(Phase.RUNNING, self._fresh_token(here, state, held), held)
         if key.record.attempt > self.setup.max_attempts and key.record.previous is Previous.LAPSED:
+            task = Task(Phase.RUNNING, self._fresh_token(here, state, held), held)
             return put(here, state, self._given_up(task))
+        return put(here, state, Task(Phase.RESERVED, held.token, held))
+
+    def _reserved(self, here: Here) -> Moves:
+        """It waits for its turn, and begins if its lease still holds."""
+        held, key = here.task.held, here.state.keys[here.key]
+        assert held is not None
+        if is_late(key, held) and self.protocol.checks_the_lease_before_a_start:
+            yield (
+                _step(here, "does not begin: its lease has ended"),
+                put(here, here.state, Task(Phase.ASKING, held.token)),
+            )
+        else:
+            yield _step(here, "begins"), self._started(here, held, key)
+        if here.state.partitions[self.messages[here.message].partition].owner != here.worker:
+            yield from self._stopped(here)
+
+    def _started(self, here: Here, held: Held, key: Key) -> State:
         run = Run(held.fence, first=held.attempt == 1)
-        broken = state.broken or judge_beginning(key, dead_lettered=state.letters[here.message])
-        state = with_key(state, here.key, key._replace(begun=True))._replace(broken=broken)
-        return put(here, state, task._replace(run=run))
+        broken = judge_beginning(key, held, dead_lettered=here.state.letters[here.message])
+        state = here.state._replace(broken=broken)
+        if owns(held, key.record):
+            state = with_key(state, here.key, key._replace(begun=True))
+        return put(here, state, Task(Phase.RUNNING, self._fresh_token(here, state, held), held, run))
 
     def _about_to_take(self, here: Here) -> Moves:
         """Only where reserving is read, think, write: whatever stands there now is written over."""

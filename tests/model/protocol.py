@@ -22,6 +22,8 @@ class Protocol:
     lease_by_the_stores_clock: bool = True
     token_for_each_pass: bool = True
     """No token is used for a second run, whatever the first one did with it."""
+    checks_the_lease_before_a_start: bool = True
+    """A handler begins on a lease that holds by its own clock; otherwise the key is asked for by the same token."""
     fence_outlives_its_record: bool = True
     record_outlives_its_lease: bool = True
     complete_checks_token: bool = True
@@ -126,6 +128,12 @@ VARIANTS: dict[str, Variant] = {
         Protocol(token_for_each_pass=False),
         _two_workers(unanswered=1, lost_records=1),
         (Rule.TWO_RUNS_OF_ONE_RESERVATION,),
+    ),
+    "start-without-a-look": Variant(
+        "a batch is reserved, and its handlers begin one after the other, however long that takes",
+        Protocol(checks_the_lease_before_a_start=False),
+        _two_workers(moves=1, stalls=1),
+        (Rule.LATE_START,),
     ),
     "workers-clock": Variant(
         "a worker whose clock is ahead judges the lease of another",

@@ -46,9 +46,23 @@ def judge_owner(before: Record | None, after: Record | None, held: Held) -> Rule
     return Rule.STALE_WRITE
 
 
-def judge_beginning(key: Key, *, dead_lettered: bool) -> Rule | None:
-    """A reservation is good for one run, and a dead letter for none; a store that forgot could not know."""
-    if key.begun:
+def is_late(key: Key, held: Held) -> bool:
+    """Whether the lease of a reservation has ended, which its holder knows by its own clock.
+
+    Of a record that the store has lost nobody knows more than that the lease held.
+    """
+    record = key.record
+    if record is None or key.forgotten:
+        return False
+    return record.lease is Lease.ENDED if record.fence == held.fence else record.fence > held.fence
+
+
+def judge_beginning(key: Key, held: Held, *, dead_lettered: bool) -> Rule | None:
+    """A reservation is good for one run while its lease holds, and a dead letter for none; a store that forgot could
+    not know."""
+    if is_late(key, held):
+        return Rule.LATE_START
+    if key.begun and owns(held, key.record):
         return Rule.TWO_RUNS_OF_ONE_RESERVATION
     if dead_lettered and not key.forgotten:
         return Rule.RUN_AFTER_DEAD_LETTER
