@@ -89,7 +89,7 @@ async def test_without_its_tables_a_store_says_how_to_make_them(
 
 
 @pytest.mark.scenario(59)
-@pytest.mark.parametrize(("version", "says"), [(0, "store migrate"), (2, "migrated by a newer integr8s-idem")])
+@pytest.mark.parametrize(("version", "says"), [(0, "store migrate"), (3, "migrated by a newer integr8s-idem")])
 async def test_a_schema_of_another_version_is_refused(engine: AsyncEngine, version: int, says: str) -> None:
     await run(engine, f"UPDATE idempotency_store SET version = {version}")
 

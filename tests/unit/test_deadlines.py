@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import socket
+import time
 from collections.abc import Callable
 
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -222,3 +225,43 @@ def test_as_asyncio_s_own_whatever_is_set_moved_or_cancelled(seed: int) -> None:
         return list(await asyncio.gather(*tasks))
 
     assert run_virtual(history(Deadline)) == run_virtual(history(asyncio.timeout_at))
+
+
+@pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_answer_that_waits_in_the_socket_is_read_before_a_deadline_that_fires_late(
+    factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """The turn of the event loop before it took long: a store that has answered in time must not count as silent."""
+
+    async def main() -> bytes:
+        here, there = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=here)
+        reading = asyncio.create_task(limited(reader))
+        await asyncio.sleep(0)  # it waits for the answer
+        there.sendall(b"answer\n")
+        time.sleep(0.3)  # noqa: ASYNC251  # somebody blocks the event loop, longer than the deadline
+        try:
+            return await reading
+        finally:
+            writer.close()
+            there.close()
+
+    async def limited(reader: asyncio.StreamReader) -> bytes:
+        with Deadline(now() + 0.1):
+            return await reader.readline()
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        assert runner.run(main()) == b"answer\n"
+
+
+@pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_deadline_that_fires_late_still_ends_what_gets_no_answer(
+    factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def main() -> None:
+        with Deadline(now() + 0.05):
+            asyncio.get_running_loop().call_soon(time.sleep, 0.2)
+            await asyncio.sleep(60)
+
+    with asyncio.Runner(loop_factory=factory) as runner, pytest.raises(TimeoutError):
+        runner.run(main())

@@ -12,6 +12,7 @@ from typing import Any, Final
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
+from integr8s_idem.deadlines import Deadline
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.stores.dynamodb.clock import ServerClock
 from integr8s_idem.stores.dynamodb.errors import CONDITION, StrangeAnswerError, code_of, of_driver, of_service, passes
@@ -62,7 +63,7 @@ async def patient(operation: str, timeout: timedelta) -> AsyncIterator[Patience]
     """
     patience, seconds = Patience(), timeout.total_seconds()
     try:
-        async with asyncio.timeout(seconds):
+        with Deadline(asyncio.get_running_loop().time() + seconds):
             yield patience
     except TimeoutError as error:
         late = StoreUnavailableError(operation, f"no answer from DynamoDB within {seconds:g} s")

@@ -14,6 +14,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from integr8s_idem.config.addresses import redacted
+from integr8s_idem.deadlines import Deadline
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError, TransactionAbortedError
 from integr8s_idem.findings import Code
 
@@ -210,11 +211,11 @@ async def guarded(operation: str, timeout: timedelta, kind: str) -> AsyncIterato
     seconds, clock = timeout.total_seconds(), asyncio.get_running_loop().time
     begun = clock()
     try:
-        async with asyncio.timeout(seconds) as limit:
+        with Deadline(begun + seconds) as limit:
             yield
     except TimeoutError as error:
         # Drivers have limits of their own, to connect in, which may end before ours.
-        waited = seconds if limit.expired() else round(clock() - begun, 1)
+        waited = seconds if limit.expired else round(clock() - begun, 1)
         raise StoreUnavailableError(operation, f"no answer from {kind} within {waited:g} s") from error
     except PoolTimeoutError as error:
         raise StoreUnavailableError(operation, f"all connections to {kind} are in use") from error
