@@ -39,6 +39,7 @@ from integr8s_idem.runs import Returned, Run, Runs, Suspected
 from integr8s_idem.stores import JoinedRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
 from integr8s_idem.work import (
+    SUSPECT_AFTER,
     Attempt,
     Executed,
     HandlerFailed,
@@ -47,15 +48,10 @@ from integr8s_idem.work import (
     Outcome,
     WaitForStore,
     Work,
+    is_crash_limit_reached,
 )
 
 T = TypeVar("T")
-
-SUSPECT_AFTER: Final = 2
-"""Lapsed attempts from which on work may be what crashes its process.  A single crash isolates nothing."""
-
-CRASHES_IN_COMPANY: Final = 10
-"""Times `max_attempts`: so many crashes end work that could never run alone, or outlived its turns."""
 
 FIRST_LOOK: Final = 0.05
 LONGEST_LOOK: Final = 1.0
@@ -471,11 +467,13 @@ class Passes:
         """Whether no more runs of it are begun, since none has come to an end."""
         if work.forgotten or reserved.previous is not Previous.LAPSED:
             return False
-        limit = self.config.max_attempts
-        # A store that does not count lapsed attempts lets nothing be isolated either.
-        if work.isolation is Isolation.NONE or not reserved.lapsed:
-            return reserved.attempt > limit
-        return reserved.lapsed_alone >= limit or reserved.lapsed >= CRASHES_IN_COMPANY * limit
+        return is_crash_limit_reached(
+            reserved.attempt,
+            reserved.lapsed,
+            reserved.lapsed_alone,
+            self.config.max_attempts,
+            isolates=work.isolation is not Isolation.NONE,
+        )
 
     def _crashes(self, work: Work, reserved: Reserved) -> int:
         """How many attempts count as crashed."""

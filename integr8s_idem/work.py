@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
 from integr8s_idem.config import OnFailure, OnKeyReused
 from integr8s_idem.errors import StoreError
@@ -62,6 +62,28 @@ class Transaction(Protocol):
     async def send(self, messages: Sequence[Message]) -> None:
         """Have `messages` sent, in this order, if the transaction commits."""
         ...
+
+
+SUSPECT_AFTER: Final = 2
+"""Lapsed attempts from which on work may be what crashes its process.  A single crash isolates nothing."""
+
+CRASHES_IN_COMPANY: Final = 10
+"""Times `max_attempts`: so many crashes end work that could never run alone, or outlived its turns."""
+
+
+def is_crash_limit_reached(attempt: int, lapsed: int, lapsed_alone: int, limit: int, *, isolates: bool) -> bool:
+    """Whether work whose last attempt lapsed is given up before its next run.
+
+    Args:
+        attempt: The number of the next run.
+        lapsed: How many attempts have lapsed, the last one included; 0 if the store does not count them.
+        lapsed_alone: How many of these ran alone in their process.
+        limit: `max_attempts`.
+        isolates: Whether who runs the work can run it alone.
+    """
+    if not isolates or not lapsed:
+        return attempt > limit
+    return lapsed_alone >= limit or lapsed >= CRASHES_IN_COMPANY * limit
 
 
 class Isolation(Enum):

@@ -122,7 +122,7 @@ class IdempotencyConfig(Section):
     on_failure: OnFailure = OnFailure.RETRY
     """What a failed run means: retry (up to max_attempts, then FAILED) or block (FAILED at once)."""
     max_attempts: Count = 5
-    """Runs of one event, crashed ones included, before it is given up."""
+    """Attempts at one event before it is given up; a worker does not count crashes beside other events."""
     on_store_error: OnStoreError = OnStoreError.CLOSED
     """While the store is down: closed (nothing is handled, nothing is lost) or open (unguarded)."""
     on_key_reused: OnKeyReused = OnKeyReused.RAISE

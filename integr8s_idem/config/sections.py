@@ -319,7 +319,7 @@ class ServiceSettings(Section):
     max_in_flight_bytes: Annotated[int, Field(ge=1_024, le=2**40), NOT_BOOL] = 67_108_864
     """Their bodies together, before fetching pauses."""
     max_attempts: Count | None = None
-    """Runs of one event before it is given up; that of [idempotency] if not given."""
+    """Attempts at one event before it is given up; that of [idempotency] if not given."""
     handler_timeout_seconds: Seconds | None = None
     """A handler is cancelled after this long; less than the lease. Not given: it may run while its lease is renewed."""
     retry_initial_seconds: Seconds = 0.5

@@ -1,7 +1,7 @@
 """Runs an event that may have crashed its process alone, so that the next crash names the one that caused it.
 
 Handlers that run side by side in one process die together: from a crash nobody can tell which of them caused it.  An
-event whose lease has lapsed twice is a suspect (`passes.SUSPECT_AFTER`).  It runs while no other handler of the process
+event whose lease has lapsed twice is a suspect (`work.SUSPECT_AFTER`).  It runs while no other handler of the process
 runs, and only a crash during such a run counts toward its limit.
 
 Isolation has a price, since everything else waits.  A turn ends after a while even if its handler goes on, and between

@@ -161,6 +161,24 @@ def test_what_would_happen_to_the_next_delivery(
 
 
 @pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (replace(LAPSED, attempt=2, lapsed=1), "taken over and handled, as attempt 3, alone in its process"),
+        (replace(LAPSED, attempt=9, lapsed=8), "as attempt 10, alone in its process"),
+        (replace(LAPSED, attempt=5, lapsed=4, lapsed_alone=2, alone=True), "not be handled: CrashedTooOftenError"),
+        (replace(LAPSED, attempt=5, lapsed=4, lapsed_alone=2), "as attempt 6, alone in its process; if that fails"),
+        (replace(RELEASED, attempt=4, lapsed=2), "handled again, as attempt 5, alone in its process; if that fails"),
+        (replace(RELEASED, attempt=2, lapsed=1), "handled again, as attempt 3"),
+    ],
+)
+def test_what_would_happen_where_a_worker_runs_suspects_alone(found: IdempotencyRecord, said: str) -> None:
+    told = Outlook(CONFIG, isolates=True).of(found)
+
+    assert said in told
+    assert ("alone in its process" in told) == ("alone in its process" in said)
+
+
+@pytest.mark.parametrize(
     ("replay", "said"),
     [
         (COMPLETED, "generation 2, is completed, and another replay of its dead letter would be left out"),

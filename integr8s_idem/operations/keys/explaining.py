@@ -142,7 +142,7 @@ class Explainer:
             others = await self._generations(self._repository, told)
             for full in list(others.values())[:MOST_TOLD]:
                 answer.accounts.append(await self._account(self._repository, named(full.key, self._prefix), full))
-            outlook = _outlook(told, self._config(told.scope)).of(None)
+            outlook = self._outlook(told, self._config(told.scope)).of(None)
             if told.scope:
                 answer.absent.append(Absent(told.scope, told.handler, told.event_type, text, outlook))
         return answer
@@ -290,7 +290,7 @@ class Explainer:
             told,
             found,
             config,
-            _OF_STEPS if is_step else _outlook(told, config).of(found, offered, replayed),
+            _OF_STEPS if is_step else self._outlook(told, config).of(found, offered, replayed),
             generations,
             {} if is_step or space is None else await self._steps(repository, space, told),
             self._letters(told),
@@ -312,16 +312,17 @@ class Explainer:
         own = (service.config for service in self._services if service.name == scope)
         return next((config for config in own if config is not None), self._settings.idempotency_for(scope))
 
+    def _outlook(self, told: Named, config: IdempotencyConfig) -> Outlook:
+        """What a hashed key was made of cannot be told; most are made of events."""
+        by_worker = bool(told.how or told.digest)
+        isolates = by_worker and self._settings.service(told.scope).isolation_share > 0
+        return Outlook(config, by_worker=by_worker, isolates=isolates)
+
     def _absent(self, service: str, handler: str, event_type: str, key: str) -> Absent:
         return Absent(service, handler, event_type, key, Outlook(self._config(service)).of(None))
 
     def _unguarded(self, service: str, handler: str, event_type: str) -> Absent:
         return Absent(service, handler, event_type, "", "it would be handled: this handler is not guarded")
-
-
-def _outlook(told: Named, config: IdempotencyConfig) -> Outlook:
-    """What a hashed key was made of cannot be told; most are made of events."""
-    return Outlook(config, by_worker=bool(told.how or told.digest))
 
 
 def _record_of_letter(message: Record) -> str:

@@ -9,6 +9,7 @@ from typing import Final
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
 from integr8s_idem.operations.keys.standing import Lease, Standing
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus
+from integr8s_idem.work import SUSPECT_AFTER, is_crash_limit_reached
 
 _ACKNOWLEDGES: Final = (
     "a worker would acknowledge it without handling it (on_in_progress = skip): if the owner dies, the event is lost"
@@ -23,6 +24,8 @@ class Outlook:
     """Of that service."""
     by_worker: bool = True
     """Whether a worker delivers the work, as events come; else somebody calls for it by a key of their own."""
+    isolates: bool = False
+    """Whether it runs work alone that may have crashed its process."""
 
     def of(
         self,
@@ -71,17 +74,23 @@ class Outlook:
         return f"{self._refused('PreviouslyFailedError', 'previously_failed')}, {_until(standing)}; {again}"
 
     def _processing(self, standing: Standing) -> str:
-        attempt, most = standing.record.attempt + 1, self.config.max_attempts
+        record, attempt = standing.record, standing.record.attempt + 1
         if standing.lease is Lease.HELD:
             left = span(standing.lease_left)
             dead = f"if the owner is dead, attempt {attempt} takes over when the lease ends, in {left}"
             return f"{self._while_held()}; {dead}"
-        if standing.lease is Lease.LAPSED and attempt > most:
-            runs = f"{attempt - 1} runs have ended without a word, and max_attempts is {most}"
+        has_lapsed = standing.lease is Lease.LAPSED
+        lapsed, lapsed_alone = record.lapsed + has_lapsed, record.lapsed_alone + (has_lapsed and record.alone)
+        isolates, most = self.isolates and self.config.max_attempts > 1, self.config.max_attempts
+        if has_lapsed and is_crash_limit_reached(attempt, lapsed, lapsed_alone, most, isolates=isolates):
+            alone = f", {lapsed_alone} of them alone in their process" if isolates else ""
+            runs = f"{lapsed} attempts have lapsed{alone}, and max_attempts is {most}"
             return f"{self._refused('CrashedTooOftenError', 'handler_failed')}: {runs}"
-        how = "taken over and handled" if standing.lease is Lease.LAPSED else "handled again"
+        how = "taken over and handled" if has_lapsed else "handled again"
+        alone = ", alone in its process" if isolates and lapsed >= SUSPECT_AFTER else ""
+        counted = attempt - (lapsed - lapsed_alone if isolates else 0)
         last = f"; if that fails, it is given up (max_attempts = {most})"
-        return f"it would be {how}, as attempt {attempt}{last if attempt >= most else self._blocks()}"
+        return f"it would be {how}, as attempt {attempt}{alone}{last if counted >= most else self._blocks()}"
 
     def _while_held(self) -> str:
         if self.config.on_in_progress is OnInProgress.WAIT:
