@@ -200,10 +200,13 @@ TROUBLE: Final = Row(
             "retries",
         ),
         a_minute(
-            "Takeovers",
-            "Work taken over from a worker whose lease ended without a word. A few when a worker is killed; a steady "
-            f"rate means that workers die or stall again and again. See IdempotencyTakeovers in {GUIDE}.",
+            "Takeovers, prevented late starts, isolated runs",
+            "Work taken over from a worker whose lease ended without a word, handlers that did not start on such a lease, "
+            "and events that run alone since they may have crashed workers. A few when a worker is killed; a steady rate "
+            f"means that workers die or stall again and again. See IdempotencyTakeovers in {GUIDE}.",
             "takeovers",
+            "stale_starts_prevented",
+            "isolated_runs",
         ),
         a_minute(
             "Lost reservations and late ends",
