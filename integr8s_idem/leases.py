@@ -57,18 +57,18 @@ class HeldLease(Deadline):
     def __init__(self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew) -> None:
         super().__init__(None)
         self._keeper = keeper
-        self._now = keeper.clock()
+        self._now = keeper.now
         self.reserve_anew = reserve_anew
         self.reservation = reservation
         self.withdrawn = False
         """Whether the store has answered a renewal that it holds it as ours no more."""
-        self.deadline = 0.0
+        self.deadline: float
         """When the lease ends at the earliest, by the event loop's clock."""
-        self.renew_at = 0.0
+        self.renew_at: float
         """When it is renewed, by the event loop's clock."""
-        self.start_before = 0.0
+        self.start_before: float
         """Until when its handler may start, by the lease clock."""
-        self.when = self._count_from(asked_at, reservation.lease.total_seconds())
+        self.when = self._count_from(asked_at, reservation.lease)
 
     def is_late(self) -> bool:
         """Whether too little of it is left to start its handler now.  May be asked in any thread."""
@@ -79,7 +79,7 @@ class HeldLease(Deadline):
         """Whether the handler was cancelled for the lease's sake."""
         return self.expired
 
-    def renewed(self, asked_at: float, lease: float) -> None:
+    def renewed(self, asked_at: float, lease: timedelta) -> None:
         """The store has answered yes to a renewal asked for at `asked_at`, by the lease clock."""
         self.reschedule(self._count_from(asked_at, lease))
 
@@ -100,15 +100,15 @@ class HeldLease(Deadline):
         """Renew it no longer: its handler does not start."""
         self._keeper.drop(self)
 
-    def _count_from(self, asked_at: float, lease: float) -> float:
+    def _count_from(self, asked_at: float, lease: timedelta) -> float:
         """When the handler is cancelled unless the lease is renewed, by the event loop's clock."""
         # From the asking, not from the answer: the store's lease began somewhere between the two.
-        margin = fence_margin(lease)
-        self.start_before = asked_at + lease - margin
+        seconds, until_margin, until_renewal = self._keeper.times_of(lease)
+        self.start_before = asked_at + until_margin
         began = asyncio.get_running_loop().time() - (self._now() - asked_at)
-        self.deadline = began + lease
-        self.renew_at = began + lease * RENEW_AFTER
-        return self.deadline - margin
+        self.deadline = began + seconds
+        self.renew_at = began + until_renewal
+        return began + until_margin
 
     def __enter__(self) -> HeldLease:
         super().__enter__()
@@ -136,8 +136,10 @@ class LeaseKeeper:
         """`clock`: the lease clock; that of the event loop if not given."""
         self.scope = scope
         self._given_clock = clock
-        self._clock: Clock | None = None
-        self._clock_loop: asyncio.AbstractEventLoop | None = None
+        self.now: Clock = clock or self._read_first
+        """The time by the lease clock, in seconds.  The first time it is asked in the thread of the event loop."""
+        self._lease: timedelta | None = None
+        self._times = (0.0, 0.0, 0.0)
         self._repository = repository
         self._observer = observer
         self._held: set[HeldLease] = set()
@@ -147,16 +149,17 @@ class LeaseKeeper:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._renewal: asyncio.Task[None] | None = None
 
-    def clock(self) -> Clock:
-        """The lease clock of the running event loop."""
-        loop = asyncio.get_running_loop()
-        if self._clock is None or loop is not self._clock_loop:
-            self._clock, self._clock_loop = self._given_clock or clock_of(loop), loop
-        return self._clock
+    def _read_first(self) -> float:
+        # Which clock it is depends on the event loop that the leases are held in.
+        self.now = clock_of(asyncio.get_running_loop())
+        return self.now()
 
-    def now(self) -> float:
-        """The time by the lease clock, in seconds."""
-        return self.clock()()
+    def times_of(self, lease: timedelta) -> tuple[float, float, float]:
+        """Seconds of a lease, until its margin, and until it is renewed.  All leases of a manager are of one length."""
+        if lease is not self._lease:
+            seconds = lease.total_seconds()
+            self._lease, self._times = lease, (seconds, seconds - fence_margin(seconds), seconds * RENEW_AFTER)
+        return self._times
 
     def hold(
         self, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, *, renewed: bool = True
@@ -205,6 +208,8 @@ class LeaseKeeper:
             if self._wakes_at <= when:
                 return
             self._timer.cancel()
+        if self._loop is not loop:
+            self.now = self._given_clock or clock_of(loop)
         self._loop, self._wakes_at = loop, when
         self._timer = loop.call_at(when, self._wake)
 
@@ -244,7 +249,7 @@ class LeaseKeeper:
             if lease not in self._held:
                 continue
             if still_ours:
-                lease.renewed(asked_at, duration.total_seconds())
+                lease.renewed(asked_at, duration)
             else:
                 await self._find_out(lease)
 
@@ -263,7 +268,7 @@ class LeaseKeeper:
             lease.lose()
         else:
             lease.reservation = again
-            lease.renewed(asked_at, again.lease.total_seconds())
+            lease.renewed(asked_at, again.lease)
 
 
 class BatchLeases:

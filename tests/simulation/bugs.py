@@ -156,7 +156,7 @@ def no_fencing_by_oneself() -> AbstractContextManager[Any]:
         self._keeper.take(self)
         return self
 
-    def renewed(self: HeldLease, asked_at: float, lease: float) -> None:
+    def renewed(self: HeldLease, asked_at: float, lease: timedelta) -> None:
         self._count_from(asked_at, lease)  # and the deadline stays away
 
     return mock.patch.multiple(HeldLease, __enter__=enter, renewed=renewed, lose=lambda self: None)
