@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
@@ -76,6 +76,7 @@ class Poller:
         self._longest_poll = longest_poll
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, once another client is to take the place of this one."""
+        self._positions_due = 0.0
         self.polled = False
         """Whether a poll has gone well."""
         self.last_poll = time.monotonic()
@@ -112,6 +113,7 @@ class Poller:
             failures, self.reason, self.polled = 0, "", True
             self.last_poll = time.monotonic()
             self._take(batches)
+            await self._note_positions(batches)
 
     def _apply_pressure(self) -> None:
         self._pressure.apply(self.consumer, self._holdings.assignments, hold=self._hold())
@@ -178,6 +180,31 @@ class Poller:
                 assignment.start = await bounded(self.consumer.position(assignment.partition), self._answer_seconds)
             except (KafkaError, TimeoutError):
                 continue  # not known yet, or no longer ours: asked again at the next poll
+
+    async def _note_positions(self, fetched: Collection[Partition]) -> None:
+        """Learn how far partitions were fetched, so that markers and aborted messages can be committed (R2).
+
+        Only the task that polls may do this, right after `_take`: until then a position may be past records that are
+        not registered.  Those of a closing assignment never are, so it is left out.
+
+        Args:
+            fetched: Partitions that have brought records; the others are looked at from time to time.
+        """
+        now = asyncio.get_running_loop().time()
+        if due := now >= self._positions_due:
+            self._positions_due = now + POLL_SECONDS
+        ours = self.consumer.assignment()
+        for partition, assignment in list(self._holdings.assignments.items()):
+            is_wanted = due or assignment.start is None or partition in fetched
+            if not is_wanted or assignment.closed or partition not in ours:
+                continue
+            try:
+                # Known at once, or not at all: nothing may be fetched or lost before it is noted.
+                async with asyncio.timeout(0):
+                    position = await self.consumer.position(partition)
+            except (KafkaError, TimeoutError):
+                continue
+            assignment.progress.fetched_to(position, assignment.start or 0)
 
     async def _set_damaged_aside(self) -> None:
         """A batch that cannot be read fails every poll: find its partition, let it rest, go on with the others (A9)."""
