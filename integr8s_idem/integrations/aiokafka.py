@@ -135,14 +135,24 @@ class _Behind:
             return
         self._positions_due = now + self._interval
         for partition in self._consumer.assignment():
-            try:
-                # Known at once, or not at all: nothing may be fetched before it is noted.
-                async with asyncio.timeout(0):
-                    position = await self._consumer.position(partition)
-            except (KafkaError, TimeoutError):
+            if await self._position(partition) <= max(
+                self.settled.get(partition, 0), self._committed.get(partition, 0)
+            ):
                 continue
-            if position > max(self.settled.get(partition, 0), self._committed.get(partition, 0)):
+            # The client also moves on past a batch that it cannot take, and says so in a later poll: this one.
+            fetched = await self._consumer.getmany(partition, timeout_ms=0, max_records=1)
+            if records := fetched.get(partition):
+                self._consumer.seek(partition, records[0].offset)
+            if position := await self._position(partition):
                 self.settled[partition] = position
+
+    async def _position(self, partition: TopicPartition) -> int:
+        """Where the consumer goes on; 0 if that is not known at once."""
+        try:
+            async with asyncio.timeout(0):
+                return int(await self._consumer.position(partition))
+        except (KafkaError, TimeoutError):
+            return 0
 
     async def commit_if_due(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -76,6 +76,8 @@ class Poller:
         self._longest_poll = longest_poll
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, once another client is to take the place of this one."""
+        self._fetched: Collection[Partition] = ()
+        """Partitions of which the last poll has brought something, or that were assigned while it was under way."""
         self._positions_due = 0.0
         self.polled = False
         """Whether a poll has gone well."""
@@ -102,6 +104,7 @@ class Poller:
                 await self._pressure.ease(POLL_SECONDS)
                 self._apply_pressure()
             try:
+                await self._note_positions()
                 await self._note_starts()
                 batches = await self._fetch(most=min(POLL_RECORDS, self._pressure.room))
             except (NoOffsetForPartitionError, OffsetOutOfRangeError):
@@ -113,7 +116,8 @@ class Poller:
             failures, self.reason, self.polled = 0, "", True
             self.last_poll = time.monotonic()
             self._take(batches)
-            await self._note_positions(batches)
+            held = self._holdings.assignments.items()
+            self._fetched = {*batches, *(partition for partition, assignment in held if assignment.start is None)}
 
     def _apply_pressure(self) -> None:
         self._pressure.apply(self.consumer, self._holdings.assignments, hold=self._hold())
@@ -131,8 +135,10 @@ class Poller:
     def _awake(self) -> list[Partition]:
         return sorted(self._holdings.assignments.keys() - self._pressure.resting)
 
-    async def _fetch(self, *only: Partition, most: int = POLL_RECORDS) -> Mapping[Any, Sequence[Any]]:
-        return await self.consumer.getmany(*only, timeout_ms=int(POLL_SECONDS * 1000), max_records=most)
+    async def _fetch(
+        self, *only: Partition, most: int = POLL_RECORDS, seconds: float = POLL_SECONDS
+    ) -> Mapping[Any, Sequence[Any]]:
+        return await self.consumer.getmany(*only, timeout_ms=int(seconds * 1000), max_records=most)
 
     def _give_up(self, reason: str) -> None:
         if not self.broken.done():
@@ -181,30 +187,36 @@ class Poller:
             except (KafkaError, TimeoutError):
                 continue  # not known yet, or no longer ours: asked again at the next poll
 
-    async def _note_positions(self, fetched: Collection[Partition]) -> None:
+    async def _note_positions(self) -> None:
         """Learn how far partitions were fetched, so that markers and aborted messages can be committed (R2).
 
-        Only the task that polls may do this, right after `_take`: until then a position may be past records that are
-        not registered.  Those of a closing assignment never are, so it is left out.
-
-        Args:
-            fetched: Partitions that have brought records; the others are looked at from time to time.
+        Only the task that polls may do this, between two polls: while one is under way, a position may be past records
+        that are not registered.  Those of a closing assignment never are, so it is left out.
         """
         now = asyncio.get_running_loop().time()
         if due := now >= self._positions_due:
             self._positions_due = now + POLL_SECONDS
-        ours = self.consumer.assignment()
+        fetched, self._fetched = self._fetched, ()
         for partition, assignment in list(self._holdings.assignments.items()):
-            is_wanted = due or assignment.start is None or partition in fetched
-            if not is_wanted or assignment.closed or partition not in ours:
+            if not (partition in fetched or (due and assignment.start is not None)):
                 continue
-            try:
-                # Known at once, or not at all: nothing may be fetched or lost before it is noted.
-                async with asyncio.timeout(0):
-                    position = await self.consumer.position(partition)
-            except (KafkaError, TimeoutError):
+            position = await self._position(assignment)
+            if position is None or position <= (assignment.next_offset or 0):
                 continue
-            assignment.progress.fetched_to(position, assignment.start or 0)
+            # The client also moves on past a batch that it cannot take, and says so in a later poll: this one.
+            self._take(await self._fetch(partition, most=1, seconds=0.0))
+            if (position := await self._position(assignment)) is not None:
+                assignment.progress.fetched_to(position, assignment.start or 0)
+
+    async def _position(self, assignment: Assignment) -> int | None:
+        """Where the client goes on in it; `None` if that is not known at once: no poll waits for it."""
+        if assignment.closed or assignment.damaged or assignment.partition not in self.consumer.assignment():
+            return None
+        try:
+            async with asyncio.timeout(0):
+                return await self.consumer.position(assignment.partition)
+        except (KafkaError, TimeoutError):
+            return None
 
     async def _set_damaged_aside(self) -> None:
         """A batch that cannot be read fails every poll: find its partition, let it rest, go on with the others (A9)."""

@@ -282,7 +282,7 @@ def position_of_the_client() -> AbstractContextManager[Any]:
 def position_of_a_closing_assignment() -> AbstractContextManager[Any]:
     """The position is noted although what was fetched of a closing assignment is dropped."""
 
-    async def note(self: Poller, fetched: Any) -> None:
+    async def note(self: Poller) -> None:
         for partition, assignment in self._holdings.assignments.items():
             if partition in self.consumer.assignment():
                 assignment.progress.fetched_to(await self.consumer.position(partition), assignment.start or 0)

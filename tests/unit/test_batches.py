@@ -150,18 +150,6 @@ def test_partitions_do_not_hold_each_other_up() -> None:
     assert committable_offsets([], set()) == {}
 
 
-@pytest.mark.parametrize(("undone", "offset"), [(set(), 11), ({8}, 8), ({3}, None)])
-def test_a_position_behind_markers_may_be_committed_if_nothing_before_it_is_undone(
-    undone: set[int], offset: int | None
-) -> None:
-    records = _records("orders", 0, 3, 8)
-    places = {("orders", 0, each) for each in undone}
-
-    found = committable_offsets(records, places, positions={("orders", 0): 11, ("orders", 1): 4, ("orders", 2): 0})
-
-    assert found == {("orders", 1): 4} | ({} if offset is None else {("orders", 0): offset})
-
-
 @virtual_time
 async def test_what_is_no_batch_of_ours_is_refused_by_name() -> None:
     here = guarded()

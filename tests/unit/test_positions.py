@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, RecordTooLargeError
 
 from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.routing import EventRouter
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.records import Partition
-from tests.support.fake_consumer import FakeBroker, FakeConsumer
+from tests.support.fake_consumer import FakeBroker, FakeConsumer, FakeRecord
 from tests.support.fake_worker import RunningWorker, running
 
 TOPIC = Partition("order_placed", 0)
@@ -180,6 +180,50 @@ async def test_a_poll_that_fails_after_it_moved_positions_loses_nothing() -> Non
             await worker.until(lambda number=number: str(number) in shop.ended, 120)  # type: ignore[misc]
         await worker.until(lambda: broker.committed.get(TOPIC) == 8, LONG)
         assert broker.committed[OTHER] == 2
+
+
+class MovingOn(FakeConsumer):
+    """As aiokafka with a batch whose length is damaged: it moves on by one at once, and raises in a later poll."""
+
+    broken: Partition | None = None
+
+    def break_next(self, partition: Partition) -> None:
+        self.broken = partition
+        self._positions[partition] += 1
+
+    async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int) -> Mapping[Any, Sequence[Any]]:
+        if timeout_ms:
+            await asyncio.sleep(0.05)
+        return await super().getmany(*partitions, timeout_ms=timeout_ms, max_records=max_records)
+
+    def _fetch(self, only: Sequence[Partition], max_records: int) -> dict[Partition, list[FakeRecord]]:
+        if self.broken is None or (only and self.broken not in only):
+            return super()._fetch(only, max_records)
+        others = [each for each in self._positions if each != self.broken and each in (only or [each])]
+        if batches := super()._fetch(others, 1) if others else {}:
+            return batches  # the error is raised by a poll that has nothing to return
+        self.broken = None
+        raise RecordTooLargeError
+
+
+@virtual_time
+async def test_a_position_that_a_damaged_fetch_has_moved_is_not_committed(monkeypatch: Any) -> None:
+    monkeypatch.setattr("tests.support.fake_worker.FakeConsumer", MovingOn)
+    broker, shop = FakeBroker(), Shop()
+    broker.publish(order(0))
+    broker.publish(order(100), partition=1)
+    async with running(shop.dispatcher, broker) as worker:
+        await worker.until(lambda: broker.committed == {TOPIC: 1, OTHER: 1}, LONG)
+        client = worker.consumer
+        assert isinstance(client, MovingOn)
+        # Nothing is raised while another partition brings something in each poll, five seconds long.
+        for number in range(1, 100):
+            broker.publish(order(number))
+        client.break_next(OTHER)
+        broker.publish(order(101), partition=1)
+        await worker.until(lambda: broker.committed == {TOPIC: 100, OTHER: 2}, 3 * LONG)
+
+    assert sorted(shop.ended, key=int) == [str(number) for number in range(102)]
 
 
 class Unpositioned(FakeConsumer):
