@@ -30,6 +30,9 @@ POLL_RECORDS: Final = 500
 SAME_FAILURES: Final = 3
 """Polls that fail in a row before a damaged partition is looked for."""
 
+EMPTY_POLLS: Final = 15
+"""Polls of a damaged partition that bring nothing: the client may be waiting for an answer about other partitions."""
+
 HOPELESS_FAILURES: Final = 10
 """Polls that fail in a row, for a reason that does not pass, before the client itself is taken for broken."""
 
@@ -228,10 +231,30 @@ class Poller:
             except Exception as error:  # noqa: BLE001  # as above
                 if type(error) is KafkaError:
                     return  # the client speaks of itself, not of a message
-                self._set_aside(assignment, error)
+                if await self._is_damaged(assignment):
+                    self._set_aside(assignment, error)
             else:
                 self._take(batches)
         self._rewind()
+
+    async def _is_damaged(self, assignment: Assignment) -> bool:
+        """Take what precedes the damage, one message at a time; a poll of many hands out nothing if one is damaged.
+
+        The next offset of `assignment` is that of the damage afterwards.
+
+        Returns:
+            Whether there still is damage; what a connection has damaged is sound when it is fetched again.
+        """
+        taken = empty = 0
+        while taken < POLL_RECORDS and empty < EMPTY_POLLS and not assignment.closed:
+            try:
+                batches = await self._fetch(assignment.partition, most=1)
+            except Exception:  # noqa: BLE001  # as above
+                return True
+            self._take(batches)
+            taken += len(batches)
+            empty += not batches
+        return taken < POLL_RECORDS and not assignment.closed
 
     def _set_aside(self, assignment: Assignment, error: Exception) -> None:
         assignment.damaged = True
