@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from integr8s_idem.worker.offsets import Progress
 
 
-@pytest.mark.scenario(72)
 @given(
     first=st.integers(0, 1_000),
     gaps=st.lists(st.integers(1, 5), min_size=1, max_size=40),
