@@ -65,6 +65,7 @@ class Code(str, Enum):
     TOPIC_MISSING = "topic-missing"
     RETENTION_LONGER = "retention-longer-than-ttl"
     RETENTION_ENDLESS = "retention-endless"
+    CODEC_UNREADABLE = "codec-unreadable"
     EVENT_LIMIT_HIGH = "event-limit-above-topic"
     EVENT_LIMIT_LOW = "event-limit-below-topic"
     DEAD_LETTER_MISSING = "dead-letter-topic-missing"

@@ -10,10 +10,20 @@ from integr8s_idem.config import KafkaSettings, Settings
 from integr8s_idem.errors import BrokerUnavailableError
 from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.worker.brokers import BrokersTellNothingError, read_facts
-from integr8s_idem.worker.retention import TTL, BrokerFacts, Reading, plain, retention_findings
+from integr8s_idem.worker.compression import unreadable_codecs
+from integr8s_idem.worker.retention import (
+    PRODUCER,
+    TTL,
+    BrokerFacts,
+    Reading,
+    TopicSettings,
+    plain,
+    retention_findings,
+)
 
 BROKERS: Final = "brokers"
 _SESSION: Final = "kafka.session_timeout_seconds"
+_INSTALL_CODECS: Final = "run `pip install 'cramjam>=2.8'` where the workers run, and restart them"
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ async def look_at_brokers(settings: Settings, readings: Sequence[Reading]) -> Br
     answered = {_SESSION} if facts.session_bounds else set()
     if topics and not any(facts.unseen.get(name) for name in topics):
         answered.add(TTL)
-    return BrokerLook(broker_findings(kafka, readings, facts), frozenset(answered))
+    return BrokerLook(broker_findings(kafka, readings, facts, unreadable_codecs()), frozenset(answered))
 
 
 def _tell_nothing(told: str, topics: Collection[str]) -> Finding:
@@ -50,8 +60,13 @@ def _tell_nothing(told: str, topics: Collection[str]) -> Finding:
     return Finding(Code.BROKER_UNSEEN, severity, BROKERS, told, cost, mend)
 
 
-def broker_findings(kafka: KafkaSettings, readings: Sequence[Reading], facts: BrokerFacts) -> list[Finding]:
-    """What these facts mean for these settings.  Pure."""
+def broker_findings(
+    kafka: KafkaSettings, readings: Sequence[Reading], facts: BrokerFacts, unreadable: Sequence[str] = ()
+) -> list[Finding]:
+    """What these facts mean for these settings.  Pure.
+
+    `unreadable`: compression codecs that the installed client cannot read.
+    """
     seen = f"{kafka.bootstrap_servers} answer, {len(facts.topics)} topics looked at"
     return [
         Finding(Code.BROKER_SEEN, Severity.INFO, BROKERS, seen, "", ""),
@@ -60,6 +75,7 @@ def broker_findings(kafka: KafkaSettings, readings: Sequence[Reading], facts: Br
         *(_missing(name, facts) for reading in readings for name in reading.topics if name in facts.missing),
         *_letters_missing(kafka, readings, facts),
         *retention_findings(kafka, readings, facts),
+        *(_codecs_unreadable(kafka, readings, facts, unreadable) if unreadable else ()),
     ]
 
 
@@ -109,6 +125,35 @@ def _letters_missing(kafka: KafkaSettings, readings: Sequence[Reading], facts: B
         else:
             cost = "an event that is given up cannot leave, and its partition stands still"
         yield Finding(Code.DEAD_LETTER_MISSING, _severity(facts), f"topic {name}", "it is not there", cost, "create it")
+
+
+def _codecs_unreadable(
+    kafka: KafkaSettings, readings: Sequence[Reading], facts: BrokerFacts, unreadable: Sequence[str]
+) -> Iterator[Finding]:
+    """Topics whose `compression.type` is, or allows, a codec that the installed client cannot read."""
+    for name in dict.fromkeys(name for reading in readings for name in reading.topics):
+        topic, letters = facts.topics.get(name), facts.topics.get(name + kafka.dead_letter_suffix)
+        if topic is not None and topic.compression in unreadable:
+            cost = "a partition is paused at its first message, and its events are not handled"
+            yield _codec_unreadable(Severity.ERROR, topic, cost)
+        elif topic is not None and topic.compression == PRODUCER:
+            yield Finding(
+                Code.CODEC_UNREADABLE,
+                Severity.WARNING,
+                f"topic {topic.name}",
+                f"compression.type = {PRODUCER}: producers choose the codec, and the installed Kafka client cannot "
+                f"read {', '.join(unreadable)}",
+                "a partition is paused at the first message compressed with one of them",
+                _INSTALL_CODECS,
+            )
+        # Under `producer` dead letters can be read: the worker does not compress them.
+        if letters is not None and letters.compression in unreadable:
+            yield _codec_unreadable(Severity.WARNING, letters, "`integr8s-idem dlq` cannot list or replay its messages")
+
+
+def _codec_unreadable(severity: Severity, topic: TopicSettings, cost: str) -> Finding:
+    what = f"compression.type = {topic.compression}, and the installed Kafka client cannot read {topic.compression}"
+    return Finding(Code.CODEC_UNREADABLE, severity, f"topic {topic.name}", what, cost, _INSTALL_CODECS)
 
 
 def _severity(facts: BrokerFacts) -> Severity:

@@ -99,6 +99,7 @@ async def guarded(
                         break
                     failures = 0
                     await behind.commit_if_due()
+            await behind.note_positions()
             await behind.commit_if_due()
     finally:
         await behind.commit()
@@ -120,8 +121,38 @@ class _Behind:
     def __init__(self, consumer: AIOKafkaConsumer, interval: float) -> None:
         self._consumer = consumer
         self._interval = interval
-        self._due = asyncio.get_running_loop().time() + interval
+        self._due = self._positions_due = asyncio.get_running_loop().time() + interval
+        self._committed: dict[TopicPartition, int] = {}
         self.settled: dict[TopicPartition, int] = {}
+
+    async def note_positions(self) -> None:
+        """Settle markers and aborted messages as well: they move the position of the consumer without a record.
+
+        Only for the end of a pass over what was fetched: each record is settled then, or the position is back at it.
+        """
+        now = asyncio.get_running_loop().time()
+        if now < self._positions_due:
+            return
+        self._positions_due = now + self._interval
+        for partition in self._consumer.assignment():
+            if await self._position(partition) <= max(
+                self.settled.get(partition, 0), self._committed.get(partition, 0)
+            ):
+                continue
+            # The client also moves on past a batch that it cannot take, and says so in a later poll: this one.
+            fetched = await self._consumer.getmany(partition, timeout_ms=0, max_records=1)
+            if records := fetched.get(partition):
+                self._consumer.seek(partition, records[0].offset)
+            if position := await self._position(partition):
+                self.settled[partition] = position
+
+    async def _position(self, partition: TopicPartition) -> int:
+        """Where the consumer goes on; 0 if that is not known at once."""
+        try:
+            async with asyncio.timeout(0):
+                return int(await self._consumer.position(partition))
+        except (KafkaError, TimeoutError):
+            return 0
 
     async def commit_if_due(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -140,6 +171,8 @@ class _Behind:
         except KafkaError as error:
             # They come again, to us or to the next owner, and are found done.
             logger.warning("offsets were not committed: %s", error)
+        else:
+            self._committed.update(offsets)
 
 
 class Delivery:

@@ -111,6 +111,7 @@ def guarded(
             message = consumer.poll(_POLL)
             behind.commit_if_due()
             if message is None or _is_told(message.error()):
+                behind.note_end(message)
                 continue
             delivery = Delivery(consumer, manager, message, key, ttl, given_up)
             try:
@@ -176,6 +177,19 @@ class _Behind:
 
     def settle(self, record: _Record) -> None:
         self._settled[record.topic, record.partition] = record.offset + 1
+
+    def note_end(self, message: Message | None) -> None:
+        """Settle markers and aborted messages as well, if `message` says that the end of a partition was reached.
+
+        Every record before that end has been polled; it is settled, or it was sought back to, and then librdkafka
+        drops an end that it has reported meanwhile.
+        """
+        error = message.error() if message is not None else None
+        if message is None or error is None or error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001
+            return
+        topic, partition, end = message.topic(), message.partition(), message.offset()
+        if topic is not None and partition is not None and end:
+            self._settled[topic, partition] = end
 
     def commit_if_due(self) -> None:
         if time.monotonic() >= self._due:

@@ -74,7 +74,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.STEP_ORPHANED: "Steps that a run has done, and that its last run did not ask for.",
     Gauge.KEYS_ACTIVE: "Active keys, counted in the store from time to time.",
     Gauge.IN_FLIGHT: "Deliveries taken from the broker and not settled.",
-    Gauge.CONSUMER_LAG: "Messages between the committed offsets and the end of a topic.",
+    Gauge.CONSUMER_LAG: "Messages between the committed offsets and the end of a topic, 0 once all are settled.",
     Gauge.STORE_UP: "1 while the store answers, otherwise 0.",
     Gauge.OUTBOX_WAITING: "Events of committed transactions that wait to be published.",
     Gauge.EVENT_LOOP_LAG: "Seconds the event loop is late.",

@@ -12,9 +12,10 @@ from aiokafka.errors import IncompatibleBrokerVersion, KafkaError, UnknownTopicO
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import BrokerUnavailableError
 from integr8s_idem.worker.clients import bounded, connection_options
-from integr8s_idem.worker.retention import BrokerFacts, TopicSettings
+from integr8s_idem.worker.retention import PRODUCER, BrokerFacts, TopicSettings
 
 _OF_TOPICS: Final = ("retention.ms", "cleanup.policy", "max.message.bytes")
+_COMPRESSION: Final = "compression.type"
 _LEAST, _MOST, _CREATES = (
     "group.min.session.timeout.ms",
     "group.max.session.timeout.ms",
@@ -65,7 +66,7 @@ async def _closed(admin: Any) -> None:
 async def _read(admin: Any, topics: Collection[str]) -> BrokerFacts:
     await admin.start()
     brokers = (await admin.describe_cluster())["brokers"]
-    wanted = [_resource(ConfigResourceType.TOPIC, name, _OF_TOPICS) for name in topics]
+    wanted = [_resource(ConfigResourceType.TOPIC, name, (*_OF_TOPICS, _COMPRESSION)) for name in topics]
     if brokers:
         wanted.append(_resource(ConfigResourceType.BROKER, str(brokers[0]["node_id"]), (_LEAST, _MOST, _CREATES)))
     return facts_of([answer async for answer in _answers(admin, wanted)] if wanted else [])
@@ -114,6 +115,7 @@ def topic_settings(name: str, settings: Mapping[str, str]) -> TopicSettings:
         compacts="compact" in policies,
         deletes="delete" in policies,
         max_message_bytes=int(settings["max.message.bytes"]),
+        compression=settings.get(_COMPRESSION) or PRODUCER,
     )
 
 

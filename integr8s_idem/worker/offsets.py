@@ -22,7 +22,7 @@ class Progress:
 
     @property
     def next_offset(self) -> int | None:
-        """Where fetching goes on; `None` if nothing was delivered yet."""
+        """Where fetching goes on; `None` if nothing was delivered or passed over yet."""
         return self._next
 
     @property
@@ -44,6 +44,21 @@ class Progress:
         self._delivered.append(offset)
         self._next = offset + 1
         return True
+
+    def fetched_to(self, position: int, start: int) -> None:
+        """Note the position of the client: what lies before it was delivered, or is never going to be.
+
+        Transaction markers, aborted messages and compacted offsets move the position without a delivery.  Call this
+        only while every record that the client handed out has been passed to `deliver`.
+
+        Args:
+            position: The next offset that the client hands out.
+            start: Where fetching began; 0 if that is unknown.
+        """
+        if self._next is not None:
+            self._next = max(self._next, position)
+        elif position > start:
+            self._first, self._next = start, position
 
     def finish(self, offset: int) -> None:
         """Note that a delivery may be acknowledged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
@@ -29,6 +29,9 @@ POLL_RECORDS: Final = 500
 
 SAME_FAILURES: Final = 3
 """Polls that fail in a row before a damaged partition is looked for."""
+
+EMPTY_POLLS: Final = 15
+"""Polls of a damaged partition that bring nothing: the client may be waiting for an answer about other partitions."""
 
 HOPELESS_FAILURES: Final = 10
 """Polls that fail in a row, for a reason that does not pass, before the client itself is taken for broken."""
@@ -76,6 +79,9 @@ class Poller:
         self._longest_poll = longest_poll
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, once another client is to take the place of this one."""
+        self._fetched: Collection[Partition] = ()
+        """Partitions of which the last poll has brought something, or that were assigned while it was under way."""
+        self._positions_due = 0.0
         self.polled = False
         """Whether a poll has gone well."""
         self.last_poll = time.monotonic()
@@ -101,6 +107,7 @@ class Poller:
                 await self._pressure.ease(POLL_SECONDS)
                 self._apply_pressure()
             try:
+                await self._note_positions()
                 await self._note_starts()
                 batches = await self._fetch(most=min(POLL_RECORDS, self._pressure.room))
             except (NoOffsetForPartitionError, OffsetOutOfRangeError):
@@ -112,6 +119,8 @@ class Poller:
             failures, self.reason, self.polled = 0, "", True
             self.last_poll = time.monotonic()
             self._take(batches)
+            held = self._holdings.assignments.items()
+            self._fetched = {*batches, *(partition for partition, assignment in held if assignment.start is None)}
 
     def _apply_pressure(self) -> None:
         self._pressure.apply(self.consumer, self._holdings.assignments, hold=self._hold())
@@ -129,8 +138,10 @@ class Poller:
     def _awake(self) -> list[Partition]:
         return sorted(self._holdings.assignments.keys() - self._pressure.resting)
 
-    async def _fetch(self, *only: Partition, most: int = POLL_RECORDS) -> Mapping[Any, Sequence[Any]]:
-        return await self.consumer.getmany(*only, timeout_ms=int(POLL_SECONDS * 1000), max_records=most)
+    async def _fetch(
+        self, *only: Partition, most: int = POLL_RECORDS, seconds: float = POLL_SECONDS
+    ) -> Mapping[Any, Sequence[Any]]:
+        return await self.consumer.getmany(*only, timeout_ms=int(seconds * 1000), max_records=most)
 
     def _give_up(self, reason: str) -> None:
         if not self.broken.done():
@@ -179,6 +190,37 @@ class Poller:
             except (KafkaError, TimeoutError):
                 continue  # not known yet, or no longer ours: asked again at the next poll
 
+    async def _note_positions(self) -> None:
+        """Learn how far partitions were fetched, so that markers and aborted messages can be committed (R2).
+
+        Only the task that polls may do this, between two polls: while one is under way, a position may be past records
+        that are not registered.  Those of a closing assignment never are, so it is left out.
+        """
+        now = asyncio.get_running_loop().time()
+        if due := now >= self._positions_due:
+            self._positions_due = now + POLL_SECONDS
+        fetched, self._fetched = self._fetched, ()
+        for partition, assignment in list(self._holdings.assignments.items()):
+            if not (partition in fetched or (due and assignment.start is not None)):
+                continue
+            position = await self._position(assignment)
+            if position is None or position <= (assignment.next_offset or 0):
+                continue
+            # The client also moves on past a batch that it cannot take, and says so in a later poll: this one.
+            self._take(await self._fetch(partition, most=1, seconds=0.0))
+            if (position := await self._position(assignment)) is not None:
+                assignment.progress.fetched_to(position, assignment.start or 0)
+
+    async def _position(self, assignment: Assignment) -> int | None:
+        """Where the client goes on in it; `None` if that is not known at once: no poll waits for it."""
+        if assignment.closed or assignment.damaged or assignment.partition not in self.consumer.assignment():
+            return None
+        try:
+            async with asyncio.timeout(0):
+                return await self.consumer.position(assignment.partition)
+        except (KafkaError, TimeoutError):
+            return None
+
     async def _set_damaged_aside(self) -> None:
         """A batch that cannot be read fails every poll: find its partition, let it rest, go on with the others (A9)."""
         for partition, assignment in list(self._holdings.assignments.items()):
@@ -189,10 +231,30 @@ class Poller:
             except Exception as error:  # noqa: BLE001  # as above
                 if type(error) is KafkaError:
                     return  # the client speaks of itself, not of a message
-                self._set_aside(assignment, error)
+                if await self._is_damaged(assignment):
+                    self._set_aside(assignment, error)
             else:
                 self._take(batches)
         self._rewind()
+
+    async def _is_damaged(self, assignment: Assignment) -> bool:
+        """Take what precedes the damage, one message at a time; a poll of many hands out nothing if one is damaged.
+
+        The next offset of `assignment` is that of the damage afterwards.
+
+        Returns:
+            Whether there still is damage; what a connection has damaged is sound when it is fetched again.
+        """
+        taken = empty = 0
+        while taken < POLL_RECORDS and empty < EMPTY_POLLS and not assignment.closed:
+            try:
+                batches = await self._fetch(assignment.partition, most=1)
+            except Exception:  # noqa: BLE001  # as above
+                return True
+            self._take(batches)
+            taken += len(batches)
+            empty += not batches
+        return taken < POLL_RECORDS and not assignment.closed
 
     def _set_aside(self, assignment: Assignment, error: Exception) -> None:
         assignment.damaged = True

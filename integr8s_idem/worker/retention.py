@@ -13,6 +13,8 @@ from integr8s_idem.config import KafkaSettings
 from integr8s_idem.findings import Code, Finding, Severity
 
 TTL: Final = "idempotency.default_ttl_seconds"
+PRODUCER: Final = "producer"
+"""The `compression.type` of a topic whose batches stay as their producers have compressed them; Kafka's default."""
 _LIMIT: Final = "kafka.max_event_bytes"
 _OVERHEAD: Final = 12
 """Bytes that the broker's default for max.message.bytes has beyond 1 MiB, for the frame of a batch."""
@@ -31,6 +33,8 @@ class TopicSettings:
     deletes: bool
     """What is older than the retention goes."""
     max_message_bytes: int
+    compression: str = PRODUCER
+    """`compression.type`: the codec of its batches, `uncompressed`, or `producer`."""
 
     @property
     def keeps_for_ever(self) -> bool:

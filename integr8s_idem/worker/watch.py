@@ -1,6 +1,6 @@
 """Whether the client library still fetches (A5): it has tasks of its own that may die or wait for ever without a word.
 
-Lag is no sign: it also grows while handlers are slow, while partitions rest, and over the markers of
+Lag is no sign: it also grows while handlers are slow, while partitions rest, and behind open
 transactions.  Nothing that came is no sign either: there may be nothing.  So when nothing has come for a
 while the broker is asked, by the client's public calls alone, whether there is something behind where we stand.
 """

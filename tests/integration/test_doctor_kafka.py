@@ -105,6 +105,26 @@ async def test_a_topic_that_does_not_fit_is_found(
     assert codes(await shop.found()) == [code]
 
 
+@pytest.mark.parametrize("codec", ["uncompressed", "gzip", "snappy", "lz4", "zstd", "producer"])
+async def test_the_client_as_installed_reads_every_codec_that_a_topic_can_be_set_to(shop: Shop, codec: str) -> None:
+    await shop.make({"compression.type": codec}, {"compression.type": codec})
+
+    assert codes(await shop.found()) == []
+
+
+async def test_a_codec_that_the_installed_client_cannot_read_is_found(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await shop.make({"compression.type": "zstd"})
+    monkeypatch.setattr("aiokafka.codec.cramjam", None)
+
+    (only,) = [one for one in await shop.found() if one.severity is not Severity.INFO]
+
+    assert (only.code, only.severity, only.where) == (Code.CODEC_UNREADABLE, Severity.ERROR, f"topic {shop.topic}")
+    assert "compression.type = zstd" in only.what
+    assert "pip install 'cramjam>=2.8'" in only.mend
+
+
 async def test_a_session_timeout_that_the_brokers_refuse_is_found(shop: Shop) -> None:
     await shop.make()
 

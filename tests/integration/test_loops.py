@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from confluent_kafka import Producer
 
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.config import IdempotencyConfig
@@ -376,3 +377,68 @@ async def test_a_topic_that_is_not_there_yet_is_waited_for(bench: Bench) -> None
     loop = await bench.loop(settings={"metadata_max_age_ms": 500})
     await asyncio.sleep(1)
     assert not loop.over
+
+
+def in_a_transaction(topic: Topic, *names: str, abort: bool = False) -> None:
+    """Send records to the first partition, and a marker behind them."""
+    producer = Producer({"bootstrap.servers": topic.kafka.bootstrap, "transactional.id": f"{topic.name}.{names}"})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    for name in names:
+        producer.produce(topic.name, name.encode(), partition=0, headers=[("event_id", name.encode())])
+    assert producer.flush(30) == 0
+    if abort:
+        producer.abort_transaction(30)
+    else:
+        producer.commit_transaction(30)
+
+
+READ_COMMITTED: dict[str, Any] = {"isolation_level": "read_committed"}
+
+
+def settings_of(bench: Bench) -> dict[str, Any]:
+    """Settings with which a loop learns where its partition ends: librdkafka reports that only if asked."""
+    return READ_COMMITTED if bench.kind is AiokafkaLoop else {**READ_COMMITTED, "enable_partition_eof": True}
+
+
+async def test_the_group_reaches_the_end_of_a_partition_that_ends_in_markers(bench: Bench) -> None:
+    await bench.topic.create()
+    work = GatedWork()
+    loop = await bench.loop(work, settings=settings_of(bench))
+
+    await asyncio.to_thread(in_a_transaction, bench.topic, "a", "b")
+    await bench.committed(3)
+    await asyncio.to_thread(in_a_transaction, bench.topic, "c", "d", abort=True)
+    await bench.committed(6)
+    await bench.topic.put(("e", "e"))
+    await bench.committed(7)
+
+    assert _payloads(work) == ["a", "b", "e"]
+    assert len(loop.ends) == 3
+
+
+async def test_the_group_passes_no_marker_while_what_precedes_it_fails(bench: Bench) -> None:
+    await bench.topic.create()
+    await asyncio.to_thread(in_a_transaction, bench.topic, "a", "b")
+    work = GatedWork("one", *[OSError("no")] * 12, "two")
+
+    loop = await bench.loop(work, config={"max_attempts": 20}, settings=settings_of(bench))
+    await loop.ended(8)
+    await bench.committed(1)
+    assert await bench.topic.committed() == 1
+    await loop.ended(14)
+
+    await bench.committed(3)
+
+
+async def test_a_loop_commits_the_marker_that_the_last_one_left(bench: Bench) -> None:
+    await bench.topic.create()
+    await asyncio.to_thread(in_a_transaction, bench.topic, "a")
+    first = await bench.loop(most=1, settings=READ_COMMITTED)
+    await first.ended(1)
+    await first.stop()
+    assert await bench.topic.committed() == 1
+
+    await bench.loop(settings=settings_of(bench))
+
+    await bench.committed(2)

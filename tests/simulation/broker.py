@@ -39,6 +39,8 @@ class Message:
     value: bytes | None
     headers: Sequence[tuple[str, bytes]] = ()
     timestamp: int = 1_893_456_000_000
+    is_marker: bool = False
+    """It takes an offset, and no consumer ever sees it: the marker of a transaction, or an aborted message."""
 
 
 class Broker:
@@ -49,6 +51,8 @@ class Broker:
             Partition(topic, number): [] for topic in topics for number in range(partitions)
         }
         self.letters: list[Message] = []
+        self.transactions: Callable[[], int] = lambda: 0
+        """How many markers follow a message."""
         self.refusing = False
         """It takes no messages."""
         self.poll_failures = 0.0
@@ -72,6 +76,8 @@ class Broker:
         log = self.logs[Partition(topic, number)]
         log.append(Message(topic, number, len(log), key, value, tuple(headers)))
         self.history.note("message", topic, number, len(log) - 1)
+        for _ in range(self.transactions()):
+            log.append(Message(topic, number, len(log), None, None, is_marker=True))
         for member in self.group.members:
             member.wake()
 

@@ -28,6 +28,7 @@ from integr8s_idem.stores import memory
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.work import Executed
 from integr8s_idem.worker.assignments import Assignment, Delivery
+from integr8s_idem.worker.committing import OffsetCommitter
 from integr8s_idem.worker.crew import Crew
 from integr8s_idem.worker.holdings import Holdings
 from integr8s_idem.worker.offsets import Progress
@@ -269,6 +270,40 @@ def no_seek_after_a_failed_poll() -> AbstractContextManager[Any]:
     return _instead(Poller, "_rewind", lambda self: True)
 
 
+def position_of_the_client() -> AbstractContextManager[Any]:
+    """The position is asked for when offsets are committed: a poll may have moved it past what nobody has noted yet."""
+    right = OffsetCommitter.commit
+
+    async def commit(self: OffsetCommitter, consumer: Any, assignments: Iterable[Assignment]) -> None:
+        held = list(assignments)
+        for assignment in held:
+            if assignment.partition in consumer.assignment():
+                assignment.progress.fetched_to(await consumer.position(assignment.partition), 0)
+        await right(self, consumer, held)
+
+    return _instead(OffsetCommitter, "commit", commit)
+
+
+def position_of_a_closing_assignment() -> AbstractContextManager[Any]:
+    """The position is noted although what was fetched of a closing assignment is dropped."""
+
+    async def note(self: Poller) -> None:
+        for partition, assignment in self._holdings.assignments.items():
+            if partition in self.consumer.assignment():
+                assignment.progress.fetched_to(await self.consumer.position(partition), assignment.start or 0)
+
+    return _instead(Poller, "_note_positions", note)
+
+
+def position_past_what_runs() -> AbstractContextManager[Any]:
+    """The position counts as done although deliveries before it are not."""
+
+    def committable(self: Progress) -> int | None:
+        return self._next
+
+    return _instead(Progress, "committable", property(committable))
+
+
 def abandoned_is_finished() -> AbstractContextManager[Any]:
     """What is let go in a rebalance counts as done."""
     right = Crew._end
@@ -352,6 +387,9 @@ BUGS: Final[dict[str, Bug]] = {
         highest_finished,
         epoch_ignored,
         no_seek_after_a_failed_poll,
+        position_of_the_client,
+        position_of_a_closing_assignment,
+        position_past_what_runs,
         abandoned_is_finished,
         acknowledged_in_an_outage,
         failed_without_a_letter,

@@ -158,9 +158,10 @@ class SimulatedConsumer:
                 continue
             taken = self._broker.logs[partition][position : position + self._broker.random.randint(1, most)]
             if taken:
-                batches[partition] = taken
-                most -= len(taken)
                 self._positions[partition] = taken[-1].offset + 1
+            if messages := [message for message in taken if not message.is_marker]:
+                batches[partition] = messages
+                most -= len(messages)
         return batches
 
     async def commit(self, offsets: Mapping[Any, int]) -> None:

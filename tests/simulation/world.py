@@ -44,6 +44,13 @@ LAST_WORDS: Final = 30.0
 """Seconds in which a stopped process must have ended all of its tasks."""
 
 
+def markers_of(seed: int) -> Callable[[], int]:
+    """How many markers follow a message: in half of all runs some do.  Other choices of a seed do not depend on it."""
+    random = Random(f"{seed}/markers")  # a simulation
+    often = random.choice((0.0, 0.0, 0.3, 0.8))
+    return lambda: random.randint(1, 3) if random.random() < often else 0
+
+
 class World:
     """Everything of one run."""
 
@@ -58,6 +65,7 @@ class World:
         self.server = Server(self.history)
         self.broker = Broker(self.history, random, Network(random), TOPICS, random.randint(1, 2))
         self.broker.group.check = self._check_commit
+        self.broker.transactions = markers_of(seed)
         self.workers: list[Worker] = []
         self.processes: list[Process] = []
         self._space = KeySpace(self.setup.config.key_prefix, SCOPE)
@@ -153,6 +161,8 @@ class World:
 
     def _unfinished(self, message: Message) -> list[str]:
         """Keys of `message` that are neither completed nor dead-lettered."""
+        if message.is_marker:
+            return []
         truth = self.history.truth
         letters = truth.letters.get((message.topic, message.partition, message.offset), [])
         given_up = {letter.handler for letter in letters}
@@ -278,13 +288,14 @@ class World:
         by_key = self.setup.service.ordering == "key"
         dropped = set(self.history.truth.letters)
         for partition, log in self.broker.logs.items():
+            messages = [message for message in log if not message.is_marker]
             exempt = {
                 key
-                for message in log
+                for message in messages
                 for key in self._keys_of(message)
                 if (message.topic, message.partition, message.offset) in dropped or self.history.truth.losses[key]
             }
-            for message in log:
+            for message in messages:
                 for name, key in zip(HANDLERS[message.topic], self._keys_of(message), strict=True):
                     if key not in exempt:
                         lanes.setdefault((partition, message.key if by_key else None, name), []).append(key)

@@ -34,6 +34,8 @@ class FakeBroker:
     committed: dict[Partition, int] = field(default_factory=dict)
     damaged: dict[Partition, int] = field(default_factory=dict)
     """Offsets that cannot be read.  As with aiokafka, a poll that meets one loses what it took from others."""
+    markers: dict[Partition, int] = field(default_factory=dict)
+    """Where a log ends if transaction markers or aborted messages follow its last message."""
     commits: list[dict[Partition, int]] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -43,11 +45,23 @@ class FakeBroker:
     ) -> FakeRecord:  # fmt: skip
         """Append a message; `gap` offsets before it are empty, as after compaction."""
         log = self.logs.setdefault(Partition(topic, partition), [])
-        offset = (log[-1].offset + 1 if log else 0) + gap
+        offset = self.end(Partition(topic, partition)) + gap
         record = FakeRecord(topic, partition, offset, key, value, headers)
         log.append(record)
         self.arrived.set()
         return record
+
+    def mark(self, topic: str, count: int = 1, *, partition: int = 0) -> None:
+        """Append `count` offsets without a message: the marker of a transaction, or what it has aborted."""
+        at = Partition(topic, partition)
+        self.logs.setdefault(at, [])
+        self.markers[at] = self.end(at) + count
+        self.arrived.set()
+
+    def end(self, partition: Partition) -> int:
+        """The next offset of a log."""
+        log = self.logs.get(partition)
+        return max(log[-1].offset + 1 if log else 0, self.markers.get(partition, 0))
 
     def publish(self, *events: BaseEvent, partition: int = 0) -> None:
         """Append events to the topics of their types."""
@@ -126,6 +140,8 @@ class FakeConsumer:
             if taken := records[:max_records]:
                 batches[partition] = taken
                 self._positions[partition] = taken[-1].offset + 1
+            if len(taken) == len(records):
+                self._positions[partition] = max(self._positions[partition], min(self.broker.end(partition), end))
         return batches
 
     async def commit(self, offsets: Mapping[Any, int]) -> None:
@@ -149,8 +165,7 @@ class FakeConsumer:
         return set(self._positions)
 
     def highwater(self, partition: Any) -> int | None:
-        log = self.broker.logs.get(partition)
-        return log[-1].offset + 1 if log else 0
+        return self.broker.end(partition)
 
     async def end_offsets(self, partitions: Sequence[Any]) -> Mapping[Any, int]:
         return {partition: self.highwater(partition) or 0 for partition in partitions}

@@ -11,6 +11,43 @@ from hypothesis import strategies as st
 from integr8s_idem.worker.offsets import Progress
 
 
+@given(
+    first=st.integers(0, 1_000),
+    gaps=st.lists(st.integers(1, 5), min_size=1, max_size=40),
+    seed=st.integers(0, 2**32),
+)
+def test_with_positions_noted_everything_below_the_watermark_is_finished_or_was_never_delivered(
+    first: int, gaps: list[int], seed: int
+) -> None:
+    chance, progress = random.Random(seed), Progress()
+    position = first
+    open_ones, finished, committed = list[int](), set[int](), first
+    for gap in gaps:
+        for _ in range(chance.randrange(3)):
+            progress.deliver(position)
+            open_ones.append(position)
+            position += 1
+        if chance.random() < 0.7:  # markers
+            position += gap
+            progress.fetched_to(position, first)
+        while open_ones and chance.random() < 0.6:
+            done = open_ones.pop(chance.randrange(len(open_ones)))
+            finished.add(done)
+            progress.finish(done)
+
+        watermark = progress.committable
+        assert watermark is None or watermark <= min([*open_ones, position])
+        if (offset := progress.to_commit) is not None:
+            assert offset > committed
+            progress.committed = committed = offset
+
+    for offset in open_ones:
+        progress.finish(offset)
+    progress.fetched_to(position, first)
+    assert progress.to_commit in (position, None)
+    assert progress.to_commit is not None or committed == position
+
+
 @pytest.mark.scenario(72)
 @given(
     first=st.integers(0, 1_000),
@@ -79,3 +116,35 @@ def test_a_watermark_is_committed_once() -> None:
 
     assert progress.committed == 1
     assert progress.to_commit is None
+
+
+def test_a_position_behind_markers_is_committed_once_everything_before_it_is_finished() -> None:
+    progress = Progress()
+    progress.deliver(5)
+    progress.fetched_to(9, 5)
+    before = progress.to_commit
+
+    progress.finish(5)
+
+    assert (before, progress.to_commit, progress.next_offset) == (None, 9, 9)
+
+
+def test_a_position_behind_markers_alone_is_committed() -> None:
+    progress = Progress()
+
+    found = []
+    for position in (5, 7):
+        progress.fetched_to(position, 5)
+        found.append((progress.next_offset, progress.to_commit))
+
+    assert found == [(None, None), (7, 7)]
+
+
+def test_a_position_before_what_was_delivered_changes_nothing() -> None:
+    progress = Progress()
+    progress.deliver(5)
+    progress.finish(5)
+
+    progress.fetched_to(2, 0)
+
+    assert (progress.next_offset, progress.to_commit) == (6, 6)

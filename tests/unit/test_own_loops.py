@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
+from aiokafka import TopicPartition
+from aiokafka.errors import RecordTooLargeError
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
@@ -147,3 +150,69 @@ async def test_what_cannot_be_awaited_is_a_failure_that_says_so() -> None:
     assert delivery.attempt is not None
     assert delivery.attempt.number == 2
     assert await _in_a_loop(here.manager).run(lambda message: charge(message)) == "charged"
+
+
+class FakeAiokafka:
+    """One partition of aiokafka's consumer: what its polls bring, and where it goes on."""
+
+    def __init__(
+        self, *polls: list[FakeRecord] | Exception, position: int, of_one: list[FakeRecord] | Exception
+    ) -> None:
+        self.polls = list(polls)
+        self.at = position
+        self.of_one = of_one
+        """What a poll of the one partition brings."""
+        self.commits: list[dict[Any, int]] = []
+
+    def assignment(self) -> set[Any]:
+        return {PARTITION}
+
+    async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int | None = None) -> dict[Any, Any]:
+        found = self.of_one if partitions else self.polls.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return {PARTITION: found} if found else {}
+
+    async def position(self, partition: Any) -> int:
+        return self.at
+
+    def seek(self, partition: Any, offset: int) -> None:
+        self.at = offset
+
+    async def commit(self, offsets: dict[Any, int]) -> None:
+        self.commits.append(dict(offsets))
+
+
+PARTITION = TopicPartition("orders", 0)
+
+
+class EndOfTestError(Exception):
+    """Ends a loop."""
+
+
+async def _loop_over(consumer: FakeAiokafka) -> None:
+    deliveries = aiokafka.guarded(
+        cast("Any", consumer), plain_manager(), key=by_position, commit_interval=timedelta(seconds=0)
+    )
+    async for delivery in deliveries:
+        await delivery.run(charge)
+
+
+@pytest.mark.parametrize(
+    ("of_one", "committed"),
+    [
+        ([], 9),
+        ([FakeRecord("orders", 0, 8, None, b"")], 8),
+        (RecordTooLargeError(), None),
+    ],
+    ids=["markers alone", "a record behind them", "a batch that the client cannot take"],
+)
+async def test_a_loop_commits_a_position_only_if_a_poll_has_nothing_to_say_about_it(
+    of_one: list[FakeRecord] | Exception, committed: int | None
+) -> None:
+    consumer = FakeAiokafka([], EndOfTestError(), position=9, of_one=of_one)
+
+    with pytest.raises((EndOfTestError, RecordTooLargeError)):
+        await _loop_over(consumer)
+
+    assert consumer.commits == ([] if committed is None else [{PARTITION: committed}])

@@ -10,7 +10,7 @@ import pytest
 from integr8s_idem.config import IdempotencyConfig, KafkaSettings
 from integr8s_idem.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
 from integr8s_idem.doctor.broker import broker_findings
-from integr8s_idem.findings import Finding
+from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker.brokers import facts_of, topic_settings
@@ -161,3 +161,52 @@ def test_brokers_that_do_not_tell_their_own_settings_are_no_warning() -> None:
     told: list[Any] = broker_findings(KAFKA, [], BrokerFacts(unseen={"": "ClusterAuthorizationFailedError"}))
 
     assert {finding.severity.value for finding in told} == {"info"}
+
+
+def codec_findings(
+    topic: str | None, letters: str | None = "producer", *, unreadable: tuple[str, ...]
+) -> list[Finding]:
+    """About the codecs of `orders` and its dead-letter topic, for a client that cannot read `unreadable`."""
+    facts = BrokerFacts(
+        {
+            name: topic_settings(name, DEFAULTS | ({"compression.type": codec} if codec else {}))
+            for name, codec in (("orders", topic), ("orders.dlq", letters))
+        }
+    )
+    found = broker_findings(KAFKA, [Reading(("orders",), WEEK + 1)], facts, unreadable)
+    return [finding for finding in found if finding.code is Code.CODEC_UNREADABLE]
+
+
+@pytest.mark.parametrize("codec", ["producer", "uncompressed", "gzip", "snappy", "lz4", "zstd", None])
+def test_nothing_is_found_about_codecs_that_the_client_can_read(codec: str | None) -> None:
+    assert codec_findings(codec, codec, unreadable=()) == []
+
+
+@pytest.mark.parametrize("codec", ["uncompressed", "gzip", None])
+def test_codecs_without_a_package_of_their_own_need_none(codec: str | None) -> None:
+    found = codec_findings(codec, unreadable=("snappy", "lz4", "zstd"))
+
+    # A broker that does not report the setting leaves the choice to producers, as Kafka does by default.
+    assert [one.severity for one in found] == ([] if codec else [Severity.WARNING])
+
+
+def test_a_topic_whose_codec_the_client_cannot_read_is_an_error() -> None:
+    (only,) = codec_findings("lz4", unreadable=("snappy", "lz4", "zstd"))
+
+    assert (only.severity, only.where) == (Severity.ERROR, "topic orders")
+    assert only.what == "compression.type = lz4, and the installed Kafka client cannot read lz4"
+
+
+def test_where_producers_choose_a_codec_that_could_not_be_read_is_a_warning() -> None:
+    (only,) = codec_findings("producer", unreadable=("snappy", "lz4", "zstd"))
+
+    assert (only.severity, only.where) == (Severity.WARNING, "topic orders")
+    assert "producers choose" in only.what
+    assert "snappy, lz4, zstd" in only.what
+
+
+def test_an_unreadable_codec_of_a_dead_letter_topic_is_a_warning() -> None:
+    (only,) = codec_findings("gzip", "zstd", unreadable=("zstd",))
+
+    assert (only.severity, only.where) == (Severity.WARNING, "topic orders.dlq")
+    assert "`integr8s-idem dlq`" in only.cost
