@@ -201,9 +201,9 @@ TROUBLE: Final = Row(
         ),
         a_minute(
             "Takeovers, prevented late starts, isolated runs",
-            "Work taken over from a worker whose lease ended without a word, handlers that did not start on such a lease, "
-            "and events that run alone since they may have crashed workers. A few when a worker is killed; a steady rate "
-            f"means that workers die or stall again and again. See IdempotencyTakeovers in {GUIDE}.",
+            "Work taken over from a worker whose lease ended without a word, handlers that did not start on such a "
+            "lease, and events that run alone since they may have crashed workers. A few when a worker is killed; a "
+            f"steady rate means that workers die or stall again and again. See IdempotencyTakeovers in {GUIDE}.",
             "takeovers",
             "stale_starts_prevented",
             "isolated_runs",
