@@ -23,6 +23,7 @@ MODULES: Final = (
     "tests.kafka_faults.zombies",
     "tests.kafka_faults.store_zombies",
     "tests.crashes.transactional_zombies",
+    "tests.stalled_starts.campaign",
     "tests.kafka_faults.rebalances",
     "tests.kafka_faults.brokers",
     "tests.redis_faults.campaign",

@@ -95,7 +95,7 @@ class Nursery:
         self._count += 1
         forked = self._forked[self._count] = Forked(self, self._count, order)
         self.tell({"number": self._count, "order": asdict(order)})
-        await forked.pid
+        await asyncio.shield(forked.pid)  # told also if nobody waits any more
         return forked
 
     def tell(self, what: dict[str, Any]) -> None:

@@ -58,6 +58,7 @@ default_ttl_seconds = 3600
 [services.tasks]
 group_id = "{prefix}tasks"
 commit_interval_seconds = 0.1
+{service}
 retry_initial_seconds = 0.1
 retry_max_seconds = 0.5
 drain_timeout_seconds = 5
@@ -116,10 +117,10 @@ class Pair:
             while not await servers.is_settled(bootstrap, self.group, 2):  # noqa: ASYNC110  # the broker tells nobody
                 await asyncio.sleep(0.1)
 
-    async def give(self, task: TaskGiven) -> None:
-        """Ask for `task`."""
-        self.given.append(task.work)
-        await self.publisher.publish(task)
+    async def give(self, *tasks: TaskGiven) -> None:
+        """Ask for `tasks`."""
+        self.given.extend(task.work for task in tasks)
+        await self.publisher.publish(*tasks)
 
     async def until(self, what: str, work: str, attempt: int) -> int:
         """The process that wrote this line into the journal, once it is there."""
@@ -194,17 +195,27 @@ class Pair:
 
 
 @asynccontextmanager
-async def open_pair(kind: str = "redis", *, partitions: int = 1) -> AsyncIterator[Pair]:
-    """Two workers that have joined a group of their own, with a store of `kind`; killed at the end."""
+async def open_pair(
+    kind: str = "redis", *, partitions: int = 1, lease: float | None = None, service: str = ""
+) -> AsyncIterator[Pair]:
+    """Two workers that have joined a group of their own, with a store of `kind`; killed at the end.
+
+    Args:
+        lease: Seconds; that of the campaign for stores of this kind if not given.
+        service: More lines of the service's settings.
+    """
     kafka = servers.kafka()
     prefix = f"z{uuid4().hex[:10]}."
     await kafka.create_topics({f"{prefix}task_given": partitions})
     with tempfile.TemporaryDirectory(prefix="idem-zombies-") as name:
         folder = Path(name)
-        lease = LEASE if kind == "redis" else LEASE_IN_FILES
+        if lease is None:
+            lease = LEASE if kind == "redis" else LEASE_IN_FILES
         store = servers.home(kind).settings(folder, timeout_seconds=0.3 * lease)
         settings = {"bootstrap": kafka.bootstrap, "prefix": prefix, "store": as_toml(store)}
-        (folder / "settings.toml").write_text(_SETTINGS.format(**settings, lease=lease, session=SESSION))
+        (folder / "settings.toml").write_text(
+            _SETTINGS.format(**settings, lease=lease, session=SESSION, service=service)
+        )
         effects = Effects(folder)
         effects.prepare()
         publisher = EventPublisher(KafkaSettings(bootstrap_servers=kafka.bootstrap, topic_prefix=prefix))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,13 +15,16 @@ from typing import cast
 import pytest
 
 from integr8s_idem.config import OnStoreError
+from integr8s_idem.deadlines import GRACE_TURNS
 from integr8s_idem.dispatcher import Handling, IdempotentEventDispatcher
 from integr8s_idem.keys import Key
 from integr8s_idem.records import Completion, IdempotencyStatus, Reserved, ReserveRequest, Verdict
 from integr8s_idem.routing import EventRouter
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Headers, Phase, Signal, SilentObserver, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.crew import LONGEST_TURN
 from integr8s_idem.worker.settling import Met
 from tests.support.crews import (
     TOPIC,
@@ -56,6 +60,45 @@ class CountedStore(FlakyStore):
 
 def key_of(here: Guarded, parcel: int) -> str:
     return here.manager.space.full(Key.of_event("handle", "parcel_sent", "id", f"parcel-{parcel}"))
+
+
+class LoopTurns:
+    """Counts the turns of the event loop, from the first to the last look at it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._next: asyncio.Handle | None = None
+
+    def __enter__(self) -> LoopTurns:
+        self._turn()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._next is not None
+        self._next.cancel()
+
+    def _turn(self) -> None:
+        self.count += 1
+        self._next = asyncio.get_running_loop().call_soon(self._turn)
+
+
+async def test_handlers_that_block_leave_the_event_loop_several_turns_between_two_of_them() -> None:
+    """Leases of events that wait are renewed in these turns, however many wait."""
+    seen, router, broker = list[int](), EventRouter(), sent(30)
+    here = guarded(FlakyStore(MemoryIdempotencyRepository()))
+
+    with LoopTurns() as loop_turns:
+
+        @router.on(ParcelSent)
+        async def handle(event: ParcelSent) -> None:
+            seen.append(loop_turns.count)
+            time.sleep(2 * LONGEST_TURN)  # noqa: ASYNC251  # as a handler should not
+
+        dispatcher = IdempotentEventDispatcher(router, here.manager)
+        async with running(dispatcher, broker, ordering="none", concurrency=30) as worker:
+            await worker.until(lambda: len(seen) == 30)
+
+    assert min(later - earlier for earlier, later in pairwise(seen)) > GRACE_TURNS
 
 
 # Together.

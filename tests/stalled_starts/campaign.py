@@ -1,0 +1,325 @@
+"""Campaign `stalled-starts`: workers are stopped while reserved events wait for their handlers.
+
+A trial is two or three processes that share a store and are given the same works by one way into the guard.  Handlers
+block their threads.  One process after another is stopped (SIGSTOP) at a random moment and goes on later; or nobody is
+stopped, and one handler blocks the event loop of its process for longer than the lease.  Most stalls outlast the
+leases of the events that wait, so that another process takes them over.  Every start leaves a line in a journal; no
+handler may have started after its lease had ended, measured at the check before the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import func, select
+
+from integr8s_idem.stores.sql import sql_engine
+from tests.campaigns.figures import Campaign, Figures, ViolationError
+from tests.crashes.forks import Forked, Nursery
+from tests.crashes.judging import last_words
+from tests.crashes.transacting import entries, tables
+from tests.stalled_starts.entries import ENTRIES, TRANSACTIONAL
+from tests.stalled_starts.journal import Journal, Lines, boot_time
+from tests.stalled_starts.orders import StallOrder
+from tests.stalled_starts.verdict import Stall, judge_records, judge_starts
+from tests.support.homes import Home, at_hand, open_home, open_records
+
+ALL: Final = ("redis", "postgresql", "sqlite", "mysql")
+KINDS: Final = at_hand(*ALL)
+"""Stores of the trials in turn."""
+
+SQL_KINDS: Final = tuple(kind for kind in KINDS if kind != "redis")
+WAYS: Final = ("long", "long", "long", "short", "blocked")
+"""How a trial stalls, in turn."""
+
+IN_THREADS: Final = frozenset({"decorator-plain", "confluent"})
+"""Entries whose handlers do not block an event loop."""
+
+RENEWING: Final = ("worker", "aiokafka")
+"""Entries that let the event loop go on between two handlers, so that leases are renewed meanwhile."""
+
+CONTROL_KINDS: Final = tuple(kind for kind in KINDS if kind != "sqlite")
+"""Stores of the controls: a SQLite file has one writer at a time, and a slow handler makes the others wait."""
+
+CONTROL_EVERY: Final = 20
+"""Trials after which one is made without a stall."""
+
+SIDE_BY_SIDE: Final = 6
+"""Trials at once; they mostly wait for leases to end."""
+
+PATIENCE: Final = 60.0
+"""Seconds for a trial; one that takes longer is stuck."""
+
+LOOK: Final = 0.01
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Servers that trials share, and a folder for what they write."""
+
+    homes: Mapping[str, Home]
+    folder: Path
+
+    async def prepare(self) -> None:
+        """Make the tables of transactional handlers."""
+        for kind, home in self.homes.items():
+            if kind in SQL_KINDS and home.server is not None:
+                await make_tables(home.settings(self.folder)["url"])
+
+
+async def make_tables(url: str) -> None:
+    """Make the tables that transactional handlers write into."""
+    engine = sql_engine(url)
+    async with engine.begin() as connection:
+        await connection.run_sync(tables.create_all)
+    await engine.dispose()
+
+
+@contextmanager
+def open_ground(kinds: Iterable[str]) -> Iterator[Ground]:
+    """Servers for these kinds of stores; gone afterwards."""
+    with ExitStack() as stack:
+        homes = {kind: stack.enter_context(open_home(kind)) for kind in kinds}
+        yield Ground(homes, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idem-stalls-"))))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens in a trial."""
+
+    kind: str
+    way: str
+    """`long`, `short`, `blocked` or `control`."""
+    order: StallOrder
+    workers: int
+    pauses: list[float] = field(default_factory=list)
+    """Seconds of each stall by a signal."""
+
+
+def plan_of(number: int) -> Plan:
+    """Return the trial of a number."""
+    dice = random.Random(number)
+    entry, kind = _place_of(number)
+    way = WAYS[number % len(WAYS)]
+    if number % CONTROL_EVERY == CONTROL_EVERY - 1:
+        turn = number // CONTROL_EVERY
+        renewing, kinds = RENEWING, CONTROL_KINDS
+        return control_of(number, renewing[turn % len(renewing)], kinds[turn // len(renewing) % len(kinds)])
+    if way == "blocked" and entry in IN_THREADS:
+        way = "long"
+    lease = round(dice.uniform(1.2 if kind == "redis" else 1.6, 2.0), 2)
+    workers = dice.choice((2, 2, 3))
+    order = StallOrder(
+        bootstrap="",
+        store={},
+        prefix=f"stall{number}.",
+        folder="",
+        entry=entry,
+        lease=lease,
+        ordering=dice.choice(("none", "key")),
+        works=dice.randint(16, 40),
+        concurrency=dice.choice((2, 4, 8, 16, 32, 64)),
+        seconds=round(dice.uniform(0.005, 0.1), 3),
+    )
+    if way == "blocked":
+        blocked_seconds = lease * dice.uniform(1.2, 1.6)
+        order = replace(order, blocked_work=dice.randrange(8), blocked_seconds=blocked_seconds)
+        return Plan(kind, way, order, workers)
+    least, most = (1.2, 2.0) if way == "long" else (0.1, 0.3)
+    return Plan(kind, way, order, workers, [lease * dice.uniform(least, most) for _ in range(workers - 1)])
+
+
+def control_of(number: int, entry: str, kind: str) -> Plan:
+    """Return a trial without a stall: handlers are slow, and events wait behind them for several leases."""
+    order = StallOrder(
+        bootstrap="",
+        store={},
+        prefix=f"control{number}.",
+        folder="",
+        entry=entry,
+        lease=1.6,
+        ordering="none",
+        works=64,
+        concurrency=64,
+        seconds=0.05,
+    )
+    return Plan(kind, "control", order, 2)
+
+
+def _place_of(number: int) -> tuple[str, str]:
+    names = list(ENTRIES)
+    entry, turn = names[number % len(names)], number // len(names)
+    kinds = SQL_KINDS if entry == TRANSACTIONAL else KINDS
+    return entry, kinds[turn % len(kinds)]
+
+
+class Trial:
+    """One trial."""
+
+    def __init__(self, ground: Ground, nursery: Nursery, number: int, plan: Plan | None = None) -> None:
+        self._nursery = nursery
+        self._dice = random.Random(f"moments of {number}")
+        self.plan = plan or plan_of(number)
+        self._folder = ground.folder / f"trial-{number}"
+        self._folder.mkdir()
+        self._settings = ground.homes[self.plan.kind].settings(self._folder)
+        self._order = replace(
+            self.plan.order, store={**self._settings, "timeout_seconds": 0.5}, folder=str(self._folder)
+        )
+        self._journal = Journal(self._folder)
+        self._workers: list[Forked] = []
+        self._stalls: list[Stall] = []
+
+    async def run(self) -> Figures:
+        """The stalls, then the verdict.
+
+        Raises:
+            ViolationError: A handler started on a lease that had ended, or a work was lost.
+        """
+        if self._order.entry == TRANSACTIONAL and self.plan.kind == "sqlite":
+            await make_tables(f"sqlite+aiosqlite:///{self._settings['path']}")
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await self._live()
+        except TimeoutError:
+            raise ViolationError(f"{self._name}: stuck\n{last_words(self._folder)}") from None
+        finally:
+            for worker in self._workers:
+                if worker.running:
+                    await worker.end(signal.SIGKILL)
+        try:
+            return await self._judge()
+        except ViolationError as error:
+            raise ViolationError(f"{self._name}: {error}") from error
+
+    @property
+    def _name(self) -> str:
+        return f"{self._order.entry} on {self.plan.kind}, {self.plan.way}"
+
+    async def _live(self) -> None:
+        for place in range(self.plan.workers):
+            self._workers.append(await self._nursery.start(replace(self._order, is_reversed=place % 2 == 1)))
+        for worker, seconds in zip(self._workers, self.plan.pauses, strict=False):
+            await self._stall(worker, seconds)
+        statuses = await asyncio.gather(*(asyncio.shield(worker.ended) for worker in self._workers))
+        if any(statuses):
+            raise ViolationError(f"{self._name}: workers ended with {statuses}\n{last_words(self._folder)}")
+
+    async def _stall(self, worker: Forked, seconds: float) -> None:
+        pid, starts = worker.pid.result(), self._dice.randint(0, 4)
+        await self._until(lambda lines: pid in lines.ready and lines.starts_of(pid) >= starts, worker)
+        await asyncio.sleep(self._dice.uniform(0, 2 * self._order.seconds))
+        if not worker.running:
+            return
+        begin = boot_time()
+        worker.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        worker.send_signal(signal.SIGCONT)
+        self._stalls.append(Stall(pid, begin, boot_time() + LOOK))
+
+    async def _until(self, condition: Callable[[Lines], bool], worker: Forked) -> None:
+        while worker.running and not condition(self._journal.read()):  # noqa: ASYNC110  # a file tells nobody
+            await asyncio.sleep(LOOK)
+
+    async def _judge(self) -> Figures:
+        lines = self._journal.read()
+        if self.plan.way == "blocked":
+            self._stalls = [
+                Stall(start.pid, start.at, start.at + self._order.blocked_seconds)
+                for start in lines.starts
+                if start.attempt == 1 and start.work == f"work-{self._order.blocked_work}"
+            ]
+        # The blocked handler returns before anything else of its loop runs: it excuses nobody.
+        figures = judge_starts(lines, self._stalls if self.plan.pauses else [])
+        keys = list({start.key for start in lines.starts})
+        async with open_records({**self._settings, "timeout_seconds": 30}, self._order.key_prefix) as store:
+            records = [record for record in await store.get(keys) if record is not None]
+        figures.update(judge_records(lines, self._order.names, records))
+        if self._order.entry == TRANSACTIONAL:
+            await self._judge_rows(keys)
+        if self.plan.way == "control" and figures["takeovers"]:
+            raise ViolationError(f"{figures['takeovers']} takeovers although nobody stalled")
+        return self._named(figures)
+
+    async def _judge_rows(self, keys: list[str]) -> None:
+        """Every transactional handler has left one row."""
+        url = self._settings.get("url") or f"sqlite+aiosqlite:///{self._settings['path']}"
+        engine = sql_engine(url)
+        async with engine.connect() as connection:
+            counted = (
+                select(entries.c.key, func.count().label("number"))
+                .where(entries.c.key.in_(keys))
+                .group_by(entries.c.key)
+            )
+            rows = {row.key: row.number for row in await connection.execute(counted)}
+        await engine.dispose()
+        wrong = {key: rows.get(key, 0) for key in keys if rows.get(key, 0) != 1}
+        if wrong:
+            raise ViolationError(f"rows of transactional handlers by key: {wrong}")
+
+    def _named(self, figures: Figures) -> Figures:
+        plan, entry = self.plan, self._order.entry
+        figures["stalls"] = len(self._stalls)
+        figures[f"stalls_{plan.way}"] = len(self._stalls)
+        figures["controls"] = int(plan.way == "control")
+        for name in ("stalls", "stalls_between", "takeovers", "starts_prevented", "violations"):
+            figures[f"{name}:{entry}"] = figures[f"{name}:{plan.kind}"] = figures[name]
+        figures[f"takeovers_{plan.way}"] = figures["takeovers"]
+        return Figures({name: count for name, count in figures.items() if count or name in ALWAYS})
+
+
+ALWAYS: Final = frozenset({"stalls", "lost", "violations", "stalls_between"})
+"""Figures that are shown where they are zero."""
+
+
+async def run_trials(ground: Ground, numbers: Iterable[int], plans: Mapping[int, Plan] | None = None) -> Figures:
+    """Make these trials, several at a time.
+
+    Raises:
+        ViolationError: A promise was broken; it names the trial.
+    """
+    figures, slots = Figures(stalls=0, lost=0, violations=0), asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def one(nursery: Nursery, number: int) -> None:
+        async with slots:
+            try:
+                figures.update(await Trial(ground, nursery, number, (plans or {}).get(number)).run())
+            except AssertionError as error:
+                raise ViolationError(f"trial {number}: {error}") from error
+
+    await ground.prepare()
+    async with Nursery("tests.stalled_starts.worker") as nursery:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in numbers:
+                    group.create_task(one(nursery, number))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+    return figures
+
+
+def run(first: int, count: int) -> Figures:
+    """The trials numbered `first` to `first + count - 1`."""
+    with open_ground(KINDS) as ground:
+        return asyncio.run(run_trials(ground, range(first, first + count)))
+
+
+CAMPAIGN = Campaign(
+    name="stalled-starts",
+    counts="stalls",
+    says="a process that is stopped (SIGSTOP), or whose event loop is blocked by a handler, while reserved events wait "
+    "for theirs; by every entry, on a real Redis, PostgreSQL, SQLite or MariaDB",
+    scenarios=(33, 34, 37, 121),
+    in_test=20,
+    target=1_000,
+    batch=len(ENTRIES) * len(WAYS),
+    run=run,
+)
