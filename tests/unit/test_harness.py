@@ -22,7 +22,7 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     make_async_container,
 )
-from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.testing import Mishap, NotReachedError, NotSettledError, WorkerHarness
 from integr8s_idem.testing.mishaps import MISHAPS
 
@@ -348,6 +348,63 @@ async def test_one_that_is_not_repeatable_is_found_by_those_that_strike_between_
         "crash-before_complete",
         "stall-after_handler",
     ]
+
+
+@pytest.mark.parametrize(
+    ("point", "occurrence", "charges", "lapsed_alone"),
+    [
+        ("before_reserve", 5, 1, 0),
+        ("after_reserve", 5, 1, 0),
+        ("before_reserve", 6, 1, 0),
+        ("after_reserve", 6, 1, 1),
+        ("before_handler", 3, 1, 1),
+        ("after_handler", 1, 2, 1),
+        ("before_publish", 1, 2, 1),
+        ("after_publish", 1, 2, 1),
+        ("before_complete", 1, 2, 1),
+        ("after_complete", 1, 1, 0),
+    ],
+)
+async def test_a_process_may_die_anywhere_in_a_run_that_is_alone(
+    point: str, occurrence: int, charges: int, lapsed_alone: int
+) -> None:
+    """Each successor asks once while the lease still holds.  The third attempt reserves twice besides: to learn that it is
+    a suspect, and to say that it runs alone."""
+    payments = FakePayments()
+    records: list[IdempotencyRecord] = []
+
+    async def look() -> None:
+        records.extend(await harness.records())
+
+    payments.before = look
+    async with harness_of(payments) as harness:
+        harness.crash_at("before_handler", occurrence=1)
+        harness.crash_at("before_handler", occurrence=2)
+        harness.crash_at(point, occurrence=occurrence)
+        await harness.publish(Placed())
+        [record] = await harness.records()
+        letters = harness.dead_letters
+
+    assert payments.charges == ["1"] * charges
+    assert record.status is IdempotencyStatus.COMPLETED
+    assert letters == []
+    assert all(each.alone and each.lapsed >= 2 for each in records)
+    assert records[-1].lapsed_alone == lapsed_alone
+
+
+async def test_an_event_that_kills_its_worker_each_time_is_given_up_after_the_crashes_that_are_its_own() -> None:
+    payments = FakePayments()
+
+    async with harness_of(payments) as harness:
+        for occurrence in range(1, 6):  # twice beside others, and max_attempts times alone
+            harness.crash_at("before_handler", occurrence=occurrence)
+        await harness.publish(Placed())
+        [record], [letter] = await harness.records(), harness.dead_letters
+
+    assert payments.charges == []
+    assert record.status is IdempotencyStatus.FAILED
+    assert "CrashedTooOftenError: 3 runs" in record.error
+    assert letter.attempts == 6
 
 
 async def test_nothing_is_left_behind() -> None:
