@@ -31,7 +31,7 @@ ROOMS: Final[Mapping[str, tuple[str, str]]] = {
     "pydantic": ("pydantic", "#a7c4a0"),
     "": ("everything else", "#d5d5d5"),
 }
-"""By the beginning of the file, the first that fits: what it is, and its colour."""
+"""By the beginning of the file, the first that fits: what it is, and its color."""
 
 
 @dataclass

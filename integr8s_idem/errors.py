@@ -244,7 +244,7 @@ class PartialFailureError(IdempotencyError):
 
 
 class TransactionAbortedError(IdempotencyError):
-    """The database gave up a transaction that holds an outcome: a serialisation conflict or a deadlock.
+    """The database gave up a transaction that holds an outcome: a serialization conflict or a deadlock.
 
     Nothing of it was kept.  Tried again as a whole it can succeed, and no run of the work has failed.
     """

@@ -79,7 +79,7 @@ class Key:
 
     @staticmethod
     def of(text: str) -> Key:
-        """A key given by a caller.  Compared byte for byte: no case folding, no Unicode normalisation.
+        """A key given by a caller.  Compared byte for byte: no case folding, no Unicode normalization.
 
         Raises:
             InvalidKeyError: It is empty, or no string.

@@ -49,7 +49,7 @@ def encode_result(value: object) -> StoredResult:
     A `StoredResult` stays as it is, for those who read it themselves.
 
     Raises:
-        ValueError: There is no way to write it (pydantic's serialisation error is one).
+        ValueError: There is no way to write it (pydantic's serialization error is one).
     """
     if value is None:
         return _NOTHING

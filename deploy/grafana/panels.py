@@ -21,7 +21,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel.  `steps` are values with the colour from there on; `words` are what values of a number mean."""
+    """One panel.  `steps` are values with the color from there on; `words` are what values of a number mean."""
 
     title: str
     queries: tuple[Query, ...]

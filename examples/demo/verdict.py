@@ -42,7 +42,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement on what was seen."""
+    """The judgment on what was seen."""
 
     seen: Seen
 

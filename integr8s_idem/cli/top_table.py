@@ -32,7 +32,7 @@ class _Column:
 
 
 def _counted(*signals: Signal, style: str = "") -> Callable[[Figures], Text]:
-    """How many there were; in colour and with an arrow if there are more of what should not be."""
+    """How many there were; in color and with an arrow if there are more of what should not be."""
 
     def cell(figures: Figures) -> Text:
         count, rate = figures.count(*signals), figures.rate(*signals)

@@ -35,7 +35,7 @@ class Found:
     meant: Path = ()
     """The setting that was probably meant."""
     instead: str | None = None
-    """The value that was probably meant: its neighbours are looked at as if it stood there."""
+    """The value that was probably meant: its neighbors are looked at as if it stood there."""
     told: bool = True
     """Whether it is worth saying: what follows from another mistake is not."""
 
@@ -66,7 +66,7 @@ class Translator:
         if len(place) == len(whole) + 1:  # one of a list of texts or numbers: the setting is the list
             path, message = whole, f"each {message}" if message.startswith("must") else message
         origin = self.origins.get(path)
-        # A wrong tag alone is left out, so that its neighbours are looked at as those of the default.
+        # A wrong tag alone is left out, so that its neighbors are looked at as those of the default.
         out = path if error["type"] == "union_tag_invalid" else whole
         mistake = said(".".join(path), message + (f" (set by {origin})" if origin else ""))
         return Found(mistake, out, instead=instead, told=not self._is_of_no_kind(error, whole))

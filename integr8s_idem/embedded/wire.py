@@ -75,7 +75,7 @@ class Request:
 
     @property
     def wants_answer(self) -> bool:
-        """A producer that asks for no acknowledgement expects no answer; the emulator gives one all the same."""
+        """A producer that asks for no acknowledgment expects no answer; the emulator gives one all the same."""
         if self.api != PRODUCE:
             return True
         offset = 0

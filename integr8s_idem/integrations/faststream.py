@@ -13,7 +13,7 @@ first run returned is returned again, so that `@publisher` sends again what may 
 What `@publisher` sends has a header `event_id`, derived from the key of the message that it answers, if it has none.
 While the broker does not take it, it is sent again and again: the handler has succeeded, and is not run again for that.
 
-A failure is answered by a pause and a negative acknowledgement, so that the message comes again, whatever the policy
+A failure is answered by a pause and a negative acknowledgment, so that the message comes again, whatever the policy
 does with errors.  What is given up is acknowledged once `given_up` has taken it; without one it comes again, too, and
 holds up what lies behind it.  With `AckPolicy.ACK_FIRST`, which is FastStream's default for Kafka, messages are
 acknowledged before they are handled: that is refused.  A subscriber without a `group_id` reads what comes while it
@@ -159,7 +159,7 @@ _TITLE: Final = 'Give each a title of its own: @broker.subscriber(…, title="ch
 
 
 def refuse_policy(subscriber: Any) -> None:
-    """As `refuse`, of the acknowledgement alone."""
+    """As `refuse`, of the acknowledgment alone."""
     policy = getattr(subscriber, "ack_policy", None)
     if policy not in _SAFE:
         told = policy.name if isinstance(policy, AckPolicy) else repr(policy)

@@ -29,7 +29,7 @@ from tests.crashes.orders import Order
 from tests.support.effects import Effects
 
 LIVES: Final = 3
-"""Lives of a trial that end at a point: its points are three neighbours in a shuffled row of all of them."""
+"""Lives of a trial that end at a point: its points are three neighbors in a shuffled row of all of them."""
 
 AGAIN: Final = 3
 """Jobs of earlier lives that come again with each life."""

@@ -78,7 +78,7 @@ class Slope:
 def slope(points: list[tuple[float, float]], blocks: int = 20) -> Slope:
     """How fast the values of `points` (seconds, value) grow.
 
-    Neighbouring samples are not independent of each other: the line goes through the medians of `blocks`
+    Neighboring samples are not independent of each other: the line goes through the medians of `blocks`
     stretches of equal length, so that its error is told by how these scatter.
     """
     size = max(1, len(points) // blocks)

@@ -1,6 +1,6 @@
 """Mistakes that a transactional mode could have, to be made in a worker's process: the judge must find each.
 
-But for `deaf`, which is half a mistake: the other half of the defence must do.
+But for `deaf`, which is half a mistake: the other half of the defense must do.
 """
 
 from __future__ import annotations

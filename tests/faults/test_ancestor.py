@@ -1,4 +1,4 @@
-"""What the ancestor of this platform got wrong, row by row.  Each test would fail with its behaviour.
+"""What the ancestor of this platform got wrong, row by row.  Each test would fail with its behavior.
 
 Broker and store are in memory; two tests have a real Redis.  On real servers: offsets and duplicates in
 `tests/faults` and `tests/integration` beside this file; the row "workers had no meter provider" by the test there

@@ -46,7 +46,7 @@ ROWS: Final = {
 }
 
 OF_EVERY_ORDER: Final = (COMMIT[0], COMMIT[-1], *PUBLISH, COMPLETE[0], COMPLETE[-1])
-"""Points whose order differs from shape to shape, and their neighbours."""
+"""Points whose order differs from shape to shape, and their neighbors."""
 
 
 @dataclass(frozen=True)

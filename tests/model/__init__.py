@@ -9,6 +9,6 @@ Read it in this order:
 5. `surroundings.py`: what happens around it: crashes, rebalances, leases that end, records that vanish.
 6. `rules.py`: what must never happen.
 
-`explorer.py` walks through all states, shortest ways first. What is modelled and what is not:
+`explorer.py` walks through all states, shortest ways first. What is modeled and what is not:
 docs/decisions/0017-a-model-in-plain-python.md.  `python -m tests.model` runs it.
 """

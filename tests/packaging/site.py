@@ -139,7 +139,7 @@ def _as_it_stands(source: Path, text: str) -> str:
 
 
 def _drawn(image: Path) -> str:
-    """The picture itself, whose dark colours count where the reader has chosen dark, and not where light."""
+    """The picture itself, whose dark colors count where the reader has chosen dark, and not where light."""
     drawing = _DARK.sub(
         r'@media (prefers-color-scheme: dark) { body:not([data-theme="light"]) .idem \1 }'
         r' body[data-theme="dark"] .idem \1',

@@ -1,6 +1,6 @@
 """The spelling of what people read: `python -m tests.packaging.spelling`, a part of `make check`.
 
-codespell looks for slips everywhere, names in code included.  British words in place of American ones are asked for in
+codespell looks for slips everywhere, names in code included.  American words in place of British ones are asked for in
 prose alone: pages without their code, comments and docstrings.  A name in code is as its library spells it.
 """
 
@@ -27,56 +27,48 @@ _TARGET: Final = re.compile(r"\]\([^)]*\)")
 _AS_IT_IS: Final = re.compile(r"`[^`]*`|\S*[_/.:@=]\S+|\w+\(\S*|\"[^\"]*\"")
 """Code, paths, addresses, names with a dot, and what is quoted: not ours to spell."""
 
-BRITISH_TOO: Final = {
-    "license",  # a verb, and the name of a file
-    "math",  # a module
-    "meter",
-    "meters",
-    "practice",
-    "program",  # what a computer runs
-    "routing",
-    "stories",
-    "story",
-    "writable",
+AMERICAN_TOO: Final = {
+    "cancelled",  # asyncio's CancelledError
+    "cancelling",
+    "licence",
+    "programme",
+    "storey",
+    "storeys",
 }
-"""Words that codespell's list takes for American, and that are right here."""
+"""Words that codespell's list takes for British, and that are right here."""
 
 
 @dataclass(frozen=True)
 class Slip:
-    """A word that is spelt otherwise here."""
+    """A word that is spelled otherwise here."""
 
     place: str
     word: str
-    british: str
+    american: str
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.word} is American for {self.british}"
+        return f"{self.place}: {self.word} is British for {self.american}"
 
 
 @cache
-def american() -> Mapping[str, str]:
-    """American words in lower case, and what the British write."""
-    return {word: british for word, british in listed().items() if word not in BRITISH_TOO}
+def british() -> Mapping[str, str]:
+    """British words in lower case, and what the Americans write."""
+    return {word: american for word, american in listed().items() if word not in AMERICAN_TOO}
 
 
 def listed() -> Mapping[str, str]:
-    """codespell's own list, read from right to left."""
+    """codespell's own list."""
     data = importlib.resources.files("codespell_lib") / "data" / "dictionary_en-GB_to_en-US.txt"
-    found: dict[str, str] = {}
-    for line in data.read_text(encoding="utf-8").splitlines():
-        british, _, others = line.partition("->")
-        for word in filter(None, map(str.strip, others.lower().split(","))):
-            found.setdefault(word, british)
-    return found
+    pairs = (line.partition("->") for line in data.read_text(encoding="utf-8").splitlines())
+    return {word: others.split(",")[0].strip() for word, _, others in pairs}
 
 
 def slips(name: str, prose: Iterable[tuple[int, str]]) -> Iterator[Slip]:
-    """American words in lines of prose, each with its number."""
+    """British words in lines of prose, each with its number."""
     for number, line in prose:
         for word in _WORD.findall(_AS_IT_IS.sub(" ", _TARGET.sub("] ", line))):
-            if (british := american().get(word.lower())) is not None:
-                yield Slip(f"{name}:{number}", word, british)
+            if (american := british().get(word.lower())) is not None:
+                yield Slip(f"{name}:{number}", word, american)
 
 
 def prose_of(file: Path) -> Iterator[tuple[int, str]]:

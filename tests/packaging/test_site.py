@@ -211,5 +211,5 @@ def test_a_search_finds_what_is_told(browser: Browser, address: str) -> None:
 
 
 def is_dark(colour: str) -> bool:
-    """Whether a colour, as in rgb(1, 2, 3), is nearer to black."""
+    """Whether a color, as in rgb(1, 2, 3), is nearer to black."""
     return sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128

@@ -1,4 +1,4 @@
-"""`make check` finds slips of spelling, and American words in prose, and leaves code alone."""
+"""`make check` finds slips of spelling, and British words in prose, and leaves code alone."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from tests.packaging import spelling
 PAGE = """\
 # A page
 
-The behavior of `color`, and of settings.color; see [the color](color.md).
+The behaviour of `colour`, and of settings.colour; see [the colour](colour.md).
 
 ```python
-color = serialize()
+colour = serialise()
 ```
 
 <!-- python
-color = 1
+colour = 1
 -->
-Normalized.
+Normalised.
 """
 MODULE = '''\
-"""Colors of a table."""
+"""Colours of a table."""
 
-color = "gray"  # the favorite one
+colour = "grey"  # the favourite one
 
 
-def initialize() -> str:
-    """Made anew: `initialize` is not `color`.
+def initialise() -> str:
+    """Made anew: `initialise` is not `colour`.
 
-    It honors what is set.
+    It honours what is set.
     """
-    return "behavior"
+    return "behaviour"
 '''
 
 
 @pytest.mark.parametrize(
     ("name", "text", "found"),
     [
-        ("page.md", PAGE, ["page.md:3 behavior", "page.md:3 color", "page.md:12 Normalized"]),
-        ("module.py", MODULE, ["module.py:1 Colors", "module.py:3 favorite", "module.py:9 honors"]),
-        ("notes.txt", "The color.", []),
+        ("page.md", PAGE, ["page.md:3 behaviour", "page.md:3 colour", "page.md:12 Normalised"]),
+        ("module.py", MODULE, ["module.py:1 Colours", "module.py:3 favourite", "module.py:9 honours"]),
+        ("notes.txt", "The colour.", []),
     ],
 )
-def test_american_words_are_found_in_prose_alone(name: str, text: str, found: list[str], tmp_path: Path) -> None:
+def test_british_words_are_found_in_prose_alone(name: str, text: str, found: list[str], tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text(text, encoding="utf-8")
 

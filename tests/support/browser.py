@@ -173,7 +173,7 @@ def _running_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(_running_browser: Browser) -> Iterator[Browser]:
-    """One browser for all tests, as if new: an empty page of the usual size, in light colours."""
+    """One browser for all tests, as if new: an empty page of the usual size, in light colors."""
     _running_browser.open("about:blank")
     _running_browser.resize()
     _running_browser.prefer("light")

@@ -56,7 +56,7 @@ class Terminal:
 
     @property
     def said(self) -> str:
-        """All that stood on the screen so far, without colours."""
+        """All that stood on the screen so far, without colors."""
         return _ESCAPES.sub("", self._said).replace("\r\n", "\n")
 
     def wait_for(self, text: str, timeout: float = 60) -> None:

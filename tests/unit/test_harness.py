@@ -353,10 +353,6 @@ async def test_one_that_is_not_repeatable_is_found_by_those_that_strike_between_
 @pytest.mark.parametrize(
     ("point", "occurrence", "charges", "lapsed_alone"),
     [
-        ("before_reserve", 5, 1, 0),
-        ("after_reserve", 5, 1, 0),
-        ("before_reserve", 6, 1, 0),
-        ("after_reserve", 6, 1, 1),
         ("before_handler", 3, 1, 1),
         ("after_handler", 1, 2, 1),
         ("before_publish", 1, 2, 1),
@@ -368,8 +364,7 @@ async def test_one_that_is_not_repeatable_is_found_by_those_that_strike_between_
 async def test_a_process_may_die_anywhere_in_a_run_that_is_alone(
     point: str, occurrence: int, charges: int, lapsed_alone: int
 ) -> None:
-    """Each successor asks once while the lease still holds.  The third attempt reserves twice besides: to learn that it is
-    a suspect, and to say that it runs alone."""
+    """Before the handler its record says already that it runs alone."""
     payments = FakePayments()
     records: list[IdempotencyRecord] = []
 

@@ -63,7 +63,7 @@ def mysql_engine(
         pool_size=pool_size,
         max_overflow=0,
         pool_timeout=pool_timeout_seconds,
-        # At REPEATABLE READ, which is theirs by default, a key that is not there locks its neighbours.
+        # At REPEATABLE READ, which is theirs by default, a key that is not there locks its neighbors.
         isolation_level="READ COMMITTED",
         connect_args={
             "charset": "utf8mb4",
