@@ -196,20 +196,26 @@ async def run_steps(bench: Bench) -> None:
 
 async def run_batch_verbs(bench: Bench) -> None:
     """A loop over `acquire_batch`, `may_start` and `confirm_batch`."""
-    manager, left = bench.manager, list(bench.order.names)
+    left = list(bench.order.names)
     bench.ready()
     while left:
+        asked = left[: bench.order.concurrency]
         try:
-            verdicts = await manager.acquire_batch(left[: bench.order.concurrency])
-            done = {key for key, verdict in verdicts.items() if isinstance(verdict, Completed)}
-            done |= await _do_batch(bench, {key: v for key, v in verdicts.items() if isinstance(v, Reserved)})
-        except StoreError:
+            done = await _done_of(bench, asked)
+        except StoreError as error:
+            logger.info("tried again: %s", error)
             done = set()
-        left = [work for work in left if work not in done]
-        # Those that another worker holds come last.
-        left = [work for work in left if work not in verdicts] + [work for work in left if work in verdicts]
+        # What another worker holds comes last.
+        left = left[len(asked) :] + [work for work in asked if work not in done]
         if not done:
             await asyncio.sleep(PAUSE)
+
+
+async def _done_of(bench: Bench, asked: Sequence[str]) -> set[str]:
+    """Do as many works as are free, and return those that are done, by whatever process."""
+    verdicts = await bench.manager.acquire_batch(asked)
+    done = {work for work, verdict in verdicts.items() if isinstance(verdict, Completed)}
+    return done | await _do_batch(bench, {work: v for work, v in verdicts.items() if isinstance(v, Reserved)})
 
 
 async def _do_batch(bench: Bench, reserved: Mapping[str, Reserved]) -> set[str]:
@@ -420,16 +426,13 @@ async def run_faststream_batch(bench: Bench) -> None:
         bench.handle_together({body: attempts[body] for body in bodies})
 
     async with _subscribed(bench, handle, batch=True) as (broker, messages):
-        names = bench.order.names
-
-        async def do(works: Sequence[str]) -> None:
+        bench.ready()
+        # One batch after the other and in one order, as a partition has them.
+        names = sorted(bench.order.names)
+        for first in range(0, len(names), BATCH):
+            works = names[first : first + BATCH]
             while not all(_is_acknowledged(messages.get(work)) for work in works):
                 await asyncio.create_task(broker.publish_batch(*works, topic="works"))
-
-        bench.ready()
-        async with asyncio.TaskGroup() as group:
-            for first in range(0, len(names), BATCH):
-                group.create_task(do(names[first : first + BATCH]))
 
 
 @asynccontextmanager
