@@ -168,6 +168,15 @@ def no_check_before_a_start() -> AbstractContextManager[Any]:
     return _instead(HeldLease, "is_late", lambda self: False)
 
 
+def every_crash_counts() -> AbstractContextManager[Any]:
+    """Whatever runs beside an event that kills its process is taken for the culprit as well."""
+
+    def crashed_too_often(self: Passes, work: Any, reserved: Reserved) -> bool:
+        return reserved.previous is Previous.LAPSED and reserved.attempt > self.config.max_attempts
+
+    return _instead(Passes, "_crashed_too_often", crashed_too_often)
+
+
 def no_renewal() -> AbstractContextManager[Any]:
     """Leases are never renewed, and nobody is cancelled for it."""
 
@@ -379,6 +388,7 @@ BUGS: Final[dict[str, Bug]] = {
         token_of_the_process,
         no_fencing_by_oneself,
         no_check_before_a_start,
+        every_crash_counts,
         no_renewal,
         key_made_again,
         completed_before_the_handler,

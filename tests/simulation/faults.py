@@ -26,6 +26,15 @@ async def stall(world: World, random: Random) -> None:
     world.after_some_steps(random, lambda worker: world.stall(worker, seconds))
 
 
+async def stall_before_a_start(world: World, random: Random) -> None:
+    """A process stands still for longer than a lease, somewhere between its next reservation and the start."""
+    worker = world.some_worker(random)
+    if worker is None or worker.client is None:
+        return
+    seconds, steps = random.uniform(LEASE, 2.5 * LEASE), random.randint(1, 5)
+    worker.client.when_reserved = lambda: world.after_steps(worker, steps, lambda victim: world.stall(victim, seconds))
+
+
 async def stop(world: World, random: Random) -> None:
     """SIGTERM, and sometimes a second one."""
     worker = world.some_worker(random)
@@ -113,6 +122,7 @@ async def refusal(world: World, random: Random) -> None:
 FAULTS: Final[tuple[Fault, ...]] = (
     crash,
     stall,
+    stall_before_a_start,
     stop,
     cut_off,
     throw_out,

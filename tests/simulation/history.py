@@ -48,6 +48,7 @@ class Letter:
 
     reason: str
     handler: str
+    error: str
 
 
 @dataclass(slots=True)
@@ -183,7 +184,7 @@ class History:
         where = (told["topic"], int(told["partition"]), int(told["offset"]))
         self.note("dead letter", *where, told["reason"])
         self.counts["dead_letters"] += 1
-        self.truth.letters[where].append(Letter(told["reason"], told.get("handler", "")))
+        self.truth.letters[where].append(Letter(told["reason"], told.get("handler", ""), told.get("error-class", "")))
 
     # In the end.
 

@@ -174,6 +174,8 @@ class StoreClient:
         self._process: Process = process
         self._network = network
         self._ahead = ahead
+        self.when_reserved: Callable[[], None] | None = None
+        """Called once, when the next reservation has been answered and nothing has come of it yet."""
 
     async def _call(self, verb: str, execute: Callable[[], T]) -> T:
         def executed() -> T:
@@ -188,7 +190,11 @@ class StoreClient:
             raise StoreUnavailableError(verb, "no answer") from None
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        return await self._call("reserve", lambda: [self.server.reserve(request) for request in requests])
+        verdicts = await self._call("reserve", lambda: [self.server.reserve(request) for request in requests])
+        if self.when_reserved is not None and any(isinstance(verdict, Reserved) for verdict in verdicts):
+            call, self.when_reserved = self.when_reserved, None
+            call()
+        return verdicts
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         return await self._call("renew", lambda: [self.server.renew(reserved, lease) for reserved in reservations])

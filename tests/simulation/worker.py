@@ -37,6 +37,7 @@ class Worker:
     def __init__(self, world: World, name: str, ahead: float) -> None:
         self.process = Process(name)
         self.consumer: SimulatedConsumer | None = None
+        self.client: StoreClient | None = None
         self.ended = False
         self.at_once = False
         """It ended without leaving its group."""
@@ -66,7 +67,7 @@ class Worker:
     async def _run(self) -> None:
         world, setup = self._world, self._world.setup
         observer = SimulatedObserver(world.history)
-        client = StoreClient(world.server, world.store_network, self._ahead)
+        client = self.client = StoreClient(world.server, world.store_network, self._ahead)
         manager = IdempotencyManager(setup.config, client, observer, scope=SCOPE, owner=self.process.name)
         manager._leases._held = Ordered()  # type: ignore[assignment]  # leases are renewed in an order that repeats
         publisher = SimulatedPublisher(setup.kafka, observer, world.broker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -15,7 +16,7 @@ from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.routing import EventRouter, HandlerCall, RegisteredHandler
 from tests.simulation.history import History, Run
-from tests.simulation.processes import PROCESS
+from tests.simulation.processes import PROCESS, Process
 
 LEASE: Final = 4.0
 """Seconds."""
@@ -69,6 +70,8 @@ class Habits:
     hopeless: float
     mutating: float
     shipping: float
+    deadly: str = ""
+    """The id of an event whose handlers kill their process; empty if there is none."""
     calm: bool = False
     """Everybody hurries, so that the run comes to an end."""
 
@@ -77,7 +80,15 @@ class Habits:
         def some(often: float, most: float) -> float:
             return random.uniform(0, most) if random.random() < often else 0.0
 
-        return Habits(some(0.6, 0.4), some(0.6, 0.5), some(0.5, 0.4), some(0.3, 0.3), some(0.4, 0.8), some(0.5, 0.8))
+        return Habits(
+            some(0.6, 0.4),
+            some(0.6, 0.5),
+            some(0.5, 0.4),
+            some(0.3, 0.3),
+            some(0.4, 0.8),
+            some(0.5, 0.8),
+            f"e{random.randrange(8)}" if random.random() < 0.3 else "",
+        )
 
 
 def plan_of(seed: int, handler: str, event_id: str, habits: Habits) -> Plan:
@@ -106,6 +117,8 @@ class Handlers:
     seed: int
     habits: Habits
     history: History
+    kill: Callable[[Process], None]
+    """What a deadly event does to the process that handles it."""
 
     async def __call__(self, handler: RegisteredHandler, call: HandlerCall) -> Any:
         process = PROCESS.get()
@@ -114,7 +127,13 @@ class Handlers:
         plan = plan_of(self.seed, handler.name, event.event_id, self.habits)
         run = self.history.begin(process, attempt, f"{handler.name} {getattr(event, 'number')}")  # noqa: B009  # any kind
         how = "returned"
+        # In calm it does no harm any more: nobody starts processes again then.
+        is_deadly = event.event_id == self.habits.deadly and not self.habits.calm
         try:
+            if is_deadly:
+                await asyncio.sleep(0.3)
+                self.kill(process)
+                await asyncio.sleep(LEASE)  # which nothing of the process outlives
             return await self._work(plan, call, run)
         except asyncio.CancelledError:
             how = "cancelled"

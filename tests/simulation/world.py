@@ -60,7 +60,7 @@ class World:
         self.history = History()
         self.setup: Setup = draw_setup(random)
         self.habits = Habits.of(random)
-        self.handlers = Handlers(seed, self.habits, self.history)
+        self.handlers = Handlers(seed, self.habits, self.history, self._kill)
         self.store_network = Network(random)
         self.server = Server(self.history)
         self.broker = Broker(self.history, random, Network(random), TOPICS, random.randint(1, 2))
@@ -103,10 +103,11 @@ class World:
         """Strike a process between two of its next steps."""
         worker = self.some_worker(random)
         if worker is not None:
-            victim = worker
-            worker.process.after_steps(
-                random.randint(1, 40), lambda: self.store_network.now(lambda: self._strike(victim, strike))
-            )
+            self.after_steps(worker, random.randint(1, 40), strike)
+
+    def after_steps(self, worker: Worker, steps: int, strike: Callable[[Worker], None]) -> None:
+        """Strike a process after so many of its steps."""
+        worker.process.after_steps(steps, lambda: self.store_network.now(lambda: self._strike(worker, strike)))
 
     def _strike(self, worker: Worker, strike: Callable[[Worker], None]) -> None:
         if not self._calm and worker.process.running and not worker.ended:
@@ -118,6 +119,13 @@ class World:
         self.history.note("crash", worker.process.name)
         self._silent_from_now(worker, lambda: True)
         self._start_again(PLACES.index(worker.process.name[0]), int(worker.process.name[1:]))
+
+    def _kill(self, process: Process) -> None:
+        """A deadly event kills the process that handles it."""
+        for worker in self.workers:
+            if worker.process is process and process.running and not worker.ended:
+                self.history.counts["deadly"] += 1
+                self.crash(worker)
 
     def stall(self, worker: Worker, seconds: float) -> None:
         process = worker.process
@@ -278,9 +286,25 @@ class World:
         for key in truth.completed:
             if key not in truth.sink:
                 history.violate("L", f"{key} is completed, and its effect has not happened")
+        self._judge_crashes()
         history.judge_repeats()
         if self.setup.service.ordering != "none":
             history.judge_order(self._lanes())
+
+    def _judge_crashes(self) -> None:
+        """K: no event is given up for the crashes that another one causes."""
+        counts = self.history.counts
+        # Any of these may have hit an innocent event that ran alone.
+        others = sum(counts[what] for what in ("crashes", "stalls", "partitions", "stops")) - counts["deadly"]
+        if others + self.history.truth.jumps >= self.setup.config.max_attempts:
+            return
+        for log in self.broker.logs.values():
+            for message in log:
+                letters = self.history.truth.letters[message.topic, message.partition, message.offset]
+                crashed = any(letter.error == "CrashedTooOftenError" for letter in letters)
+                if crashed and dict(message.headers)["event_id"].decode() != self.habits.deadly:
+                    what = f"{message.topic} {message.offset}"
+                    self.history.violate("K", f"{what} is given up for crashes of another event")
 
     def _lanes(self) -> list[list[str]]:
         """Keys by lane, in the order of the log; those whose outcome was given up or forgotten keep no order."""
