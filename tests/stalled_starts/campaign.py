@@ -207,6 +207,9 @@ class Trial:
     async def _live(self) -> None:
         for place in range(self.plan.workers):
             self._workers.append(await self._nursery.start(replace(self._order, is_reversed=place % 2 == 1)))
+            if self.plan.kind == "sqlite":
+                # Whoever opens the file writes into it, which nobody can while a stopped process does.
+                await self._until(lambda lines: len(lines.ready) == len(self._workers), self._workers[-1])
         for worker, seconds in zip(self._workers, self.plan.pauses, strict=False):
             await self._stall(worker, seconds)
         statuses = await asyncio.gather(*(asyncio.shield(worker.ended) for worker in self._workers))
