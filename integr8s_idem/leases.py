@@ -91,6 +91,10 @@ class HeldLease(Deadline):
         if not self.entered:
             self.drop()
 
+    def has_grace(self, now: float) -> bool:
+        """Only before the lease ends: after that another worker may have started."""
+        return now < self.deadline
+
     def drop(self) -> None:
         """Renew it no longer: its handler does not start."""
         self._keeper.drop(self)
