@@ -3,7 +3,7 @@
 As `asyncio.timeout_at`, whose timer of its own costs more than many a call that it guards.
 
 A deadline that fires late, after a turn of the event loop that took long, gives the loop a few more turns before it
-cancels: the answer that the work waits for may already be in the socket.
+cancels: the answer that the work waits for may already be in the socket.  A lease that has ended gives none.
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ class Deadline:
         if self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
+    def has_grace(self, now: float) -> bool:
+        """Whether the work may go on for a few turns of the event loop if this fires late, at `now`."""
+        return True
+
     def expire(self) -> None:
         """Its time has come."""
         self.expired = True
@@ -108,18 +112,16 @@ class _Clock:
         self._wait(GRACE_TURNS if is_late else 0)
 
     def _wait(self, turns: int) -> None:
+        now = asyncio.get_running_loop().time()
+        for deadline in [late for late in self._heeded if late.when is not None and late.when <= now]:
+            if not turns or not deadline.has_grace(now):
+                self._heeded.discard(deadline)
+                deadline.expire()
         if turns:
             asyncio.get_running_loop().call_soon(self._wait, turns - 1)
             return
         self._in_grace = False
-        for deadline in self._due():
-            self._heeded.discard(deadline)
-            deadline.expire()
         self._set_for_first()
-
-    def _due(self) -> list[Deadline]:
-        now = asyncio.get_running_loop().time()
-        return [late for late in self._heeded if late.when is not None and late.when <= now]
 
     def _set_for_first(self) -> None:
         if self._heeded:

@@ -91,6 +91,10 @@ class HeldLease(Deadline):
         if not self.entered:
             self.drop()
 
+    def has_grace(self, now: float) -> bool:
+        """Only before the lease ends: after that another worker may have started."""
+        return now < self.deadline
+
     @property
     def is_held(self) -> bool:
         """Whether it is renewed."""

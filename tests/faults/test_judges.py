@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -15,6 +16,9 @@ from tests.campaigns.figures import ViolationError
 from tests.crashes.judging import CompletedKeys
 from tests.simulation.bugs import BUGS
 from tests.simulation.world import simulate
+from tests.stalled_starts.journal import Check, Lines, Start
+from tests.stalled_starts.journal import Completion as Completed
+from tests.stalled_starts.verdict import Stall, judge_records, judge_starts
 from tests.support.effects import Effects
 
 HOUR = timedelta(hours=1)
@@ -170,3 +174,76 @@ def test_a_broken_sink_is_found_by_the_rule_for_it(
         )
 
     record_property("found", found)
+
+
+# Starts of stalled workers.
+
+
+CHECKED = Check(at=10.0, lease_end=11.0, is_late=False)
+
+
+def started(at: float, *, fence: int = 1, attempt: int = 1, check: Check | None = CHECKED) -> Start:
+    return Start("order-7", "idempotency:billing:7", attempt, fence, pid=100, at=at, check=check)
+
+
+def lines_of(*starts: Start) -> Lines:
+    lines = Lines("")
+    lines.starts.extend(starts)
+    return lines
+
+
+def test_a_start_in_time_is_no_violation() -> None:
+    assert judge_starts(lines_of(started(10.01)), [])["starts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "complaint"),
+    [
+        (started(10.01, check=None), "without a check"),
+        (started(10.01, check=Check(10.0, 11.0, is_late=True)), "although its check failed"),
+        (started(12.01, check=Check(12.0, 11.0, is_late=False)), "although its check failed"),
+        (started(11.5), "after its lease had ended"),
+    ],
+)
+def test_a_start_that_was_not_checked_in_time_is_a_violation(start: Start, complaint: str) -> None:
+    with pytest.raises(ViolationError, match=complaint):
+        judge_starts(lines_of(start), [])
+
+
+def test_a_start_after_one_with_a_higher_fence_is_a_violation_unless_the_process_stalled_before_the_call() -> None:
+    late, taken_over = started(12.0), started(11.5, fence=2, attempt=2, check=Check(11.4, 13.0, is_late=False))
+
+    with pytest.raises(ViolationError, match="after another attempt with a higher fence"):
+        judge_starts(lines_of(taken_over, late), [])
+    with pytest.raises(ViolationError, match="after another attempt with a higher fence"):
+        judge_starts(lines_of(taken_over, late), [Stall(pid=100, begin=8.0, end=9.9)])
+    assert judge_starts(lines_of(taken_over, late), [Stall(pid=100, begin=10.1, end=11.9)])["stalls_between"] == 1
+
+
+def test_a_stall_excuses_no_start_whose_check_failed() -> None:
+    failed = started(12.0, check=Check(11.5, 11.0, is_late=True))
+
+    with pytest.raises(ViolationError, match="although its check failed"):
+        judge_starts(lines_of(failed), [Stall(pid=100, begin=10.0, end=11.9)])
+
+
+def test_two_starts_of_one_reservation_are_a_violation() -> None:
+    with pytest.raises(ViolationError, match="two starts of one reservation"):
+        judge_starts(lines_of(started(10.01), started(10.02)), [])
+
+
+def test_works_that_were_lost_or_completed_twice_or_by_an_overtaken_attempt_are_violations() -> None:
+    one, two = started(10.01), started(10.9, fence=2, attempt=2)
+    done = IdempotencyRecord(key=one.key, status=IdempotencyStatus.COMPLETED, attempt=2, fence=2)
+
+    assert judge_records(lines_of(one, two), ["order-7"], [done])["takeovers"] == 1
+    with pytest.raises(ViolationError, match=r"lost \['order-7'\]"):
+        judge_records(lines_of(one, two), ["order-7"], [])
+    with pytest.raises(ViolationError, match="completed by an overtaken attempt"):
+        judge_records(lines_of(one, two), ["order-7"], [replace(done, fence=1)])
+    twice = lines_of(one, two)
+    twice.completions += [Completed(one.key, 1), Completed(one.key, 2)]
+    with pytest.raises(ViolationError, match="completed twice"):
+        judge_records(twice, ["order-7"], [done])
+    with pytest.raises(ViolationError, match="do not grow"):
+        judge_records(lines_of(one, started(10.9, fence=2, attempt=1)), ["order-7"], [done])

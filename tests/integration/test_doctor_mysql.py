@@ -120,7 +120,7 @@ async def test_a_read_only_server_takes_no_records_of_a_plain_user(database: Mar
         ("DROP TABLE idempotency_records", "schema-missing"),
         ("ALTER TABLE idempotency_records DROP COLUMN trace", "schema-older"),
         ("UPDATE idempotency_store SET version = version - 1", "schema-older"),
-        ("UPDATE idempotency_store SET version = version + 1", "schema-newer"),
+        ("UPDATE idempotency_store SET version = version + 2", "schema-newer"),
         ("ALTER TABLE idempotency_records ENGINE = Aria", "store-not-persistent"),
     ],
 )

@@ -104,7 +104,7 @@ async def test_a_server_that_gives_up_safety_is_found(database: PostgresServer) 
     [
         ("DROP TABLE idempotency_records, idempotency_store", "schema-missing"),
         ("UPDATE idempotency_store SET version = version - 1", "schema-older"),
-        ("UPDATE idempotency_store SET version = version + 1", "schema-newer"),
+        ("UPDATE idempotency_store SET version = version + 2", "schema-newer"),
         ("DROP TABLE idempotency_records", "schema-missing"),
         ("ALTER TABLE idempotency_records DROP COLUMN trace", "schema-older"),
         ("ALTER TABLE idempotency_records SET UNLOGGED", "store-not-persistent"),

@@ -16,6 +16,7 @@ from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnava
 from integr8s_idem.records import Completion, InProgress, Reserved, StoredResult
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, ddl, metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.errors import RecordHeldError
+from integr8s_idem.stores.sql.migrations import MIGRATIONS
 from integr8s_idem.testing.store_under_test import TTL, new_key, wish
 from tests.support.mariadb import MariadbServer, missing_programs
 
@@ -87,7 +88,7 @@ async def test_a_migration_that_stopped_half_way_is_ended_by_the_next(engine: As
 
     done = await asyncio.gather(*(migrate(engine) for _ in range(4)))
 
-    assert sorted(len(steps) for steps in done) == [0, 0, 0, 1]
+    assert sorted(len(steps) for steps in done) == [0, 0, 0, len(MIGRATIONS)]
     assert await works(engine)
 
 

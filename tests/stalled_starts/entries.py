@@ -497,7 +497,10 @@ class MemoryConsumer:
     async def commit(self, offsets: Mapping[Any, int]) -> None:
         self.committed = offsets[self._at]
 
-    async def getmany(self, *, timeout_ms: int) -> Mapping[Any, Sequence[FakeRecord]]:
+    async def position(self, partition: Any) -> int:
+        return self._position
+
+    async def getmany(self, *partitions: Any, timeout_ms: int) -> Mapping[Any, Sequence[FakeRecord]]:
         if self._paused or self._position == len(self._records):
             await asyncio.sleep(min(timeout_ms / 1000, PAUSE))
             return {}

@@ -86,7 +86,9 @@ class Journal:
 
     def read(self) -> Lines:
         """Everything noted so far."""
-        return Lines(self._path.read_text() if self._path.exists() else "")
+        text = self._path.read_text() if self._path.exists() else ""
+        # A line that is being written may be read in part: it is read next time.
+        return Lines(text.rpartition("\n")[0])
 
 
 class Lines:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from integr8s_idem import IdempotencyRecord, IdempotencyStatus, leases
 from tests.campaigns.figures import Figures, ViolationError
@@ -38,6 +39,15 @@ def late_starts(starts: Sequence[Start]) -> list[Start]:
         for start in together
         if any(other.fence > start.fence and other.at < start.at for other in together)
     ]
+
+
+def longest_pause(lines: Lines) -> float:
+    """Return the most seconds between two starts of one process."""
+    of_processes: defaultdict[int, list[float]] = defaultdict(list)
+    for start in lines.starts:
+        of_processes[start.pid].append(start.at)
+    pauses = [later - earlier for times in of_processes.values() for earlier, later in pairwise(sorted(times))]
+    return max(pauses, default=0.0)
 
 
 def judge_starts(lines: Lines, stalls: Iterable[Stall]) -> Figures:
@@ -131,7 +141,5 @@ def _dishonest(starts: Sequence[Start]) -> list[str]:
     for start in starts:
         of_keys[start.key].append((start.fence, start.attempt))
     return [
-        key
-        for key, runs in of_keys.items()
-        if any(later[1] <= earlier[1] for earlier, later in zip(sorted(runs), sorted(runs)[1:], strict=False))
+        key for key, runs in of_keys.items() if any(later[1] <= earlier[1] for earlier, later in pairwise(sorted(runs)))
     ]

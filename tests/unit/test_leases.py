@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -13,7 +14,7 @@ from integr8s_idem.records import IdempotencyStatus, Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
-from tests.support.guarded import LEASE, Guarded, Job, guarded
+from tests.support.guarded import LEASE, Guarded, Job, guarded, plain_manager
 
 
 @virtual_time
@@ -250,3 +251,21 @@ def test_a_manager_survives_its_event_loop_and_renews_on_the_next_one() -> None:
 @pytest.mark.parametrize(("lease", "margin"), [(0.1, 0.01), (5, 0.5), (10, 1), (300, 1)])
 def test_the_margin_is_a_tenth_of_the_lease_and_a_second_at_most(lease: float, margin: float) -> None:
     assert fence_margin(lease) == pytest.approx(margin)
+
+
+async def test_a_handler_goes_no_further_after_a_stall_beyond_its_lease() -> None:
+    """Its timer and the end of its lease are both late when the event loop goes on: the lease comes first."""
+    lease, steps = 0.5, list[str]()
+    manager = plain_manager(processing_timeout_seconds=lease)
+
+    async def charge() -> None:
+        steps.append("before")
+        asyncio.get_running_loop().call_soon(time.sleep, 2 * lease)  # as a process that is stopped
+        await asyncio.sleep(lease / 2)
+        steps.append("after")
+
+    with pytest.raises(LeaseLostError):
+        await manager.run("order:1", charge)
+    await manager.close()
+
+    assert steps == ["before"]
