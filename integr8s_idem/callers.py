@@ -16,12 +16,16 @@ from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
 
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.runs import check_start, current_run
+from integr8s_idem.runs import check_start, run_of
+from integr8s_idem.work import Attempt
 
 T = TypeVar("T")
 
-Here: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Awaited on the loop, it runs a function in the thread that waits for the loop, and gives what it returns."""
+Here: TypeAlias = Callable[[Callable[[], Any], Attempt], Awaitable[Any]]
+"""Awaited on the loop, it runs a function in the thread that waits for the loop, and gives what it returns.
+
+The attempt is that of the function: it is not called on a lease that is late.
+"""
 
 _Job: TypeAlias = Callable[[], None]
 
@@ -95,7 +99,9 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
     If this thread is interrupted, the guard is cancelled, and gives back what it holds.
     """
     jobs: SimpleQueue[_Job | None] = SimpleQueue()
-    guarding = asyncio.run_coroutine_threadsafe(guard(lambda function: _hand_over(function, jobs)), loop)
+    guarding = asyncio.run_coroutine_threadsafe(
+        guard(lambda function, attempt: _hand_over(function, attempt, jobs)), loop
+    )
     guarding.add_done_callback(lambda _: jobs.put(None))
     try:
         while (job := jobs.get()) is not None:
@@ -106,13 +112,13 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
     return guarding.result()
 
 
-def _start(function: Callable[[], Any]) -> Any:
+def _start(function: Callable[[], Any], attempt: Attempt) -> Any:
     # The thread may have been busy since the loop checked.
-    check_start(current_run())
+    check_start(run_of(attempt))
     return function()
 
 
-async def _hand_over(function: Callable[[], Any], jobs: SimpleQueue[_Job | None]) -> Any:
+async def _hand_over(function: Callable[[], Any], attempt: Attempt, jobs: SimpleQueue[_Job | None]) -> Any:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     context = copy_context()
@@ -123,7 +129,7 @@ async def _hand_over(function: Callable[[], Any], jobs: SimpleQueue[_Job | None]
 
     def job() -> None:
         try:
-            value = context.run(_start, function)
+            value = context.run(_start, function, attempt)
         except Exception as error:  # noqa: BLE001  # raised where it is awaited
             loop.call_soon_threadsafe(tell, done.set_exception, error)
         else:

@@ -176,9 +176,9 @@ class _Guard:
         manager = self._known(call) or wait_for(own_loop(), lambda _: self._manager_of(call))
 
         async def guard(here: Here) -> Any:
-            async def work(_: Attempt) -> Any:
+            async def work(attempt: Attempt) -> Any:
                 # A lazy iterator runs in the thread of its function, and does not block the event loop.
-                value = await here(lambda: materialized(self.function(*args, **kwargs)))
+                value = await here(lambda: materialized(self.function(*args, **kwargs)), attempt)
                 refuse_awaitable(value, self.function)
                 return value
 

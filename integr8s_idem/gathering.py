@@ -94,6 +94,12 @@ class Gatherer:
             return
         try:
             results, failures = await self._ends(members)
+        except LateStartError:
+            # Between the first look and the call; none of them has started, and each is reserved again.
+            results = [None] * len(members)
+            failures = {
+                at: LateStartError(one.run.lease) for at, one in enumerate(members) if one.run and one.run.lease
+            }
         except Exception as error:  # noqa: BLE001  # each member tells it
             results, failures = [None] * len(members), dict.fromkeys(range(len(members)), error)
         for index, member in enumerate(members):

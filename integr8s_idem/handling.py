@@ -47,7 +47,7 @@ from integr8s_idem.routing import (
     name_of,
     returned_by,
 )
-from integr8s_idem.runs import Returned, Suspected, current_run
+from integr8s_idem.runs import Returned, Suspected, run_of
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 from integr8s_idem.work import (
@@ -171,9 +171,9 @@ class GuardedHandling(Handling):
         self.passes.reserve_again(self.work, suspect.lease)
         return self.attempt_or_suspect(wait_for_store=wait_for_store)
 
-    async def no_longer_alone(self) -> None:
-        """Let its record say that other handlers may run beside it."""
-        await self.passes.no_longer_alone(self.work)
+    def no_longer_alone(self) -> None:
+        """Let its record say that other handlers may run beside it; without waiting."""
+        self.passes.no_longer_alone(self.work)
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
         outcome = await self._attempt(wait_for_store)
@@ -290,7 +290,7 @@ class EventHandler:
         """The handler, the closing of its scope, the publishing of what it leaves behind."""
         outgoing = Outgoing()
         if self._gatherer is not None:
-            result = await self._gatherer.join(Member(event, attempt, outgoing, current_run()))
+            result = await self._gatherer.join(Member(event, attempt, outgoing, run_of(attempt)))
         else:
             result = await self._call(HandlerCall(event, attempt, outgoing))
         events = outgoing.finished(event, attempt.key, self.scope)

@@ -34,7 +34,12 @@ FORGET_AFTER_LEASES: Final = 10
 
 
 class LateStartError(Exception):
-    """Too little of a lease was left to start its handler.  Never leaves the run: its work is reserved again."""
+    """Too little of a lease was left to start its handler.  Never leaves its run: the work is reserved again."""
+
+    def __init__(self, lease: HeldLease) -> None:
+        super().__init__()
+        self.lease = lease
+        """Whose handler does not start."""
 
 
 ReserveAnew: TypeAlias = Callable[[], Awaitable[Reserved | None]]
@@ -257,6 +262,19 @@ class LeaseKeeper:
             else:
                 await self._find_out(lease)
 
+    async def renew_late(self, lease: HeldLease) -> bool:
+        """Renew one lease at once; whether it is ours still and enough of it is left.
+
+        Raises:
+            StoreError: As for every verb.
+        """
+        asked_at = self.now()
+        duration = lease.reservation.lease
+        [still_ours] = await self._repository.renew([lease.reservation], duration)
+        if still_ours:
+            lease.renewed(asked_at, duration)
+        return still_ours and not lease.is_late()
+
     async def _find_out(self, lease: HeldLease) -> None:
         """Our record is gone, or somebody else's: go on in the first case, stop in the second."""
         asked_at = self.now()
@@ -278,36 +296,46 @@ class LeaseKeeper:
 class BatchLeases:
     """What is known of leases whose holder settles them in batches and renews them by itself.
 
-    Until when each may be started, by the lease clock.  Those that nobody settles are forgotten after a while.
+    Until when each may be started, by the lease clock, and which batch it belongs to.  Those that nobody settles are
+    forgotten after a while.
     """
 
     def __init__(self) -> None:
         self._start_before: dict[Reserved, float] = {}
+        self._batches: dict[Reserved, int] = {}
+        self._last_batch = 0
 
     def add(self, reservations: Iterable[Reserved], asked_at: float) -> None:
-        """Know the leases of `reservations`, which were asked for at `asked_at`."""
+        """Know the leases of one batch, which were asked for at `asked_at`."""
         self._forget_lapsed(asked_at)
+        self._last_batch += 1
         for each in reservations:
             self._start_before[each] = _start_before(each, asked_at)
+            self._batches[each] = self._last_batch
 
     def renewed(self, reservations: Iterable[Reserved], asked_at: float) -> None:
-        """Leases that were renewed begin anew at `asked_at`; those that are not known stay unknown."""
+        """Leases that were renewed begin anew at `asked_at`."""
         for each in reservations:
-            if each in self._start_before:
-                self._start_before[each] = _start_before(each, asked_at)
+            if each not in self._batches:
+                self._last_batch += 1
+                self._batches[each] = self._last_batch
+            self._start_before[each] = _start_before(each, asked_at)
 
     def settle(self, reservations: Iterable[Reserved]) -> None:
         """Forget reservations that are settled or lost."""
         for each in reservations:
             self._start_before.pop(each, None)
+            self._batches.pop(each, None)
 
     def may_start(self, reservation: Reserved, now: float) -> bool:
         """Whether enough is left of the lease of `reservation`; not if it is not known."""
         return now < self._start_before.get(reservation, float("-inf"))
 
-    def late(self, now: float) -> list[Reserved]:
-        """Those that may not be started now."""
-        return [each for each, until in self._start_before.items() if now >= until]
+    def late_beside(self, reservation: Reserved, now: float) -> list[Reserved]:
+        """`reservation`, and those of its batch that may not be started now either."""
+        batch = self._batches.get(reservation)
+        late = [each for each, until in self._start_before.items() if now >= until and self._batches[each] == batch]
+        return list(dict.fromkeys([reservation, *late]))
 
     def _forget_lapsed(self, now: float) -> None:
         gone = [

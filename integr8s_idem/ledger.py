@@ -100,9 +100,20 @@ class Ledger:
             alone=work.isolation is Isolation.ALONE,
         )
 
-    def request_again(self, work: Work, reserved: Reserved) -> ReserveRequest:
-        """The request that finds `reserved` by its token."""
-        return replace(self.request(work), token=reserved.token)
+    def unmark_later(self, work: Work, reserved: Reserved) -> None:
+        """Let a record say that its attempt runs alone no longer; without waiting."""
+        request = replace(self.request(replace(work)), token=reserved.token, alone=False)
+        self._in_background(self._unmark(work, request, reserved.fence))
+
+    async def _unmark(self, work: Work, request: ReserveRequest, fence: int) -> None:
+        try:
+            [found] = await self._repository.reserve([request])
+        except StoreError as error:
+            logger.warning("%s: its record still says that it runs alone: %s", work.key.label, error)
+            return
+        if isinstance(found, Reserved) and found.fence != fence:
+            # It was released meanwhile: this reservation belongs to no run.
+            await self.try_to_release(work, found)
 
     def reserve(self, request: ReserveRequest) -> Awaitable[Verdict]:
         """Ask; if we are cancelled meanwhile, what we get is given back."""

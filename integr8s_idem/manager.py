@@ -176,18 +176,22 @@ class IdempotencyManager:
         Raises:
             ApplicationError: As `completion`.
         """
+        self._batch_leases.settle([reserved])
         return await self._ledger.complete(self.completion(reserved, result, ttl))
 
     async def complete_many(self, completions: Sequence[Completion]) -> list[bool]:
         """As `complete`, many in one round trip, an answer for each, in their order; `completion` makes them."""
+        self._batch_leases.settle(each.reservation for each in completions)
         return await self.repository.complete(completions)
 
     async def fail(self, reserved: Reserved, error: str, *, ttl: timedelta | None = None) -> bool:
         """Remember that the work was given up.  `False`: the reservation is no longer ours."""
+        self._batch_leases.settle([reserved])
         return await self._ledger.fail(self._ledger.failure(reserved, error, ttl))
 
     async def release(self, *reservations: Reserved) -> list[bool]:
         """Give keys back undone, in one round trip; the attempts stay counted.  An answer for each, in their order."""
+        self._batch_leases.settle(reservations)
         return await self._ledger.release_together(reservations)
 
     async def get(self, key: str | Key) -> IdempotencyRecord | None:
@@ -260,8 +264,8 @@ class IdempotencyManager:
     async def may_start(self, reserved: Reserved) -> bool:
         """Whether you may do the work of `reserved`, which `acquire_batch` returned.  Ask immediately before the work.
 
-        Costs no round trip while enough of the lease is left.  Otherwise all reservations of this manager's batches
-        that are short of time are renewed in one call, which counts no attempt.
+        Costs no round trip while enough of the lease is left.  Otherwise all reservations of its batch that are
+        short of time are renewed in one call, which counts no attempt.
 
         Returns:
             `False`: the reservation is no longer ours.  Do not do the work, and leave it out of `confirm_batch`;
@@ -280,11 +284,11 @@ class IdempotencyManager:
     async def _renew_late(self, reserved: Reserved) -> bool:
         """Renew all leases of batches that are late; whether that of `reserved` is ours still."""
         asked_at = self._leases.now()
-        late = list(dict.fromkeys([reserved, *self._batch_leases.late(asked_at)]))
+        late = self._batch_leases.late_beside(reserved, asked_at)
         answers = await self.repository.renew(late, self.config.lease)
         lost = set(compress(late, map(not_, answers)))
         self._batch_leases.settle(lost)
-        self._batch_leases.add((each for each in late if each not in lost), asked_at)
+        self._batch_leases.renewed((each for each in late if each not in lost), asked_at)
         return reserved not in lost
 
     async def confirm_batch(

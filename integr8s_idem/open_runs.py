@@ -82,7 +82,9 @@ class OpenRun:
         loop = asyncio.get_running_loop()
         end, self._begun, self._end = self._end, loop.create_future(), loop.create_future()
         if not end.done():
-            end.set_exception(LateStartError())
+            assert self._run is not None, "the run has begun"
+            assert self._run.lease is not None
+            end.set_exception(LateStartError(self._run.lease))
         ended = await self._wait_for_start()
         if ended is None:
             self._pass.add_done_callback(self._ended)

@@ -23,6 +23,7 @@ from integr8s_idem.joining import Seal, run_joined
 from integr8s_idem.keys import Key, downstream_key
 from integr8s_idem.leases import HeldLease, LateStartError, LeaseKeeper
 from integr8s_idem.ledger import Ledger, describe_error
+from integr8s_idem.pace import turn_of_the_loop
 from integr8s_idem.records import (
     Completed,
     Corrupt,
@@ -167,6 +168,7 @@ class Passes:
         known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
         if known is not None:
             return known
+        late_starts = 0
         while True:
             asked_at = self._leases.now()
             try:
@@ -184,6 +186,9 @@ class Passes:
             outcome = await self._perform(work, function, lease, wait_for_store, seal)
             if not isinstance(outcome, NotStarted):
                 return outcome
+            # What lies between the reservation and the start may take longer than the lease each time.
+            await asyncio.sleep(min(FIRST_LOOK * 2**late_starts, LONGEST_LOOK) if late_starts else 0)
+            late_starts += 1
 
     def now(self) -> float:
         """The time by the lease clock, in seconds: to be read before the store is asked for a lease."""
@@ -217,17 +222,13 @@ class Passes:
             and not self._crashed_too_often(work, reserved)
         )
 
-    async def no_longer_alone(self, work: Work) -> None:
-        """Let the record of `work`, which is under way, say that it runs alone no longer."""
+    def no_longer_alone(self, work: Work) -> None:
+        """Let the record of `work`, which is under way, say that it runs alone no longer; without waiting."""
         run = self.runs.of(self._ledger.space.full(work.key))
-        if run is None or run.work is not work or run.lease is None:
-            return
+        if run is None or run.work is not work or run.lease is None or run.commits_itself:
+            return  # where the handler's transaction is open, its record is nobody else's to write
         work.isolation = Isolation.WAIVED
-        held = run.lease.reservation
-        found = await self._ledger.reserve(self._ledger.request_again(work, held))
-        if isinstance(found, Reserved) and found.fence != held.fence:
-            # It was released in this moment: this reservation is nobody's.
-            await self._ledger.try_to_release(work, found)
+        self._ledger.unmark_later(work, run.lease.reservation)
 
     async def wait_for_change(self, found: InProgress, *, at_most: float = 3600.0, looks: int = 0) -> None:
         """Return when it is worth asking again: the run in this process ended, or a while has passed.
@@ -431,7 +432,7 @@ class Passes:
             return await self._fail(
                 work, reserved, CrashedTooOftenError(self._crashes(work, reserved)), lease.deadline, wait_for_store
             )
-        if lease.is_late():
+        if not await self._may_start(work, lease):
             return self.not_started(work, lease)
         if seal is not None:
             seal.reserved = reserved
@@ -445,10 +446,10 @@ class Passes:
             except asyncio.CancelledError:
                 self._ledger.release_later(work, lease.reservation)
                 raise
-            except LateStartError:
-                self.runs.over(run)
-                return self.not_started(work, lease)
             except Exception as error:
+                if isinstance(error, LateStartError) and error.lease is lease:
+                    self.runs.over(run)
+                    return self.not_started(work, lease)
                 failed = await self._run_failed(work, lease, seal, error, wait_for_store)
                 if failed is None:
                     raise
@@ -462,6 +463,19 @@ class Passes:
             raise
         finally:
             self.runs.leave(run)
+
+    async def _may_start(self, work: Work, lease: HeldLease) -> bool:
+        """Whether enough of the lease is left, once the event loop has had its turn."""
+        try:
+            await turn_of_the_loop()
+        except asyncio.CancelledError:
+            self.release(work, lease)
+            raise
+        return not lease.is_late()
+
+    def renew_late(self, lease: HeldLease) -> Coroutine[Any, Any, bool]:
+        """Renew a lease that is late; whether it is ours still."""
+        return self._leases.renew_late(lease)
 
     def _crashed_too_often(self, work: Work, reserved: Reserved) -> bool:
         """Whether no more runs of it are begun, since none has come to an end."""
@@ -477,9 +491,10 @@ class Passes:
 
     def _crashes(self, work: Work, reserved: Reserved) -> int:
         """How many attempts count as crashed."""
-        if work.isolation is Isolation.NONE or not reserved.lapsed_alone:
+        if work.isolation is Isolation.NONE or not reserved.lapsed:
             return reserved.attempt - 1
-        return reserved.lapsed_alone
+        alone = reserved.lapsed_alone
+        return alone if alone >= self.config.max_attempts else reserved.lapsed
 
     async def conclude(self, done: Returned[T], wait_for_store: WaitForStore | None) -> Executed[T]:
         """Remember what a run returned, as `execute` does."""

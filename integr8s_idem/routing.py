@@ -11,8 +11,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent, Message, derived_event_id, event_type_of
 from integr8s_idem.frozen import quick
+from integr8s_idem.pace import turn_of_the_loop
 from integr8s_idem.results import materialized, refuse_generator
-from integr8s_idem.runs import Run, check_start, current_run
+from integr8s_idem.runs import Run, check_start, run_of
 from integr8s_idem.work import Attempt, Transaction
 
 HandlerFunction = Callable[..., Awaitable[Any]]
@@ -110,12 +111,13 @@ class BatchCall:
         """What the handler is called with."""
         return list(self.events)
 
-    def check_start(self) -> None:
-        """Refuse to call the handler on a lease that is late.  Call it immediately before the call.
+    async def check_start(self) -> None:
+        """Refuse to call the handler on a lease that is late.  Await it immediately before the call.
 
         Raises:
             LateStartError: Too little is left of one of their leases.
         """
+        await turn_of_the_loop()
         for run in self.runs:
             check_start(run)
 
@@ -136,13 +138,14 @@ class HandlerCall:
         """What the handler is called with."""
         return self.event
 
-    def check_start(self) -> None:
-        """Refuse to call the handler on a lease that is late.  Call it immediately before the call.
+    async def check_start(self) -> None:
+        """Refuse to call the handler on a lease that is late.  Await it immediately before the call.
 
         Raises:
             LateStartError: Too little is left of the lease.
         """
-        check_start(current_run())
+        await turn_of_the_loop()
+        check_start(run_of(self.attempt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,7 @@ needs.  `integrations.dishka` has one with a REQUEST scope."""
 
 async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
     """Call a handler that takes nothing but its event, or its events."""
-    call.check_start()
+    await call.check_start()
     return await handler.function(call.argument)
 
 

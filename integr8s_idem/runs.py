@@ -72,9 +72,10 @@ _RUN: ContextVar[Run | None] = ContextVar("the innermost run that the current co
 """Tasks inherit it from the code that begins them."""
 
 
-def current_run() -> Run | None:
-    """Return the innermost run that the current code is part of, whichever manager it belongs to."""
-    return _RUN.get()
+def run_of(attempt: Attempt) -> Run | None:
+    """Return the run of `attempt`, if it has a lease and the current code is the innermost part of it."""
+    run = _RUN.get()
+    return run if run is not None and run.attempt is attempt else None
 
 
 def check_start(run: Run | None) -> None:
@@ -84,7 +85,7 @@ def check_start(run: Run | None) -> None:
         LateStartError: The lease has ended or is about to: the work is to be reserved again.
     """
     if run is not None and run.lease is not None and run.lease.is_late():
-        raise LateStartError
+        raise LateStartError(run.lease)
 
 
 class Runs:

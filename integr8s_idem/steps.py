@@ -34,6 +34,7 @@ from integr8s_idem.errors import (
     StoreUnavailableError,
 )
 from integr8s_idem.keys import FINGERPRINT_BYTES, KeySpace, first_generation_key, generation_key
+from integr8s_idem.pace import turn_of_the_loop
 from integr8s_idem.passes import FIRST_LOOK, Passes
 from integr8s_idem.records import (
     Completed,
@@ -46,7 +47,7 @@ from integr8s_idem.records import (
     StoredResult,
 )
 from integr8s_idem.results import decode_result, encode_result, refuse_generator, repeatable, return_type_of
-from integr8s_idem.runs import Run, check_start, current_run
+from integr8s_idem.runs import Run, check_start, run_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Work
@@ -177,7 +178,9 @@ class Steps:
             raise StepInterruptedError(step.name, self._run.attempt.label, "that run did not come to its end")
         # Once more, with the place taken: whoever takes the unit over from here on finds the step in it.
         await self._refuse_if_lost()
-        check_start(current_run())
+        await turn_of_the_loop()
+        await self._refuse_late_unit()
+        check_start(run_of(attempt))
         return await step.call()
 
     def _refuse_if_over(self, step: _Step) -> None:
@@ -202,6 +205,12 @@ class Steps:
         # A record that is gone was lost by the store: the unit's completion finds out and reserves it anew.
         if unit is not None and unit.fence != lease.reservation.fence:
             raise LeaseLostError(attempt.label, attempt.number, lease.reservation.lease, self._space.scope, unit.owner)
+
+    async def _refuse_late_unit(self) -> None:
+        """A step does not start on a lease of its unit that is late: it is renewed first, if it is still ours."""
+        lease, attempt = self._run.lease, self._run.attempt
+        if lease is not None and lease.is_late() and not await self._passes.renew_late(lease):
+            raise LeaseLostError(attempt.label, attempt.number, lease.reservation.lease, self._space.scope)
 
     def _value(self, step: _Step, work: Work, outcome: Outcome[Any]) -> Any:
         label = work.key.label

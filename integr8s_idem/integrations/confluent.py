@@ -276,7 +276,7 @@ class Delivery:
     async def _once(self, work: Work, function: Callable[[Message], T], here: Here) -> Outcome[T]:
         async def call(attempt: Attempt) -> T:
             self.attempt = attempt
-            value: T = await here(lambda: materialized(function(self.message)))
+            value: T = await here(lambda: materialized(function(self.message)), attempt)
             refuse_awaitable(value, function)
             return value
 

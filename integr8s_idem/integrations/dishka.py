@@ -361,7 +361,7 @@ async def _call(
     token = CURRENT.set(request)
     try:
         found: dict[str, Any] = await request.get(needs[handler.function].key)
-        call.check_start()
+        await call.check_start()
         return returned_by(call, await handler.function(call.argument, **found))
     finally:
         CURRENT.reset(token)
@@ -402,7 +402,7 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
         async with scope_of_a_call(container(_context(call))) as request:
             token = CURRENT.set(request)
             try:
-                call.check_start()
+                await call.check_start()
                 return returned_by(call, await wrapped[handler.function](call.argument))
             finally:
                 CURRENT.reset(token)

@@ -49,6 +49,7 @@ from integr8s_idem.integrations.loops import End, KeyOf, by_header, by_position,
 from integr8s_idem.keys import Key, escaped, fingerprint
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.open_runs import OpenRun
+from integr8s_idem.pace import turn_of_the_loop
 from integr8s_idem.records import Completed, InProgress, StoredResult
 from integr8s_idem.results import decode_result, encode_result, repeatable
 from integr8s_idem.work import HandlerFailed, Work
@@ -213,6 +214,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         if isinstance(work, Work):
             self._unit = self._manager.space.full(work.key)
         ended = await self._begin(work, msg.raw_message)
+        await turn_of_the_loop()
         while ended is None and isinstance(work, Work) and self._runs[0][0].is_late():
             ended = await self._begin_again(work, *self._runs[0])
         if ended is not None and isinstance(ended.done, Completed):
@@ -260,6 +262,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         owner = asyncio.current_task()
         ends = await asyncio.gather(*(self._begin(*each, owner) for each in asked), return_exceptions=True)
         begun = await self._ends_or_abandon(ends)
+        await turn_of_the_loop()
         # While the last of them was reserved, the lease of the first may have run out.
         while late := [(run, record) for run, record in self._runs if run.is_late()]:
             places = [next(at for at, (_, asked_for) in enumerate(asked) if asked_for is record) for _, record in late]

@@ -362,6 +362,9 @@ class ServiceWorker:
         """Running handlers may end; what waits is let go and comes again.  The poll loop goes on meanwhile."""
         self._phase = "draining"
         assignments = list(self._holdings.assignments.values())
+        for assignment in assignments:
+            assignment.close()
+        self._crew.release_closed()
         await self._holdings.close(assignments)
         running = self._holdings.handlers()
         for task in running:
@@ -398,6 +401,9 @@ class ServiceWorker:
         assignments = [held[partition] for partition in partitions if partition in held]
         assert self._poller is not None, "only a client of ours tells of this"
         self._poller.watch.stir()
+        for assignment in assignments:
+            assignment.close()
+        self._crew.release_closed()
         await self._holdings.close(assignments)
         await self._offsets.commit(self._poller.consumer, assignments)
         for assignment in assignments:

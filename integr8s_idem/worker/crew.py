@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from integr8s_idem.deadlines import GRACE_TURNS
 from integr8s_idem.errors import StoreError
 from integr8s_idem.handling import GuardedHandling, Handling
-from integr8s_idem.lease_clock import clock_of
 from integr8s_idem.leases import HeldLease
+from integr8s_idem.pace import pace_of
 from integr8s_idem.records import Completed, KeyReused, Reserved, Verdict
 from integr8s_idem.runs import Returned, Suspected
 from integr8s_idem.work import Executed, NotStarted, Outcome
@@ -44,9 +43,6 @@ MOST_WAVES: Final = 2
 
 TURN: Final = 50
 """Deliveries that one hand does before it lets the event loop look at everything else."""
-
-LONGEST_TURN: Final = 0.01
-"""Seconds after which all hands do so in any case."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,9 +109,7 @@ class Crew:
         self._stirred = self._remembering = False
         self._spare: Coroutine[Any, Any, None] | None = None
         """A hand that has not taken anything yet."""
-        self._clock = clock_of(asyncio.get_running_loop())
-        self._turn_ends: float | None = None
-        """Until when hands may begin handlers in this turn of the event loop; `None` if none has begun one."""
+        self._pace = pace_of(asyncio.get_running_loop())
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = copy_context()
         """What handlers inherit: that of the service, and not what the one before has put into its own."""
@@ -141,6 +135,17 @@ class Crew:
             self._end(held.delivery)
         while self._ready:
             self._leave(self._ready.popleft())
+
+    def release_closed(self) -> None:
+        """Release what waits of assignments that are closed: nobody comes to it while an event runs alone."""
+        held, self._held = self._held, deque()
+        for each in held:
+            if each.delivery.assignment.closed:
+                each.release()
+                self._slots.give()
+                self._end(each.delivery)
+            else:
+                self._held.append(each)
 
     def _begin(
         self, work: Coroutine[Any, Any, None], ended: Callable[[asyncio.Task[None]], None]
@@ -303,7 +308,7 @@ class Crew:
     async def _hand(self) -> None:
         done, is_spare = 0, True
         while self._held and not self._isolation.is_closed:
-            if done == TURN or self._is_turn_over():
+            if done == TURN or self._pace.is_turn_over():
                 # Leases are renewed meanwhile, also where no handler awaits anything.
                 await asyncio.sleep(0)
                 done = 0
@@ -317,25 +322,6 @@ class Crew:
                 continue
             await self._handle(held)
             done += 1
-
-    def _is_turn_over(self) -> bool:
-        """Whether handlers, of all hands together, have kept the event loop for long enough."""
-        now = self._clock()
-        if self._turn_ends is None:
-            self._turn_ends = now + LONGEST_TURN
-            asyncio.get_running_loop().call_soon(self._end_turn)
-        return now > self._turn_ends
-
-    def _end_turn(self) -> None:
-        assert self._turn_ends is not None
-        self._rest(GRACE_TURNS if self._clock() > self._turn_ends else 0)
-
-    def _rest(self, turns: int) -> None:
-        # An answer of the store is read in one turn of the event loop, and leads to the next question in another.
-        if turns:
-            asyncio.get_running_loop().call_soon(self._rest, turns - 1)
-        else:
-            self._turn_ends = None
 
     async def _reserve_again(self, held: Held) -> None:
         """Reserve again, in one round trip, all that wait with too little of their leases left.

@@ -15,6 +15,10 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Final
+
+DRAW_TURNS: Final = 4
+"""Turns of the event loop in which suspects that were reserved together ask: any of them may be the first to run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,30 +87,45 @@ class Isolation:
             if turn is not None and turn.is_alone:
                 if turn.ended.done():
                     self._overdue -= 1
+                    self.leave()
                 else:
                     turn.ended.set_result(None)
 
     async def _get_turn(self, unless: asyncio.Future[None]) -> bool:
-        if self._has_turn:
-            called: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(called)
-            try:
-                await asyncio.wait({called, unless}, return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:
-                if called.done():
-                    self._give_turn()
-                raise
-            finally:
-                if called in self._waiting:
-                    self._waiting.remove(called)
-            return called.done()
-        self._has_turn = True
-        return True
+        loop = asyncio.get_running_loop()
+        called: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(called)
+        if not self._has_turn:
+            self._has_turn = True
+            if loop.time() >= self._rest_until and not self._overdue:
+                self._close()
+            self._draw(DRAW_TURNS)
+        try:
+            await asyncio.wait({called, unless}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if called.done():
+                self._give_turn()
+            raise
+        finally:
+            if called in self._waiting:
+                self._waiting.remove(called)
+        return called.done()
+
+    def _draw(self, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._draw, turns - 1)
+        else:
+            self._give_turn()
+
+    def _close(self) -> None:
+        if self._opened is None:
+            self._opened = asyncio.get_running_loop().create_future()
 
     def _give_turn(self) -> None:
         """Call the next: whichever, since one that kills its process must not always come behind the same others."""
         if not self._waiting:
             self._has_turn = False
+            self._open()
             return
         called = self._waiting.pop(random.randrange(len(self._waiting)))  # noqa: S311  # no secret
         called.set_result(None)
@@ -117,10 +136,11 @@ class Isolation:
             if (rest := self._rest_until - loop.time()) > 0:
                 await asyncio.wait({unless}, timeout=rest)
             if unless.done() or self._overdue:
-                # Beside one that runs on, nobody is alone: nobody is made to wait for that.
+                # Beside one that runs on, no suspect can be alone.
+                self._open()
                 return Turn(is_alone=False)
             began = loop.time()
-            self._opened = loop.create_future()
+            self._close()
             if self._running:
                 self._idle = loop.create_future()
                 await asyncio.wait({self._idle, unless}, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
@@ -145,6 +165,7 @@ class Isolation:
 
     def _end_early(self, turn: Turn) -> None:
         self._overdue += 1
+        self.enter()
         turn.ended.set_result(None)
 
     def _end(self, began: float, share: float) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from integr8s_idem.errors import StoreError
 from integr8s_idem.handling import GuardedHandling
 from integr8s_idem.runs import Suspected
 from integr8s_idem.telemetry import Observer, Signal
@@ -54,16 +53,17 @@ class SuspectRunner:
         Raises:
             AbandonedError: The event is to be released.
         """
-        async with self.isolation.turn(self.share, self.longest, unless=closing) as turn:
-            if turn is None:
-                handling.release(suspect.lease)
-                raise AbandonedError
-            self._report(turn, handling, suspect.lease.reservation.lapsed)
-            run = partial(handling.run_isolated, suspect, alone=turn.is_alone, wait_for_store=wait_for_store)
-            try:
+        try:
+            async with self.isolation.turn(self.share, self.longest, unless=closing) as turn:
+                if turn is None:
+                    raise AbandonedError
+                self._report(turn, handling, suspect.lease.reservation.lapsed)
+                run = partial(handling.run_isolated, suspect, alone=turn.is_alone, wait_for_store=wait_for_store)
                 return await (self._alone(handling, turn, run) if turn.is_alone else beside_others(run))
-            finally:
-                handling.isolate()  # the next try, too
+        finally:
+            if suspect.lease.is_held:  # it has not come to a try
+                handling.release(suspect.lease)
+            handling.isolate()  # the next try, too
 
     def _report(self, turn: Turn, handling: GuardedHandling, lapsed: int) -> None:
         if turn.is_alone:
@@ -79,16 +79,8 @@ class SuspectRunner:
         try:
             return await run()
         finally:
-            if turn.ended.done():
-                await asyncio.wait({after})
-                self.isolation.leave()
-            else:
-                after.cancel()
+            after.cancel()
 
     async def _go_on_beside_others(self, handling: GuardedHandling, turn: Turn) -> None:
         await asyncio.wait({turn.ended})  # which the cancellation of this task must not cancel
-        self.isolation.enter()
-        try:
-            await handling.no_longer_alone()
-        except StoreError as error:
-            logger.warning("%s: its record still says that it runs alone: %s", handling.label, error)
+        handling.no_longer_alone()

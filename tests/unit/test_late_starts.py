@@ -7,11 +7,13 @@ is in memory, but for transactional handlers.
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, closing, suppress
 from contextvars import Context
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +35,7 @@ from integr8s_idem.config import ServiceSettings
 from integr8s_idem.decorator import idempotent
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import LeaseLostError, StoreUnavailableError
+from integr8s_idem.handling import EventHandler
 from integr8s_idem.integrations.aiokafka import by_position
 from integr8s_idem.integrations.aiokafka import guarded as guarded_by_aiokafka
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
@@ -46,6 +49,7 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware
+from integr8s_idem.pace import LONGEST_TURN
 from integr8s_idem.records import Completed, Completion, Reserved, ReserveRequest, StoredResult, Verdict
 from integr8s_idem.routing import BatchCall, HandlerCall, RegisteredHandler, call_with_event
 from integr8s_idem.stores import IdempotencyRepository
@@ -59,6 +63,7 @@ from tests.support.conditions import eventually
 from tests.support.counting import CountingObserver
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import FakePublisher
+from tests.support.guarded import guarded
 
 LEASE = 30.0
 HOUR = timedelta(hours=1)
@@ -794,7 +799,7 @@ async def test_may_start_asks_the_store_only_when_a_lease_is_late(
     assert (entry.store.calls["renew"], entry.prevented) == (0, 0)
 
 
-async def test_may_start_renews_all_late_leases_of_its_batches_in_one_call(
+async def test_may_start_renews_all_late_leases_of_its_batch_in_one_call(
     clock: LeapingClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = Run(clock, inner)
@@ -802,7 +807,7 @@ async def test_may_start_renews_all_late_leases_of_its_batches_in_one_call(
     clock.seconds += LEASE - 0.5
 
     assert [await entry.manager.may_start(each) for each in reserved] == [True] * 3
-    assert (entry.store.calls["renew"], entry.prevented) == (1, 1)
+    assert (entry.store.calls["renew"], entry.prevented) == (2, 2), "a batch that nobody asks about is left to lapse"
     assert await entry.manager.confirm_batch(reserved) == [True] * 3
     assert {record.attempt async for record in inner.scan("")} == {1}
 
@@ -858,3 +863,40 @@ async def test_renewing_a_batch_by_hand_gives_its_starts_a_new_lease(
 
     assert [await entry.manager.may_start(each) for each in reserved] == [True, True]
     assert entry.store.calls["renew"] == 1
+
+
+async def test_a_run_whose_lease_has_ended_is_not_started_again_by_what_it_calls(
+    clock: LeapingClock, inner: MemoryIdempotencyRepository
+) -> None:
+    """Its effects have happened: a late start of something within it must not look as if it had not started."""
+    entry = Run(clock, inner)
+    charges: list[int] = []
+
+    async def inner_handler(event: BaseEvent) -> str:
+        return "inner"
+
+    unguarded = EventHandler(inner_handler, name="inner")
+
+    async def charge() -> str:
+        charges.append(1)
+        clock.seconds += 2 * LEASE  # it blocks the event loop
+        return str(await unguarded(BaseEvent(event_type="inner")))
+
+    assert await entry.manager.run("outer", charge) == "inner"
+    assert charges == [1]
+
+
+async def test_functions_that_do_not_await_leave_the_event_loop_its_turns() -> None:
+    """Outcomes and renewals of those that are done are written while others wait."""
+    here = guarded()
+    begun, completed = list[int](), list[int]()
+
+    async def work(number: int) -> None:
+        begun.append(number)
+        completed.append(here.store.calls["complete"])
+        time.sleep(2 * LONGEST_TURN)  # noqa: ASYNC251  # as a function should not
+
+    await asyncio.gather(*(here.manager.run(f"job:{number}", partial(work, number)) for number in range(10)))
+
+    assert sorted(begun) == list(range(10))
+    assert completed[-1] >= 8, "outcomes do not wait for the last function"

@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
+from integr8s_idem.handling import GuardedHandling
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Reserved, ReserveRequest
+from integr8s_idem.runs import Suspected
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.work import Outcome
+from integr8s_idem.worker.isolation import Isolation
+from integr8s_idem.worker.suspects import SuspectRunner
 from tests.support.crews import Depot, ParcelSent, all_committed, dispatcher_of, leases_left, sent, whats_left
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
@@ -165,3 +170,46 @@ async def test_suspects_keep_their_leases_while_they_wait_longer_than_a_lease() 
     assert sorted(depot.done) == list(range(4))
     assert depot.most_in_hand == 1
     assert here.observer.counts[Signal.TAKEOVER] == 4, "each was taken over once, from the process that died"
+
+
+@virtual_time
+async def test_events_reserved_before_an_isolated_run_are_released_when_their_partition_is_given_up() -> None:
+    here, depot, broker = guarded(), Depot(seconds=25), sent(6)
+    await crashed(here, 0, times=2)
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none", drain_timeout_seconds=60) as worker:
+        await worker.until(lambda: 0 in depot.begun)
+        held = [each.delivery for each in worker.worker._crew._held]
+        for delivery in held:
+            delivery.assignment.close()
+        worker.worker._crew.release_closed()
+        await asyncio.sleep(1)
+        left = [record.key async for record in here.store.scan("") if await here.store.count_active(record.key)]
+        assert not held or len(left) == 1, "only the event that runs alone is held"
+
+
+@virtual_time
+async def test_a_suspect_that_is_cancelled_before_its_try_releases_its_lease() -> None:
+    here = guarded()
+    await crashed(here, 0, times=2)
+    handler = dispatcher_of(Depot().handle, here)
+    handling = handler.handlings(ParcelSent(number=0, event_id="parcel-0"))[0]
+    assert isinstance(handling, GuardedHandling)
+    handling.isolate()
+    suspect = await handling.attempt_or_suspect(wait_for_store=never_down)
+    assert isinstance(suspect, Suspected)
+    isolation = Isolation()
+    isolation._overdue = 1  # nobody can be alone
+    runner = SuspectRunner(isolation, 0.5, 30, here.observer)
+
+    async def cancelled(_: object) -> Outcome[object]:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await runner.run(handling, suspect, asyncio.get_running_loop().create_future(), never_down, cancelled)
+
+    assert await leases_left(here) == []
+
+
+async def never_down(error: Exception) -> None:
+    raise AssertionError("the store answers") from error
