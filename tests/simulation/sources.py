@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
-from integr8s_idem import deadlines, ledger, passes
-from integr8s_idem.worker import consumer, deadletters, isolation, polling, retries
+from integr8s_idem import deadlines, ledger, pace, passes
+from integr8s_idem.worker import consumer, crew, deadletters, isolation, polling, retries
 from tests.simulation.processes import PROCESS
 
 POLL_SECONDS: Final = 1.0
@@ -31,6 +31,14 @@ def driven_by(random: Random) -> Iterator[None]:
     """Jitter, tokens and clocks from `random` and from the loop; silence in the log."""
     chance = SimpleNamespace(uniform=random.uniform)
     clocks: defaultdict[object, Any] = defaultdict(deadlines._Clock)
+    paces: dict[object, Any] = {}
+
+    def pace_of(loop: asyncio.AbstractEventLoop) -> Any:
+        process = PROCESS.get()
+        if process not in paces:
+            paces[process] = pace.Pace(loop)
+        return paces[process]
+
     time = SimpleNamespace(monotonic=_now, time=lambda: WALL_CLOCK + _now())
     logger = logging.getLogger("integr8s_idem")
     level = logger.level
@@ -40,6 +48,8 @@ def driven_by(random: Random) -> Iterator[None]:
             (ledger, "new_token", lambda: random.randbytes(16)),
             # Processes share an event loop here, and a timer of the dead never rings.
             (deadlines, "_clock_of", lambda _: clocks[PROCESS.get()]),
+            (pace, "pace_of", pace_of),
+            (crew, "pace_of", pace_of),
             (retries, "random", chance),
             (isolation, "random", SimpleNamespace(randrange=random.randrange)),
             (consumer, "time", time),
