@@ -333,7 +333,7 @@ class ServiceSettings(Section):
     isolation_share: Annotated[float, Field(ge=0, le=1), NOT_BOOL] = 0.5
     """Largest share of the time for running events alone that may have crashed workers; 0 runs none of them alone."""
     isolation_seconds: Annotated[float, Field(gt=0, le=86_400), NOT_BOOL] = 30
-    """Longest time for which such an event keeps the others waiting."""
+    """Longest time for which it waits for running handlers to end, and then runs alone."""
     on_in_progress: OnInProgress | None = None
     """As in [idempotency], for this service."""
     on_failure: OnFailure | None = None
