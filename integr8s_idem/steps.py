@@ -209,8 +209,14 @@ class Steps:
     async def _refuse_late_unit(self) -> None:
         """A step does not start on a lease of its unit that is late: it is renewed first, if it is still ours."""
         lease, attempt = self._run.lease, self._run.attempt
-        if lease is not None and lease.is_late() and not await self._passes.renew_late(lease):
-            raise LeaseLostError(attempt.label, attempt.number, lease.reservation.lease, self._space.scope)
+        while lease is not None and lease.is_late():
+            try:
+                is_ours = await self._passes.renew_late(lease)
+            except StoreUnavailableError as error:
+                await _pause(error)  # an outage is no failure of the step
+                continue
+            if not is_ours:
+                raise LeaseLostError(attempt.label, attempt.number, lease.reservation.lease, self._space.scope)
 
     def _value(self, step: _Step, work: Work, outcome: Outcome[Any]) -> Any:
         label = work.key.label
