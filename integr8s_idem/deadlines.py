@@ -82,22 +82,23 @@ class _Clock:
     """The deadlines of one event loop that have not expired, and one timer for the first of them."""
 
     def __init__(self) -> None:
-        self._heeded: set[Deadline] = set()
+        self._heeded: dict[Deadline, None] = {}
+        """In the order in which they were heeded: those of one moment expire in the same order in every run."""
         self._timer: asyncio.Handle | None = None
         self._rings_at = 0.0
         self._in_grace = False
 
     def heed(self, deadline: Deadline) -> None:
         if deadline.when is None or deadline.expired:
-            self._heeded.discard(deadline)
+            self._heeded.pop(deadline, None)
             return
-        self._heeded.add(deadline)
+        self._heeded[deadline] = None
         if not self._in_grace and (self._timer is None or deadline.when < self._rings_at):
             self._set(deadline.when)
 
     def forget(self, deadline: Deadline) -> None:
         # The timer stays: it is cheaper to let it ring in vain once than to set it anew each time.
-        self._heeded.discard(deadline)
+        self._heeded.pop(deadline, None)
 
     def _set(self, when: float) -> None:
         if self._timer is not None:
@@ -115,7 +116,7 @@ class _Clock:
         now = asyncio.get_running_loop().time()
         for deadline in [late for late in self._heeded if late.when is not None and late.when <= now]:
             if not turns or not deadline.has_grace(now):
-                self._heeded.discard(deadline)
+                self._heeded.pop(deadline, None)
                 deadline.expire()
         if turns:
             asyncio.get_running_loop().call_soon(self._wait, turns - 1)

@@ -151,7 +151,8 @@ class LeaseKeeper:
         self._times = (0.0, 0.0, 0.0)
         self._repository = repository
         self._observer = observer
-        self._held: set[HeldLease] = set()
+        self._held: dict[HeldLease, None] = {}
+        """In the order in which they were taken, which is that of a renewal."""
         self._timer: asyncio.Handle | None = None
         self._wakes_at = 0.0
         """When the timer fires.  It cannot be asked: for what is due at once, uvloop gives a handle without a time."""
@@ -188,12 +189,12 @@ class LeaseKeeper:
 
     def take(self, lease: HeldLease) -> None:
         """Look after `lease` from now on."""
-        self._held.add(lease)
+        self._held[lease] = None
         self._wake_at(lease.renew_at)
 
     def drop(self, lease: HeldLease) -> None:
         """Look after `lease` no longer."""
-        self._held.discard(lease)
+        self._held.pop(lease, None)
 
     def holds(self, lease: HeldLease) -> bool:
         """Whether `lease` is looked after."""
