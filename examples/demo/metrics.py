@@ -22,14 +22,16 @@ class Metrics:
         self._before: Counter[str] = Counter()
         self._now: dict[str, Counter[str]] = {}
 
-    async def scrape(self, service: str, port: int) -> None:
-        """Ask one service.  One that gives no answer keeps the numbers of its last one."""
+    async def scrape(self, service: str, port: int) -> bool:
+        """Ask one service; whether it answered.  One that gives no answer keeps the numbers of its last one."""
         try:
             status, page = await get(port, "/metrics")
         except (OSError, http.client.HTTPException):
-            return
-        if status == http.HTTPStatus.OK:
-            self._now[service] = _sums(page.splitlines())
+            return False
+        if status != http.HTTPStatus.OK:
+            return False
+        self._now[service] = _sums(page.splitlines())
+        return True
 
     def died(self, service: str) -> None:
         """Its next life counts from zero."""

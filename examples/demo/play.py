@@ -30,6 +30,8 @@ _SEVERAL: Final = 3
 _TICK_SECONDS: Final = 1.0
 _QUIET_SECONDS: Final = 2.5
 """Without a new delivery, before it counts as over.  Services measure their lag once a second."""
+_QUIET_LOOKS: Final = 2
+"""At all services, each of which answered: on a busy machine no answer may come for seconds."""
 _END_SECONDS: Final = 20.0
 
 
@@ -93,6 +95,7 @@ class _Stage:
         self._in_flight: frozenset[str] | None = None
         self._troubles: list[str] = []
         self._over = True
+        self._looks = 0
 
     async def act(self) -> None:
         """Everything up to the moment when the services may end.
@@ -209,12 +212,12 @@ class _Stage:
 
     async def _wait_for_quiet(self) -> None:
         """A duplicate may still come after the last result, and do harm: wait for all of them."""
-        last, since = (-1, -1, -1), self._display.seconds
-        while self._display.seconds - since < _QUIET_SECONDS:
+        last, since, looks = (-1, -1, -1), self._display.seconds, self._looks
+        while self._display.seconds - since < _QUIET_SECONDS or self._looks - looks < _QUIET_LOOKS:
             now = (self._duplicator.events, self._duplicator.copies, self._metrics["deliveries"])
             busy = self._metrics["in_flight"] or self._metrics["consumer_lag"] or not self._duplicator.idle
             if busy or now != last:
-                last, since = now, self._display.seconds
+                last, since, looks = now, self._display.seconds, self._looks
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _keep_looking(self) -> None:
@@ -226,7 +229,8 @@ class _Stage:
     async def _look(self) -> None:
         """Ask everybody, and show it."""
         ports = {service.name: service.port for service in self._services if service.port}
-        await asyncio.gather(*(self._metrics.scrape(name, port) for name, port in ports.items()))
+        answered = await asyncio.gather(*(self._metrics.scrape(name, port) for name, port in ports.items()))
+        self._looks += all(answered)
         metrics, progress = self._metrics, await self._scene.ledger.progress()
         self._display.show(
             Figures(
