@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 from typing import Final
-from weakref import WeakKeyDictionary
+
+from integr8s_idem.per_loop import PerLoop
 
 LATE: Final = 0.01
 """Seconds after its time from which on a deadline fires late."""
@@ -129,11 +130,4 @@ class _Clock:
             self._set(min(deadline.when for deadline in self._heeded if deadline.when is not None))
 
 
-_clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, _Clock] = WeakKeyDictionary()
-
-
-def _clock_of(loop: asyncio.AbstractEventLoop) -> _Clock:
-    clock = _clocks.get(loop)
-    if clock is None:
-        clock = _clocks[loop] = _Clock()
-    return clock
+_clock_of = PerLoop(lambda _: _Clock())

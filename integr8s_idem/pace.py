@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from typing import Final
-from weakref import WeakKeyDictionary
 
 from integr8s_idem.deadlines import GRACE_TURNS
 from integr8s_idem.lease_clock import clock_of
+from integr8s_idem.per_loop import PerLoop
 
 LONGEST_TURN: Final = 0.01
 """Seconds for which functions may keep the event loop before the next one waits."""
@@ -23,7 +23,6 @@ class Pace:
     """How long functions have kept one event loop in its present turn, and who waits for the next."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
         self._clock = clock_of(loop)
         self._turn_ends: float | None = None
         """Until when functions may start in this turn of the event loop; `None` if none has asked."""
@@ -37,7 +36,7 @@ class Pace:
 
     async def wait(self) -> None:
         """Return when the next function may start, in the order of the callers."""
-        turn: asyncio.Future[None] = self._loop.create_future()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         await turn
 
@@ -45,7 +44,7 @@ class Pace:
         now = self._clock()
         if self._turn_ends is None:
             self._turn_ends = now + LONGEST_TURN
-            self._loop.call_soon(self._end_turn)
+            asyncio.get_running_loop().call_soon(self._end_turn)
         return now > self._turn_ends
 
     def _end_turn(self) -> None:
@@ -55,7 +54,7 @@ class Pace:
     def _rest(self, turns: int) -> None:
         # An answer of the store is read in one turn of the event loop, and leads to the next question in another.
         if turns:
-            self._loop.call_soon(self._rest, turns - 1)
+            asyncio.get_running_loop().call_soon(self._rest, turns - 1)
             return
         self._turn_ends = None
         self._wake_next()
@@ -67,15 +66,8 @@ class Pace:
             self._waiting.popleft().set_result(None)
 
 
-_paces: WeakKeyDictionary[asyncio.AbstractEventLoop, Pace] = WeakKeyDictionary()
-
-
-def pace_of(loop: asyncio.AbstractEventLoop) -> Pace:
-    """Return the pace of `loop`, which all guarded functions in it share."""
-    pace = _paces.get(loop)
-    if pace is None:
-        pace = _paces[loop] = Pace(loop)
-    return pace
+pace_of = PerLoop(Pace)
+"""The pace of an event loop, which all guarded functions in it share."""
 
 
 async def turn_of_the_loop() -> None:

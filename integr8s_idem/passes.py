@@ -404,6 +404,11 @@ class Passes:
         wait_for_store: WaitForStore | None,
         seal: Seal | None,
     ) -> Outcome[T] | NotStarted:
+        try:
+            await turn_of_the_loop()
+        except asyncio.CancelledError:
+            self.release(work, lease)
+            raise
         done = await self.perform(work, function, lease, wait_for_store, seal)
         if isinstance(done, HandlerFailed | NotStarted):
             return done
@@ -432,7 +437,7 @@ class Passes:
             return await self._fail(
                 work, reserved, CrashedTooOftenError(self._crashes(work, reserved)), lease.deadline, wait_for_store
             )
-        if not await self._may_start(work, lease):
+        if lease.is_late():
             return self.not_started(work, lease)
         if seal is not None:
             seal.reserved = reserved
@@ -463,15 +468,6 @@ class Passes:
             raise
         finally:
             self.runs.leave(run)
-
-    async def _may_start(self, work: Work, lease: HeldLease) -> bool:
-        """Whether enough of the lease is left, once the event loop has had its turn."""
-        try:
-            await turn_of_the_loop()
-        except asyncio.CancelledError:
-            self.release(work, lease)
-            raise
-        return not lease.is_late()
 
     def renew_late(self, lease: HeldLease) -> Coroutine[Any, Any, bool]:
         """Renew a lease that is late; whether it is ours still."""

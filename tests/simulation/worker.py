@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from integr8s_idem.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.manager import IdempotencyManager
@@ -19,16 +19,6 @@ from tests.simulation.workload import ROUTER, SCOPE
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
-
-
-class Ordered(dict[Any, None]):
-    """A set with the order of insertion, for objects that have no order of their own."""
-
-    def add(self, item: object) -> None:
-        self[item] = None
-
-    def discard(self, item: object) -> None:
-        self.pop(item, None)
 
 
 class Worker:
@@ -69,7 +59,6 @@ class Worker:
         observer = SimulatedObserver(world.history)
         client = self.client = StoreClient(world.server, world.store_network, self._ahead)
         manager = IdempotencyManager(setup.config, client, observer, scope=SCOPE, owner=self.process.name)
-        manager._leases._held = Ordered()  # type: ignore[assignment]  # leases are renewed in an order that repeats
         publisher = SimulatedPublisher(setup.kafka, observer, world.broker)
         dispatcher = IdempotentEventDispatcher(ROUTER, manager, invoke=world.handlers, publisher=publisher)
         self._service = ServiceWorker(SCOPE, dispatcher, publisher, setup.kafka, setup.service, consumer=self._join)

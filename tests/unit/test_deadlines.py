@@ -7,6 +7,7 @@ import gc
 import random
 import socket
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,8 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from integr8s_idem.deadlines import Deadline, _clocks
+from integr8s_idem.deadlines import Deadline
+from integr8s_idem.pace import turn_of_the_loop
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
 
 
@@ -175,18 +177,21 @@ async def test_thousands_share_a_timer() -> None:
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, pytest.importorskip("uvloop").new_event_loop])
-def test_each_event_loop_has_its_own_and_takes_it_along(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_deadlines_and_pace_keep_no_event_loop_alive(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     async def late() -> None:
+        await turn_of_the_loop()
         with pytest.raises(TimeoutError), Deadline(now() + 0.001):
             await asyncio.sleep(60)
 
-    before = len(_clocks)
-    for _ in range(2):
+    loops = []
+    for _ in range(3):
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(late())
+            loops.append(weakref.ref(runner.get_loop()))
+    del runner
     gc.collect()
 
-    assert len(_clocks) <= before + 1
+    assert [loop() for loop in loops] == [None] * 3
 
 
 @settings(max_examples=50, deadline=None)
