@@ -308,11 +308,16 @@ class Crew:
     async def _hand(self) -> None:
         done, is_spare = 0, True
         while self._held and not self._isolation.is_closed:
-            if done == TURN or self._pace.is_turn_over():
-                # Leases are renewed meanwhile, also where no handler awaits anything.
+            if done == TURN:
                 await asyncio.sleep(0)
                 done = 0
                 continue
+            if self._pace.is_turn_over():
+                # Leases are renewed meanwhile, also where no handler awaits anything.
+                await self._pace.wait()
+                done = 0
+                if not self._held or self._isolation.is_closed:
+                    break
             if is_spare:
                 self._spare, is_spare = None, False
             held = self._held.popleft()

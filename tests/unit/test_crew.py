@@ -101,6 +101,28 @@ async def test_handlers_that_block_leave_the_event_loop_several_turns_between_tw
     assert min(later - earlier for earlier, later in pairwise(seen)) > GRACE_TURNS
 
 
+async def test_work_that_keeps_the_event_loop_busy_without_end_does_not_hold_up_a_worker() -> None:
+    seen, router, broker = list[int](), EventRouter(), sent(10)
+    here = guarded(FlakyStore(MemoryIdempotencyRepository()))
+
+    @router.on(ParcelSent)
+    async def handle(event: ParcelSent) -> None:
+        seen.append(event.number)
+
+    async def block() -> None:
+        time.sleep(1.2 * LONGEST_TURN)  # noqa: ASYNC251  # as work should not
+
+    async def keep_busy(name: int) -> None:
+        for number in range(50):
+            if len(seen) < 10:
+                await here.manager.run(f"{name}-{number}", block)
+
+    async with running(IdempotentEventDispatcher(router, here.manager), broker, ordering="none", concurrency=8):
+        await asyncio.gather(*(keep_busy(name) for name in range(6)))
+
+        assert len(seen) == 10
+
+
 # Together.
 
 
