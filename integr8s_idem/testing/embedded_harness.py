@@ -31,7 +31,7 @@ from integr8s_idem.testing.overriding import Overrides
 from integr8s_idem.testing.running import NotSettledError
 from integr8s_idem.worker import EventPublisher, Platform, Service
 from integr8s_idem.worker.consumer import make_consumer
-from integr8s_idem.worker.isolation import Isolation
+from integr8s_idem.worker.isolation import IsolationGate
 from integr8s_idem.worker.records import Consumer, Partition
 from integr8s_idem.worker.running import RunningService
 
@@ -155,7 +155,7 @@ class EmbeddedHarness:
     async def __aenter__(self) -> EmbeddedHarness:
         self._publisher = EventPublisher(self._settings.kafka)
         self._stack.push_async_callback(self._publisher.close)
-        isolation = Isolation()
+        isolation = IsolationGate()
         self._running = [RunningService(self._faked(each), self._settings, isolation) for each in self._services]
         for service in self._running:
             await self._stack.enter_async_context(_under_way(service))

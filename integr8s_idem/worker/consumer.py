@@ -31,7 +31,7 @@ from integr8s_idem.worker.crew import Crew
 from integr8s_idem.worker.gate import StoreGate
 from integr8s_idem.worker.health import ServiceHealth
 from integr8s_idem.worker.holdings import Holdings
-from integr8s_idem.worker.isolation import Isolation
+from integr8s_idem.worker.isolation import IsolationGate
 from integr8s_idem.worker.polling import POLL_BACKOFF, POLL_RECORDS, WATCH_SECONDS, Poller
 from integr8s_idem.worker.pressure import Pressure
 from integr8s_idem.worker.publisher import EventPublisher
@@ -113,7 +113,7 @@ class ServiceWorker:
         service: ServiceSettings,
         *,
         group: str | None = None,
-        isolation: Isolation | None = None,
+        isolation: IsolationGate | None = None,
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
     ) -> None:
         """Opens nothing.
@@ -138,7 +138,7 @@ class ServiceWorker:
         manager = dispatcher.manager
         self._gate = StoreGate(_ping_of(dispatcher), self.observer)
         self._purger = Purger(name, manager.repository if manager is not None else None, self._gate, self.observer)
-        isolation = isolation or Isolation()
+        isolation = isolation or IsolationGate()
         self._settler = Settler(
             name,
             self.group,

@@ -31,7 +31,7 @@ class Turn:
     """Done once other handlers may start beside it."""
 
 
-class Isolation:
+class IsolationGate:
     """Who runs in this process, and who has to wait.  One for all services of a process."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
 from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
-from integr8s_idem.worker.isolation import Isolation
+from integr8s_idem.worker.isolation import IsolationGate
 from integr8s_idem.worker.platform import Service, check_groups
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.relay import Relay
@@ -41,7 +41,7 @@ CLOSE_SECONDS: Final = 15.0
 class RunningService:
     """One service from its container to its end."""
 
-    def __init__(self, service: Service, settings: Settings, isolation: Isolation) -> None:
+    def __init__(self, service: Service, settings: Settings, isolation: IsolationGate) -> None:
         self.service = service
         self._isolation = isolation
         self.error: Exception | None = None
@@ -241,7 +241,7 @@ class ServiceGroup:
     def __init__(self, services: Sequence[Service], settings: Settings) -> None:
         """Raises `ApplicationError` if two services share a consumer group."""
         check_groups(services, settings)
-        isolation = Isolation()
+        isolation = IsolationGate()
         self._running = [RunningService(service, settings, isolation) for service in services]
         self._settings = settings
         self._stops = 0

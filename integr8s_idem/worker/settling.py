@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.dispatcher import EventDispatcher, Handling
@@ -45,11 +45,11 @@ from integr8s_idem.worker.deadletters import (
     is_replay,
 )
 from integr8s_idem.worker.gate import StoreGate
-from integr8s_idem.worker.isolation import Isolation
+from integr8s_idem.worker.isolation import IsolationGate
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.retries import Backoff
 from integr8s_idem.worker.slots import Slots
-from integr8s_idem.worker.suspects import FirstOutcome, Run, SuspectRunner
+from integr8s_idem.worker.suspects import FirstOutcome, SuspectRunner, Try
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,6 @@ class Tally:
     stale: int = 0
     """Settled after the partition was gone: not committed by us."""
 
-
-Begun: TypeAlias = Run
-"""Returns what came of a first try, or raises it."""
 
 _UNSEEN: Final = SILENT.processing("", "", ())
 
@@ -113,7 +110,7 @@ class Settler:
     backoff: Backoff
     dead_letter_suffix: str
     observer: Observer
-    isolation: Isolation = field(default_factory=Isolation)
+    isolation: IsolationGate = field(default_factory=IsolationGate)
     """Shared by all services of the process."""
     suspects: SuspectRunner | None = None
     """Runs events alone that may have crashed workers; `None` to run all side by side."""
@@ -150,7 +147,7 @@ class Settler:
                     handling.isolate()
         return Met(handlings, None, processing)
 
-    async def settle(self, delivery: Delivery, met: Met, begun: Begun | None = None) -> None:
+    async def settle(self, delivery: Delivery, met: Met, begun: Try | None = None) -> None:
         """Return once `delivery` may be acknowledged.
 
         `begun`: what came of the first try of its only handler, if there was one.
@@ -166,7 +163,7 @@ class Settler:
             else:
                 await _all(*(self._settle(delivery, handling) for handling in met.handlings))
 
-    async def go_on(self, delivery: Delivery, handling: Handling, begun: Begun) -> None:
+    async def go_on(self, delivery: Delivery, handling: Handling, begun: Try) -> None:
         """As `settle`, after a first try."""
         record = delivery.record
         with self.observer.processing(handling.event.event_type, record.topic, record.headers):
@@ -177,7 +174,7 @@ class Settler:
         self.tally.handled += 1
         self.tally.reruns += attempt > 1
 
-    async def _settle(self, delivery: Delivery, handling: Handling, begun: Begun | None = None) -> None:
+    async def _settle(self, delivery: Delivery, handling: Handling, begun: Try | None = None) -> None:
         """Try until one handler has come to an end."""
         looks = 0
         while True:
@@ -215,7 +212,7 @@ class Settler:
         if delivery.assignment.closed:
             raise AbandonedError
 
-    async def _attempt(self, delivery: Delivery, handling: Handling, begun: Begun | None = None) -> Outcome[Any] | None:
+    async def _attempt(self, delivery: Delivery, handling: Handling, begun: Try | None = None) -> Outcome[Any] | None:
         """One try; `None` if nothing is known and it should be repeated, which counts as no attempt."""
         try:
             if begun is None:
@@ -240,7 +237,7 @@ class Settler:
         closing, beside_others = delivery.assignment.closing, partial(self._beside_others, delivery)
         return await self.suspects.run(handling, suspect, closing, self.gate.wait_out, beside_others)
 
-    async def _beside_others(self, delivery: Delivery, run: Run) -> FirstOutcome:
+    async def _beside_others(self, delivery: Delivery, run: Try) -> FirstOutcome:
         async with self.slots:
             await self.isolation.wait_until_open(unless=delivery.assignment.closing)
             if delivery.assignment.closed:

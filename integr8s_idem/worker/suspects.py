@@ -14,14 +14,14 @@ from integr8s_idem.runs import Suspected
 from integr8s_idem.telemetry import Observer, Signal
 from integr8s_idem.work import NotStarted, Outcome, WaitForStore
 from integr8s_idem.worker.assignments import AbandonedError
-from integr8s_idem.worker.isolation import Isolation, Turn
+from integr8s_idem.worker.isolation import IsolationGate, Turn
 
 logger = logging.getLogger(__name__)
 
 FirstOutcome: TypeAlias = Outcome[Any] | NotStarted | Suspected
 """What came of a first try."""
 
-Run: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
+Try: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
 """Makes one try."""
 
 
@@ -29,7 +29,7 @@ Run: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
 class SuspectRunner:
     """Runs the suspects of one service."""
 
-    isolation: Isolation
+    isolation: IsolationGate
     share: float
     """Of the time, at most, in which suspects run alone."""
     longest: float
@@ -42,7 +42,7 @@ class SuspectRunner:
         suspect: Suspected,
         closing: asyncio.Future[None],
         wait_for_store: WaitForStore,
-        beside_others: Callable[[Run], Awaitable[FirstOutcome]],
+        beside_others: Callable[[Try], Awaitable[FirstOutcome]],
     ) -> FirstOutcome:
         """One try of a suspect.
 
@@ -73,7 +73,7 @@ class SuspectRunner:
             what = f"it cannot run alone, since another handler has been running for more than {self.longest:g} s"
         logger.warning("%s: %d attempts have lapsed; %s", handling.label, lapsed, what)
 
-    async def _alone(self, handling: GuardedHandling, turn: Turn, run: Run) -> FirstOutcome:
+    async def _alone(self, handling: GuardedHandling, turn: Turn, run: Try) -> FirstOutcome:
         """A try that is alone until its turn ends."""
         after = asyncio.get_running_loop().create_task(self._go_on_beside_others(handling, turn))
         try:

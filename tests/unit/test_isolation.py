@@ -8,7 +8,7 @@ import random
 import pytest
 
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.isolation import Isolation
+from integr8s_idem.worker.isolation import IsolationGate
 
 SHARE = 0.5
 LONGEST = 30.0
@@ -22,7 +22,9 @@ def never() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
 
-async def ordinary(isolation: Isolation, seconds: float, log: list[tuple[str, float]], name: str = "ordinary") -> None:
+async def ordinary(
+    isolation: IsolationGate, seconds: float, log: list[tuple[str, float]], name: str = "ordinary"
+) -> None:
     await isolation.wait_until_open(unless=never())
     isolation.enter()
     log.append((f"{name} starts", now()))
@@ -32,7 +34,7 @@ async def ordinary(isolation: Isolation, seconds: float, log: list[tuple[str, fl
 
 
 async def suspect(
-    isolation: Isolation, seconds: float, log: list[tuple[str, float]], name: str = "suspect", share: float = SHARE
+    isolation: IsolationGate, seconds: float, log: list[tuple[str, float]], name: str = "suspect", share: float = SHARE
 ) -> bool:
     async with isolation.turn(share, LONGEST, unless=never()) as turn:
         assert turn is not None
@@ -44,7 +46,7 @@ async def suspect(
 
 @virtual_time
 async def test_a_suspect_waits_for_those_that_run_and_keeps_others_from_starting() -> None:
-    isolation, log = Isolation(), list[tuple[str, float]]()
+    isolation, log = IsolationGate(), list[tuple[str, float]]()
     first = asyncio.create_task(ordinary(isolation, 5, log, "first"))
     await asyncio.sleep(1)
     alone = asyncio.create_task(suspect(isolation, 2, log))
@@ -65,7 +67,7 @@ async def test_a_suspect_waits_for_those_that_run_and_keeps_others_from_starting
 
 @virtual_time
 async def test_the_others_have_their_share_of_the_time_between_two_turns() -> None:
-    isolation, log = Isolation(), list[tuple[str, float]]()
+    isolation, log = IsolationGate(), list[tuple[str, float]]()
 
     ends = await asyncio.gather(*(suspect(isolation, 3, log, share=0.25) for _ in range(3)))
 
@@ -76,7 +78,7 @@ async def test_the_others_have_their_share_of_the_time_between_two_turns() -> No
 
 @virtual_time
 async def test_with_the_whole_share_suspects_run_one_after_the_other() -> None:
-    isolation, log = Isolation(), list[tuple[str, float]]()
+    isolation, log = IsolationGate(), list[tuple[str, float]]()
 
     await asyncio.gather(*(suspect(isolation, 3, log, share=1) for _ in range(3)))
 
@@ -85,7 +87,7 @@ async def test_with_the_whole_share_suspects_run_one_after_the_other() -> None:
 
 @virtual_time
 async def test_a_turn_ends_after_a_while_though_its_handler_goes_on() -> None:
-    isolation, log = Isolation(), list[tuple[str, float]]()
+    isolation, log = IsolationGate(), list[tuple[str, float]]()
     alone = asyncio.create_task(suspect(isolation, 100, log))
     await asyncio.sleep(1)
     other = asyncio.create_task(ordinary(isolation, 1, log))
@@ -97,7 +99,7 @@ async def test_a_turn_ends_after_a_while_though_its_handler_goes_on() -> None:
 
 @virtual_time
 async def test_beside_a_suspect_that_outlives_its_turn_nobody_is_made_to_wait_for_another() -> None:
-    isolation, log = Isolation(), list[tuple[str, float]]()
+    isolation, log = IsolationGate(), list[tuple[str, float]]()
     first = asyncio.create_task(suspect(isolation, 200, log, "first"))
     await asyncio.sleep(LONGEST + 1)
     second = asyncio.create_task(suspect(isolation, 1, log, "second"))
@@ -114,7 +116,7 @@ async def test_beside_a_suspect_that_outlives_its_turn_nobody_is_made_to_wait_fo
 
 @virtual_time
 async def test_a_suspect_that_cannot_be_alone_in_time_does_not_keep_the_others_waiting() -> None:
-    isolation, log = Isolation(), list[tuple[str, float]]()
+    isolation, log = IsolationGate(), list[tuple[str, float]]()
     long = asyncio.create_task(ordinary(isolation, 500, log, "long"))
     await asyncio.sleep(1)
     denied = asyncio.create_task(suspect(isolation, 1, log))
@@ -131,7 +133,7 @@ async def test_a_suspect_that_cannot_be_alone_in_time_does_not_keep_the_others_w
 @pytest.mark.parametrize("how", ["released", "cancelled"])
 @virtual_time
 async def test_a_suspect_that_is_released_or_cancelled_leaves_the_process_to_the_others(moment: str, how: str) -> None:
-    isolation, log, closing = Isolation(), list[tuple[str, float]](), never()
+    isolation, log, closing = IsolationGate(), list[tuple[str, float]](), never()
     busy: list[asyncio.Task[object]] = []
     if moment == "waiting for others":
         busy.append(asyncio.create_task(ordinary(isolation, 10, log)))
@@ -163,7 +165,7 @@ async def test_any_suspect_may_be_the_first_one() -> None:
     firsts = set()
     for seed in range(30):
         random.seed(seed)
-        isolation, log = Isolation(), list[tuple[str, float]]()
+        isolation, log = IsolationGate(), list[tuple[str, float]]()
         await asyncio.gather(*(suspect(isolation, 1, log, str(number), share=1) for number in range(4)))
         firsts.add(log[0][0])
 
@@ -172,7 +174,7 @@ async def test_any_suspect_may_be_the_first_one() -> None:
 
 @virtual_time
 async def test_everybody_is_told_when_handlers_may_start_again() -> None:
-    isolation, log = Isolation(), list[tuple[str, float]]()
+    isolation, log = IsolationGate(), list[tuple[str, float]]()
     opened = list[float]()
     isolation.when_opened.append(lambda: opened.append(now()))
 

@@ -15,7 +15,7 @@ from integr8s_idem.runs import Suspected
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.work import Outcome
-from integr8s_idem.worker.isolation import Isolation
+from integr8s_idem.worker.isolation import IsolationGate
 from integr8s_idem.worker.suspects import SuspectRunner
 from tests.support.crews import Depot, ParcelSent, all_committed, dispatcher_of, leases_left, sent, whats_left
 from tests.support.fake_consumer import FakeBroker
@@ -198,7 +198,7 @@ async def test_a_suspect_that_is_cancelled_before_its_try_releases_its_lease() -
     handling.isolate()
     suspect = await handling.attempt_or_suspect(wait_for_store=never_down)
     assert isinstance(suspect, Suspected)
-    isolation = Isolation()
+    isolation = IsolationGate()
     isolation._overdue = 1  # nobody can be alone
     runner = SuspectRunner(isolation, 0.5, 30, here.observer)
 
