@@ -14,6 +14,7 @@ from botocore.parsers import ResponseParserError
 
 from integr8s_idem.deadlines import Deadline
 from integr8s_idem.errors import StoreUnavailableError
+from integr8s_idem.pace import pace_of
 from integr8s_idem.stores.dynamodb.clock import ServerClock
 from integr8s_idem.stores.dynamodb.errors import CONDITION, StrangeAnswerError, code_of, of_driver, of_service, passes
 
@@ -61,9 +62,9 @@ async def patient(operation: str, timeout: timedelta) -> AsyncIterator[Patience]
     Raises:
         StoreUnavailableError: Time is over; it says why the last try failed.
     """
-    patience, seconds = Patience(), timeout.total_seconds()
+    loop, patience, seconds = asyncio.get_running_loop(), Patience(), timeout.total_seconds()
     try:
-        with Deadline(asyncio.get_running_loop().time() + seconds):
+        with pace_of(loop).call_of_a_store(), Deadline(loop.time() + seconds):
             yield patience
     except TimeoutError as error:
         late = StoreUnavailableError(operation, f"no answer from DynamoDB within {seconds:g} s")

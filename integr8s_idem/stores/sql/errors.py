@@ -17,6 +17,7 @@ from integr8s_idem.config.addresses import redacted
 from integr8s_idem.deadlines import Deadline
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError, TransactionAbortedError
 from integr8s_idem.findings import Code
+from integr8s_idem.pace import pace_of
 
 MIGRATE: Final = "run: integr8s-idem store migrate"
 
@@ -208,14 +209,14 @@ async def guarded(operation: str, timeout: timedelta, kind: str) -> AsyncIterato
         StoreUnavailableError: No answer in time, no connection, or a refusal that passes.
         StoreConfigurationError: A refusal that does not pass by waiting.
     """
-    seconds, clock = timeout.total_seconds(), asyncio.get_running_loop().time
-    begun = clock()
+    loop, seconds = asyncio.get_running_loop(), timeout.total_seconds()
+    begun = loop.time()
     try:
-        with Deadline(begun + seconds) as limit:
+        with pace_of(loop).call_of_a_store(), Deadline(begun + seconds) as limit:
             yield
     except TimeoutError as error:
         # Drivers have limits of their own, to connect in, which may end before ours.
-        waited = seconds if limit.expired else round(clock() - begun, 1)
+        waited = seconds if limit.expired else round(loop.time() - begun, 1)
         raise StoreUnavailableError(operation, f"no answer from {kind} within {waited:g} s") from error
     except PoolTimeoutError as error:
         raise StoreUnavailableError(operation, f"all connections to {kind} are in use") from error

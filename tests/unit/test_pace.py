@@ -1,0 +1,78 @@
+"""Functions that keep the event loop leave it time for the calls of a store, and no more than they need."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from integr8s_idem import pace
+from integr8s_idem.pace import LONGEST_TURN, pace_of, turn_of_the_loop
+from integr8s_idem.testing.leaping_time import leaping_time
+
+TURNS = 20
+"""Turns of the event loop that a call of a store takes here: a transaction takes about ten."""
+
+
+async def block(name: str, log: list[str]) -> None:
+    await turn_of_the_loop()
+    log.append(name)
+    leaping_time().leap(2 * LONGEST_TURN)
+
+
+async def call_store(name: str, log: list[str], turns: int = TURNS) -> None:
+    with pace_of(asyncio.get_running_loop()).call_of_a_store():
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    log.append(name)
+
+
+async def test_functions_wait_for_a_call_of_a_store_that_is_under_way() -> None:
+    leaping_time()
+    log: list[str] = []
+
+    await asyncio.gather(call_store("call", log), block("first", log), block("second", log))
+
+    assert log == ["first", "call", "second"]
+
+
+async def test_they_wait_for_a_call_that_never_ends_for_a_while_only() -> None:
+    leaping_time()
+    log: list[str] = []
+    call = asyncio.create_task(call_store("call", log, turns=10**9))
+
+    await asyncio.gather(block("first", log), block("second", log))
+
+    assert log == ["first", "second"]
+    call.cancel()
+
+
+async def test_they_do_not_wait_for_calls_that_began_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "LONGEST_REST", 3600.0)
+    leaping_time()
+    log: list[str] = []
+
+    async def call_again_and_again() -> None:
+        while "second" not in log:
+            await call_store("call", log)
+
+    callers = [asyncio.create_task(call_again_and_again())]
+    for _ in range(TURNS // 2):  # so that one of the two calls is always under way
+        await asyncio.sleep(0)
+    callers.append(asyncio.create_task(call_again_and_again()))
+    await asyncio.gather(block("first", log), block("second", log))
+
+    assert log.index("second") > log.index("first")
+    await asyncio.gather(*callers)
+
+
+async def test_a_call_that_fails_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "LONGEST_REST", 3600.0)
+    leaping_time()
+    log: list[str] = []
+    with pytest.raises(RuntimeError), pace_of(asyncio.get_running_loop()).call_of_a_store():
+        raise RuntimeError("no answer")
+
+    await asyncio.gather(block("first", log), block("second", log))
+
+    assert log == ["first", "second"]
