@@ -6,9 +6,10 @@ import re
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import Column, MetaData, Table, insert, select, text
+from sqlalchemy import Column, MetaData, Table, insert, select, text, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable
@@ -16,7 +17,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
 from integr8s_idem.findings import Code, StoreWarning
-from integr8s_idem.records import Reserved
+from integr8s_idem.records import Previous, Reserved
 from integr8s_idem.stores.sql import (
     SqlIdempotencyRepository,
     SqlOutbox,
@@ -116,6 +117,58 @@ async def test_workers_of_version_1_go_on_with_a_database_of_this_version(engine
     assert version == 1, "what version 1 checks"
     assert isinstance(verdict, Reserved)
     assert (verdict.attempt, verdict.lapsed, verdict.lapsed_alone) == (2, 1, 0)
+
+
+TAKEN_OVER = {"attempt": 3, "previous": 2, "lease_until": 1}
+"""What a worker of version 1 writes when it takes a row over, and then crashes."""
+
+RESERVED_ANEW = {"attempt": 1, "previous": 0, "lease_until": 1}
+"""What it writes in a row that has expired, before it crashes."""
+
+
+@pytest.mark.parametrize("written", [TAKEN_OVER, RESERVED_ANEW])
+async def test_the_history_of_another_attempt_is_ignored(engine: AsyncEngine, written: dict[str, int]) -> None:
+    await migrate(engine)
+    store = SqlIdempotencyRepository(engine)
+    await reserve_twice_alone(store, engine)
+    await write_as_version_1(engine, fence=2**51, token=b"1" * 16, **written)
+
+    [seen] = await store.get(["a"])
+    [verdict] = await store.reserve([wish("a", alone=True)])
+    [record] = await store.get(["a"])
+
+    assert seen is not None
+    assert record is not None
+    assert (seen.lapsed, seen.lapsed_alone, seen.alone) == (0, 0, False)
+    assert isinstance(verdict, Reserved)
+    assert (verdict.attempt, verdict.lapsed, verdict.lapsed_alone) == (written["attempt"] + 1, 1, 0)
+    assert (record.lapsed, record.lapsed_alone, record.alone) == (1, 0, True)
+
+
+async def test_the_history_of_another_attempt_is_ignored_in_a_row_that_was_released(engine: AsyncEngine) -> None:
+    await migrate(engine)
+    store = SqlIdempotencyRepository(engine)
+    await reserve_twice_alone(store, engine)
+    await write_as_version_1(engine, fence=2**51, token=b"1" * 16, **TAKEN_OVER | {"lease_until": None})
+
+    [verdict] = await store.reserve([wish("a")])
+
+    assert isinstance(verdict, Reserved)
+    assert (verdict.attempt, verdict.previous, verdict.lapsed) == (4, Previous.RELEASED, 0)
+
+
+async def reserve_twice_alone(store: SqlIdempotencyRepository, engine: AsyncEngine) -> None:
+    """Leave a row whose history is one attempt that lapsed alone, and one that runs alone."""
+    await store.reserve([wish("a", alone=True)])
+    await write_as_version_1(engine, lease_until=1)
+    [verdict] = await store.reserve([wish("a", alone=True)])
+    assert isinstance(verdict, Reserved)
+    assert (verdict.lapsed, verdict.lapsed_alone) == (1, 1)
+
+
+async def write_as_version_1(engine: AsyncEngine, **columns: Any) -> None:
+    async with writing(engine) as connection:
+        await connection.execute(update(metadata.tables["idempotency_records"]).values(columns))
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ _NUMBERS: Final = (
     "expires_at",
     "lapsed",
     "lapsed_alone",
+    "history_fence",
 )
 _UNREADABLE: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 """What comes of a row with values that this code does not write."""
@@ -84,6 +85,7 @@ def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
     if stored is not None and offered is not None and bytes(stored) != offered:
         return KeyReused(key=request.key, stored=bytes(stored), offered=offered)
     if row.status == PROCESSING and row.lease_until is not None and bytes(row.token) == request.token:
+        lapsed, lapsed_alone, _ = _history(row)
         return Reserved(
             key=request.key,
             token=request.token,
@@ -91,8 +93,8 @@ def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
             fence=row.fence,
             lease=request.lease,
             previous=_PREVIOUS[row.previous],
-            lapsed=row.lapsed,
-            lapsed_alone=row.lapsed_alone,
+            lapsed=lapsed,
+            lapsed_alone=lapsed_alone,
         )
     if row.status == PROCESSING:
         left = timedelta(microseconds=max(0, (row.lease_until or now) - now))
@@ -113,6 +115,13 @@ def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
         result_dropped=bool(row.result_dropped),
         trace=_trace(row.trace),
     )
+
+
+def _history(row: Any) -> tuple[int, int, bool]:
+    """Attempts that lapsed, those of them that ran alone, and whether the present one does; of no other attempt's."""
+    if row.status != PROCESSING or row.history_fence != row.fence:
+        return 0, 0, False
+    return row.lapsed, row.lapsed_alone, bool(row.alone)
 
 
 def stands(verdict: Verdict, row: Any, now: int) -> bool:
@@ -144,6 +153,7 @@ def _record(row: Any) -> IdempotencyRecord | Corrupt:
     if fault:
         return Corrupt(key=row.key, reason=fault)
     processing = row.status == PROCESSING
+    lapsed, lapsed_alone, alone = _history(row)
     return IdempotencyRecord(
         key=row.key,
         status=_STATUS[row.status],
@@ -158,9 +168,9 @@ def _record(row: Any) -> IdempotencyRecord | Corrupt:
         result_dropped=bool(row.result_dropped),
         error=unescaped(row.error),
         trace=_trace(row.trace),
-        lapsed=row.lapsed if processing else 0,
-        lapsed_alone=row.lapsed_alone if processing else 0,
-        alone=processing and bool(row.alone),
+        lapsed=lapsed,
+        lapsed_alone=lapsed_alone,
+        alone=alone,
         seen_at=_moment(row.asked_at),
     )
 

@@ -4,7 +4,9 @@ Times are the database's own, in microseconds since 1970, UTC: a number that eve
 fences are made of.  Texts that come from elsewhere are ASCII with Python's escapes.  `status` is 1 processing,
 2 completed, 3 failed; `previous` is 0 none, 1 released, 2 lapsed; `lease_until` is null once released or settled;
 `lapsed` counts attempts whose lease ended without a word, `lapsed_alone` those of them that ran alone in their process,
-as `alone` says of the present one; `headers` is JSON, pairs of a name and Base64.
+as `alone` says of the present one.  These three describe the attempt with the fence `history_fence` and are ignored in
+a row with another fence: workers of version 1 take a row over and leave them as they were.  `headers` is JSON, pairs of
+a name and Base64.
 
 This is the schema of today.  Those of each version, as migrations make them, are in version_*.sql.
 """
@@ -123,6 +125,7 @@ records: Final = Table(
     Column("lapsed", Integer, nullable=False, server_default=text("0")),
     Column("lapsed_alone", Integer, nullable=False, server_default=text("0")),
     Column("alone", Boolean, nullable=False, server_default=false()),
+    Column("history_fence", BigInteger, nullable=False, server_default=text("0")),
     Index("idempotency_records_expires_at", "expires_at"),
     **_INNODB,
 )

@@ -109,6 +109,7 @@ def _reservation(wish: Callable[[str], ColumnElement[Any]], now: ColumnElement[i
         "lapsed": 0,
         "lapsed_alone": 0,
         "alone": wish("alone"),
+        "history_fence": now,
     }
 
 
@@ -127,10 +128,10 @@ def _taken_over(new: Any) -> Changes:
 
     What time it is stands in the row that is not there: its fence is made of it.
 
-    MySQL writes these one after the other, and each sees what those before it wrote.  So the five columns that decide
-    come last, and in an order in which nothing written so far changes whether the row is taken: a row that is
-    taken has the status, the payload and then the token that make it `ours` whatever its lease, and its expiry, which
-    makes it `gone`, is written when nobody asks any more.
+    MySQL writes these one after the other, and each sees what those before it wrote.  So the history is written before
+    the fence that it is compared with.  The five columns that decide come last, in an order in which nothing written so
+    far changes whether the row is taken: a row that is taken has the status, the payload and then the token that make
+    it `ours` whatever its lease, and its expiry, which makes it `gone`, is written when nobody asks any more.
     """
     now = new.fence
     gone = _row.expires_at <= now
@@ -152,17 +153,26 @@ def _taken_over(new: Any) -> Changes:
     def counted(name: str, more: Any) -> ColumnElement[Any]:
         """A number of attempts that lapsed: the last one is the next of them if nobody has released it."""
         column = _row[name]
-        return where((gone, 0), (ours, column), (and_(free, not_(released)), column + more), column=column)
+        known = case((described, column), else_=0)
+        return where((gone, 0), (ours, known), (and_(free, not_(released)), known + more), (free, known), column=column)
 
+    # A worker of version 1 gives a row a new fence, and leaves the history of an earlier attempt in it.
+    described = _row.history_fence == _row.fence
     next_fence = case((_row.fence >= new.fence, _row.fence + 1), else_=new.fence)
+
+    def fenced(name: str) -> ColumnElement[Any]:
+        """The fence of the row once it is written."""
+        return where((gone, next_fence), (ours, _row.fence), (free, next_fence), column=_row[name])
+
     taken = or_(gone, ours, free)
     return {
-        "attempt": where((gone, 1), (ours, _row.attempt), (free, _row.attempt + 1), column=_row.attempt),
-        "fence": where((gone, next_fence), (ours, _row.fence), (free, next_fence), column=_row.fence),
-        "previous": where((gone, 0), (ours, _row.previous), (and_(free, released), 1), (free, 2), column=_row.previous),
-        "lapsed_alone": counted("lapsed_alone", case((_row.alone, 1), else_=0)),
+        "lapsed_alone": counted("lapsed_alone", case((and_(described, _row.alone), 1), else_=0)),
         "lapsed": counted("lapsed", 1),
         "alone": where((taken, new["alone"]), column=_row.alone),
+        "history_fence": fenced("history_fence"),
+        "attempt": where((gone, 1), (ours, _row.attempt), (free, _row.attempt + 1), column=_row.attempt),
+        "fence": fenced("fence"),
+        "previous": where((gone, 0), (ours, _row.previous), (and_(free, released), 1), (free, 2), column=_row.previous),
         "owner": mine("owner"),
         "trace": mine("trace"),
         **{name: where((gone, null()), column=_row[name]) for name in ("settled_at", "result", "content_type")},

@@ -1,5 +1,7 @@
 -- The history of attempts: how many leases have lapsed, how many of these attempts ran alone in their process, and
--- whether the present one does.  Workers of version 1 leave these columns alone.
+-- whether the present one does.  Workers of version 1 leave these columns alone: they are ignored in a row whose fence
+-- is not history_fence.
 ALTER TABLE idempotency_records ADD COLUMN lapsed INTEGER DEFAULT 0 NOT NULL;
 ALTER TABLE idempotency_records ADD COLUMN lapsed_alone INTEGER DEFAULT 0 NOT NULL;
 ALTER TABLE idempotency_records ADD COLUMN alone BOOLEAN DEFAULT false NOT NULL;
+ALTER TABLE idempotency_records ADD COLUMN history_fence BIGINT DEFAULT 0 NOT NULL;
