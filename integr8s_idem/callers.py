@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
 
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.forks import fork_count
 from integr8s_idem.runs import check_start, run_of
 from integr8s_idem.work import Attempt
 
@@ -97,7 +98,12 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
     """Run `guard` on `loop`, lend it this thread, and return what it returns.
 
     If this thread is interrupted, the guard is cancelled, and gives back what it holds.
+
+    Raises:
+        ApplicationError: A function that ran here has forked the process, and returned in the child.
+        BaseException: Any error of `guard`.
     """
+    forks = fork_count()
     jobs: SimpleQueue[_Job | None] = SimpleQueue()
     guarding = asyncio.run_coroutine_threadsafe(
         guard(lambda function, attempt: _hand_over(function, attempt, jobs)), loop
@@ -106,6 +112,11 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
     try:
         while (job := jobs.get()) is not None:
             job()
+            if fork_count() != forks:
+                raise ApplicationError(
+                    "a guarded function has forked the process and returned in the child, where no event loop waits "
+                    "for it: end the child within the function, by os._exit"
+                )
     except BaseException:
         guarding.cancel()
         raise

@@ -25,6 +25,7 @@ from integr8s_idem.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from integr8s_idem.forks import HomeProcess
 from integr8s_idem.keys import Key, KeySpace
 from integr8s_idem.records import (
     Completion,
@@ -81,12 +82,20 @@ class Ledger:
         self._completions = Coalescer(repository.complete)
         self._failures = Coalescer(repository.fail)
         self._releases = Coalescer(repository.release)
+        self.home = HomeProcess(scope)
+        """The process that it works in."""
         self._told_of_dropping: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
     # Single calls.
 
     def request(self, work: Work, trace: TraceLink | None = None) -> ReserveRequest:
+        """What to ask the store for.
+
+        Raises:
+            ApplicationError: The manager was used before this process was forked.
+        """
+        self.home.check()
         if not work.token:
             work.token = new_token()
         return ReserveRequest(

@@ -61,7 +61,11 @@ _JOINED: ContextVar[tuple[IdempotencyManager, JoinedRepository] | None] = Contex
 
 
 class IdempotencyManager:
-    """Does work once per key: in this process and in all that share the store and the scope."""
+    """Does work once per key: in this process and in all that share the store and the scope.
+
+    It belongs to the process that uses it first.  In a child made by `os.fork` after that, its methods raise
+    `ApplicationError`: make a manager and a store in each child.
+    """
 
     def __init__(
         self,
@@ -112,17 +116,30 @@ class IdempotencyManager:
 
     @property
     def running_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that it works in, if it has begun to and the loop still runs."""
-        return self._loop if self._loop is not None and self._loop.is_running() else None
+        """The event loop that it works in, if it has begun to and the loop still runs.
+
+        Raises:
+            ApplicationError: It was used before this process was forked.
+        """
+        if self._loop is None:
+            return None
+        self._ledger.home.check()  # a loop of the parent's says that it runs, but its thread is not here
+        return self._loop if self._loop.is_running() else None
+
+    @property
+    def _store(self) -> IdempotencyRepository:
+        """The repository, to be used now."""
+        self._ledger.home.check()
+        return self.repository
 
     def in_scope(self, scope: str) -> IdempotencyManager:
         """The same manager for the work of another scope; closed together with this one."""
         if scope == self.scope:
             return self
         if scope not in self._in_scopes:
-            self._in_scopes[scope] = IdempotencyManager(
-                self.config, self.repository, self.observer, scope=scope, clock=self._clock
-            )
+            sibling = IdempotencyManager(self.config, self.repository, self.observer, scope=scope, clock=self._clock)
+            sibling._ledger.home = self._ledger.home
+            self._in_scopes[scope] = sibling
         return self._in_scopes[scope]
 
     def checked_ttl(self, ttl: timedelta) -> timedelta:
@@ -158,7 +175,7 @@ class IdempotencyManager:
 
         An unreadable record is `Corrupt` in its place.
         """
-        return await self.repository.reserve([self._ledger.request(Work(self.space.key(key))) for key in keys])
+        return await self._store.reserve([self._ledger.request(Work(self.space.key(key))) for key in keys])
 
     async def renew(self, *reservations: Reserved) -> list[bool]:
         """Let their leases begin anew, with the configured length; an answer for each, in their order.
@@ -166,7 +183,7 @@ class IdempotencyManager:
         `False`: the reservation is no longer ours.
         """
         asked_at = self._leases.now()
-        answers = await self.repository.renew(reservations, self.config.lease)
+        answers = await self._store.renew(reservations, self.config.lease)
         self._batch_leases.renewed(compress(reservations, answers), asked_at)
         return answers
 
@@ -182,21 +199,23 @@ class IdempotencyManager:
     async def complete_many(self, completions: Sequence[Completion]) -> list[bool]:
         """As `complete`, many in one round trip, an answer for each, in their order; `completion` makes them."""
         self._batch_leases.settle(each.reservation for each in completions)
-        return await self.repository.complete(completions)
+        return await self._store.complete(completions)
 
     async def fail(self, reserved: Reserved, error: str, *, ttl: timedelta | None = None) -> bool:
         """Remember that the work was given up.  `False`: the reservation is no longer ours."""
+        self._ledger.home.check()
         self._batch_leases.settle([reserved])
         return await self._ledger.fail(self._ledger.failure(reserved, error, ttl))
 
     async def release(self, *reservations: Reserved) -> list[bool]:
         """Give keys back undone, in one round trip; the attempts stay counted.  An answer for each, in their order."""
+        self._ledger.home.check()
         self._batch_leases.settle(reservations)
         return await self._ledger.release_together(reservations)
 
     async def get(self, key: str | Key) -> IdempotencyRecord | None:
         """The record of `key`, if there is one."""
-        return (await self.repository.get([self.space.full(self.space.key(key))]))[0]
+        return (await self._store.get([self.space.full(self.space.key(key))]))[0]
 
     async def history(self, key: str | Key) -> dict[int, IdempotencyRecord]:
         """The records of `key` by generation, as far as the store still has them: what became of each replay.
@@ -214,20 +233,20 @@ class IdempotencyManager:
         """
         generations = range(LAST_GENERATION + 1)
         names = [generation_key(record_key, generation) for generation in generations]
-        found = zip(generations, await self.repository.get(names), strict=True)
+        found = zip(generations, await self._store.get(names), strict=True)
         return {generation: record for generation, record in found if record is not None}
 
     async def delete(self, key: str | Key) -> bool:
         """Forget `key`, whatever its state: the next caller does the work again."""
         record_key = self.space.full(self.space.key(key))
-        deleted = await self.repository.delete([record_key]) == 1
+        deleted = await self._store.delete([record_key]) == 1
         if self.passes.memory is not None:
             self.passes.memory.forget(record_key)
         return deleted
 
     async def count_active(self) -> int:
         """How many keys of this scope hold a lease now."""
-        return await self.repository.count_active(self.space.root)
+        return await self._store.count_active(self.space.root)
 
     # Batches: for those who have many pieces of work in hand and settle them one by one.
 
@@ -285,7 +304,7 @@ class IdempotencyManager:
         """Renew all leases of batches that are late; whether that of `reserved` is ours still."""
         asked_at = self._leases.now()
         late = self._batch_leases.late_beside(reserved, asked_at)
-        answers = await self.repository.renew(late, self.config.lease)
+        answers = await self._store.renew(late, self.config.lease)
         lost = set(compress(late, map(not_, answers)))
         self._batch_leases.settle(lost)
         self._batch_leases.renewed((each for each in late if each not in lost), asked_at)
@@ -330,6 +349,7 @@ class IdempotencyManager:
         Raises:
             ApplicationError: The result is an iterator or a file, or holds an iterator, which storing it would use up.
         """
+        self._ledger.home.check()
         refuse_iterator(result, reserved.key)
         return self._ledger.completion(reserved, result, ttl)
 

@@ -1,0 +1,54 @@
+"""Detects the use of a manager in a child of the process that used it first.
+
+A child made by `os.fork` has a copy of the manager, but not the thread that ran its event loop.  It shares the open
+connections of the store with its parent: each would read the answers meant for the other.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from integr8s_idem.errors import ApplicationError
+
+_forks = 0
+"""Number of forks between the first process and this one.  Cheaper to compare than the process id, which is a call."""
+
+
+def fork_count() -> int:
+    """Return a number that changes in the child, and only there, when the process is forked."""
+    return _forks
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+class HomeProcess:
+    """The process in which a manager was used first."""
+
+    def __init__(self, scope: str) -> None:
+        self._scope = scope
+        self._forks: int | None = None
+
+    def check(self) -> None:
+        """Note that the manager is used in this process.
+
+        Raises:
+            ApplicationError: It was used before this process was forked.
+        """
+        if self._forks == _forks:
+            return
+        if self._forks is not None:
+            raise ApplicationError(
+                f"the manager of {self._scope} was used before this process was forked (by os.fork, or by the start "
+                'method "fork" of multiprocessing): its event loop and the connections of its store belong to the '
+                "parent. Make a manager and a store in each child, or start the children by the method "
+                '"spawn"'
+            )
+        self._forks = _forks
