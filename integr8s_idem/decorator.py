@@ -178,7 +178,7 @@ class _Guard:
         async def guard(here: Here) -> Any:
             async def work(attempt: Attempt) -> Any:
                 # A lazy iterator runs in the thread of its function, and does not block the event loop.
-                value = await here(lambda: materialized(self.function(*args, **kwargs)), attempt)
+                value = await here(lambda: materialized(self.function(*args, **kwargs), self.function), attempt)
                 refuse_awaitable(value, self.function)
                 return value
 

@@ -138,7 +138,8 @@ class GuardedHandling(Handling):
         self.event = event
         self.generation = generation
         keyed = handler.resolver.resolve(handler.name, event, generation)
-        self.work = Work(handler.manager.space.key(keyed.key), keyed.fingerprint, handler.ttl, event.event_type)
+        key, returns = handler.manager.space.key(keyed.key), handler.returns
+        self.work = Work(key, keyed.fingerprint, handler.ttl, event.event_type, returns=returns)
         self.passes = handler.manager.passes
         self._patient = False
 
@@ -233,8 +234,8 @@ class GuardedHandling(Handling):
     async def run(self) -> Any:
         """The value, new or remembered; waits for a twin and raises as `IdempotencyManager.run` does."""
         if self.handler.outbox is not None:
-            return await self.handler.manager.settled(self.work, self.attempt, self.handler.function)
-        return await self.handler.manager.run_work(self.work, self._do, returns=self.handler.function)
+            return await self.handler.manager.settled(self.work, self.attempt, self.handler.returns)
+        return await self.handler.manager.run_work(self.work, self._do, returns=self.handler.returns)
 
 
 class EventHandler:
@@ -260,6 +261,8 @@ class EventHandler:
         self.observer = observer
         self.max_attempts = max_attempts
         self._registered = RegisteredHandler(event, self.name, function, batch)
+        self.returns = self._registered.returns
+        """The function whose return annotation types a result."""
         self._gatherer = Gatherer(batch, self._call_batch, self.name) if batch is not None else None
         self.invoke = invoke
         self._publisher = publisher
@@ -321,7 +324,7 @@ class EventHandler:
         task = asyncio.current_task()
         before = task.cancelling() if task is not None else 0
         try:
-            return returned_by(call, await self.invoke(self._registered, call))
+            return returned_by(self._registered, await self.invoke(self._registered, call))
         except asyncio.CancelledError as error:
             if task is None or task.cancelling() > before:
                 raise
@@ -404,7 +407,7 @@ class IdempotentEventHandler(EventHandler):
         remembered: list[Any] = []
 
         async def before_commit(result: Any, transaction: Transaction) -> None:
-            value = repeatable(result, attempt.label)
+            value = repeatable(result, attempt.label, self.returns)
             events = outgoing.finished(event, attempt.key, self.scope)
             await seal.write(value, [self._message(one) for one in events], transaction)
             remembered[:] = [value]

@@ -471,11 +471,12 @@ class IdempotencyManager:
         work: Work,
         function: Callable[[Attempt], Awaitable[T]],
         *,
-        returns: Callable[..., object],
+        returns: Callable[..., object] | None,
         on_in_progress: OnInProgress | None = None,
         wait_timeout: timedelta | None = None,
     ) -> Coroutine[Any, Any, T]:
-        """As `run`, for a function that wants its `Attempt`; the annotation of `returns` types a replayed result."""
+        """As `run`, for a function that wants its `Attempt`; the annotation of `returns` types its result."""
+        work.returns = returns
         joined = _JOINED.get()
         one_pass: Callable[[], Awaitable[Outcome[T]]]
         if joined is not None and joined[0] is self:
@@ -488,7 +489,7 @@ class IdempotencyManager:
         self,
         work: Work,
         one_pass: Callable[[], Awaitable[Outcome[T]]],
-        returns: Callable[..., object],
+        returns: Callable[..., object] | None,
         *,
         on_in_progress: OnInProgress | None = None,
         wait_timeout: timedelta | None = None,
@@ -552,7 +553,7 @@ class IdempotencyManager:
         await self._ledger.close()
         self._leases.close()
 
-    def _value_of(self, outcome: Outcome[T], work: Work, function: Callable[..., object]) -> T:
+    def _value_of(self, outcome: Outcome[T], work: Work, function: Callable[..., object] | None) -> T:
         label = work.key.label
         match outcome:
             case Executed():
@@ -587,7 +588,7 @@ def _on_its_way_out(done: Completed) -> InProgress:
     )
 
 
-def replayed_value(label: str, completed: Completed, function: Callable[..., object]) -> Any:
+def replayed_value(label: str, completed: Completed, function: Callable[..., object] | None) -> Any:
     """What the first run of `function` returned; `None` where a setting says that results are not kept.
 
     Raises:

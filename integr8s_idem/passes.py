@@ -146,7 +146,7 @@ class Passes:
             run = self.runs.begin(Run(self.runs, work, attempt, True))
             try:
                 with self.observer.phase(Phase.HANDLE, work.event_type):
-                    value: T = repeatable(await function(attempt), work.key.label)
+                    value: T = repeatable(await function(attempt), work.key.label, work.returns)
                     return value
             finally:
                 self.runs.leave(run)
@@ -376,7 +376,7 @@ class Passes:
         attempt = _attempt(work, key, work.unguarded_runs, 0, float("inf"))
         try:
             with self.observer.phase(Phase.HANDLE, work.event_type):
-                return Executed(repeatable(await function(attempt), work.key.label), attempt.number)
+                return Executed(repeatable(await function(attempt), work.key.label, work.returns), attempt.number)
         except Exception as error:  # noqa: BLE001  # handed on as the outcome
             self.observer.count(Signal.HANDLER_FAILED, work.event_type)
             return HandlerFailed(error, attempt.number, self._hopeless(work, error, attempt.number))
@@ -447,7 +447,7 @@ class Passes:
         try:
             try:
                 with lease, self.observer.phase(Phase.HANDLE, work.event_type):
-                    value: T = repeatable(await function(attempt), work.key.label)
+                    value: T = repeatable(await function(attempt), work.key.label, work.returns)
             except asyncio.CancelledError:
                 self._ledger.release_later(work, lease.reservation)
                 raise

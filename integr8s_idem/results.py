@@ -3,8 +3,9 @@
 Everything pydantic can write becomes JSON; `bytes` stay as they are.  Coming back, a value has the
 type that the function promises in its return annotation; without one it is plain JSON.
 
-An iterator can be read only once, and writing it as JSON reads it.  So it is read into a list within the run, before
-its first caller has it: see `repeatable`.
+An iterator can be read only once, and writing it as JSON reads it.  So it is read within the run, before its first
+caller has it, into the collection that duplicates get: the type of the return annotation, or a list without one.
+See `repeatable`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import io
 import types
 import typing
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Reversible,
+)
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -79,24 +89,39 @@ _all_plain: Final = _PLAIN_CLASSES.issuperset
 """Takes the classes of many objects, and is much faster than a loop."""
 
 
-def materialized(value: Any) -> Any:
-    """Return the items of a synchronous iterator as a list, and any other value unchanged.
+def materialized(value: Any, function: Callable[..., object] | None = None) -> Any:
+    """Return the items of a synchronous iterator as a collection, and any other value unchanged.
 
     Call it in the thread and the scope of the function that returned the value, because a lazy iterator runs code.
     Errors of that code are raised.
+
+    Args:
+        function: Its return annotation names the type of the collection; a list without one.
     """
     if type(value) in _PLAIN_CLASSES or _kind_of(type(value)) != _ITERATOR:
         return value
-    return list(value)
+    return _collected(list(value), function)
 
 
-def repeatable(value: Any, label: str) -> Any:
+def _collected(items: list[Any], function: Callable[..., object] | None) -> Any:
+    """Return `items` in the type that `decode_result` gives to duplicates; as they are if they do not fit it."""
+    expected = return_type_of(function)
+    if expected is Any or why_unreadable(expected) is not None:
+        return items
+    try:
+        return _adapter_of(expected).validate_python(items)
+    except ValidationError:
+        return items  # as with any result that does not fit, duplicates get a ResultDecodeError
+
+
+def repeatable(value: Any, label: str, function: Callable[..., object] | None = None) -> Any:
     """Return a result that the first caller and every duplicate can get.
 
-    That is `value`, or the list of its items if it is a synchronous iterator.
+    That is `value`, or a collection of its items if it is a synchronous iterator.
 
     Args:
         label: Names the work in errors.
+        function: As for `materialized`.
 
     Raises:
         ApplicationError: It is an async iterator or a file, or holds an iterator.
@@ -107,7 +132,8 @@ def repeatable(value: Any, label: str) -> Any:
         return value
     kind = _kind_of(cls)
     if kind == _ITERATOR:
-        value, kind = list(value), _SEQUENCE
+        value = _collected(list(value), function)
+        kind = _kind_of(type(value))
     _refuse(value, kind, label)
     return value
 
@@ -271,7 +297,7 @@ def refuse_generator(function: Callable[..., object]) -> None:
 
 
 def decode_result(key: str, stored: StoredResult, expected: object = Any) -> Any:
-    """The value in `stored`, as `expected` where that is a type; a list for an iterator, as for the first caller.
+    """The value in `stored`, as `expected` where that is a type; a list for an iterator or an abstract collection.
 
     Raises:
         ResultDecodeError: It does not fit, for example because the class has changed since.
@@ -292,8 +318,10 @@ def decode_result(key: str, stored: StoredResult, expected: object = Any) -> Any
         raise ResultDecodeError(key, _name(expected), str(error)) from error
 
 
-def return_type_of(function: Callable[..., object]) -> object:
-    """What `function` promises to return; `Any` where it says nothing or names what is out of reach."""
+def return_type_of(function: Callable[..., object] | None) -> object:
+    """What `function` promises to return; `Any` where it says nothing or names what is out of reach, and for `None`."""
+    if function is None:
+        return Any
     function = getattr(function, "__func__", function)  # of a bound method, which is made anew for each look at it
     try:
         return _kept_promise(ref(function)) if isinstance(function, FunctionType) else _promise_of(function)
@@ -350,16 +378,19 @@ def _adapter(expected: Any) -> TypeAdapter[Any]:
     return TypeAdapter(_readable(expected))
 
 
-_BY_ITEM: Final = frozenset({Iterable, Iterator, Generator, map, filter, zip, reversed})
+_ABSTRACT: Final = frozenset({Iterable, Collection, Container, Reversible})
+"""Types that say nothing about the class of a collection, and that pydantic reads in no way or as an iterator."""
+
+_BY_ITEM: Final = _ABSTRACT | {Iterator, Generator, map, filter, zip, reversed}
 """Types whose first argument is the type of their items."""
 
 
 def _readable(expected: Any) -> Any:
-    """The type to read a stored result as: `expected`, or a list where that is an iterator or any iterable."""
+    """The type to read a stored result as: `expected`, or a list where that is an iterator or any collection."""
     kind, arguments = typing.get_origin(expected) or expected, typing.get_args(expected)
     if kind in (typing.Union, types.UnionType):
         return typing.Union[tuple(map(_readable, arguments))]  # noqa: UP007  # of types that are known only here
-    if not inspect.isclass(kind) or not (kind is Iterable or _kind_of(kind) == _ITERATOR):
+    if not inspect.isclass(kind) or not (kind in _ABSTRACT or _kind_of(kind) == _ITERATOR):
         return expected
     return list[arguments[0] if arguments and kind in _BY_ITEM else Any]  # type: ignore[misc]
 

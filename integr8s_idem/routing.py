@@ -163,6 +163,11 @@ class RegisteredHandler:
     def event_type(self) -> str:
         return event_type_of(self.event)
 
+    @property
+    def returns(self) -> HandlerFunction | None:
+        """The function whose return annotation names the result of one event: not that of a whole batch."""
+        return self.function if self.batch is None else None
+
 
 Invoke = Callable[[RegisteredHandler, Any], Awaitable[Any]]
 """Calls a handler with its `HandlerCall`, or a batch handler with its `BatchCall`, opening and closing whatever it
@@ -175,13 +180,13 @@ async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchC
     return await handler.function(call.argument)
 
 
-def returned_by(call: HandlerCall | BatchCall, result: Any) -> Any:
-    """Read iterators that a handler returned into lists; for a batch handler, also those of single events.
+def returned_by(handler: RegisteredHandler, result: Any) -> Any:
+    """Read iterators that `handler` returned, as `materialized`; for a batch handler, also those of single events.
 
     Call it while the handler's dependencies are open, because a lazy iterator may use them.
     """
-    result = materialized(result)
-    if isinstance(call, BatchCall) and isinstance(result, list | tuple):
+    result = materialized(result, handler.returns)
+    if handler.batch is not None and isinstance(result, list | tuple):
         return [materialized(each) for each in result]
     return result
 

@@ -289,7 +289,7 @@ class _Step:
         running = self.function(*self._args, **self._kwargs)
         if not inspect.isawaitable(running):
             raise ApplicationError(f"step {self.name} is no async function; what it did has been done")
-        self.value = repeatable(await running, f"step {self.name}")
+        self.value = repeatable(await running, f"step {self.name}", self.function)
         return _with_name(self.value, self.name)
 
 

@@ -126,6 +126,8 @@ class Work:
     token: bytes = b""
     """Kept while `reserve` gets no answer, so that a lost answer finds its reservation; empty: a new one is drawn."""
     isolation: Isolation = Isolation.NONE
+    returns: Callable[..., object] | None = None
+    """The function whose return annotation names the type of its result; unknown if `None`."""
     fence: int = 0
     """Of the last reservation: one that is found again is not counted again."""
 

@@ -219,7 +219,7 @@ class Delivery:
         self.was_run = True
         refuse_plain(function)
         try:
-            work = work_of(self._manager, self.record, self._key, self._ttl)
+            work = work_of(self._manager, self.record, self._key, self._ttl, function)
         except InvalidKeyError as error:
             await self._failed(error, final=True)
             return cast("T", None)

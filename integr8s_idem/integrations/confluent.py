@@ -256,7 +256,7 @@ class Delivery:
         self.was_run = True
         refuse_async(function)
         try:
-            work = work_of(self._manager, self.record, self._key, self._ttl)
+            work = work_of(self._manager, self.record, self._key, self._ttl, function)
         except InvalidKeyError as error:
             self._failed(error, final=True)
             return cast("T", None)
@@ -276,7 +276,7 @@ class Delivery:
     async def _once(self, work: Work, function: Callable[[Message], T], here: Here) -> Outcome[T]:
         async def call(attempt: Attempt) -> T:
             self.attempt = attempt
-            value: T = await here(lambda: materialized(function(self.message)), attempt)
+            value: T = await here(lambda: materialized(function(self.message), function), attempt)
             refuse_awaitable(value, function)
             return value
 

@@ -362,7 +362,7 @@ async def _call(
     try:
         found: dict[str, Any] = await request.get(needs[handler.function].key)
         await call.check_start()
-        return returned_by(call, await handler.function(call.argument, **found))
+        return returned_by(handler, await handler.function(call.argument, **found))
     finally:
         CURRENT.reset(token)
 
@@ -403,7 +403,7 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
             token = CURRENT.set(request)
             try:
                 await call.check_start()
-                return returned_by(call, await wrapped[handler.function](call.argument))
+                return returned_by(handler, await wrapped[handler.function](call.argument))
             finally:
                 CURRENT.reset(token)
 

@@ -70,10 +70,12 @@ def by_position(record: Record) -> str:
     return f"{record.topic}:{record.partition}:{record.offset}"
 
 
-def work_of(manager: IdempotencyManager, record: Record, key: KeyOf, ttl: timedelta | None) -> Work:
-    """The work of `record`; its body is what a second use of the key must bring again."""
+def work_of(
+    manager: IdempotencyManager, record: Record, key: KeyOf, ttl: timedelta | None, function: Callable[..., object]
+) -> Work:
+    """The work of `record`, which `function` does; its body is what a second use of the key must bring again."""
     checked = None if ttl is None else manager.checked_ttl(ttl)
-    return Work(manager.space.key(key(record)), _fingerprint_of(record.value), checked)
+    return Work(manager.space.key(key(record)), _fingerprint_of(record.value), checked, returns=function)
 
 
 def _fingerprint_of(body: object) -> bytes | None:

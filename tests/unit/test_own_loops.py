@@ -21,7 +21,8 @@ from tests.support.guarded import guarded, plain_manager
 
 
 def _fingerprint(value: Any) -> bytes | None:
-    return work_of(guarded().manager, FakeRecord("orders", 0, 7, None, value), by_position, None).fingerprint
+    record = FakeRecord("orders", 0, 7, None, value)
+    return work_of(guarded().manager, record, by_position, None, _fingerprint).fingerprint
 
 
 def test_the_body_is_the_payload_whatever_a_deserializer_has_made_of_it() -> None:

@@ -1,4 +1,4 @@
-"""Work that returns an iterator: it is read within the run, and its first caller and every duplicate get the list."""
+"""Work that returns an iterator: it is read within the run, and its first caller and every duplicate get the same."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ import io
 import itertools
 import threading
 import typing
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Reversible,
+    Sequence,
+    Set,
+)
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 import pytest
 from dishka import Provider, Scope, provide
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, RootModel
 
 from integr8s_idem import (
     BaseEvent,
@@ -23,16 +35,17 @@ from integr8s_idem import (
     EventRouter,
     IdempotencyManager,
     IdempotentEventDispatcher,
+    IdempotentEventHandler,
     PartialFailureError,
     idempotent,
     with_idempotency,
 )
-from integr8s_idem.errors import ApplicationError
+from integr8s_idem.errors import ApplicationError, ResultDecodeError
 from integr8s_idem.integrations import aiokafka, confluent
 from integr8s_idem.integrations.dishka import FromDishka, make_async_container, setup_dishka
 from integr8s_idem.records import Completed, IdempotencyStatus, Reserved
 from integr8s_idem.results import refuse_iterator, repeatable
-from integr8s_idem.routing import BatchCall, HandlerCall, RegisteredHandler
+from integr8s_idem.routing import BatchCall, BatchSize, HandlerCall, RegisteredHandler
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.work import Executed, HandlerFailed
 from tests.support.fake_consumer import FakeRecord
@@ -205,6 +218,163 @@ async def test_items_of_a_duplicate_have_the_type_that_the_annotation_names() ->
     work.__annotations__["return"] = Iterator[Row]
     manager = guarded().manager
     assert [await manager.run("order:1", work) for _ in range(2)] == [[Row(number=1), Row(number=2)]] * 2
+
+
+# The type of the collection.
+
+
+class Numbers(RootModel[list[int]]):
+    """A list with a name."""
+
+
+COLLECTIONS: list[tuple[Any, Any]] = [
+    (set[int], {1, 2}),
+    (set[int] | None, {1, 2}),
+    (frozenset, frozenset({1, 2})),
+    (tuple[int, ...], (1, 2)),
+    (tuple[int, int], (1, 2)),
+    (tuple, (1, 2)),
+    (deque[int], deque([1, 2])),
+    (Sequence[int], [1, 2]),
+    (Set[int], frozenset({1, 2})),
+    (Collection[int], [1, 2]),
+    (Collection, [1, 2]),
+    (Reversible[int], [1, 2]),
+    (Container[int] | None, [1, 2]),
+    (list[str | int], [1, 2]),
+    (Any, [1, 2]),
+    (Numbers, Numbers([1, 2])),
+]
+
+
+async def _by_run(manager: IdempotencyManager, work: Any) -> list[Any]:
+    return [await manager.run("order:1", work) for _ in range(2)]
+
+
+async def _by_async_function(manager: IdempotencyManager, work: Any) -> list[Any]:
+    guarded_work = idempotent(key=lambda: "order:1", manager=manager)(work)
+    return [await guarded_work() for _ in range(2)]
+
+
+async def _by_plain_function(manager: IdempotencyManager, work: Any) -> list[Any]:
+    def plain() -> Any:
+        return numbers()
+
+    plain.__annotations__["return"] = work.__annotations__["return"]
+    guarded_work = idempotent(key=lambda: "order:1", manager=manager)(plain)
+    return [await asyncio.to_thread(guarded_work) for _ in range(2)]
+
+
+async def _by_event(manager: IdempotencyManager, work: Any) -> list[Any]:
+    async def handle(_: Ordered) -> Any:
+        return await work()
+
+    handle.__annotations__["return"] = work.__annotations__["return"]
+    event = Ordered()
+    return [await with_idempotency(event, handle, manager, name="ordered") for _ in range(2)]
+
+
+async def _by_step(manager: IdempotencyManager, work: Any) -> list[Any]:
+    seen = list[Any]()
+
+    async def unit() -> None:
+        seen.append(await manager.steps().run("read", work))
+        if len(seen) == 1:
+            raise OSError("once")
+
+    with pytest.raises(OSError, match="once"):
+        await manager.run("order:1", unit)
+    await manager.run("order:1", unit)
+    return seen
+
+
+async def _by_loop_of_aiokafka(manager: IdempotencyManager, work: Any) -> list[Any]:
+    async def handle(_: object) -> Any:
+        return await work()
+
+    handle.__annotations__["return"] = work.__annotations__["return"]
+    return [await _aiokafka(manager).run(handle) for _ in range(2)]
+
+
+async def _by_loop_of_confluent_kafka(manager: IdempotencyManager, work: Any) -> list[Any]:
+    def handle(_: object) -> Any:
+        return numbers()
+
+    handle.__annotations__["return"] = work.__annotations__["return"]
+    return [await asyncio.to_thread(_confluent(manager).run, handle) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "ask_twice",
+    [
+        _by_run,
+        _by_async_function,
+        _by_plain_function,
+        _by_event,
+        _by_step,
+        _by_loop_of_aiokafka,
+        _by_loop_of_confluent_kafka,
+    ],
+)
+@pytest.mark.parametrize(("promised", "expected"), COLLECTIONS)
+async def test_the_first_caller_and_a_duplicate_get_the_type_that_the_annotation_names(
+    ask_twice: Callable[..., Awaitable[list[Any]]], promised: Any, expected: Any
+) -> None:
+    async def work() -> Any:
+        return numbers()
+
+    work.__annotations__["return"] = promised
+
+    first, second = await ask_twice(guarded().manager, work)
+
+    assert first == second == expected
+    assert type(first) is type(second) is type(expected)
+
+
+async def test_items_of_the_first_caller_have_the_type_that_the_annotation_names() -> None:
+    async def work() -> Any:
+        return ({"number": number} for number in (1, 2))
+
+    work.__annotations__["return"] = tuple[Line, ...]
+    manager = guarded().manager
+
+    assert [await manager.run("order:1", work) for _ in range(2)] == [(Line(number=1), Line(number=2))] * 2
+
+
+async def test_items_that_do_not_fit_the_annotation_are_the_first_callers_as_they_are() -> None:
+    async def work() -> Any:
+        return iter(["one"])
+
+    work.__annotations__["return"] = set[int]
+    manager = guarded().manager
+
+    assert await manager.run("order:1", work) == ["one"]
+    with pytest.raises(ResultDecodeError):
+        await manager.run("order:1", work)
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+async def test_a_handler_in_a_scope_gives_the_type_that_its_annotation_names(is_guarded: bool) -> None:
+    router = EventRouter()
+
+    @router.on(Ordered)
+    async def handle(event: Ordered, session: FromDishka[Session]) -> tuple[bool, ...]:
+        return (session.open for _ in range(2))  # type: ignore[return-value]
+
+    manager = guarded().manager
+    dispatcher = IdempotentEventDispatcher(router, manager) if is_guarded else EventDispatcher(router)
+    assert await _handled(dispatcher) == (True, True)
+
+
+async def test_the_annotation_of_a_batch_handler_does_not_type_the_result_of_one_event() -> None:
+    async def handle(events: list[Ordered]) -> tuple[int, ...]:
+        return (event.number for event in events)  # type: ignore[return-value]
+
+    batch = BatchSize(1, timedelta(milliseconds=1))
+    handler = IdempotentEventHandler(handle, guarded().manager, event=Ordered, batch=batch)
+    event = Ordered(number=7)
+
+    assert [await handler(event) for _ in range(2)] == [7, 7]
 
 
 # Generator functions.
