@@ -13,13 +13,14 @@ from integr8s_idem.config import Settings
 from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.doctor.files import is_to_be_made
 from integr8s_idem.doctor.store import OUTBOX, STORE, look_at_repository, refusal
-from integr8s_idem.errors import StoreError
+from integr8s_idem.errors import ApplicationError, StoreError
 from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.opening import as_it_is
-from integr8s_idem.worker import EventPublisher, Platform, Service
+from integr8s_idem.worker import Platform, Service
 from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import topics_read
+from integr8s_idem.worker.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.worker.retention import TTL, Reading
 from integr8s_idem.worker.running import CLOSE_SECONDS, reading_of, section_of
 
@@ -59,8 +60,8 @@ async def _look_at_service(
 ) -> bool:
     """Whether it has a store of its own."""
     async with _container(service, settings) as (container, opened):
-        dispatcher = await container.get(EventDispatcher)
-        publisher = await container.get(EventPublisher)
+        dispatcher = await get_dispatcher(container, service.name)
+        publisher = await get_publisher(container, service.name)
         topics = topics_read(section_of(service, settings), dispatcher, publisher)
         look.readings.append(reading_of(dispatcher, topics))
         look.findings += await _outbox_findings(dispatcher, settings)
@@ -78,7 +79,7 @@ async def _container(
 ) -> AsyncIterator[tuple[AsyncContainer, list[IdempotencyRepository]]]:
     """As the worker makes it, but that `[store]` stays as it is; and what was opened of that."""
     with as_it_is() as opened:
-        container = service.container(settings)
+        container = make_container(service, settings)
         try:
             yield container, opened
         finally:
@@ -110,6 +111,6 @@ async def _outbox_findings(dispatcher: EventDispatcher, settings: Settings) -> l
 
 
 def _broken(service: str, error: Exception) -> Finding:
-    told = f"its container gives no dispatcher: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    told = error.reason if isinstance(error, ApplicationError) else f"{type(error).__name__}: {error}"
     cost = "it does not start; its topics were not looked at"
     return Finding(Code.APPLICATION_BROKEN, Severity.ERROR, f"service {service}", told, cost, "run it and read more")

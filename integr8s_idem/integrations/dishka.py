@@ -9,7 +9,7 @@
     )
 
 What handlers ask for is part of the container's graph: a handler whose dependency nobody provides is
-refused when the container is made, with Dishka's own drawing of the way to it.
+refused when the container is made, in one sentence that names both.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class _Needs:
 
 
 def _needs_of(function: HandlerFunction) -> _Needs:
-    hints = get_type_hints(function, include_extras=True)
+    hints = _hints_of(function)
     parameters: dict[str, Any] = {}
     plain: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -323,6 +323,16 @@ def _needs_of(function: HandlerFunction) -> _Needs:
             f"these are neither: {', '.join(plain[1:]) or '(there is no parameter for the event)'}"
         )
     return _Needs(function, parameters)
+
+
+def _hints_of(function: HandlerFunction) -> dict[str, Any]:
+    try:
+        return get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ApplicationError(
+            f'handler {function.__qualname__}: its annotations name "{error.name}", which module '
+            f"{function.__module__} does not define at run time; import it there, not only under TYPE_CHECKING"
+        ) from None
 
 
 def _context(call: HandlerCall | BatchCall) -> dict[Any, Any]:

@@ -51,6 +51,7 @@ class Transactions:
             return transaction
 
         make.__annotations__ = {"session": held, "return": SqlTransaction}
+        make.__qualname__ = f"IdempotentDispatcherProvider(transaction={held.__name__})"  # as errors name it
         self.make = make
 
     def open(self, repository: IdempotencyRepository) -> Outbox:

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
 from integr8s_idem.config import KafkaSettings, Settings
-from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.stores.opening import as_it_is
-from integr8s_idem.worker import EventPublisher, Platform, Service
+from integr8s_idem.worker import Platform, Service
 from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import topics_read
+from integr8s_idem.worker.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.worker.running import CLOSE_SECONDS, section_of
 
 
@@ -25,20 +25,20 @@ async def topics_of(platform: Platform, settings: Settings) -> list[str]:
     for service in platform.services.values():
         try:
             found += await _topics_of(service, settings)
-        except Exception as error:
-            told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        except ApplicationError as error:
             raise ApplicationError(
-                f"what service {service.name} reads is not known: its container gives no dispatcher ({told}). "
-                "Name topics with --topic instead"
+                f"the topics of service {service.name} are not known: {error.reason.rstrip('.')}. "
+                "Or name topics with --topic"
             ) from error
     return list(dict.fromkeys(found))
 
 
 async def _topics_of(service: Service, settings: Settings) -> Sequence[str]:
     with as_it_is():
-        container = service.container(settings)
+        container = make_container(service, settings)
         try:
-            dispatcher, publisher = await container.get(EventDispatcher), await container.get(EventPublisher)
+            dispatcher = await get_dispatcher(container, service.name)
+            publisher = await get_publisher(container, service.name)
             return topics_read(section_of(service, settings), dispatcher, publisher)
         finally:
             await bounded(container.close(), CLOSE_SECONDS)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from integr8s_idem.config import KafkaSettings, Settings
-from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.routing import BatchCall, HandlerCall, Invoke, RegisteredHandler
@@ -20,6 +19,7 @@ from integr8s_idem.testing.overriding import Overrides
 from integr8s_idem.testing.processes import Process
 from integr8s_idem.testing.seen import HandlerRun
 from integr8s_idem.worker import EventPublisher, Service, ServiceWorker
+from integr8s_idem.worker.containers import get_dispatcher
 from integr8s_idem.worker.records import Consumer
 from integr8s_idem.worker.running import section_of
 
@@ -139,7 +139,7 @@ class Life:
         ours = {IdempotencyRepository: MemoryStore(world.store, plan), EventPublisher: publisher}
         container = world.overrides.container(self.service, settings, ours)
         try:
-            dispatcher = await container.get(EventDispatcher)
+            dispatcher = await get_dispatcher(container, self.service.name)
             dispatcher.invoke_with(self._seen(dispatcher.invoke))
             self.worker = ServiceWorker(
                 self.service.name,

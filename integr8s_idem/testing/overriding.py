@@ -13,6 +13,7 @@ from integr8s_idem.config import Settings
 from integr8s_idem.current import OVERRIDING
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.worker import Service
+from integr8s_idem.worker.containers import make_container
 
 
 class Overrides:
@@ -42,7 +43,7 @@ class Overrides:
             return self._more(given, ours)
 
         with _overriding(overriding):
-            container = service.container(settings)
+            container = make_container(service, settings)
         if not used:
             raise ApplicationError(
                 f"the container of service {service.name} cannot be given a store in memory, nor fakes: make it with "

@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import Final
 
 from dishka import AsyncContainer
-from dishka.exception_base import DishkaError
 
 from integr8s_idem.config import ServiceSettings, Settings
 from integr8s_idem.dispatcher import EventDispatcher
@@ -22,6 +21,7 @@ from integr8s_idem.telemetry import Gauge
 from integr8s_idem.telemetry.setup import configure_telemetry
 from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
+from integr8s_idem.worker.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
 from integr8s_idem.worker.isolation import IsolationGate
@@ -85,26 +85,22 @@ class RunningService:
         """Run until stopped or broken; what broke it stays in `error`."""
         try:
             await self._run()
-        except (IdempotencyError, DishkaError) as error:
-            # Theirs are sentences and drawings that say what to do: a traceback would bury them.
+        except IdempotencyError as error:
+            # A sentence that says what to do: only an error of the application's own code is worth a traceback.
             self.error = error
-            logger.error("service %s failed: %s: %s", self.service.name, type(error).__name__, error)  # no bug of ours
+            cause = error.__cause__ if isinstance(error, ApplicationError) else None
+            logger.error("service %s failed: %s: %s", self.service.name, type(error).__name__, error, exc_info=cause)
         except Exception as error:
             self.error = error
             logger.exception("service %s failed", self.service.name)
 
     async def _run(self) -> None:
-        container = self.service.container(self._settings)
-        if not isinstance(container, AsyncContainer):
-            raise ApplicationError(
-                f"the container of service {self.service.name} is a {type(container).__name__}; "
-                "make it with make_async_container"
-            )
+        name = self.service.name
+        container = make_container(self.service, self._settings)
         try:
-            dispatcher = await container.get(EventDispatcher)
+            dispatcher = await get_dispatcher(container, name)
             self._check(dispatcher)
-            publisher = await container.get(EventPublisher)
-            name = self.service.name
+            publisher = await get_publisher(container, name)
             section = section_of(self.service, self._settings)
             self._worker = ServiceWorker(
                 name,

@@ -72,7 +72,7 @@ async def test_a_service_without_handlers_is_refused(caplog: pytest.LogCaptureFi
 async def test_a_container_that_is_not_async_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     service = Service("billing", container=lambda settings: make_container())  # type: ignore[arg-type,return-value]
 
-    assert "make it with make_async_container" in await failure_of(service, caplog)
+    assert "return make_async_container(…) from a plain def" in await failure_of(service, caplog)
 
 
 @pytest.mark.scenario(99)

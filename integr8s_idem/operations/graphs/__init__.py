@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dishka import AsyncContainer, Container
-from dishka.exception_base import DishkaError
 from dishka.plotter.model import Group, Node, NodeType
 from dishka.plotter.transform import Transformer
 
 from integr8s_idem.config import Settings
-from integr8s_idem.config.words import shown, text_of
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
-from integr8s_idem.errors import ApplicationError, IdempotencyError
+from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import name_of_needs
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.opening import as_it_is
 from integr8s_idem.worker import Platform, Service
 from integr8s_idem.worker.clients import bounded
+from integr8s_idem.worker.containers import NO_DISPATCHER, call_factory, explained, not_a_container
 
 MAKE_SECONDS: Final = 15.0
 """Longest time for a dispatcher to be made, and for a container to close."""
@@ -46,7 +44,6 @@ _OF_DISHKA: Final = "HasProvider"
 _CONTAINERS: Final = frozenset({"AsyncContainer", "Container"})
 _WITHIN: Final = re.compile(r"[\w.]+\.<locals>\.")
 """Where a class or a function is defined within another function: of no use to readers."""
-_LONGEST_REASON: Final = 2_000
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ async def drawn(platform: Platform, settings: Settings, names: Sequence[str] = (
     """The services named, or all.
 
     Raises:
-        ApplicationError: A container cannot be made, or gives no dispatcher; it says why, in Dishka's words.
+        ApplicationError: A container cannot be made, or gives no dispatcher; the error says why.
     """
     services = enumerate(platform.choose(names), start=1)
     return [await _drawn(service, settings, f"s{number}") for number, service in services]
@@ -133,10 +130,11 @@ async def drawn(platform: Platform, settings: Settings, names: Sequence[str] = (
 
 async def _drawn(service: Service, settings: Settings, prefix: str) -> ServiceGraph:
     with as_it_is() as opened:
-        with _telling(service.name, "cannot be made"):
-            container = service.container(settings)
+        container = call_factory(service, settings)
+        if not isinstance(container, AsyncContainer | Container):
+            raise not_a_container(service.name, container)
         try:
-            with _telling(service.name, "gives no dispatcher"):
+            with explained(service.name, NO_DISPATCHER):
                 dispatcher = await _dispatcher_of(container)
             scopes = _scopes(container, dispatcher, prefix)
             told = _told(dispatcher, settings, opened)
@@ -149,30 +147,12 @@ async def _drawn(service: Service, settings: Settings, prefix: str) -> ServiceGr
     return ServiceGraph(service.name, group, told, handlers, scopes, isinstance(container, Container))
 
 
-@contextmanager
-def _telling(service: str, what: str) -> Iterator[None]:
-    """Name the service of whatever goes wrong.  Dishka's own errors draw the way to what is missing."""
-    try:
-        yield
-    except IdempotencyError as error:
-        told = error.reason if isinstance(error, ApplicationError) else str(error)
-        raise ApplicationError(f"the container of service {service} {what}: {told}") from error
-    except DishkaError as error:
-        drawing = "\n".join(f"    {line}".rstrip() for line in text_of(error).strip().splitlines())
-        raise ApplicationError(f"the container of service {service} {what}:\n{drawing}\nMend its providers") from error
-    except Exception as error:  # whatever an application raises is told of it
-        told = shown(text_of(error), _LONGEST_REASON)
-        raise ApplicationError(f"the container of service {service} {what}: {type(error).__name__}: {told}") from error
-
-
 async def _dispatcher_of(container: AsyncContainer | Container) -> EventDispatcher:
     """The very one that the worker would get: only that tells what it is."""
     if isinstance(container, AsyncContainer):
         found: object = await bounded(container.get(EventDispatcher), MAKE_SECONDS)
-    elif isinstance(container, Container):
-        found = container.get(EventDispatcher)
     else:
-        raise ApplicationError(f"it is a {type(container).__name__}; make it with make_async_container")
+        found = container.get(EventDispatcher)
     if not isinstance(found, EventDispatcher):
         raise ApplicationError(f"what it gives as EventDispatcher is a {type(found).__name__}")
     return found
@@ -181,7 +161,7 @@ async def _dispatcher_of(container: AsyncContainer | Container) -> EventDispatch
 async def _close(container: AsyncContainer | Container) -> None:
     if isinstance(container, AsyncContainer):
         await bounded(container.close(), MAKE_SECONDS)
-    elif isinstance(container, Container):
+    else:
         container.close()
 
 

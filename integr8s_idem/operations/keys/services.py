@@ -10,14 +10,14 @@ from dishka import AsyncContainer
 
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventHandler
-from integr8s_idem.errors import ApplicationError, IdempotencyError
 from integr8s_idem.events import EventDecoder
 from integr8s_idem.keys import Key, KeySpace, KeyStrategy
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.opening import as_it_is
-from integr8s_idem.worker import EventPublisher, Platform, Service
+from integr8s_idem.worker import Platform, Service
 from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import codec_for, topics_read
+from integr8s_idem.worker.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.worker.running import CLOSE_SECONDS, section_of
 
 
@@ -98,18 +98,10 @@ async def open_services(platform: Platform, settings: Settings) -> AsyncIterator
 
 
 async def _opened(stack: AsyncExitStack, service: Service, settings: Settings) -> OpenService:
-    try:
-        container = service.container(settings)
-        stack.push_async_callback(_close, container)
-        dispatcher = await container.get(EventDispatcher)
-        publisher = await container.get(EventPublisher)
-    except IdempotencyError:
-        raise
-    except Exception as error:
-        told = " ".join(str(error).split())[:300]
-        raise ApplicationError(
-            f"the container of service {service.name} gives no dispatcher: {type(error).__name__}: {told}"
-        ) from error
+    container = make_container(service, settings)
+    stack.push_async_callback(_close, container)
+    dispatcher = await get_dispatcher(container, service.name)
+    publisher = await get_publisher(container, service.name)
     section = section_of(service, settings)
     return OpenService(
         service.name,

@@ -1,0 +1,190 @@
+"""Make the containers of services, and explain in one sentence what is wrong with them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from dishka import AsyncContainer
+from dishka.exception_base import DishkaError
+from dishka.exceptions import CycleDependenciesError, NoContextValueError, NoFactoryError
+
+from integr8s_idem.config import Settings
+from integr8s_idem.config.words import shown, text_of
+from integr8s_idem.dispatcher import EventDispatcher
+from integr8s_idem.errors import ApplicationError, IdempotencyError
+from integr8s_idem.worker.platform import Service
+from integr8s_idem.worker.publisher import EventPublisher
+
+NOT_MADE: Final = "cannot be made"
+NO_DISPATCHER: Final = "gives no dispatcher"
+
+_LONGEST_REASON: Final = 2_000
+_IN_CONTAINER: Final = " to make_async_container"
+_IN_CONTEXT: Final = "Add {} to context={{…}} of make_async_container"
+_SESSION: Final = "Add a provider of {} with scope REQUEST that commits after its yield"
+_STORE: Final = f"Add IdempotencyProvider(){_IN_CONTAINER}"
+_DISPATCHER: Final = f"Add IdempotentDispatcherProvider(router) or DispatcherProvider(router){_IN_CONTAINER}"
+_KNOWN_PACKAGES: Final = {"integr8s_idem", "sqlalchemy"}
+_WHAT, _ASKS_FOR = "what ", " asks for"
+"""Around the name of a handler in the entry of the graph that stands for it."""
+_REMEDIES: Final[Mapping[str, str]] = {
+    "AsyncConnection": _SESSION.format("AsyncConnection"),
+    "AsyncSession": _SESSION.format("AsyncSession"),
+    "EventDispatcher": _DISPATCHER,
+    "EventPublisher": f"Add KafkaProvider(){_IN_CONTAINER}",
+    "IdempotencyConfig": _STORE,
+    "IdempotencyManager": _STORE,
+    "IdempotencyRedis": _STORE,
+    "IdempotencyRepository": _STORE,
+    "Observer": _DISPATCHER,
+    "ServiceName": _IN_CONTEXT.format('ServiceName: ServiceName("{service}")'),
+    "Settings": _IN_CONTEXT.format("Settings: settings"),
+}
+"""What to do about a missing type of this library or of SQLAlchemy, by its name."""
+
+
+def make_container(service: Service, settings: Settings) -> AsyncContainer:
+    """Call the factory of `service`.
+
+    Raises:
+        ApplicationError: It fails, or returns something else.
+    """
+    container = call_factory(service, settings)
+    if not isinstance(container, AsyncContainer):
+        raise not_a_container(service.name, container)
+    return container
+
+
+def call_factory(service: Service, settings: Settings) -> Any:
+    """Call the factory of `service`, and return what it returns.
+
+    Raises:
+        ApplicationError: It fails.
+    """
+    _check_signature(service, settings)
+    with explained(service.name, NOT_MADE):
+        return service.container(settings)
+
+
+async def get_dispatcher(container: AsyncContainer, service: str) -> EventDispatcher:
+    """Get the dispatcher of `service` from its container.
+
+    Raises:
+        ApplicationError: The container does not have one, or fails to make it.
+    """
+    with explained(service, NO_DISPATCHER):
+        return await container.get(EventDispatcher)
+
+
+async def get_publisher(container: AsyncContainer, service: str) -> EventPublisher:
+    """Get the publisher of `service` from its container.
+
+    Raises:
+        ApplicationError: The container does not have one, or fails to make it.
+    """
+    with explained(service, "gives no publisher"):
+        return await container.get(EventPublisher)
+
+
+def not_a_container(service: str, found: object) -> ApplicationError:
+    """The error for a factory that returns `found`."""
+    if inspect.iscoroutine(found):
+        found.close()  # else Python warns that nobody awaited it
+    return ApplicationError(
+        f"the factory of service {service} returns {_described(found)}, not a container; return "
+        "make_async_container(…) from a plain def"
+    )
+
+
+def _described(found: object) -> str:
+    return "None" if found is None else f"an object of type {type(found).__name__}"
+
+
+@contextmanager
+def explained(service: str, what: str) -> Iterator[None]:
+    """Turn any error of a container into an `ApplicationError` of one sentence that names `service`.
+
+    Only an error of the application's own code stays its cause: the others need no traceback.
+    """
+    prefix = f"the container of service {service} {what}"
+    try:
+        yield
+    except ApplicationError as error:
+        raise ApplicationError(f"{prefix}: {error.reason}") from error.__cause__
+    except IdempotencyError:
+        raise  # a store that refuses the connection, settings that do not fit: not about the container
+    except DishkaError as error:
+        raise ApplicationError(f"{prefix}: {_sentence_of(error, service)}") from None
+    except Exception as error:
+        told = shown(text_of(error), _LONGEST_REASON)
+        raise ApplicationError(f"{prefix}: {type(error).__name__}: {told}{_raised_in(error)}") from error
+
+
+def _check_signature(service: Service, settings: Settings) -> None:
+    try:
+        signature = inspect.signature(service.container)
+    except ValueError:  # some functions of extension modules have none
+        return
+    try:
+        signature.bind(settings)
+    except TypeError as error:
+        name = getattr(service.container, "__qualname__", type(service.container).__name__)
+        raise ApplicationError(
+            f"the container of service {service.name} {NOT_MADE}: its factory is called with the settings, and "
+            f"{name}({', '.join(signature.parameters)}) does not take them ({error}). "
+            f"Write: def {name.rpartition('.')[2]}(settings: Settings) -> AsyncContainer"
+        ) from None
+
+
+def _sentence_of(error: DishkaError, service: str) -> str:
+    if isinstance(error, NoFactoryError):
+        missing = error.requested.type_hint
+        return f"nothing provides {_name(missing)}{_way(error.path)}. {_remedy(missing, service)}{_hints(error)}"
+    if isinstance(error, NoContextValueError):
+        return f"{_one_line(error)}. Add it to context={{…}} of make_async_container"
+    if isinstance(error, CycleDependenciesError):
+        names = [_name(each.provides.type_hint) for each in error.path]
+        return f"its providers need each other: {' → '.join([*names, names[0]])}. Break the cycle"
+    return f"{_one_line(error)} Change its providers"
+
+
+def _way(path: Sequence[Any]) -> str:
+    """Which provider or handler asks for what is missing, and how Dishka came to it."""
+    if not path:
+        return ""
+    way = [_name(each.provides.type_hint).removeprefix(_WHAT).removesuffix(_ASKS_FOR) for each in path]
+    is_handler = _name(path[-1].provides.type_hint).endswith(_ASKS_FOR)
+    asking = f"handler {way[-1]}" if is_handler else _name(path[-1].source)
+    return f", which {asking} asks for" + (f" ({' → '.join(way)})" if len(way) > 1 else "")
+
+
+def _remedy(missing: Any, service: str) -> str:
+    is_known = getattr(missing, "__module__", "").partition(".")[0] in _KNOWN_PACKAGES
+    known = _REMEDIES.get(_name(missing)) if is_known else None
+    return known.replace("{service}", service) if known else f"Add a provider of {_name(missing)}{_IN_CONTAINER}"
+
+
+def _hints(error: NoFactoryError) -> str:
+    _, _, hints = text_of(error).partition(" Hint:")
+    return f". Hints of Dishka: {' '.join(hints.split())}" if hints else ""
+
+
+def _name(kind: Any) -> str:
+    found = str(getattr(kind, "__qualname__", None) or getattr(kind, "__name__", None) or kind)
+    return found.rpartition("<locals>.")[2]
+
+
+def _one_line(error: BaseException) -> str:
+    return shown(" ".join(text_of(error).split()), _LONGEST_REASON)
+
+
+def _raised_in(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    return f" (raised in {trace.tb_frame.f_code.co_qualname}, {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"

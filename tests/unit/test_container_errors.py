@@ -1,0 +1,205 @@
+"""What is wrong with a container is one sentence with its remedy, the same in `run`, `graph` and `doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from dishka import Provider, Scope, provide
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from integr8s_idem import EventRouter, IdempotencyManager, Platform, Service, Settings
+from integr8s_idem.doctor.application import look_at_application
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.integrations.dishka import (
+    STRICT_VALIDATION,
+    FromDishka,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    ServiceName,
+    make_async_container,
+)
+from integr8s_idem.operations.graphs import drawn
+from integr8s_idem.worker import ServiceGroup
+from tests.support.workers import OrderPlaced
+
+if TYPE_CHECKING:
+    from tests.support.workers import Unimported  # type: ignore[attr-defined]
+
+SETTINGS = Settings(store={"kind": "memory"}, telemetry={"metrics_enabled": False})
+
+
+class Payments: ...
+
+
+class Ledger:
+    def __init__(self, payments: Payments) -> None: ...
+
+
+class LedgerProvider(Provider):
+    scope = Scope.APP
+    ledger = provide(Ledger)
+
+
+class BrokenManagerProvider(Provider):
+    scope = Scope.APP
+
+    @provide
+    def manager(self) -> IdempotencyManager:
+        raise RuntimeError("no card reader")
+
+
+plain, direct, indirect, unknown = (EventRouter() for _ in range(4))
+
+
+@plain.on(OrderPlaced)
+async def handle(event: OrderPlaced) -> None: ...
+
+
+@direct.on(OrderPlaced)
+async def charge(event: OrderPlaced, payments: FromDishka[Payments]) -> None: ...
+
+
+@indirect.on(OrderPlaced)
+async def book(event: OrderPlaced, ledger: FromDishka[Ledger]) -> None: ...
+
+
+@unknown.on(OrderPlaced)
+async def ship(event: OrderPlaced, parcels: FromDishka[Unimported]) -> None: ...
+
+
+def container(
+    *providers: Callable[[], Provider], router: EventRouter = plain, named: bool = True, **options: Any
+) -> Callable[[Settings], Any]:
+    def make(settings: Settings) -> Any:
+        context = {Settings: settings, ServiceName: ServiceName("billing")}
+        return make_async_container(
+            IdempotentDispatcherProvider(router, **options),
+            *(provider() for provider in providers),
+            context={key: value for key, value in context.items() if named or key is not ServiceName},
+            validation_settings=STRICT_VALIDATION,
+        )
+
+    return make
+
+
+def without_parameters() -> Any: ...
+
+
+async def with_await(settings: Settings) -> Any: ...
+
+
+def failing(settings: Settings) -> Any:
+    raise RuntimeError("no card reader")
+
+
+BOTH = (IdempotencyProvider, KafkaProvider)
+FAULTS: dict[str, tuple[Any, str]] = {
+    "a provider of the user's": (
+        container(*BOTH, router=direct),
+        "cannot be made: nothing provides Payments, which handler charge asks for. "
+        "Add a provider of Payments to make_async_container",
+    ),
+    "what a provider of the user's needs": (
+        container(*BOTH, LedgerProvider, router=indirect),
+        "cannot be made: nothing provides Payments, which Ledger asks for. Add a provider of Payments",
+    ),
+    "IdempotencyProvider": (
+        container(KafkaProvider),
+        "nothing provides IdempotencyManager, which IdempotentDispatcherProvider.dispatcher asks for. "
+        "Add IdempotencyProvider() to make_async_container",
+    ),
+    "KafkaProvider": (container(IdempotencyProvider), "Add KafkaProvider() to make_async_container"),
+    "ServiceName": (
+        container(*BOTH, named=False),
+        'Add ServiceName: ServiceName("billing") to context={…} of make_async_container',
+    ),
+    "AsyncSession": (
+        container(*BOTH, transaction=AsyncSession),
+        "nothing provides AsyncSession, which IdempotentDispatcherProvider(transaction=AsyncSession) asks for. "
+        "Add a provider of AsyncSession with scope REQUEST that commits after its yield",
+    ),
+    "a dispatcher": (
+        lambda settings: make_async_container(),
+        "gives no dispatcher: nothing provides EventDispatcher. Add IdempotentDispatcherProvider(router) or",
+    ),
+    "an import": (
+        container(*BOTH, router=unknown),
+        'handler ship: its annotations name "Unimported", which module tests.unit.test_container_errors does not '
+        "define at run time",
+    ),
+    "a parameter of the factory": (
+        without_parameters,
+        "its factory is called with the settings, and without_parameters() does not take them",
+    ),
+    "a container": (with_await, "the factory of service billing returns an object of type coroutine"),
+}
+
+
+@pytest.mark.parametrize(("factory", "sentence"), FAULTS.values(), ids=FAULTS)
+async def test_run_graph_and_doctor_say_what_is_missing_in_one_sentence(
+    factory: Any, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service("billing", container=factory)
+    platform = Platform(service)
+    with pytest.raises(ApplicationError) as refusal:
+        await drawn(platform, SETTINGS)
+    group = ServiceGroup([service], SETTINGS)
+    with caplog.at_level(logging.ERROR):
+        assert await group.run() == 1
+    (record,) = caplog.records
+    (finding,) = (await look_at_application(platform, SETTINGS)).findings
+
+    told = str(refusal.value)
+    assert sentence in told
+    assert "\n" not in told
+    assert record.getMessage() == f"service billing failed: ApplicationError: {told}"
+    assert record.exc_info is None, "a traceback would bury it"
+    assert group.reports()[0].reason == told
+    assert sentence in finding.what
+
+
+@pytest.mark.parametrize(
+    ("factory", "where"),
+    [
+        (failing, "the container of service billing cannot be made: RuntimeError: no card reader (raised in failing, "),
+        (container(KafkaProvider, BrokenManagerProvider), "(raised in BrokenManagerProvider.manager, "),
+    ],
+)
+def test_an_error_of_the_applications_own_code_keeps_its_traceback_in_the_log(
+    factory: Any, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service("billing", container=factory)
+    with pytest.raises(ApplicationError) as refusal:
+        asyncio.run(drawn(Platform(service), SETTINGS))
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(ServiceGroup([service], SETTINGS).run()) == 1
+    (record,) = caplog.records
+
+    told = str(refusal.value)
+    assert where in told
+    assert record.getMessage() == f"service billing failed: ApplicationError: {told}"
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], RuntimeError)
+
+
+class EventPublisher:
+    """Of the application, whatever else is called so."""
+
+
+class Letters:
+    def __init__(self, publisher: EventPublisher) -> None: ...
+
+
+class LettersProvider(Provider):
+    scope = Scope.APP
+    letters = provide(Letters)
+
+
+async def test_a_class_of_the_application_with_a_name_of_the_library_is_its_own() -> None:
+    with pytest.raises(ApplicationError, match=r"Add a provider of EventPublisher to make_async_container"):
+        await drawn(Platform(Service("billing", container=container(*BOTH, LettersProvider))), SETTINGS)
