@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
 
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent, Message, derived_event_id, event_type_of
 from integr8s_idem.frozen import quick
+from integr8s_idem.handler_annotations import check_batch_parameter, check_event_parameter
 from integr8s_idem.pace import turn_of_the_loop
 from integr8s_idem.results import materialized, refuse_generator
 from integr8s_idem.runs import Run, check_start, run_of
@@ -18,6 +19,12 @@ from integr8s_idem.work import Attempt, Transaction
 
 HandlerFunction = Callable[..., Awaitable[Any]]
 FunctionT = TypeVar("FunctionT", bound=HandlerFunction)
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT", bound=Awaitable[Any])
+A = TypeVar("A", bound=BaseEvent)
+B = TypeVar("B", bound=BaseEvent)
+C = TypeVar("C", bound=BaseEvent)
+D = TypeVar("D", bound=BaseEvent)
 
 
 class Outgoing:
@@ -229,14 +236,43 @@ class EventRouter:
     def __init__(self) -> None:
         self._handlers: list[RegisteredHandler] = []
 
+    @overload
+    def on(
+        self, a: type[A], /, *, name: str | None = None
+    ) -> Callable[[Callable[Concatenate[A, P], ResultT]], Callable[Concatenate[A, P], ResultT]]: ...
+
+    @overload
+    def on(
+        self, a: type[A], b: type[B], /, *, name: str | None = None
+    ) -> Callable[[Callable[Concatenate[A | B, P], ResultT]], Callable[Concatenate[A | B, P], ResultT]]: ...
+
+    @overload
+    def on(
+        self, a: type[A], b: type[B], c: type[C], /, *, name: str | None = None
+    ) -> Callable[[Callable[Concatenate[A | B | C, P], ResultT]], Callable[Concatenate[A | B | C, P], ResultT]]: ...
+
+    @overload
+    def on(
+        self, a: type[A], b: type[B], c: type[C], d: type[D], /, *, name: str | None = None
+    ) -> Callable[
+        [Callable[Concatenate[A | B | C | D, P], ResultT]], Callable[Concatenate[A | B | C | D, P], ResultT]
+    ]: ...
+
+    @overload
+    def on(self, *events: type[BaseEvent], name: str | None = None) -> Callable[[FunctionT], FunctionT]: ...
+
     def on(self, *events: type[BaseEvent], name: str | None = None) -> Callable[[FunctionT], FunctionT]:
         """Declare a handler of `events`.
+
+        The event is the handler's first parameter.  Its annotation, if there is one, is the class of the event, a base
+        class, or a union that covers all of `events`; mypy checks this for up to four of them.
 
         Args:
             name: Stands in its keys instead of the function's name, so that the function can be renamed.
 
         Raises:
-            ApplicationError: No event, an event without a type, or a second handler of that name for it.
+            ApplicationError: No event, an event without a type, a second handler of that name for it, or a first
+                parameter that is annotated with another type.
         """
         if not events:
             raise ApplicationError("router.on() needs the class of at least one event")
@@ -245,8 +281,10 @@ class EventRouter:
                 raise ApplicationError(f"{event!r} is no class of events; write @router.on(OrderPlaced)")
 
         def register(function: FunctionT) -> FunctionT:
+            async_function(function)
+            check_event_parameter(function, events)
             for event in events:
-                self._add(RegisteredHandler(event, name or name_of(function), async_function(function)))
+                self._add(RegisteredHandler(event, name or name_of(function), function))
             return function
 
         return register
@@ -272,7 +310,8 @@ class EventRouter:
             name: As for `on`.
 
         Raises:
-            ApplicationError: No class of events, no size, or a second handler of that name for it.
+            ApplicationError: No class of events, no size, a second handler of that name for it, or a first parameter
+                that is annotated with anything but a list or sequence of these events.
         """
         if not _is_event_class(event):
             raise ApplicationError(f"{event!r} is no class of events; write @router.on_batch(OrderPlaced)")
@@ -282,8 +321,10 @@ class EventRouter:
             )
 
         def register(function: FunctionT) -> FunctionT:
+            async_function(function)
+            check_batch_parameter(function, event)
             batch = BatchSize(max_size, max_wait)
-            self._add(RegisteredHandler(event, name or name_of(function), async_function(function), batch))
+            self._add(RegisteredHandler(event, name or name_of(function), function, batch))
             return function
 
         return register

@@ -46,7 +46,7 @@ class Boss:
         self.router = EventRouter()
         self.router.on(Job, name="boss")(self._handle)
 
-    async def _handle(self, call: HandlerCall) -> str:
+    async def _handle(self, call: Any) -> str:
         job, attempt = call.event, call.attempt
         assert isinstance(job, Job)
         self._effects.note("begin", job.work, attempt)

@@ -104,6 +104,37 @@ async def a_batch_has_a_verdict_for_each_key(manager: IdempotencyManager, ours: 
     assert_type(await manager.release_batch(ours), list[bool])
 
 
+class OrderPaid(BaseEvent):
+    event_type: Literal["order_paid"] = "order_paid"
+
+
+def a_handler_takes_the_event_that_it_is_registered_for(router: EventRouter) -> None:
+    @router.on(OrderPlaced, name="charge")
+    async def charge(event: OrderPlaced, *, attempts: int = 1) -> str:
+        return event.order_id
+
+    @router.on(OrderPlaced)
+    async def note(event: BaseEvent) -> None: ...
+
+    @router.on(OrderPlaced, OrderPaid)
+    async def count(event: OrderPlaced | OrderPaid) -> None: ...
+
+    @router.on(OrderPaid)  # type: ignore[arg-type]
+    async def another(event: OrderPlaced) -> None: ...
+
+    @router.on(OrderPlaced)  # type: ignore[arg-type]
+    async def text(event: str) -> None: ...
+
+    @router.on(OrderPlaced, OrderPaid)  # type: ignore[arg-type]
+    async def half(event: OrderPlaced) -> None: ...
+
+    @router.on(OrderPlaced)  # type: ignore[arg-type]
+    async def nothing() -> None: ...
+
+    kept: Coroutine[Any, Any, str] = charge(OrderPlaced(order_id="7"), attempts=2)
+    kept.close()
+
+
 def a_batch_handler_keeps_its_type(router: EventRouter) -> None:
     @router.on_batch(OrderPlaced, max_size=10, max_wait=timedelta(milliseconds=5))
     async def charge(events: Sequence[OrderPlaced], batch: Batch) -> list[str]:

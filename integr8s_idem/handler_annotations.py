@@ -1,0 +1,114 @@
+"""Check that the first parameter of a handler, which takes the event, accepts every event that it is declared for."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
+
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.events import BaseEvent
+
+_POSITIONAL: Final = {
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+}
+_UNIONS: Final = {Union, types.UnionType}
+
+
+def check_event_parameter(function: Callable[..., Any], events: Sequence[type[BaseEvent]]) -> None:
+    """Check the first parameter of a handler of single events.
+
+    A parameter without an annotation is accepted, and so is an annotation that cannot be resolved yet.
+
+    Raises:
+        ApplicationError: There is no such parameter, or its annotation excludes one of the events.
+    """
+    parameter = _first_parameter(function)
+    annotation = _annotation(function, parameter, events)
+    for event in events:
+        if not _accepts(annotation, event):
+            wanted = " | ".join(each.__name__ for each in events)
+            raise ApplicationError(
+                f"{_described(function, parameter, annotation)}, but it is registered for {event.__name__}; the first "
+                f"parameter takes the event: write {parameter.name}: {wanted}"
+            )
+
+
+def check_batch_parameter(function: Callable[..., Any], event: type[BaseEvent]) -> None:
+    """Check the first parameter of a batch handler: it takes a list of events.
+
+    Raises:
+        ApplicationError: There is no such parameter, or its annotation excludes a list of these events.
+    """
+    parameter = _first_parameter(function)
+    annotation = _annotation(function, parameter, [event])
+    if not _accepts_list(annotation, event):
+        raise ApplicationError(
+            f"{_described(function, parameter, annotation)}, but it is registered for batches of {event.__name__}; the "
+            f"first parameter takes the events: write {parameter.name}: list[{event.__name__}]"
+        )
+
+
+def _first_parameter(function: Callable[..., Any]) -> inspect.Parameter:
+    first = next(iter(inspect.signature(function).parameters.values()), None)
+    if first is None or first.kind not in _POSITIONAL:
+        raise ApplicationError(f"handler {_name(function)} takes no event; its first parameter is the event")
+    return first
+
+
+def _annotation(function: Callable[..., Any], parameter: inspect.Parameter, events: Sequence[type[BaseEvent]]) -> Any:
+    """The annotation, resolved; `Any` where there is none or it names what is not defined yet."""
+    annotation = parameter.annotation
+    if annotation is inspect.Parameter.empty:
+        return Any
+    if not isinstance(annotation, str):
+        return annotation
+    inner = inspect.unwrap(getattr(function, "func", function))
+    scope = getattr(inner, "__globals__", None) or getattr(type(inner).__call__, "__globals__", {})
+    # An event class may be local to the function that makes the router.
+    known = {event.__name__: event for event in events}
+    try:
+        return eval(annotation, scope, known)  # noqa: S307  # as typing.get_type_hints does
+    except (NameError, AttributeError):
+        return Any
+
+
+def _accepts(annotation: Any, event: type[BaseEvent]) -> bool:
+    if isinstance(annotation, TypeVar):
+        annotation = annotation.__bound__ or Any
+    origin = get_origin(annotation)
+    if origin in _UNIONS:
+        return any(_accepts(each, event) for each in get_args(annotation))
+    if origin is Annotated:
+        return _accepts(get_args(annotation)[0], event)
+    return _is_base(annotation if origin is None else origin, event)
+
+
+def _accepts_list(annotation: Any, event: type[BaseEvent]) -> bool:
+    origin = get_origin(annotation)
+    if origin in _UNIONS:
+        return any(_accepts_list(each, event) for each in get_args(annotation))
+    if not _is_base(annotation if origin is None else origin, list):
+        return False
+    return all(_accepts(each, event) for each in get_args(annotation))
+
+
+def _is_base(annotation: Any, kind: type) -> bool:
+    if annotation is Any or getattr(annotation, "_is_protocol", False):
+        return True  # what a protocol asks for is left to type checkers
+    return isinstance(annotation, type) and issubclass(kind, annotation)
+
+
+def _described(function: Callable[..., Any], parameter: inspect.Parameter, annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:  # FromDishka[Payments], most often
+        annotation = get_args(annotation)[0]
+    shown = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
+    return f"handler {_name(function)} takes {parameter.name}: {shown}"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return str(name).rpartition("<locals>.")[2]
