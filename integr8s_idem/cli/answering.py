@@ -10,8 +10,15 @@ from typing import Annotated, Final
 
 import typer
 
-from integr8s_idem.cli.lines import drop_output
-from integr8s_idem.errors import ApplicationError, IdempotencyError, SettingsError
+from integr8s_idem.cli.embedding import hint_of_embedded
+from integr8s_idem.cli.lines import INTERRUPTED, drop_output
+from integr8s_idem.errors import (
+    ApplicationError,
+    BrokerUnavailableError,
+    IdempotencyError,
+    SettingsError,
+    StoreUnavailableError,
+)
 
 MISTAKE: Final = 2
 """Exit status: what was asked for, or the settings, cannot be."""
@@ -33,8 +40,14 @@ Embedded = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
-def answered(command: Callable[[], int], *, mistake: int = MISTAKE) -> int:
-    """The exit status of `command`; errors that explain themselves are printed without a traceback."""
+def answered(command: Callable[[], int], *, mistake: int = MISTAKE, embedded: bool = True) -> int:
+    """Return the exit status of `command`; print errors that explain themselves without a traceback.
+
+    Args:
+        command: What to do.
+        mistake: The exit status of settings or arguments that cannot be.
+        embedded: Whether the command asks embedded servers, or none at all.
+    """
     try:
         return command()
     except (SettingsError, ApplicationError) as error:
@@ -42,7 +55,12 @@ def answered(command: Callable[[], int], *, mistake: int = MISTAKE) -> int:
         return mistake
     except IdempotencyError as error:
         typer.echo(f"{_name(error)}{error}", err=True)
+        if not embedded and isinstance(error, StoreUnavailableError | BrokerUnavailableError):
+            tell_of_embedded()
         return FAILURE
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
     except OSError as error:
         if error.errno not in _FULL:
             raise
@@ -50,6 +68,12 @@ def answered(command: Callable[[], int], *, mistake: int = MISTAKE) -> int:
         where = f"{error.filename}: " if error.filename else ""
         typer.echo(f"{where}{error.strerror}: nothing more can be written", err=True)
         return FAILURE
+
+
+def tell_of_embedded() -> None:
+    """Point at the embedded servers that run in this folder, if a command got no answer from others."""
+    if hint := hint_of_embedded():
+        typer.echo(hint, err=True)
 
 
 def quiet_clients() -> None:

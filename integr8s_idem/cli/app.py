@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from integr8s_idem.cli.answering import MISTAKE, AppOption, Json, SettingsFile, answered
-from integr8s_idem.cli.application import chosen_services, load_application
+from integr8s_idem.cli.application import chosen_services, load_application, optional_application
 from integr8s_idem.cli.dlq import dlq_app
 from integr8s_idem.cli.doctor import DoctorCommand, doctor_command
+from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.errors import errors_command
 from integr8s_idem.cli.graph import graph_command
 from integr8s_idem.cli.keys import keys_app
@@ -21,9 +22,9 @@ from integr8s_idem.cli.new import new_command
 from integr8s_idem.cli.run import Run, run
 from integr8s_idem.cli.store import store_app
 from integr8s_idem.cli.top import top_command
-from integr8s_idem.config import Settings, load_settings, settings_warnings
+from integr8s_idem.config import Settings, settings_warnings
 from integr8s_idem.config.example import example_settings
-from integr8s_idem.config.loading import settings_source
+from integr8s_idem.config.loading import ignored_sections, settings_source
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.worker import Platform
 
@@ -87,10 +88,14 @@ def check_command(settings: SettingsFile = None, application: AppOption = None, 
     """Say every mistake at once, or "ok"."""
 
     def check() -> int:
-        found = load_application(application) if application else None
+        found = optional_application(application)
         mistakes, warnings = _checked(settings, found)
         show = _print_json if as_json else _print_text
         show(settings_source(settings), mistakes, warnings)
+        ignored = [] if found or mistakes else ignored_sections(settings)
+        if ignored:
+            names = ", ".join(f"[{name}]" for name in ignored)
+            typer.echo(f"{names}: not checked; add --app MODULE:APP to check sections of an application", err=True)
         return MISTAKE if mistakes else 0
 
     raise typer.Exit(answered(check))
@@ -110,12 +115,11 @@ def example_command(application: AppOption = None) -> None:
 def _checked(
     file: Path | None, platform: Platform | None
 ) -> tuple[Sequence[SettingsMistake], Sequence[SettingsMistake]]:
-    settings_type, services = (platform.settings_type, list(platform.services)) if platform else (Settings, [])
     try:
-        settings = load_settings(file, settings_type, services=services)
+        settings = command_settings(file, platform)
     except SettingsError as error:
         return error.mistakes, ()
-    return (), settings_warnings(settings, services)
+    return (), settings_warnings(settings, platform.services if platform else [])
 
 
 def _print_json(source: str, mistakes: Sequence[SettingsMistake], warnings: Sequence[SettingsMistake]) -> None:

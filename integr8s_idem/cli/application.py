@@ -40,6 +40,11 @@ def load_application(target: str) -> Platform:
     )
 
 
+def optional_application(target: str | None) -> Platform | None:
+    """What `target` names, as `load_application`; `None` if it is not given."""
+    return load_application(target) if target else None
+
+
 def chosen_services(platform: Platform, names: Sequence[str]) -> list[Service]:
     """The services named; all of the platform's if none is.
 

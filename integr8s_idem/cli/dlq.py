@@ -15,12 +15,12 @@ from typing import Annotated, TextIO
 import typer
 
 from integr8s_idem.cli.answering import AppOption, Embedded, Json, SettingsFile, answered, quiet_clients
-from integr8s_idem.cli.application import load_application
+from integr8s_idem.cli.application import optional_application
 from integr8s_idem.cli.asking import AuditFile, Yes
 from integr8s_idem.cli.dlq_replay import ReplayCommand, tell_note
 from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.letters import Columns, Story, as_line, counted, story_text, tally_lines
-from integr8s_idem.cli.lines import INTERRUPTED, to_its_end
+from integr8s_idem.cli.lines import to_its_end
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.choosing import Choice, moment
@@ -94,7 +94,7 @@ def list_command(
             typer.echo("\n".join([*([] if summary else [""]), counted(tally.total), *tally_lines(tally.rows())]))
         return 0
 
-    raise typer.Exit(_answered(look))
+    raise typer.Exit(_answered(look, embedded=embedded))
 
 
 @dlq_app.command("show")
@@ -115,7 +115,7 @@ def show_command(
             typer.echo(f"\n{text}" if number and not as_json else text)
         return 0
 
-    raise typer.Exit(_answered(look))
+    raise typer.Exit(_answered(look, embedded=embedded))
 
 
 @dlq_app.command("export")
@@ -154,7 +154,7 @@ def export_command(
         typer.echo(told, err=True)
         return 0
 
-    raise typer.Exit(_answered(write))
+    raise typer.Exit(_answered(write, embedded=embedded))
 
 
 @dlq_app.command("replay")
@@ -193,7 +193,7 @@ def replay_command(
         search = _search(_From(settings, embedded, application), topic, filters, limit, place)
         return ReplayCommand(search, again, as_json, audit_file).run(yes=yes, dry_run=dry_run)
 
-    raise typer.Exit(_answered(replay))
+    raise typer.Exit(_answered(replay, embedded=embedded))
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _search(
     limit: int | None,
     places: Sequence[str] | None = None,
 ) -> Search:
-    platform = load_application(source.application) if source.application else None
+    platform = optional_application(source.application)
     return Search(
         command_settings(source.settings_file, platform, embedded=source.embedded),
         platform,
@@ -248,14 +248,9 @@ def _search(
     )
 
 
-def _answered(command: Callable[[], int]) -> int:
-    """As `answered`; an interruption is told without a traceback, too."""
+def _answered(command: Callable[[], int], *, embedded: bool) -> int:
     quiet_clients()
-    try:
-        return answered(command)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
+    return answered(command, embedded=embedded)
 
 
 @asynccontextmanager

@@ -9,13 +9,17 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand
 
-from integr8s_idem.cli.answering import MISTAKE, Json, SettingsFile, answered, quiet_clients
-from integr8s_idem.cli.application import load_application
+from integr8s_idem.cli.answering import MISTAKE, Embedded, Json, SettingsFile, answered, quiet_clients, tell_of_embedded
+from integr8s_idem.cli.application import optional_application
 from integr8s_idem.doctor import Asked, as_json, as_text, examined, status_of
 from integr8s_idem.doctor.access import access_of
+from integr8s_idem.findings import Code
 
 USAGE: Final = 64
 """Exit status of what was typed wrongly: 1 and 2 are those of findings."""
+
+
+_UNANSWERED: Final = {Code.STORE_UNAVAILABLE, Code.BROKER_UNAVAILABLE}
 
 
 class DoctorCommand(TyperCommand):
@@ -36,6 +40,7 @@ def doctor_command(
         str | None, typer.Argument(metavar="MODULE:APP", help="The platform whose topics are looked at, too.")
     ] = None,
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     as_objects: Json = False,
     acl: Annotated[
         bool, typer.Option("--acl", help="Print the least rights that the store's user needs, and leave.")
@@ -50,13 +55,15 @@ def doctor_command(
 
     def look() -> int:
         quiet_clients()
-        asked = Asked(settings, load_application(application) if application else None)
+        asked = Asked(settings, optional_application(application), embedded)
         if acl:
             told = access_of(asked.settings())
             typer.echo(_as_json(told) if as_objects else told)
             return 0
         findings = asyncio.run(examined(asked))
         typer.echo(as_json(findings) if as_objects else as_text(findings, verbose=verbose))
+        if not embedded and not _UNANSWERED.isdisjoint(finding.code for finding in findings):
+            tell_of_embedded()
         return status_of(findings)
 
     raise typer.Exit(answered(look, mistake=USAGE))

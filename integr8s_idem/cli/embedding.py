@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings, load_settings
-from integr8s_idem.embedded.whereabouts import settings_of_running, told_where
+from integr8s_idem.embedded.whereabouts import embedded_servers_run, settings_of_running, told_where
 from integr8s_idem.worker import Platform
+
+TellMetrics: TypeAlias = Callable[[str, int], None]
 
 _log: Final = logging.getLogger(__name__)
 
@@ -20,7 +22,7 @@ def command_settings(file: Path | None, platform: Platform | None = None, *, emb
 
     Args:
         file: As for `load_settings`.
-        platform: Whose settings and services they are, if it is known.
+        platform: Whose settings and services they are.  Sections of applications are ignored if it is not known.
         embedded: Lead to the servers of the worker that runs them in this folder.
 
     Raises:
@@ -29,7 +31,14 @@ def command_settings(file: Path | None, platform: Platform | None = None, *, emb
     """
     kind, services = (platform.settings_type, list(platform.services)) if platform else (Settings, [])
     load = settings_of_running if embedded else load_settings
-    return load(file, kind, services=services)
+    return load(file, kind, services=services, ignore_unknown_sections=platform is None)
+
+
+def hint_of_embedded() -> str | None:
+    """What to add to a command that got no answer, if a worker runs embedded servers in this folder."""
+    if not embedded_servers_run():
+        return None
+    return "A worker runs embedded servers in this folder: add --embedded to ask those"
 
 
 def tell_where(settings: Settings, own: Settings) -> None:
@@ -48,16 +57,25 @@ def tell_where(settings: Settings, own: Settings) -> None:
 
 
 @contextmanager
-def found_by_others(servers: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+def found_by_others(servers: Mapping[str, Mapping[str, Any]]) -> Iterator[TellMetrics]:
     """Other commands reach the embedded servers from this folder by `--embedded` while inside.
 
-    In a folder that nobody may write to they need the addresses that `tell_where` has told.
+    In a folder that nobody may write to they need the addresses that `tell_where` has told.  Call what it yields with
+    the host and the port of the metrics, once they are known.
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(told_where(servers))
+            file = stack.enter_context(told_where(servers))
         except OSError as error:
             _log.warning("other commands do not find the embedded servers by --embedded: %s", error)
-        else:
-            _log.info("other commands reach them from this folder by --embedded")
-        yield
+            yield lambda host, port: None
+            return
+        _log.info("other commands reach them from this folder by --embedded")
+
+        def tell_metrics(host: str, port: int) -> None:
+            try:
+                file.add({"telemetry": {"metrics_host": host, "metrics_port": port}})
+            except OSError as error:
+                _log.warning("top --embedded does not find the metrics on port %d: %s", port, error)
+
+        yield tell_metrics

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from integr8s_idem.cli.answering import FAILURE, Embedded, Json, SettingsFile, answered, quiet_clients
-from integr8s_idem.cli.application import load_application
+from integr8s_idem.cli.answering import FAILURE, AppOption, Embedded, Json, SettingsFile, answered, quiet_clients
+from integr8s_idem.cli.application import optional_application
 from integr8s_idem.cli.asking import AuditFile, Yes
 from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.keys_changed import Change, HowToChange, tell_unmatched
@@ -65,6 +65,7 @@ def list_command(
     older_than: OlderThan = None,
     newer_than: NewerThan = None,
     limit: Annotated[int | None, typer.Option(min=1, help="No more than this many.")] = None,
+    application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
@@ -73,9 +74,13 @@ def list_command(
 
     def show() -> int:
         wanted = _wanted(service, status, event_type, owner, lease_ended, older_than, newer_than)
-        return to_its_end(_listed(command_settings(settings, embedded=embedded), wanted, limit, as_json))
+        return to_its_end(
+            _listed(
+                command_settings(settings, optional_application(application), embedded=embedded), wanted, limit, as_json
+            )
+        )
 
-    raise typer.Exit(answered(show))
+    raise typer.Exit(answered(show, embedded=embedded))
 
 
 async def _listed(settings: Settings, wanted: Wanted, limit: int | None, as_json: bool) -> int:
@@ -100,6 +105,7 @@ async def _listed(settings: Settings, wanted: Wanted, limit: int | None, as_json
 @keys_app.command("show")
 def show_command(
     keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Full keys, their last parts, or events' ids.")],
+    application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
@@ -107,9 +113,11 @@ def show_command(
     """Print the records of keys, with all that is stored of them; status 1 if there are none."""
 
     def show() -> int:
-        return to_its_end(_shown(command_settings(settings, embedded=embedded), keys, as_json))
+        return to_its_end(
+            _shown(command_settings(settings, optional_application(application), embedded=embedded), keys, as_json)
+        )
 
-    raise typer.Exit(answered(show))
+    raise typer.Exit(answered(show, embedded=embedded))
 
 
 async def _shown(settings: Settings, keys: Sequence[str], as_json: bool) -> int:
@@ -151,7 +159,7 @@ def explain_command(
     def explain() -> int:
         if reading not in (None, *READINGS):
             raise ApplicationError(f'--as is {", ".join(READINGS)}, not "{reading}"')
-        platform = load_application(application) if application else None
+        platform = optional_application(application)
         return to_its_end(
             _explained(
                 _Question(what, reading, result, as_json),
@@ -160,7 +168,7 @@ def explain_command(
             )
         )
 
-    raise typer.Exit(answered(explain))
+    raise typer.Exit(answered(explain, embedded=embedded))
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,7 @@ def release_command(
     force: Annotated[bool, typer.Option("--force", help="Also where the owner seems to live.")] = False,
     yes: Yes = False,
     audit_file: AuditFile = None,
+    application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
@@ -214,9 +223,13 @@ def release_command(
             question,
             count=lambda changer: changer.count_to_release(chosen, force=force),
             do=lambda changer, counted: changer.release(chosen, counted, force=force),
-        ).made(command_settings(settings, embedded=embedded), asked, HowToChange(yes, audit_file, as_json))
+        ).made(
+            command_settings(settings, optional_application(application), embedded=embedded),
+            asked,
+            HowToChange(yes, audit_file, as_json),
+        )
 
-    raise typer.Exit(answered(release))
+    raise typer.Exit(answered(release, embedded=embedded))
 
 
 @keys_app.command("purge")
@@ -233,6 +246,7 @@ def purge_command(
     in_progress: Annotated[bool, typer.Option("--in-progress", help="Also what somebody holds now.")] = False,
     yes: Yes = False,
     audit_file: AuditFile = None,
+    application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
@@ -251,9 +265,13 @@ def purge_command(
             "Forget {}? What they guard is handled again when it comes again.",
             count=lambda changer: changer.count_to_purge(chosen, in_progress=in_progress),
             do=lambda changer, counted: changer.purge(chosen, counted, in_progress=in_progress),
-        ).made(command_settings(settings, embedded=embedded), asked, HowToChange(yes, audit_file, as_json))
+        ).made(
+            command_settings(settings, optional_application(application), embedded=embedded),
+            asked,
+            HowToChange(yes, audit_file, as_json),
+        )
 
-    raise typer.Exit(answered(purge))
+    raise typer.Exit(answered(purge, embedded=embedded))
 
 
 def _wanted(

@@ -42,7 +42,7 @@ def to_its_end(work: Coroutine[Any, Any, T]) -> T:
         answer = asyncio.run(work)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        typer.echo("stopped", err=True)
+        typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except (ReaderGoneError, BrokenPipeError):
         drop_output()

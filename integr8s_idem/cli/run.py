@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 from rich.console import Console
 
 from integr8s_idem.cli.collecting import collect_seldom
-from integr8s_idem.cli.embedding import found_by_others, tell_where
+from integr8s_idem.cli.embedding import TellMetrics, found_by_others, tell_where
 from integr8s_idem.cli.live import LiveTable
 from integr8s_idem.cli.logging import log_as_json, log_as_text
 from integr8s_idem.cli.table import report_table
@@ -62,7 +62,7 @@ class Servers(Protocol):
         ...
 
 
-MakeGroup: TypeAlias = Callable[[Sequence[Service], Settings], Group]
+MakeGroup: TypeAlias = Callable[[Sequence[Service], Settings, TellMetrics], Group]
 StartServers: TypeAlias = Callable[[], AbstractAsyncContextManager[Servers]]
 
 
@@ -111,14 +111,15 @@ async def _run(
     asked: Run, settings: Settings, make_group: MakeGroup, servers: StartServers, table: LiveTable | None
 ) -> int:
     async with AsyncExitStack() as stack:
+        tell_metrics: TellMetrics = lambda host, port: None  # noqa: E731
         if asked.embedded:
             stack.enter_context(_terminated_by_cancelling())
             started = await stack.enter_async_context(servers())
             own, settings = settings, asked.settings(embedded_settings(settings, started.settings()))
             tell_where(settings, own)
-            stack.enter_context(found_by_others(started.settings()))
+            tell_metrics = stack.enter_context(found_by_others(started.settings()))
         _warn(asked, settings)
-        group = make_group(asked.services, settings)
+        group = make_group(asked.services, settings, tell_metrics)
         if table is not None:
             await stack.enter_async_context(table.shown(lambda width: report_table(group.reports(), width)))
         try:

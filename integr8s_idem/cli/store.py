@@ -10,8 +10,10 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from integr8s_idem.cli.answering import Json, SettingsFile, answered
-from integr8s_idem.config import DynamodbStoreSettings, SqliteStoreSettings, load_settings
+from integr8s_idem.cli.answering import AppOption, Embedded, Json, SettingsFile, answered
+from integr8s_idem.cli.application import optional_application
+from integr8s_idem.cli.embedding import command_settings
+from integr8s_idem.config import DynamodbStoreSettings, SqliteStoreSettings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.stores.opening import SqlSettings, open_dynamo, open_engine
 
@@ -21,11 +23,13 @@ store_app = typer.Typer(help="Look after a store with tables.", no_args_is_help=
 
 
 @store_app.command("migrate")
-def migrate_command(settings: SettingsFile = None, as_json: Json = False) -> None:
+def migrate_command(
+    application: AppOption = None, settings: SettingsFile = None, embedded: Embedded = False, as_json: Json = False
+) -> None:
     """Make the tables, or bring them to the version of this program."""
 
     def migrate() -> int:
-        store = _with_tables(settings)
+        store = _with_tables(settings, application, embedded=embedded)
         steps = asyncio.run(_migrated(store))
         if as_json:
             typer.echo(json.dumps({"kind": store.kind, "migrated": steps}))
@@ -35,15 +39,15 @@ def migrate_command(settings: SettingsFile = None, as_json: Json = False) -> Non
         typer.echo("the tables are up to date" if not steps else "done")
         return 0
 
-    raise typer.Exit(answered(migrate))
+    raise typer.Exit(answered(migrate, embedded=embedded))
 
 
 @store_app.command("sql")
-def sql_command(settings: SettingsFile = None) -> None:
+def sql_command(application: AppOption = None, settings: SettingsFile = None, embedded: Embedded = False) -> None:
     """Print what `migrate` does, as SQL for somebody who applies it by hand."""
 
     def show() -> int:
-        store = _with_tables(settings)
+        store = _with_tables(settings, application, embedded=embedded)
         if isinstance(store, DynamodbStoreSettings):
             raise ApplicationError('a store of kind "dynamodb" speaks no SQL; `store migrate` makes its table')
 
@@ -56,19 +60,21 @@ def sql_command(settings: SettingsFile = None) -> None:
         typer.echo(asyncio.run(statements()), nl=False)
         return 0
 
-    raise typer.Exit(answered(show))
+    raise typer.Exit(answered(show, embedded=embedded))
 
 
 @store_app.command("purge")
 def purge_command(
+    application: AppOption = None,
     settings: SettingsFile = None,
+    embedded: Embedded = False,
     batch: Annotated[int, typer.Option(min=1, max=10_000, help="Rows of one transaction.")] = 500,
     as_json: Json = False,
 ) -> None:
     """Take away records that have expired, in small transactions.  Workers do so by themselves."""
 
     def purge() -> int:
-        store = _with_tables(settings)
+        store = _with_tables(settings, application, embedded=embedded)
         if isinstance(store, DynamodbStoreSettings):
             told = "nothing to do: DynamoDB deletes records by itself, within days after they expired"
             typer.echo(json.dumps({"kind": store.kind, "purged": 0}) if as_json else told)
@@ -91,7 +97,7 @@ def purge_command(
         typer.echo(json.dumps({"kind": store.kind, "purged": purged}) if as_json else f"{purged} records purged")
         return 0
 
-    raise typer.Exit(answered(purge))
+    raise typer.Exit(answered(purge, embedded=embedded))
 
 
 async def _migrated(store: _WithTables) -> list[dict[str, object]]:
@@ -106,8 +112,8 @@ async def _migrated(store: _WithTables) -> list[dict[str, object]]:
         return [{"version": one.version, "says": one.says} for one in await migrate(engine)]
 
 
-def _with_tables(file: SettingsFile) -> _WithTables:
-    store = load_settings(file).store
+def _with_tables(file: Path | None, application: str | None, *, embedded: bool) -> _WithTables:
+    store = command_settings(file, optional_application(application), embedded=embedded).store
     if not isinstance(store, _WithTables):
         raise ApplicationError(f'the store of the settings is of kind "{store.kind}", which has no tables')
     return store

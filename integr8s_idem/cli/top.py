@@ -14,11 +14,11 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from integr8s_idem.cli.answering import FAILURE, AppOption, Json, SettingsFile, answered
-from integr8s_idem.cli.application import load_application
+from integr8s_idem.cli.answering import FAILURE, AppOption, Embedded, Json, SettingsFile, answered, tell_of_embedded
+from integr8s_idem.cli.application import optional_application
+from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.live import LiveTable
 from integr8s_idem.cli.top_table import fleet_table
-from integr8s_idem.config import Settings, load_settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.addresses import Address, address_in, address_of
 from integr8s_idem.operations.fleet import Fleet, FleetLook
@@ -50,6 +50,7 @@ def top_command(
     ] = None,
     settings: SettingsFile = None,
     application: AppOption = None,
+    embedded: Embedded = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="From one look to the next.")] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Look twice, so that there are rates, print it and leave.")
@@ -71,9 +72,12 @@ def top_command(
         if addresses:
             chosen = [address_of(text) for text in addresses]
         else:
-            settings_type = load_application(application).settings_type if application else Settings
-            chosen = [address_in(load_settings(settings, settings_type))]
-        return asyncio.run(_watch(Watch(chosen, interval, once, as_json)))
+            read = command_settings(settings, optional_application(application), embedded=embedded)
+            chosen = [address_in(read)]
+        status = asyncio.run(_watch(Watch(chosen, interval, once, as_json)))
+        if status == FAILURE and not embedded:
+            tell_of_embedded()
+        return status
 
     raise typer.Exit(answered(watch))
 

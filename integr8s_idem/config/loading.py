@@ -30,7 +30,11 @@ LARGEST_FILE: Final = 1_000_000
 
 @overload
 def load_settings(
-    path: Path | None = None, *, overrides: Mapping[str, Any] | None = None, services: Iterable[str] = ()
+    path: Path | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    services: Iterable[str] = (),
+    ignore_unknown_sections: bool = False,
 ) -> Settings: ...
 
 
@@ -41,6 +45,7 @@ def load_settings(
     *,
     overrides: Mapping[str, Any] | None = None,
     services: Iterable[str] = (),
+    ignore_unknown_sections: bool = False,
 ) -> SettingsT: ...
 
 
@@ -50,6 +55,7 @@ def load_settings(
     *,
     overrides: Mapping[str, Any] | None = None,
     services: Iterable[str] = (),
+    ignore_unknown_sections: bool = False,
 ) -> Settings:
     """Read the settings, once, at start.
 
@@ -58,6 +64,8 @@ def load_settings(
         settings_type: `Settings`, or the application's subclass of it.
         overrides: Nested values that win over every source: `{"kafka": {"bootstrap_servers": "…"}}`.
         services: Those of the application, if known: a section whose name is nearly one of them is a mistake.
+        ignore_unknown_sections: Ignore sections that only the application's own class knows.  A section whose name is
+            nearly that of a section of this library stays a mistake.
 
     Raises:
         SettingsError: Every mistake in file, environment and overrides, and every contradiction
@@ -67,12 +75,19 @@ def load_settings(
     reading = Reading(table=_table(file) if file else {})
     source = settings_source(path)
     settings, found = _validated(settings_type, reading, dict(overrides or {}))
-    mistakes = [each.mistake for each in found]
+    ignored = _unknown_sections(found, reading) if ignore_unknown_sections else set()
+    mistakes = [each.mistake for each in found if each.place not in ignored]
     mistakes += misspelled_services(reading.merged.get("services"), list(services), reading.origins)
     mistakes += _contradictions(settings or _ours(reading), reading.without | {each.meant for each in found})
     if mistakes or settings is None:
         raise SettingsError(source, mistakes)
     return settings
+
+
+def ignored_sections(path: Path | None) -> list[str]:
+    """The sections of the file that `ignore_unknown_sections` leaves out."""
+    file = settings_file(path)
+    return [name for name in _table(file) if name not in Settings.model_fields] if file else []
 
 
 def settings_file(path: Path | None) -> Path | None:
@@ -103,6 +118,18 @@ def _validated(
         reading.without |= {each.place for each in new if each.place}
         if not any(each.place for each in new):
             return None, found
+
+
+def _unknown_sections(found: Iterable[Found], reading: Reading) -> set[Place]:
+    """Sections that may be the application's: tables with names that are nearly none of ours."""
+    return {
+        each.place
+        for each in found
+        if len(each.place) == 1
+        and not each.meant
+        and each.place[0] not in Settings.model_fields
+        and isinstance(reading.merged.get(each.place[0]), Mapping)
+    }
 
 
 def _ours(reading: Reading) -> Settings | None:

@@ -14,6 +14,7 @@ from integr8s_idem.doctor.broker import look_at_brokers
 from integr8s_idem.doctor.checking import findings_of
 from integr8s_idem.doctor.remedies import of_mistake, of_warning
 from integr8s_idem.doctor.store import OUTBOX, STORE, look_at_store
+from integr8s_idem.embedded.whereabouts import settings_of_running
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.worker import Platform
@@ -25,11 +26,21 @@ class Asked:
 
     settings_file: Path | None = None
     platform: Platform | None = None
+    embedded: bool = False
+    """Whether the servers are those of the worker that runs them in this folder."""
 
     def settings(self) -> Settings:
-        """Raises `SettingsError`, as `load_settings`."""
+        """Read the settings.
+
+        Raises:
+            SettingsError: As `load_settings`.
+            ApplicationError: As `settings_of_running`.
+        """
         settings_type = self.platform.settings_type if self.platform else Settings
-        return load_settings(self.settings_file, settings_type, services=self.services)
+        load = settings_of_running if self.embedded else load_settings
+        return load(
+            self.settings_file, settings_type, services=self.services, ignore_unknown_sections=self.platform is None
+        )
 
     @property
     def services(self) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, overload
 
 from integr8s_idem.config import Settings, load_settings
-from integr8s_idem.embedded.overlay import NO_KAFKA_CREDENTIALS, embedded_settings
+from integr8s_idem.embedded.overlay import NO_KAFKA_CREDENTIALS, embedded_settings, merged
 from integr8s_idem.errors import ApplicationError
 
 FOLDER: Final = Path(".integr8s-idem")
@@ -50,8 +50,36 @@ class RunningServers:
         return f"process {self.process}: {' '.join(addresses)}"
 
 
+class ServersFile:
+    """The file that tells where the servers of this process are; see `told_where`."""
+
+    def __init__(self, place: Path, sections: Mapping[str, Mapping[str, Any]]) -> None:
+        self._place = place
+        self._sections = sections
+        self._descriptor, unfinished = _written(place, sections)
+        self.path = place / unfinished.name.replace(_UNFINISHED, _PREFIX)
+        unfinished.rename(self.path)
+
+    def add(self, sections: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tell of `sections` as well.
+
+        Raises:
+            OSError: The folder cannot be written to.
+        """
+        self._sections = merged(self._sections, sections)
+        descriptor, unfinished = _written(self._place, self._sections)
+        unfinished.rename(self.path)
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+
+    def remove(self) -> None:
+        """Nobody finds the servers any more."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
 @contextmanager
-def told_where(sections: Mapping[str, Mapping[str, Any]], folder: Path | None = None) -> Iterator[Path]:
+def told_where(sections: Mapping[str, Mapping[str, Any]], folder: Path | None = None) -> Iterator[ServersFile]:
     """Let other commands find servers while inside.
 
     Args:
@@ -64,19 +92,24 @@ def told_where(sections: Mapping[str, Mapping[str, Any]], folder: Path | None = 
     place = (folder or Path.cwd()) / FOLDER
     place.mkdir(exist_ok=True)
     (place / ".gitignore").write_text("*\n")
-    # Nobody finds it before it is whole and locked.
+    file = ServersFile(place, sections)
+    try:
+        yield file
+    finally:
+        file.remove()
+
+
+def _written(place: Path, sections: Mapping[str, Mapping[str, Any]]) -> tuple[int, Path]:
+    """A new file, whole and locked before anybody finds it."""
     descriptor, name = tempfile.mkstemp(dir=place, prefix=_UNFINISHED, suffix=".toml")
-    unfinished = Path(name)
-    told = place / unfinished.name.replace(_UNFINISHED, _PREFIX)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, _as_toml(sections).encode())
-        unfinished.rename(told)
-        yield told
-    finally:
-        unfinished.unlink(missing_ok=True)
-        told.unlink(missing_ok=True)
+    except OSError:
         os.close(descriptor)
+        Path(name).unlink(missing_ok=True)
+        raise
+    return descriptor, Path(name)
 
 
 def running_servers(folder: Path | None = None) -> RunningServers:
@@ -104,9 +137,18 @@ def running_servers(folder: Path | None = None) -> RunningServers:
     return found[0]
 
 
+def embedded_servers_run(folder: Path | None = None) -> bool:
+    """Whether some worker runs embedded servers in this folder, or in the working directory."""
+    return any(_all_running((folder or Path.cwd()) / FOLDER))
+
+
 @overload
 def settings_of_running(
-    file: Path | None = None, *, services: Iterable[str] = (), folder: Path | None = None
+    file: Path | None = None,
+    *,
+    services: Iterable[str] = (),
+    folder: Path | None = None,
+    ignore_unknown_sections: bool = False,
 ) -> Settings: ...
 
 
@@ -117,6 +159,7 @@ def settings_of_running(
     *,
     services: Iterable[str] = (),
     folder: Path | None = None,
+    ignore_unknown_sections: bool = False,
 ) -> SettingsT: ...
 
 
@@ -126,6 +169,7 @@ def settings_of_running(
     *,
     services: Iterable[str] = (),
     folder: Path | None = None,
+    ignore_unknown_sections: bool = False,
 ) -> Settings:
     """As `load_settings`, with the servers of the worker that runs here by `run --embedded` in place of those named.
 
@@ -134,6 +178,7 @@ def settings_of_running(
         settings_type: `Settings`, or the application's subclass of it.
         services: Those of the application, if known.
         folder: Where the worker was started; the working directory if not given.
+        ignore_unknown_sections: As for `load_settings`.
 
     Raises:
         ApplicationError: As `running_servers`.
@@ -141,10 +186,18 @@ def settings_of_running(
     """
     servers = running_servers(folder)
     names = list(services)
-    own = load_settings(file, settings_type, overrides=NO_KAFKA_CREDENTIALS, services=names)
-    laid_over = embedded_settings(own, servers.sections)
-    settings: Settings = load_settings(file, settings_type, overrides=laid_over, services=names)
-    return settings
+
+    def load(overrides: Mapping[str, Any]) -> Settings:
+        settings: Settings = load_settings(
+            file,
+            settings_type,
+            overrides=overrides,
+            services=names,
+            ignore_unknown_sections=ignore_unknown_sections,
+        )
+        return settings
+
+    return load(embedded_settings(load(NO_KAFKA_CREDENTIALS), servers.sections))
 
 
 def _all_running(place: Path) -> Iterator[RunningServers]:

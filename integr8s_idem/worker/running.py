@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Final
 
@@ -234,8 +234,23 @@ async def _close(container: AsyncContainer, name: str) -> None:
 class ServiceGroup:
     """The services of this process."""
 
-    def __init__(self, services: Sequence[Service], settings: Settings) -> None:
-        """Raises `ApplicationError` if two services share a consumer group."""
+    def __init__(
+        self,
+        services: Sequence[Service],
+        settings: Settings,
+        on_metrics: Callable[[str, int], None] = lambda host, port: None,
+    ) -> None:
+        """Make a group of services; nothing runs yet.
+
+        Args:
+            services: What to run.
+            settings: Those of the process.
+            on_metrics: Called with the host and the port of the metrics, once they are served.
+
+        Raises:
+            ApplicationError: Two services share a consumer group.
+        """
+        self._on_metrics = on_metrics
         check_groups(services, settings)
         isolation = IsolationGate()
         self._running = [RunningService(service, settings, isolation) for service in services]
@@ -277,6 +292,7 @@ class ServiceGroup:
             if telemetry.metrics_enabled:
                 endpoints = Endpoints(telemetry.metrics_host, telemetry.metrics_port, health=self.health)
                 await stack.enter_async_context(endpoints)
+                self._on_metrics(telemetry.metrics_host, endpoints.port)
                 logger.info("metrics and health on http://%s:%d", telemetry.metrics_host, endpoints.port)
             stack.enter_context(self._signals())
             self._tasks = [asyncio.get_running_loop().create_task(service.run()) for service in self._running]

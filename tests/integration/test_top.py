@@ -29,6 +29,7 @@ from examples.billing.handlers import OrderPlaced
 from integr8s_idem import EventPublisher
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import KafkaSettings
+from integr8s_idem.embedded.whereabouts import told_where
 from integr8s_idem.operations.addresses import address_of, endpoints_of
 from integr8s_idem.operations.fleet import Figures, Fleet, ServiceRow, WorkerLook
 from integr8s_idem.telemetry import Gauge, Signal
@@ -356,8 +357,24 @@ def test_a_platform_with_settings_of_its_own_says_where_its_worker_is(worker: Wo
     file = tmp_path / "settings.toml"
     file.write_text(f"[telemetry]\nmetrics_port = {worker.address.partition(':')[2]}\n[platform]\n")
 
-    assert asked("--settings", str(file)).exit_code == 2
+    assert asked("--settings", str(file)).exit_code == 0
     assert asked("--settings", str(file), "--app", "providers:platform").exit_code == 0
+
+
+def test_the_metrics_of_an_embedded_worker_are_found_from_its_folder(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    port = int(worker.address.partition(":")[2])
+    servers = {"kafka": {"bootstrap_servers": "127.0.0.1:1"}, "telemetry": {"metrics_host": "127.0.0.1"}}
+    with told_where(servers) as file:
+        file.add({"telemetry": {"metrics_port": port}})
+
+        monkeypatch.setenv("COLUMNS", "120")
+        ended = asked("--embedded")
+
+    assert ended.exit_code == 0, ended.output
+    assert worker.address in ended.stdout
 
 
 def test_a_named_worker_needs_no_settings(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

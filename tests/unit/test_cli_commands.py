@@ -104,7 +104,7 @@ def test_the_sections_of_an_application_are_checked_with_it() -> None:
 
     alone, together = typed("settings", "check"), typed("settings", "check", "--app", "cli_shop:platform")
 
-    assert "shop  unknown setting" in alone.stderr
+    assert "[shop]: not checked" in alone.stderr
     assert together.stderr.splitlines()[1:-1] == ["  shop.currency  must be text, not 1"]
 
 

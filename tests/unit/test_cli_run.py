@@ -57,7 +57,7 @@ class FakeGroup:
     stuck: bool = False
     drawn: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __call__(self, services: Sequence[Service], settings: Settings) -> FakeGroup:
+    def __call__(self, services: Sequence[Service], settings: Settings, on_metrics: object = None) -> FakeGroup:
         self.services, self.settings = [service.name for service in services], settings
         return self
 

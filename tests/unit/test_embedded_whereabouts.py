@@ -151,4 +151,4 @@ def test_git_passes_the_folder_over() -> None:
 
 def test_only_its_owner_can_read_the_file() -> None:
     with told_where(SERVERS) as file:
-        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.path.stat().st_mode & 0o777 == 0o600

@@ -96,3 +96,15 @@ async def test_a_handler_whose_dependency_nobody_provides_is_told_by_the_drawing
         )
 
     assert "Payments" in await failure_of(Service("billing", container=incomplete), caplog)
+
+
+async def test_a_group_says_where_its_metrics_are_served() -> None:
+    heard: list[tuple[str, int]] = []
+    settings = Settings(store={"kind": "memory"}, telemetry={"metrics_host": "127.0.0.1", "metrics_port": 0})
+    service = Service("billing", container=lambda settings: make_container())  # type: ignore[arg-type,return-value]
+
+    await ServiceGroup([service], settings, lambda host, port: heard.append((host, port))).run()
+
+    ((host, port),) = heard
+    assert host == "127.0.0.1"
+    assert port > 0
