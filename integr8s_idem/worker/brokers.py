@@ -49,6 +49,21 @@ async def read_facts(kafka: KafkaSettings, topics: Collection[str]) -> BrokerFac
         await _closed(admin)
 
 
+async def reach_brokers(kafka: KafkaSettings) -> None:
+    """Return once a broker has answered.
+
+    Raises:
+        BrokerUnavailableError: None does.
+    """
+    admin: Any = AIOKafkaAdminClient(**connection_options(kafka))
+    try:
+        await bounded(admin.start(), kafka.request_timeout_seconds)
+    except (KafkaError, OSError, TimeoutError) as error:
+        raise unavailable(kafka, error) from error
+    finally:
+        await _closed(admin)
+
+
 def unavailable(kafka: KafkaSettings, error: Exception) -> BrokerUnavailableError:
     """The client's `error` in our words."""
     # Its own ones for brokers that are away name every one of them.

@@ -7,6 +7,7 @@ rules that follow from them are in docs/explanation/worker.md; R numbers in comm
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -19,7 +20,7 @@ from aiokafka.errors import KafkaError
 from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.envelopes import Codec, IdFromHeader, codec_of
-from integr8s_idem.errors import ApplicationError, StoreUnavailableError
+from integr8s_idem.errors import ApplicationError, BrokerUnavailableError, StoreUnavailableError
 from integr8s_idem.events import EventDecoder, event_type_of, read_json
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
@@ -115,6 +116,7 @@ class ServiceWorker:
         group: str | None = None,
         isolation: IsolationGate | None = None,
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
+        reach_brokers: Callable[[KafkaSettings], Awaitable[None]] | None = None,
     ) -> None:
         """Opens nothing.
 
@@ -122,6 +124,7 @@ class ServiceWorker:
             group: Of consumers, where the service's settings name none; the service's name if not given.
             isolation: What the services of one process share to run events alone that may have crashed it.
             consumer: Makes the client for a group.
+            reach_brokers: Asks whether the brokers answer, while the store does not; `None`: nobody asks.
 
         Raises:
             ApplicationError: There is no topic to read.
@@ -135,6 +138,7 @@ class ServiceWorker:
         self._kafka = kafka
         self._service = service
         self._make_consumer = consumer
+        self._reach_brokers = reach_brokers
         manager = dispatcher.manager
         self._gate = StoreGate(_ping_of(dispatcher), self.observer)
         self._purger = Purger(name, manager.repository if manager is not None else None, self._gate, self.observer)
@@ -215,7 +219,9 @@ class ServiceWorker:
 
     @property
     def _why(self) -> str:
-        return self._gate.reason or self._reason or (self._poller.reason if self._poller is not None else "")
+        # The broker's sentence first: the store's ends with where to read more.
+        broker = self._reason or (self._poller.reason if self._poller is not None else "")
+        return "; ".join(reason for reason in (broker, self._gate.reason) if reason)
 
     @property
     def _longest_poll(self) -> float:
@@ -251,7 +257,27 @@ class ServiceWorker:
             await self._gate.check()
         except StoreUnavailableError as error:
             self._gate.close(error)
-            await self._gate.wait(unless=self._stopping)
+            looking = asyncio.get_running_loop().create_task(self._look_at_brokers())
+            try:
+                await self._gate.wait(unless=self._stopping)
+            finally:
+                looking.cancel()
+                await asyncio.wait({looking})
+
+    async def _look_at_brokers(self) -> None:
+        """While the store does not answer: if the brokers do not either, whoever looks shall know at once."""
+        if self._reach_brokers is None:
+            return
+        for tries in itertools.count(1):
+            try:
+                await self._reach_brokers(self._kafka)
+                self._reason = ""
+            except BrokerUnavailableError as error:
+                self._reason = self._unreachable(error.reason)
+            await asyncio.sleep(POLL_BACKOFF.pause(tries))
+
+    def _unreachable(self, why: object) -> str:
+        return f"cannot reach Kafka at {self._kafka.bootstrap_servers}: {why}"
 
     async def _consume(self) -> None:
         """Consume until told to stop; a client that is broken is replaced, a few times."""
@@ -281,7 +307,7 @@ class ServiceWorker:
                 joined = await self._start(poller.consumer)
             except (KafkaError, OSError) as error:
                 tries += 1
-                self._reason = f"cannot reach Kafka at {self._kafka.bootstrap_servers}: {error}"
+                self._reason = self._unreachable(error)
                 logger.warning("%s: %s", self.name, self._reason)
                 await bounded_stop(poller.consumer, 1.0)
                 await asyncio.wait({self._stopping}, timeout=POLL_BACKOFF.pause(tries))

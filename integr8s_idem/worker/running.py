@@ -19,6 +19,7 @@ from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.errors import ApplicationError, IdempotencyError, StoreError
 from integr8s_idem.telemetry import Gauge
 from integr8s_idem.telemetry.setup import configure_telemetry
+from integr8s_idem.worker.brokers import reach_brokers
 from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
 from integr8s_idem.worker.containers import get_dispatcher, get_publisher, make_container
@@ -110,6 +111,7 @@ class RunningService:
                 section,
                 group=self.service.group_id,
                 isolation=self._isolation,
+                reach_brokers=reach_brokers,
             )
             reading = reading_of(dispatcher, self._worker.topics)
             if self._settings.kafka.retention_check == "refuse":

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
+
 import pytest
 from redis import exceptions as driver
+from redis.asyncio import Redis
 
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
+from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.stores.redis.errors import translated
 
 INSIDE = "Error running script (call to f_0123): @user_script:7: @user_script: 7: -"
@@ -71,3 +76,18 @@ def test_arguments_that_a_server_repeats_are_not_shown() -> None:
 
     assert "EVALSHA" in str(ours)
     assert "secret-key" not in str(ours)
+
+
+async def test_a_refused_connection_of_a_client_that_retries_by_itself_is_reported_as_refused() -> None:
+    """The driver's own pauses between its attempts are longer than the limit of a call."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    client = Redis(port=port)
+    repository = RedisIdempotencyRepository(client, timeout=timedelta(seconds=0.5))
+
+    with pytest.raises(StoreUnavailableError) as refusal:
+        await repository.ping()
+
+    await client.aclose()
+    assert f"connection refused (Error 111 connecting to localhost:{port}" in str(refusal.value)
+    assert "no answer" not in str(refusal.value)

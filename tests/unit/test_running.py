@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable
+from io import StringIO
 from typing import Any, cast
 
 import pytest
 from dishka import make_container
+from rich.console import Console
 
 from integr8s_idem import BaseEvent, EventRouter, Service, Settings
+from integr8s_idem.cli.table import report_table
 from integr8s_idem.integrations.dishka import (
     STRICT_VALIDATION,
     AsyncContainer,
@@ -21,6 +26,7 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.worker import ServiceGroup
+from tests.support.conditions import eventually
 from tests.support.workers import OrderPlaced
 
 SETTINGS = Settings(store={"kind": "memory"}, telemetry={"metrics_enabled": False})
@@ -108,3 +114,27 @@ async def test_a_group_says_where_its_metrics_are_served() -> None:
     ((host, port),) = heard
     assert host == "127.0.0.1"
     assert port > 0
+
+
+async def test_with_both_servers_down_both_are_named(unused_tcp_port_factory: Callable[[], int]) -> None:
+    broker, store = unused_tcp_port_factory(), unused_tcp_port_factory()
+    settings = Settings(
+        kafka={"bootstrap_servers": f"127.0.0.1:{broker}"},
+        store={"url": f"redis://127.0.0.1:{store}/0", "timeout_seconds": 0.2},
+        telemetry={"metrics_enabled": False},
+    )
+    group = ServiceGroup([Service("billing", container=container)], settings)
+    running = asyncio.create_task(group.run())
+
+    def reason() -> str:
+        return group.reports()[0].reason
+
+    await eventually(lambda: f"127.0.0.1:{broker}" in reason() and f"127.0.0.1:{store}" in reason(), state=reason)
+    file = StringIO()
+    Console(width=400, file=file).print(report_table(group.reports(), 400))
+    told = file.getvalue()
+    group.stop()
+    await running
+
+    assert f"cannot reach Kafka at 127.0.0.1:{broker}" in told
+    assert f"no connection to Redis: Error 111 connecting to 127.0.0.1:{store}" in told

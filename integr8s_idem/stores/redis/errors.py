@@ -20,6 +20,9 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
+from redis.exceptions import (
+    ConnectionError as RedisConnectionError,
+)
 
 from integr8s_idem.deadlines import Deadline
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
@@ -97,25 +100,41 @@ class guarded:  # noqa: N801  # `with guarded(…)`, as contextlib's
         try:
             self._limit.__exit__(kind, error, trace)
         except TimeoutError:
-            raise self._late() from error
+            raise self._late(error) from error
         if error is not None:
             self._translate(error)
         elif self._task.cancelling() > self._cancellations:
             # The driver waits by asyncio.wait_for, which swallows some cancellations before Python 3.12.
             raise asyncio.CancelledError
 
-    def _late(self) -> StoreUnavailableError:
-        return StoreUnavailableError(self._operation, f"no answer from Redis within {self._seconds:g} s")
+    def _late(self, error: BaseException | None) -> StoreUnavailableError:
+        failure = _connection_failure(error)
+        told = f"no connection to Redis: {failure}; tried" if failure else "no answer from Redis"
+        duration = "for" if failure else "within"
+        return StoreUnavailableError(self._operation, f"{told} {duration} {self._seconds:g} s")
 
     def _translate(self, error: BaseException) -> None:
         if isinstance(error, DataError):
             return  # an argument that the driver cannot send is a bug of the caller, not the store's state
         if isinstance(error, TimeoutError):
-            raise self._late() from error
+            raise self._late(error) from error
         if isinstance(error, RedisError):
             raise translated(self._operation, error) from error
         if isinstance(error, OSError):
             raise StoreUnavailableError(self._operation, f"no connection to Redis: {error}") from error
+
+
+def _connection_failure(error: BaseException | None) -> str:
+    """Why the driver could not connect, if the deadline has ended a pause between its attempts."""
+    chain = []
+    while error is not None:
+        chain.append(error)
+        error = error.__context__
+    failure = next((each for each in chain if isinstance(each, RedisConnectionError | ConnectionError)), None)
+    if failure is None:
+        return ""
+    is_refused = any(isinstance(each, ConnectionRefusedError) for each in chain)
+    return f"connection refused ({failure})" if is_refused else str(failure)
 
 
 def translated(operation: str, error: RedisError) -> StoreError:
