@@ -22,6 +22,7 @@ from integr8s_idem.arguments import Arguments, FingerprintSource, KeySource, fin
 from integr8s_idem.callers import Here, in_a_loop, is_async, own_loop, refuse_awaitable, wait_for
 from integr8s_idem.config import OnFailure, OnInProgress, chosen
 from integr8s_idem.current import CURRENT, Container
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.results import materialized, refuse_generator, return_type_of, why_unreadable
@@ -36,8 +37,8 @@ T = TypeVar("T")
 def idempotent(
     *,
     key: KeySource,
-    ttl: timedelta | None = None,
-    lock_timeout: timedelta | None = None,
+    ttl: Duration | None = None,
+    lock_timeout: Duration | None = None,
     scope: str | None = None,
     fingerprint: FingerprintSource | None = None,
     re_execute_on_read: bool = False,
@@ -56,7 +57,8 @@ def idempotent(
     Args:
         key: Names the work: a template over the parameters (`"refund:{order.id}"`), dotted fields
             (`["order.id", "currency"]`), or a function, which is given the arguments that its parameters name.
-        ttl: How long the outcome is remembered, by the store's clock; as configured if `None`.
+        ttl: How long the outcome is remembered, by the store's clock: a `timedelta`, or seconds; as configured if
+            `None`.
         lock_timeout: How long to wait for a running twin, by this process's clock; as configured if `None`.
         scope: Who does the work, if not the manager's scope.
         fingerprint: What a second use of the key must bring again: dotted fields, or what a function of the
@@ -76,7 +78,8 @@ def idempotent(
         IdempotencyConflictError: At a call: a twin is running still after `lock_timeout`.
         IdempotencyError: At a call: as `IdempotencyManager.run`.
     """
-    _check_options(manager, container, ttl, lock_timeout)
+    kept, longest_wait = duration(ttl, "ttl"), duration(lock_timeout, "lock_timeout")
+    _check_options(manager, container, kept)
     block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
     if re_execute_on_read and (ttl is not None or block is not None):
         raise ApplicationError(
@@ -93,8 +96,8 @@ def idempotent(
             signature,
             key_maker(key, signature, name),
             fingerprint_maker(fingerprint, signature, name),
-            ttl,
-            lock_timeout,
+            kept,
+            longest_wait,
             scope,
             re_execute_on_read,
             block,
@@ -118,15 +121,9 @@ def idempotent(
     return decorate
 
 
-def _check_options(
-    manager: IdempotencyManager | None, container: Container | None, ttl: timedelta | None, wait: timedelta | None
-) -> None:
+def _check_options(manager: IdempotencyManager | None, container: Container | None, ttl: timedelta | None) -> None:
     if manager is not None and container is not None:
         raise ApplicationError("@idempotent takes a manager or a container that has one, not both")
-    options: tuple[tuple[str, object], ...] = (("ttl", ttl), ("lock_timeout", wait))
-    for option, value in options:
-        if value is not None and not (isinstance(value, timedelta) and value >= timedelta()):
-            raise ApplicationError(f"{option} is a timedelta of zero or more, as timedelta(seconds=10), not {value!r}")
     if manager is not None and ttl is not None:
         manager.checked_ttl(ttl)
 

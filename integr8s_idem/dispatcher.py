@@ -10,6 +10,7 @@ import asyncio
 from datetime import timedelta
 from typing import Any
 
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.envelopes import Codec
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handling import EventHandler, Handling, IdempotentEventHandler
@@ -57,7 +58,7 @@ class EventDispatcher:
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
         observer: Observer = SILENT,
-        timeout: timedelta | None = None,
+        timeout: Duration | None = None,
         max_attempts: int = 5,
         codec: Codec | None = None,
     ) -> None:
@@ -69,7 +70,7 @@ class EventDispatcher:
         self._scope = scope
         self._invoke = invoke
         self._publisher = publisher
-        self._timeout = timeout
+        self._timeout = duration(timeout, "timeout")
         self._max_attempts = max_attempts
         self._handlers: dict[str, list[EventHandler]] = {}
         for registered in router.handlers:
@@ -152,10 +153,10 @@ class IdempotentEventDispatcher(EventDispatcher):
         manager: IdempotencyManager,
         *,
         resolver: KeyResolver | None = None,
-        ttl: timedelta | None = None,
+        ttl: Duration | None = None,
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
-        timeout: timedelta | None = None,
+        timeout: Duration | None = None,
         outbox: Outbox | None = None,
         codec: Codec | None = None,
     ) -> None:
@@ -172,9 +173,9 @@ class IdempotentEventDispatcher(EventDispatcher):
         """
         self.manager = manager
         self.resolver = resolver or KeyResolver()
-        self._ttl = ttl
+        self._ttl = duration(ttl, "ttl")
         self.outbox = outbox
-        self.ttl = manager.config.ttl if ttl is None else ttl
+        self.ttl = manager.config.ttl if self._ttl is None else self._ttl
         for event in router.events:
             self.resolver.check(event)
         super().__init__(
@@ -212,7 +213,7 @@ async def with_idempotency(
     key_strategy: KeyStrategy = KeyStrategy.EVENT_BASED,
     fields: set[str] | None = None,
     custom_key: str | None = None,
-    ttl: timedelta | None = None,
+    ttl: Duration | None = None,
     name: str | None = None,
 ) -> Any:
     """Run `handler(event)` once; a later call with the same work returns the first one's result.

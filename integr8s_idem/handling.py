@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from integr8s_idem.config import OnInProgress
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import (
     ApplicationError,
     HandlerCancelledError,
@@ -251,7 +252,7 @@ class EventHandler:
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
         observer: Observer = SILENT,
-        timeout: timedelta | None = None,
+        timeout: Duration | None = None,
         max_attempts: int = 5,
         batch: BatchSize | None = None,
     ) -> None:
@@ -266,7 +267,7 @@ class EventHandler:
         self._gatherer = Gatherer(batch, self._call_batch, self.name) if batch is not None else None
         self.invoke = invoke
         self._publisher = publisher
-        self._timeout = timeout
+        self._timeout = duration(timeout, "timeout")
 
     @property
     def event_type(self) -> str:
@@ -359,12 +360,12 @@ class IdempotentEventHandler(EventHandler):
         manager: IdempotencyManager,
         *,
         resolver: KeyResolver | None = None,
-        ttl: timedelta | None = None,
+        ttl: Duration | None = None,
         name: str | None = None,
         event: type[BaseEvent] = BaseEvent,
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
-        timeout: timedelta | None = None,
+        timeout: Duration | None = None,
         outbox: Outbox | None = None,
         batch: BatchSize | None = None,
     ) -> None:

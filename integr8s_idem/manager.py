@@ -20,6 +20,7 @@ from operator import not_
 from typing import Any, Literal, TypeVar
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, chosen
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import (
     ApplicationError,
     CorruptRecordError,
@@ -45,7 +46,7 @@ from integr8s_idem.records import (
     Reserved,
     Verdict,
 )
-from integr8s_idem.results import decode_result, refuse_generator, refuse_iterator, return_type_of
+from integr8s_idem.results import decode_result, refuse_call, refuse_generator, refuse_iterator, return_type_of
 from integr8s_idem.runs import Run
 from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository, JoinedRepository, JoiningRepository
@@ -142,12 +143,14 @@ class IdempotencyManager:
             self._in_scopes[scope] = sibling
         return self._in_scopes[scope]
 
-    def checked_ttl(self, ttl: timedelta) -> timedelta:
+    def checked_ttl(self, ttl: Duration) -> timedelta:
         """`ttl`, if outcomes kept for so long protect anything.
 
         Raises:
-            ApplicationError: It is shorter than the lease: a duplicate of a running event would come too late.
+            ApplicationError: It is shorter than the lease: a duplicate of a running event would come too late.  Or it
+                is not a duration.
         """
+        ttl = duration(ttl, "ttl")
         if ttl < self.config.lease:
             raise ApplicationError(
                 f"a ttl of {ttl.total_seconds():g} s is shorter than the lease of "
@@ -187,7 +190,7 @@ class IdempotencyManager:
         self._batch_leases.renewed(compress(reservations, answers), asked_at)
         return answers
 
-    async def complete(self, reserved: Reserved, result: object = None, *, ttl: timedelta | None = None) -> bool:
+    async def complete(self, reserved: Reserved, result: object = None, *, ttl: Duration | None = None) -> bool:
         """Remember that the work is done.  `False`: the reservation is no longer ours.
 
         Raises:
@@ -201,11 +204,11 @@ class IdempotencyManager:
         self._batch_leases.settle(each.reservation for each in completions)
         return await self._store.complete(completions)
 
-    async def fail(self, reserved: Reserved, error: str, *, ttl: timedelta | None = None) -> bool:
+    async def fail(self, reserved: Reserved, error: str, *, ttl: Duration | None = None) -> bool:
         """Remember that the work was given up.  `False`: the reservation is no longer ours."""
         self._ledger.home.check()
         self._batch_leases.settle([reserved])
-        return await self._ledger.fail(self._ledger.failure(reserved, error, ttl))
+        return await self._ledger.fail(self._ledger.failure(reserved, error, duration(ttl, "ttl")))
 
     async def release(self, *reservations: Reserved) -> list[bool]:
         """Give keys back undone, in one round trip; the attempts stay counted.  An answer for each, in their order."""
@@ -311,7 +314,7 @@ class IdempotencyManager:
         return reserved not in lost
 
     async def confirm_batch(
-        self, done: Iterable[Reserved] | Mapping[Reserved, object], *, ttl: timedelta | None = None
+        self, done: Iterable[Reserved] | Mapping[Reserved, object], *, ttl: Duration | None = None
     ) -> list[bool]:
         """Remember that work is done, in one round trip.  `False`: the reservation is no longer ours.
 
@@ -343,7 +346,7 @@ class IdempotencyManager:
         self._batch_leases.settle(given)
         return await self.release(*given)
 
-    def completion(self, reserved: Reserved, result: object = None, ttl: timedelta | None = None) -> Completion:
+    def completion(self, reserved: Reserved, result: object = None, ttl: Duration | None = None) -> Completion:
         """What to hand to `complete_many`.  A result that is too large or cannot be written is dropped and counted.
 
         Raises:
@@ -351,7 +354,7 @@ class IdempotencyManager:
         """
         self._ledger.home.check()
         refuse_iterator(result, reserved.key)
-        return self._ledger.completion(reserved, result, ttl)
+        return self._ledger.completion(reserved, result, duration(ttl, "ttl"))
 
     # Doing work once.
 
@@ -418,9 +421,9 @@ class IdempotencyManager:
         function: Callable[[], Awaitable[T]],
         *,
         fingerprint: bytes | None = None,
-        ttl: timedelta | None = None,
+        ttl: Duration | None = None,
         on_in_progress: OnInProgress | Literal["wait", "raise", "skip"] | None = None,
-        wait_timeout: timedelta | None = None,
+        wait_timeout: Duration | None = None,
         on_failure: OnFailure | Literal["retry", "block"] | None = None,
     ) -> T:
         """Do the work of `key` once; every other caller gets the first one's result.
@@ -429,7 +432,7 @@ class IdempotencyManager:
             key: Names the work within the scope; compared byte for byte.
             function: Does it.  Its return annotation gives a replayed result its type.
             fingerprint: 16 bytes that name the payload; a second use of the key must bring the same.
-            ttl: How long the outcome is remembered, by the store's clock.
+            ttl: How long the outcome is remembered, by the store's clock: a `timedelta`, or seconds.
             on_in_progress: What to do while somebody else does it; as configured if `None`.
                 `skip` returns `None`: the outcome is unknown.
             wait_timeout: Longest wait for a running twin; as configured if `None`.
@@ -438,7 +441,8 @@ class IdempotencyManager:
         Raises:
             InProgressError: Somebody else is at it, and a wait was not wanted; as `IdempotencyConflictError`
                 if it was too long.
-            ApplicationError: Asked from within the run of this very key, which would wait for itself.
+            ApplicationError: Asked from within the run of this very key, which would wait for itself.  Or `function` is
+                what a call of it returned, or returns what cannot be awaited.
             KeyReusedError: The key is known with another payload.
             PreviouslyFailedError: It was given up earlier.
             LeaseLostError: It could not be finished within the lease; its effects may have happened.
@@ -447,7 +451,9 @@ class IdempotencyManager:
             StoreError: As for every verb; nothing was done, except for `ResultNotStoredError`.
             Exception: Whatever `function` raises, unchanged.
         """
+        refuse_call(function, "manager.run(key, function)")
         refuse_generator(function)
+        longest_wait = duration(wait_timeout, "wait_timeout")
         checked = None if ttl is None else self.checked_ttl(ttl)
         block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
         wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
@@ -459,11 +465,11 @@ class IdempotencyManager:
         async def ignoring_the_attempt(_: Attempt) -> T:
             running = function()
             if not inspect.isawaitable(running):
-                raise ApplicationError(f"{function!r} is no async function; what it did has been done")
+                raise _not_awaitable(work, function, running)
             return await running
 
         return await self.run_work(
-            work, ignoring_the_attempt, returns=function, on_in_progress=wait, wait_timeout=wait_timeout
+            work, ignoring_the_attempt, returns=function, on_in_progress=wait, wait_timeout=longest_wait
         )
 
     def run_work(
@@ -570,6 +576,15 @@ class IdempotencyManager:
                 raise CorruptRecordError(label, outcome.reason)
             case InProgress():
                 return None  # type: ignore[return-value]  # what `skip` asks for
+
+
+def _not_awaitable(work: Work, function: Callable[..., object], returned: object) -> ApplicationError:
+    work.on_failure = OnFailure.RETRY  # a mistake of the program is not an outcome: the key is released
+    return ApplicationError(
+        f"{getattr(function, '__qualname__', repr(function))} is no async function: it returned "
+        f"{type(returned).__name__}, which cannot be awaited. Its side effects have happened, and the key is released. "
+        "Write it as async def"
+    )
 
 
 def _refuse_what_is_not_ours(verb: str, given: Iterable[object]) -> None:

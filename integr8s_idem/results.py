@@ -274,6 +274,25 @@ def _places_in(holder: Any) -> Iterable[tuple[str, Any]]:
 _GENERATOR: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
+def refuse_call(function: object, instead: str) -> None:
+    """Refuse what a call of a function has returned, in place of the function.
+
+    Args:
+        function: What was handed over.
+        instead: What to write.
+
+    Raises:
+        ApplicationError: It cannot be called.
+    """
+    if callable(function):
+        return
+    if inspect.iscoroutine(function):
+        function.close()  # else Python warns that nobody awaited it
+    raise ApplicationError(
+        f"hand over the function itself, as in {instead}, not what a call of it returns ({type(function).__name__})"
+    )
+
+
 def refuse_generator(function: Callable[..., object]) -> None:
     """Refuse a generator function, synchronous or not, because calling it does none of its work.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
 
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent, Message, derived_event_id, event_type_of
 from integr8s_idem.frozen import quick
@@ -294,7 +295,7 @@ class EventRouter:
         event: type[BaseEvent],
         *,
         max_size: int = 100,
-        max_wait: timedelta = timedelta(milliseconds=20),
+        max_wait: Duration = timedelta(milliseconds=20),
         name: str | None = None,
     ) -> Callable[[FunctionT], FunctionT]:
         """Declare a handler of many events at once: it takes a list of them.
@@ -315,15 +316,14 @@ class EventRouter:
         """
         if not _is_event_class(event):
             raise ApplicationError(f"{event!r} is no class of events; write @router.on_batch(OrderPlaced)")
-        if max_size < 1 or max_wait < timedelta():
-            raise ApplicationError(
-                f"a batch has at least one event, and waits no less than nothing, not {max_size} and {max_wait}"
-            )
+        if max_size < 1:
+            raise ApplicationError(f"a batch has at least one event, not {max_size}")
+        longest_wait = duration(max_wait, "max_wait")
 
         def register(function: FunctionT) -> FunctionT:
             async_function(function)
             check_batch_parameter(function, event)
-            batch = BatchSize(max_size, max_wait)
+            batch = BatchSize(max_size, longest_wait)
             self._add(RegisteredHandler(event, name or name_of(function), function, batch))
             return function
 

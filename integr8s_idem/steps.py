@@ -46,7 +46,14 @@ from integr8s_idem.records import (
     KeyReused,
     StoredResult,
 )
-from integr8s_idem.results import decode_result, encode_result, refuse_generator, repeatable, return_type_of
+from integr8s_idem.results import (
+    decode_result,
+    encode_result,
+    refuse_call,
+    refuse_generator,
+    repeatable,
+    return_type_of,
+)
 from integr8s_idem.runs import Run, check_start, run_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal
@@ -115,7 +122,7 @@ class Steps:
         """
         once = chosen(Once, once, "once")
         self._check(name)
-        _refuse_a_call(name, function)
+        refuse_call(function, f"steps.run({name!r}, reserve, order_id)")
         refuse_generator(function)
         await self._places.look()
         mark = mark_of(name)
@@ -254,18 +261,6 @@ class Steps:
             self._run.attempt.number,
             ", ".join(orphans),
         )
-
-
-def _refuse_a_call(name: str, function: object) -> None:
-    """What a call has returned is no function, and has been begun already."""
-    if callable(function):
-        return
-    if inspect.iscoroutine(function):
-        function.close()  # it would be told of a second time, as never awaited
-    raise ApplicationError(
-        f"step {name}: hand over the function and its arguments, as in steps.run({name!r}, reserve, order_id), not "
-        f"what a call of it returns ({type(function).__name__})"
-    )
 
 
 class _Step:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.integrations.loops import (
     COMMIT_INTERVAL,
@@ -54,9 +55,9 @@ async def guarded(
     manager: IdempotencyManager,
     *,
     key: KeyOf = by_position,
-    ttl: timedelta | None = None,
+    ttl: Duration | None = None,
     given_up: GivenUp | None = None,
-    commit_interval: timedelta = COMMIT_INTERVAL,
+    commit_interval: Duration = COMMIT_INTERVAL,
 ) -> AsyncGenerator[Delivery, None]:
     """The records of a consumer that was started, one after the other, each to be done by `delivery.run`.
 
@@ -77,7 +78,8 @@ async def guarded(
             "the consumer commits by itself, records that are not done included: "
             "make it by AIOKafkaConsumer(enable_auto_commit=False)"
         )
-    behind = _Behind(consumer, commit_interval.total_seconds())
+    kept = None if ttl is None else manager.checked_ttl(ttl)
+    behind = _Behind(consumer, duration(commit_interval, "commit_interval").total_seconds())
     failures = 0
     try:
         while True:
@@ -86,7 +88,7 @@ async def guarded(
                 for record in records:
                     if partition not in consumer.assignment():
                         break  # its next owner does it
-                    delivery = Delivery(consumer, manager, record, key, ttl, given_up)
+                    delivery = Delivery(consumer, manager, record, key, kept, given_up)
                     try:
                         yield delivery
                     finally:  # the loop may be left with it

@@ -17,7 +17,6 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, cast
 
@@ -29,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.current import Container
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import (
     ApplicationError,
     InProgressError,
@@ -123,8 +123,8 @@ class IdempotencyKeyMiddleware:
         required: bool = False,
         methods: Collection[str] = ("POST", "PATCH"),
         paths: Collection[str] | None = None,
-        wait: timedelta | None = None,
-        ttl: timedelta | None = None,
+        wait: Duration | None = None,
+        ttl: Duration | None = None,
         stored: Callable[[int], bool] = before_errors,
         unstored_headers: Collection[str] = PASSING,
         bare_keys: bool = False,
@@ -171,8 +171,8 @@ class IdempotencyKeyMiddleware:
         self._identity = identity
         self._methods = frozenset(method.upper() for method in methods)
         self._paths = None if paths is None else [compile_path(_plain(path))[0] for path in paths]
-        self._wait = wait
-        self._ttl = ttl
+        self._wait = duration(wait, "wait")
+        self._ttl = duration(ttl, "ttl")
         self._stored = stored
         self._unstored_headers = frozenset(unstored_headers)
         self._bare_keys = bare_keys

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar, cast
 
 from integr8s_idem.callers import Here, in_a_loop, own_loop, refuse_awaitable, wait_for
 from integr8s_idem.config.words import lacking
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.integrations.loops import (
     COMMIT_INTERVAL,
@@ -81,9 +82,9 @@ def guarded(
     manager: IdempotencyManager,
     *,
     key: KeyOf = by_position,
-    ttl: timedelta | None = None,
+    ttl: Duration | None = None,
     given_up: GivenUp | None = None,
-    commit_interval: timedelta = COMMIT_INTERVAL,
+    commit_interval: Duration = COMMIT_INTERVAL,
     stop: threading.Event | None = None,
 ) -> Iterator[Delivery]:
     """The messages of a consumer that has subscribed, one after the other, each to be done by `delivery.run`.
@@ -104,7 +105,8 @@ def guarded(
     """
     if in_a_loop():
         raise ApplicationError("a loop of confluent-kafka would stop the event loop it is called in: use a thread")
-    behind = _Behind(consumer, commit_interval.total_seconds())
+    kept = None if ttl is None else manager.checked_ttl(ttl)
+    behind = _Behind(consumer, duration(commit_interval, "commit_interval").total_seconds())
     failures = 0
     try:
         while stop is None or not stop.is_set():
@@ -113,7 +115,7 @@ def guarded(
             if message is None or _is_told(message.error()):
                 behind.note_end(message)
                 continue
-            delivery = Delivery(consumer, manager, message, key, ttl, given_up)
+            delivery = Delivery(consumer, manager, message, key, kept, given_up)
             try:
                 yield delivery
             finally:  # the loop may be left with it

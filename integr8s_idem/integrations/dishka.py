@@ -37,6 +37,7 @@ from redis.asyncio import Redis
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.current import CURRENT, OVERRIDING
 from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.envelopes import Codec
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
@@ -217,7 +218,7 @@ class IdempotentDispatcherProvider(DispatcherProvider):
         key_strategy: KeyStrategy = KeyStrategy.EVENT_BASED,
         fields: Iterable[str] | None = None,
         custom_key: Callable[[Any], str] | None = None,
-        ttl: timedelta | None = None,
+        ttl: Duration | None = None,
         transaction: type | None = None,
         codec: Codec | None = None,
     ) -> None:
@@ -239,7 +240,7 @@ class IdempotentDispatcherProvider(DispatcherProvider):
         if self._transactions is not None:
             self.provide(self._transactions.make, provides=self._transactions.key, scope=Scope.REQUEST)
         self.resolver = KeyResolver(key_strategy, frozenset(fields) if fields is not None else None, custom_key)
-        self.ttl = ttl
+        self.ttl = duration(ttl, "ttl")
         for event in router.events:
             self.resolver.check(event)
 

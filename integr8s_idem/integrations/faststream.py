@@ -35,6 +35,7 @@ from typing import Any, Final, NoReturn
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, ProducerClosed
 
 from integr8s_idem.config.words import lacking
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import (
     ApplicationError,
     IdempotencyError,
@@ -92,7 +93,7 @@ class IdempotencyMiddleware:
         manager: IdempotencyManager,
         *,
         key: KeyOf = by_position,
-        ttl: timedelta | None = None,
+        ttl: Duration | None = None,
         given_up: GivenUp | None = None,
     ) -> None:
         """
@@ -103,7 +104,7 @@ class IdempotencyMiddleware:
             given_up: Takes records that cannot be done, or have failed for good; they are acknowledged then.  Without
                 it they are not, and hold up what lies behind them.
         """
-        self._settings = _Settings(manager, key, ttl, given_up)
+        self._settings = _Settings(manager, key, duration(ttl, "ttl"), given_up)
 
     def __call__(self, msg: Any, /, *, context: Any) -> _Guard:
         return _Guard(self._settings, msg, context=context)

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Final
 
 from integr8s_idem.config.words import lacking
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import ApplicationError
 
 try:
@@ -123,12 +124,12 @@ class RetryingTransport(httpx.AsyncBaseTransport):
         inner: httpx.AsyncBaseTransport,
         *,
         retries: int = 5,
-        longest: timedelta = timedelta(seconds=60),
+        longest: Duration = timedelta(seconds=60),
         methods: Collection[str] = ("POST", "PATCH"),
     ) -> None:
         """`retries`: times that a request is sent again; `longest`: from the first time on, by this machine's clock."""
         self._inner = inner
-        self._retries = _Retries(retries, longest, methods)
+        self._retries = _Retries(retries, duration(longest, "longest"), methods)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises `httpx.TransportError` if the last try got no answer."""
@@ -173,12 +174,12 @@ class BlockingRetryingTransport(httpx.BaseTransport):
         inner: httpx.BaseTransport,
         *,
         retries: int = 5,
-        longest: timedelta = timedelta(seconds=60),
+        longest: Duration = timedelta(seconds=60),
         methods: Collection[str] = ("POST", "PATCH"),
     ) -> None:
         """As `RetryingTransport`."""
         self._inner = inner
-        self._retries = _Retries(retries, longest, methods)
+        self._retries = _Retries(retries, duration(longest, "longest"), methods)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Raises `httpx.TransportError` if the last try got no answer."""

@@ -62,7 +62,7 @@ def test_an_event_type_with_two_values_is_refused() -> None:
         event_type_of(Both)
 
 
-@pytest.mark.parametrize("seconds", [-5, 0, 1, 299])
+@pytest.mark.parametrize("seconds", [0, 1, 299])
 async def test_a_ttl_shorter_than_the_lease_is_refused_wherever_it_is_given(seconds: float) -> None:
     manager, ttl = guarded(processing_timeout_seconds=300).manager, timedelta(seconds=seconds)
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import CorruptRecordError, StoreUnavailableError
 from integr8s_idem.records import (
     Completion,
@@ -96,18 +97,18 @@ class DynamoIdempotencyRepository:
         client: Any,
         table: str,
         *,
-        timeout: timedelta = timedelta(seconds=5),
+        timeout: Duration = timedelta(seconds=5),
         concurrency: int = 32,
-        count_every: timedelta = timedelta(0),
+        count_every: Duration = timedelta(0),
         clock: ServerClock | None = None,
     ) -> None:
         self.client = client
         self.table = table
         self._clock = clock or ServerClock()
-        self._calls = Calls(table, timeout, self._clock)
+        self._calls = Calls(table, duration(timeout, "timeout"), self._clock)
         self._health = Health(client, self._calls)
         self._concurrency = concurrency
-        self._count_every = microseconds(count_every)
+        self._count_every = microseconds(duration(count_every, "count_every"))
         self._counts: dict[str, tuple[int, int]] = {}
         """By prefix: when it was counted, by `tick`, and how many there were."""
 

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 from redis.asyncio import Redis
 from redis.exceptions import AskError, ResponseError, TryAgainError
 
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import CorruptRecordError, StoreConfigurationError
 from integr8s_idem.records import (
     Completion,
@@ -266,14 +267,16 @@ class RedisIdempotencyRepository(RecordsInRedis):
         self,
         client: Redis,
         *,
-        timeout: timedelta = timedelta(seconds=2),
+        timeout: Duration = timedelta(seconds=2),
         key_prefix: str = "idempotency",
         wait_replicas: int = 0,
-        wait_timeout: timedelta = timedelta(seconds=1),
+        wait_timeout: Duration = timedelta(seconds=1),
     ) -> None:
         if client.connection_pool.connection_kwargs.get("decode_responses"):
             raise StoreConfigurationError("start", "records are bytes: make the client with decode_responses=False")
-        super().__init__(OneServer(client), timeout, key_prefix, _wait(wait_replicas, wait_timeout))
+        super().__init__(
+            OneServer(client), duration(timeout, "timeout"), key_prefix, _wait(wait_replicas, wait_timeout)
+        )
         self.client = client
 
 
@@ -299,17 +302,17 @@ class RedisClusterIdempotencyRepository(RecordsInRedis):
         self,
         client: RedisClusterClient,
         *,
-        timeout: timedelta = timedelta(seconds=2),
+        timeout: Duration = timedelta(seconds=2),
         key_prefix: str = "idempotency",
         wait_replicas: int = 0,
-        wait_timeout: timedelta = timedelta(seconds=1),
+        wait_timeout: Duration = timedelta(seconds=1),
     ) -> None:
-        super().__init__(client, timeout, key_prefix, _wait(wait_replicas, wait_timeout))
+        super().__init__(client, duration(timeout, "timeout"), key_prefix, _wait(wait_replicas, wait_timeout))
         self.client = client
 
 
-def _wait(replicas: int, timeout: timedelta) -> ReplicaWait | None:
-    return ReplicaWait(replicas, timeout) if replicas else None
+def _wait(replicas: int, timeout: Duration) -> ReplicaWait | None:
+    return ReplicaWait(replicas, duration(timeout, "wait_timeout")) if replicas else None
 
 
 async def _headers(client: Redis, names: list[bytes]) -> list[bytes | Exception]:

@@ -14,6 +14,7 @@ from sqlalchemy.engine import Engine, RootTransaction
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 
+from integr8s_idem.durations import Duration, duration
 from integr8s_idem.errors import ApplicationError, CorruptRecordError, StoreConfigurationError
 from integr8s_idem.findings import Code
 from integr8s_idem.records import (
@@ -81,12 +82,12 @@ class SqlIdempotencyRepository:
         self,
         engine: AsyncEngine,
         *,
-        timeout: timedelta = timedelta(seconds=5),
-        purge_every: timedelta = timedelta(minutes=1),
+        timeout: Duration = timedelta(seconds=5),
+        purge_every: Duration = timedelta(minutes=1),
     ) -> None:
         self.engine = engine
-        self.purge_every = purge_every
-        self._timeout = timeout
+        self.purge_every = duration(purge_every, "purge_every")
+        self._timeout = duration(timeout, "timeout")
         self._dialect = dialect_of(engine.dialect.name)
         self._reserving = bulk.reserving(self._dialect)
         self._reserving_new = Wording(statements.reserving_new(self._dialect)) if self._dialect.arrays else None

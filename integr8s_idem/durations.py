@@ -1,0 +1,49 @@
+"""Durations as callers give them: a `timedelta`, or a number of seconds."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeAlias, overload
+
+from integr8s_idem.errors import ApplicationError
+
+Duration: TypeAlias = timedelta | int | float
+"""A `timedelta`, or a number of seconds."""
+
+
+@overload
+def duration(value: Duration, name: str) -> timedelta: ...
+
+
+@overload
+def duration(value: Duration | None, name: str) -> timedelta | None: ...
+
+
+def duration(value: Duration | None, name: str) -> timedelta | None:
+    """Convert `value` to a `timedelta`; `None` stays `None`.
+
+    Args:
+        value: What the caller gave.
+        name: The parameter, for errors.
+
+    Raises:
+        ApplicationError: It is negative, not a number, or longer than a `timedelta` can be.
+    """
+    if value is None:
+        return None
+    try:
+        converted = value if isinstance(value, timedelta) else _of_seconds(value)
+    except (TypeError, ValueError, OverflowError):
+        converted = None
+    if converted is None or converted < timedelta():
+        raise ApplicationError(
+            f"{name} takes a timedelta of zero or more, or a number of seconds, as in {name}=timedelta(minutes=1) or "
+            f"{name}=60, not {value!r}"
+        )
+    return converted
+
+
+def _of_seconds(value: object) -> timedelta:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    return timedelta(seconds=value)
