@@ -31,7 +31,7 @@ IdempotencyError
 └── ApplicationError            what was asked to run does not fit together
 
 Fields travel in `args` and the sentence is made by `__str__`, so every error survives
-pickling and copying.  Each has a section in docs/reference/errors.md.
+pickling and copying.  Each has a section in docs/reference/errors.md, which `integr8s-idem errors NAME` prints.
 """
 
 from __future__ import annotations
@@ -59,8 +59,11 @@ class IdempotencyError(Exception):
 
     @property
     def read_more(self) -> str:
-        """Where the documentation explains this error."""
-        return f"Read more: docs/reference/errors.md#{type(self).__name__.lower()}"
+        """Where this error is explained: a command, which works wherever the package is installed."""
+        package = __name__.partition(".")[0]
+        # A subclass of the application's own is explained by the class of the library that it extends.
+        known = next(kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == package)
+        return f"Read more: integr8s-idem errors {known.__name__}"
 
 
 class KeyReusedError(IdempotencyError):

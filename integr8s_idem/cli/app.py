@@ -25,6 +25,7 @@ from integr8s_idem.cli.top import top_command
 from integr8s_idem.config import Settings, settings_warnings
 from integr8s_idem.config.example import example_settings
 from integr8s_idem.config.loading import ignored_sections, settings_source
+from integr8s_idem.config.words import missing_extra
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.worker import Platform
 
@@ -119,6 +120,8 @@ def _checked(
         settings = command_settings(file, platform)
     except SettingsError as error:
         return error.mistakes, ()
+    if missing := missing_extra(settings.store.kind):
+        return [SettingsMistake("store.kind", f'= "{settings.store.kind}" {missing}')], ()
     return (), settings_warnings(settings, platform.services if platform else [])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Final
 
 from integr8s_idem.errors import SettingsMistake
@@ -11,6 +12,19 @@ _LONGEST_PATH: Final = 200
 _LONGEST_MESSAGE: Final = 2_000
 _EXTRAS: Final[Mapping[str, str]] = {"dynamodb": "dynamodb", "mysql": "mysql", "postgresql": "sql", "sqlite": "sql"}
 """What brings the driver of a kind of store."""
+_DRIVERS: Final[Mapping[str, Sequence[str]]] = {
+    "dynamodb": ("aiobotocore",),
+    "mysql": ("sqlalchemy", "aiomysql"),
+    "postgresql": ("sqlalchemy", "asyncpg"),
+    "sqlite": ("sqlalchemy", "aiosqlite"),
+}
+"""Modules that a kind of store imports."""
+
+
+def missing_extra(kind: str) -> str | None:
+    """Which module a store of `kind` lacks in this environment, and how to get it; `None` if none."""
+    missing = next((module for module in _DRIVERS.get(kind, ()) if find_spec(module) is None), None)
+    return f"needs {missing}; {installing(_EXTRAS[kind])}" if missing else None
 
 
 def said(path: str, message: str) -> SettingsMistake:
@@ -19,8 +33,8 @@ def said(path: str, message: str) -> SettingsMistake:
 
 
 def installing(extra: str) -> str:
-    """How to get an extra: as the README says, since there is no package to be had by its name."""
-    return f"install the extra {extra}: pip install '.[{extra}]' in the checkout"
+    """How to install an extra.  In a checkout, and after the installation of a wheel, pip adds it to what is there."""
+    return f'install the extra {extra}: pip install "integr8s-idem[{extra}]"'
 
 
 def lacking(module: str, extra: str, error: ModuleNotFoundError) -> str:

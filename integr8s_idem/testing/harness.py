@@ -45,7 +45,7 @@ class NotReachedError(AssertionError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.reason}. Read more: docs/reference/errors.md#notreachederror"
+        return f"{self.reason}. Read more: integr8s-idem errors NotReachedError"
 
 
 class WorkerHarness:

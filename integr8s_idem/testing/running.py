@@ -38,7 +38,7 @@ class NotSettledError(AssertionError):
         self.still_open = still_open
 
     def __str__(self) -> str:
-        return f"not settled: {self.still_open}. Read more: docs/reference/errors.md#notsettlederror"
+        return f"not settled: {self.still_open}. Read more: integr8s-idem errors NotSettledError"
 
 
 class Running:

@@ -75,4 +75,4 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
     answer = typed("migrate")
 
     assert answer.exit_code == 1
-    assert "pip install '.[dynamodb]'" in answer.stderr
+    assert 'pip install "integr8s-idem[dynamodb]"' in answer.stderr

@@ -12,8 +12,10 @@ from importlib import import_module
 from typing import Any, get_type_hints
 
 import pytest
+from typer.testing import CliRunner
 
 from integr8s_idem import errors
+from integr8s_idem.cli.app import app
 from integr8s_idem.errors import EventError, IdempotencyError, PermanentError, SettingsMistake, StoreError
 from tests.packaging import reference
 from tests.packaging.repository import ROOT, anchors
@@ -98,11 +100,21 @@ def test_the_drawing_marks_what_is_retryable() -> None:
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_every_error_has_a_section_where_it_says(kind: type[IdempotencyError]) -> None:
-    file, _, anchor = sample(kind).read_more.removeprefix("Read more: ").partition("#")
+def test_the_command_that_an_error_names_prints_its_section(kind: type[IdempotencyError]) -> None:
+    program, *arguments = sample(kind).read_more.removeprefix("Read more: ").split()
 
-    assert file == "docs/reference/errors.md"
-    assert anchor in anchors(PAGE)
+    printed = CliRunner().invoke(app, arguments)
+
+    assert program == "integr8s-idem"
+    assert printed.exit_code == 0
+    assert printed.stdout.startswith(f"{kind.__name__}\n\n")
+    assert kind.__name__.lower() in anchors(PAGE)
+
+
+def test_an_error_of_the_application_points_at_the_error_that_it_extends() -> None:
+    class OutOfStockError(PermanentError): ...
+
+    assert OutOfStockError("none left").read_more == "Read more: integr8s-idem errors PermanentError"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ERRORS if kind not in BASES])
@@ -125,7 +137,7 @@ def test_errors_that_are_public_elsewhere_have_a_section_too(kind: type[Exceptio
     told = section(kind)
 
     assert re.findall(r"^\*\*(.+?)\*\*", told, re.MULTILINE) == ["Known.", "Unknown.", "To do."]
-    assert str(kind("why")).endswith(f" Read more: docs/reference/errors.md#{kind.__name__.lower()}")
+    assert str(kind("why")).endswith(f" Read more: integr8s-idem errors {kind.__name__}")
 
 
 @pytest.mark.parametrize("kind", ERRORS)

@@ -59,7 +59,7 @@ ENTRIES = {
         "charging order 8",
         "mail: receipt-8",
         "dead letter: no key can be made: orders[0]@0 has no header event_id to make a key of. "
-        "Read more: docs/reference/errors.md#invalidkeyerror",
+        "Read more: integr8s-idem errors InvalidKeyError",
     ],
     "aiokafka_loop": [
         "charging order-7",

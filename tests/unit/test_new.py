@@ -73,8 +73,8 @@ def test_what_is_not_installed_is_told_with_how_to_get_it(monkeypatch: pytest.Mo
     monkeypatch.setattr("integr8s_idem.operations.new.find_spec", found)
     told = "Not installed yet: install the extra"
 
-    assert f"{told} testing,sql: pip install '.[testing,sql]' in the checkout" in new("shop", "--store", "sqlite")[1]
-    assert f"{told} testing: pip install '.[testing]' in the checkout" in new("billing")[1]
+    assert f'{told} testing,sql: pip install "integr8s-idem[testing,sql]"' in new("shop", "--store", "sqlite")[1]
+    assert f'{told} testing: pip install "integr8s-idem[testing]"' in new("billing")[1]
 
 
 @pytest.mark.parametrize(

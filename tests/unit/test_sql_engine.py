@@ -41,7 +41,7 @@ def test_a_driver_that_is_not_installed_is_told_with_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, driver, None)
 
-    with pytest.raises(StoreConfigurationError, match=rf"needs {driver}; .*pip install '\.\[{extra}\]'"):
+    with pytest.raises(StoreConfigurationError, match=rf'needs {driver}; .*pip install "integr8s-idem\[{extra}\]"'):
         sql_engine(url)
 
 

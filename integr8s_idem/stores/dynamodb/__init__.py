@@ -1,7 +1,12 @@
 """Records in a table of DynamoDB, by aiobotocore."""
 
-from integr8s_idem.stores.dynamodb.client import dynamo_client
-from integr8s_idem.stores.dynamodb.repository import DynamoIdempotencyRepository
-from integr8s_idem.stores.dynamodb.table import migrate
+from integr8s_idem.config.words import lacking
+
+try:
+    from integr8s_idem.stores.dynamodb.client import dynamo_client
+    from integr8s_idem.stores.dynamodb.repository import DynamoIdempotencyRepository
+    from integr8s_idem.stores.dynamodb.table import migrate
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(lacking(__name__, "dynamodb", error), name=error.name) from error
 
 __all__ = ["DynamoIdempotencyRepository", "dynamo_client", "migrate"]
