@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import keyword
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import packages_distributions
+from importlib.metadata import distribution, packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -80,12 +81,24 @@ def application_files(name: str, store: Store = Store.REDIS) -> dict[Path, str]:
         "package": name,
         "distribution": name.replace("_", "-"),
         "extras": words.extras,
+        "library": library_requirement(f"testing,{words.extras}"),
         "store": words.section.format(package=name),
         "embedded": words.embedded.format(package=name),
         "migrate": words.migrate,
     }
     templates = sorted(path for path in TEMPLATES.rglob(f"*{_SUFFIX}"))
     return {_place(path, name): Template(path.read_text("utf-8")).substitute(values) for path in templates}
+
+
+def library_requirement(extras: str) -> str:
+    """What pip installs this library from, with `extras`: the wheel or folder that it was installed from, if any.
+
+    A package of that name need not be published: the README of a new application names what was installed here.
+    """
+    requirement = f"integr8s-idem[{extras}]"
+    origin = distribution("integr8s-idem").read_text("direct_url.json")
+    url = json.loads(origin).get("url") if origin else None
+    return f"{requirement} @ {url}" if url else requirement
 
 
 def missing_extras(store: Store) -> list[str]:

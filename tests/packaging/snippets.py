@@ -57,6 +57,8 @@ class Block:
     text: str
     reason: str = ""
     """Why it is not run; empty if it is."""
+    is_hidden: bool = False
+    """Whether readers do not see it."""
 
     def __str__(self) -> str:
         return f"{name_of(self.page)}:{self.line}"
@@ -82,7 +84,7 @@ def _blocks(page: Path) -> Iterator[Block]:
         hidden = found["hidden"] is not None
         line = text.count("\n", 0, found.start()) + 2
         body = found["hidden"] if hidden else dedent(found["shown"])
-        yield Block(page, line, "python" if hidden else found["language"], body, reason)
+        yield Block(page, line, "python" if hidden else found["language"], body, reason, hidden)
         reason = ""
 
 

@@ -102,7 +102,9 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 async def test_a_newcomer_sees_a_duplicate_blocked_and_explained(newcomer: Newcomer, checkout: Path) -> None:
+    copied = set(checkout.rglob("*"))
     newcomer.types(INSTALL, checkout, INSTALLING_SECONDS)
+    assert set(checkout.rglob("*")) == copied, "nothing is written into the checkout"
     *prepare, run = BEGIN.strip().splitlines()
     assert "passed" in newcomer.types("\n".join(prepare), newcomer.home)
     shop, seen = newcomer.home / "shop", newcomer.home / "seen.txt"
@@ -126,3 +128,13 @@ async def test_a_newcomer_sees_a_duplicate_blocked_and_explained(newcomer: Newco
     assert event_id in looked
     assert "completed" in explained
     assert "billing" in explained
+
+
+def test_one_environment_serves_the_whole_readme_and_nothing_is_written_into_the_checkout() -> None:
+    """What is installed into `~/idem` is what later commands use; the checkout is only read."""
+    activations = set(re.findall(r"[\w~./]*/bin/activate", README))
+
+    assert activations == {"~/idem/bin/activate"}
+    assert ".venv/bin" not in README
+    assert "--wheel-dir ~/" in INSTALL
+    assert "dist/" not in INSTALL

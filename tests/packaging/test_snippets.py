@@ -6,6 +6,7 @@ import ast
 import asyncio
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -28,6 +29,7 @@ from tests.packaging.snippets import Block
 from tests.support.postgres import PostgresServer
 
 PAGES = list(snippets.pages())
+HOW_TO = [page for page in PAGES if page.is_relative_to(ROOT / "docs" / "how-to")]
 EVERY = [block for page in PAGES for block in snippets.blocks(page)]
 STANDS_IN, RUN_BY = "stands in ", "run by "
 """Why a block need not be run here: a file that tests run holds it, or a test reads it off the page."""
@@ -39,6 +41,51 @@ def of(language: str) -> list[Block]:
 
 def with_python() -> list[Path]:
     return [page for page in PAGES if any(not block.reason for block in snippets.blocks(page, "python"))]
+
+
+def hidden_from(page: Path) -> list[Block]:
+    return [block for block in snippets.blocks(page, "python") if block.is_hidden]
+
+
+def parsed(block: Block) -> ast.Module:
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    module = compile(block.text, str(block), "exec", flags, dont_inherit=True)
+    assert isinstance(module, ast.Module)
+    return module
+
+
+def imported(block: Block) -> set[str]:
+    """Names that a block imports, but for those of our own tests."""
+    return {
+        alias.asname or alias.name.partition(".")[0]
+        for statement in parsed(block).body
+        if isinstance(statement, ast.Import)
+        or (isinstance(statement, ast.ImportFrom) and not f"{statement.module}".startswith("tests"))
+        for alias in statement.names
+    }
+
+
+@pytest.mark.parametrize("page", [page for page in HOW_TO if hidden_from(page)], ids=name_of)
+def test_a_page_that_hides_code_links_to_a_complete_program(page: Path) -> None:
+    links = re.findall(r"\]\(\.\./\.\./(examples/[\w/]+\.py)\)", page.read_text(encoding="utf-8"))
+
+    assert links, "link to a complete program"
+    assert all((ROOT / link).is_file() for link in links)
+
+
+@pytest.mark.parametrize("page", [page for page in HOW_TO if hidden_from(page)], ids=name_of)
+def test_a_snippet_imports_what_it_uses(page: Path) -> None:
+    """What the page imports out of sight, readers would have to find out."""
+    shown = [block for block in snippets.blocks(page, "python") if not block.is_hidden and not block.reason]
+    out_of_sight = set().union(*(imported(block) for block in hidden_from(page)))
+    known: set[str] = set()
+    missing: list[str] = []
+    for block in shown:
+        known |= imported(block)
+        used = {node.id for node in ast.walk(parsed(block)) if isinstance(node, ast.Name)}
+        missing += [f"{block}: {name}" for name in sorted(used & out_of_sight - known)]
+
+    assert missing == []
 
 
 @pytest.fixture

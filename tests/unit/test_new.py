@@ -143,3 +143,21 @@ def test_the_settings_name_the_store_that_was_asked_for(store: str, kind: type) 
 @pytest.mark.parametrize("store", list(Store))
 def test_no_mark_of_a_template_is_left(store: Store) -> None:
     assert not [path for path, text in application_files("billing", store).items() if "$" in text]
+
+
+@pytest.mark.parametrize(
+    ("origin", "requirement"),
+    [
+        (
+            '{"url": "file:///home/me/idem/wheels/integr8s_idem-0.1.0-py3-none-any.whl", "archive_info": {}}',
+            "integr8s-idem[testing,embedded] @ file:///home/me/idem/wheels/integr8s_idem-0.1.0-py3-none-any.whl",
+        ),
+        (None, "integr8s-idem[testing,embedded]"),
+    ],
+)
+def test_the_readme_names_what_the_library_was_installed_from(
+    origin: str | None, requirement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.PathDistribution.read_text", lambda self, name: origin)
+
+    assert f'pip install -e . "{requirement}"\n' in application_files("shop")[Path("README.md")]
