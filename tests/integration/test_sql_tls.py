@@ -89,7 +89,8 @@ USERS = (
 def mariadb(port: int, *certificate: Path, ca: Path) -> MariadbServer:
     network = {"skip-networking": "OFF", "bind-address": "127.0.0.1", "port": str(port)}
     if certificate:
-        network |= dict(zip(("ssl-cert", "ssl-key", "ssl-ca"), map(str, (*certificate, ca)), strict=True))
+        files = zip(("ssl-cert", "ssl-key", "ssl-ca"), map(str, (*certificate, ca)), strict=True)
+        network |= {"ssl": "ON", **dict(files)}
     return MariadbServer(settings=network)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tests.packaging.repository import ROOT, files, name_of
@@ -81,6 +82,15 @@ def test_constraints_pin_what_pyproject_allows() -> None:
     for requirement in asked_for():
         if requirement.name != PROJECT["project"]["name"]:
             assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+
+
+def test_pinned_packages_install_on_the_oldest_python() -> None:
+    """Debian 12 has Python 3.11.2: a pin that needs 3.11.5 stops `make setup` there."""
+    requires = {name: distribution(name).metadata["Requires-Python"] for name in needed()}
+
+    refused = {name: spec for name, spec in requires.items() if spec and not SpecifierSet(spec).contains("3.11.0")}
+
+    assert refused == {}
 
 
 def test_the_servers_of_compose_listen_on_loopback_and_redis_forgets_nothing() -> None:

@@ -1,4 +1,7 @@
-"""A real MariaDB for a test: Debian's program on a Unix socket, in a folder of its own, stopped by its process id.
+"""A real MariaDB for a test: on a Unix socket, in a folder of its own, stopped by its process id.
+
+The programs are those of the folder that `INTEGR8S_IDEM_TEST_MARIADB` names, or what `make mariadb` fetched, or those
+on the PATH.
 
     with MariadbServer() as server:
         engine = sql_engine(server.url)
@@ -9,9 +12,11 @@ Starting takes about two seconds.  Nothing survives a stop.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -19,6 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+FETCHED: Final = Path(__file__).parents[2] / ".cache" / "mariadb"
+"""Where `make mariadb` puts it."""
+
+_FOLDER_VARIABLE: Final = "INTEGR8S_IDEM_TEST_MARIADB"
 _START_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 20.0
 _USER: Final = "idem"
@@ -31,6 +40,7 @@ _SETTINGS: Final = {
     "innodb-log-file-size": "16M",
     "performance-schema": "OFF",
     "max-connections": "60",
+    "ssl": "OFF",  # a server of 11.4 without a certificate makes one at each start, for five seconds
 }
 _KEEPS_COMMITS: Final = {"innodb-flush-log-at-trx-commit": "1", "innodb-flush-method": "fsync"}
 _FORGETS_COMMITS: Final = {"innodb-flush-log-at-trx-commit": "0", "innodb-flush-method": "nosync"}
@@ -38,13 +48,30 @@ _FORGETS_COMMITS: Final = {"innodb-flush-log-at-trx-commit": "0", "innodb-flush-
 
 def missing_programs() -> str:
     """Why no MariaDB can be started here; empty if one can."""
-    missing = [name for name in ("mariadbd", "mariadb-install-db") if _program(name) is None]
-    return f"no {' and no '.join(missing)}: apt-get install mariadb-server" if missing else ""
+    if all(_program(name) for name in ("mariadbd", "mariadb-install-db")):
+        return ""
+    if (sys.platform, platform.machine()) == ("linux", "x86_64"):
+        return "no MariaDB: run `make mariadb`, which needs Maven"
+    return "no MariaDB: Maven has one for Linux on x86-64 only; put mariadbd (in /usr/sbin on Debian) on the PATH"
 
 
-def _program(name: str) -> str | None:
-    # Debian puts the server where only root's PATH leads.
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+def _program(name: str) -> Path | None:
+    found = shutil.which(name, path=os.pathsep.join(map(str, _folders())))
+    return Path(found) if found else None
+
+
+def _folders() -> list[Path | str]:
+    named = os.environ.get(_FOLDER_VARIABLE)
+    if named:
+        return [Path(named) / "bin", Path(named) / "sbin", Path(named) / "scripts"]
+    # The marker comes last: without it, what is there may be half of it.
+    fetched = [FETCHED / "bin", FETCHED / "scripts"] if (FETCHED / ".set-up").exists() else []
+    return [*fetched, os.environ.get("PATH", "")]
+
+
+def _base(program: Path) -> list[str]:
+    """Where a program finds its messages and tables; one that was installed by a package knows."""
+    return [f"--basedir={FETCHED}"] if program.is_relative_to(FETCHED) else []
 
 
 class MariadbServer:
@@ -110,9 +137,8 @@ class MariadbServer:
         # A server that starts deletes what it finds of others in a common folder for temporary tables.
         own = [f"--tmpdir={self.folder}", f"--pid-file={self.folder / 'pid'}"]
         places = [f"--datadir={self._data}", f"--socket={self._socket}", *own]
-        self._process = self._run(
-            program, "--no-defaults", *self._as_user(), *places, f"--init-file={first}", *settings
-        )
+        options = ["--no-defaults", *_base(program), *self._as_user(), *places, f"--init-file={first}"]
+        self._process = self._run(str(program), *options, *settings)
         self._await_ready()
 
     def log(self) -> str:
@@ -147,8 +173,10 @@ class MariadbServer:
             f"CREATE USER IF NOT EXISTS {_USER}@localhost;\n"
             f"GRANT ALL ON *.* TO {_USER}@localhost WITH GRANT OPTION;\n"
         )
-        options = ["--no-defaults", "--skip-test-db", "--auth-root-authentication-method=normal", *self._as_user()]
-        made = self._run(installer, *options, f"--datadir={self._data}", "--innodb-log-file-size=16M")
+        options = ["--no-defaults", *_base(installer), "--skip-test-db", "--auth-root-authentication-method=normal"]
+        made = self._run(
+            str(installer), *options, *self._as_user(), f"--datadir={self._data}", "--innodb-log-file-size=16M"
+        )
         if made.wait(_START_SECONDS) != 0:
             raise RuntimeError(f"mariadb-install-db failed:\n{self.log()}")
 

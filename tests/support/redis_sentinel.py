@@ -13,6 +13,7 @@ from __future__ import annotations
 import subprocess
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -32,8 +33,8 @@ _LONGEST_FAILOVER: Final = 60.0
 class SentinelServer(RedisServer):
     """One Sentinel.  It needs a file that it can write what it learns into."""
 
-    def __init__(self, primary_port: int, quorum: int, *more: str) -> None:
-        super().__init__(tcp=True)
+    def __init__(self, primary_port: int, quorum: int, *more: str, binary: Path | None = None) -> None:
+        super().__init__(binary=binary, tcp=True)
         self._lines = (
             f"sentinel monitor {NAME} 127.0.0.1 {primary_port} {quorum}\n"
             f"sentinel down-after-milliseconds {NAME} {DOWN_AFTER_MS}\n"
