@@ -6,11 +6,12 @@ import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Generator, Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from tests.support import skips
 from tests.support.redis import RedisServer
 
 pytest_plugins = [
@@ -78,27 +79,23 @@ async def redis_client(redis_url: str) -> AsyncIterator[Redis]:
     await client.aclose()
 
 
-EXPECTED_SKIPS = (
-    "this store cannot hold an unreadable record",  # memory holds objects, not bytes
-    "no redis-server or valkey-server on the PATH",  # the bundled 6.2 is always tested
-    "apt-get install mariadb-server",  # no wheel has it
-    "apt-get install chromium chromium-driver",  # nor these
-    "apt-get install prometheus",  # nor this
-    "no kubectl",  # what it would render is read file by file, too
-)
-"""Reasons for which a test may be skipped where CI=true; any other skip is a failure there."""
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if os.environ.get("CI", "").lower() == "true" and report.skipped and not hasattr(report, "wasxfail"):
-        reason = _reason_of(report.longrepr)
-        if not any(expected in reason for expected in EXPECTED_SKIPS):
+    if skips.is_strict() and report.skipped and not hasattr(report, "wasxfail"):
+        reason = skips.reason_of(report.longrepr)
+        if not skips.is_expected(reason):
             report.outcome = "failed"
             report.longrepr = f"skipped where nothing may be: {reason}"
     return report
 
 
-def _reason_of(told: Any) -> str:
-    return str(told[2]) if isinstance(told, tuple) else str(told)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what was skipped and the command that enables it; list the tests in the file `SKIPPED_TESTS`, if named."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    lines = list(skips.table(skips.reason_of(report.longrepr) for report in skipped))
+    if lines:
+        terminalreporter.section("skipped tests")
+        terminalreporter.write_line("\n".join(lines))
+    if file := os.environ.get("SKIPPED_TESTS"):
+        Path(file).write_text("".join(f"{report.nodeid}\n" for report in skipped), encoding="utf-8")

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from functools import cache, partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from threading import Thread
-from typing import Literal
+from typing import get_args
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -18,10 +19,11 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.packaging import site
 from tests.packaging.repository import ROOT, files, name_of
-from tests.support.browser import Browser
+from tests.support.browser import Browser, Colours
 
 pytestmark = pytest.mark.timeout(300)  # Sphinx reads and draws two hundred pages first
 
+WIDTHS = (1280, 400)
 SERVED_BY_SPHINX = {"genindex.html", "search.html"}
 """Pages of its own making: an index of nothing, and the search, which is a form on every page."""
 FETCHING = re.compile(r"@import|url\(\s*['\"]?(?:https?:)?//|\bfetch\(\s*['\"]https?:|\bsrc=['\"](?:https?:)?//")
@@ -154,45 +156,41 @@ class Quiet(SimpleHTTPRequestHandler):
         """Nobody reads it."""
 
 
-@pytest.mark.parametrize("colours", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("page", ["index", "tutorial/first-service", "explanation/guarantees"])
-def test_a_page_is_whole_in_a_browser(
-    page: str, width: int, colours: Literal["light", "dark"], browser: Browser, address: str, tmp_path: Path
-) -> None:
-    browser.prefer(colours)
-    browser.resize(width)
-    browser.open(f"{address}/{page}.html")
+def test_pages_are_whole_in_a_browser(browser: Browser, address: str, tmp_path: Path) -> None:
+    pages = ("index", "tutorial/first-service", "explanation/guarantees")
+    for page, width, colours in product(pages, WIDTHS, get_args(Colours)):
+        browser.prefer(colours)
+        browser.resize(width)
+        browser.open(f"{address}/{page}.html")
 
-    browser.screenshot(tmp_path / "page.png")
+        browser.screenshot(tmp_path / "page.png")
 
-    assert (tmp_path / "page.png").stat().st_size > 10_000
-    assert browser.errors() == []
-    assert [request for request in browser.requests() if not request.startswith((address, "data:"))] == []
-    assert browser.script("return document.documentElement.scrollWidth - window.innerWidth") <= 0
-    assert is_dark(browser.script("return getComputedStyle(document.body).backgroundColor")) == (colours == "dark")
-
-
-@pytest.mark.parametrize("width", [1280, 400])
-def test_diagrams_can_be_read_and_fit(width: int, browser: Browser, address: str) -> None:
-    browser.resize(width)
-    browser.open(f"{address}/explanation/guarantees.html")
-
-    sizes = browser.script(
-        "return [...document.querySelectorAll('figure.diagram svg')].map(svg => [svg.clientWidth, svg.clientHeight,"
-        " Math.min(...[...svg.querySelectorAll('text')].map(text => text.getBoundingClientRect().height))])"
-    )
-
-    assert len(sizes) == 3
-    for wide, high, letters in sizes:
-        assert 300 < wide <= width
-        assert high > 300
-        assert letters >= 10
+        seen = f"{page}, {width} pixels, {colours}"
+        assert (tmp_path / "page.png").stat().st_size > 10_000, seen
+        assert browser.errors() == [], seen
+        assert [request for request in browser.requests() if not request.startswith((address, "data:"))] == [], seen
+        assert browser.script("return document.documentElement.scrollWidth - window.innerWidth") <= 0, seen
+        background = browser.script("return getComputedStyle(document.body).backgroundColor")
+        assert is_dark(background) == (colours == "dark"), seen
 
 
-def test_diagrams_follow_the_switch_of_the_site(browser: Browser, address: str) -> None:
+def test_diagrams_can_be_read_and_fit_and_follow_the_switch_of_the_site(browser: Browser, address: str) -> None:
+    for width in WIDTHS:
+        browser.resize(width)
+        browser.open(f"{address}/explanation/guarantees.html")
+
+        sizes = browser.script(
+            "return [...document.querySelectorAll('figure.diagram svg')].map(svg => [svg.clientWidth, svg.clientHeight,"
+            " Math.min(...[...svg.querySelectorAll('text')].map(text => text.getBoundingClientRect().height))])"
+        )
+
+        assert len(sizes) == 3
+        for wide, high, letters in sizes:
+            assert 300 < wide <= width
+            assert high > 300
+            assert letters >= 10
+
     paper = "return getComputedStyle(document.querySelector('figure.diagram rect')).fill"
-    browser.open(f"{address}/explanation/guarantees.html")
     in_light = browser.script(paper)
 
     browser.script("document.body.dataset.theme = 'dark'")

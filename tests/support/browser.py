@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypeAlias
 
 import pytest
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
@@ -40,6 +40,7 @@ _FLAGS: Final = (
     "--force-device-scale-factor=1",
     "--hide-scrollbars",
 )
+Colours: TypeAlias = Literal["light", "dark"]
 _FAVICON: Final = "/favicon.ico"
 
 
@@ -106,7 +107,7 @@ class Browser:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
 
-    def prefer(self, colours: Literal["light", "dark"]) -> None:
+    def prefer(self, colours: Colours) -> None:
         """Whether its user likes pages light or dark."""
         self._command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": colours}])
 
