@@ -100,11 +100,15 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(600)
+def _files(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
 @pytest.mark.slow
 async def test_a_newcomer_sees_a_duplicate_blocked_and_explained(newcomer: Newcomer, checkout: Path) -> None:
-    copied = set(checkout.rglob("*"))
+    copied = _files(checkout)
     newcomer.types(INSTALL, checkout, INSTALLING_SECONDS)
-    assert set(checkout.rglob("*")) == copied, "nothing is written into the checkout"
+    assert _files(checkout) == copied, "nothing is written into the checkout"
     *prepare, run = BEGIN.strip().splitlines()
     assert "passed" in newcomer.types("\n".join(prepare), newcomer.home)
     shop, seen = newcomer.home / "shop", newcomer.home / "seen.txt"
