@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
@@ -70,8 +70,9 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter, even
     scope = getattr(inner, "__globals__", None) or getattr(type(inner).__call__, "__globals__", {})
     # An event class may be local to the function that makes the router.
     known = {event.__name__: event for event in events}
+    described = types.SimpleNamespace(__annotations__={parameter.name: annotation})
     try:
-        return eval(annotation, scope, known)  # noqa: S307  # as typing.get_type_hints does
+        return get_type_hints(described, scope, known, include_extras=True)[parameter.name]
     except (NameError, AttributeError):
         return Any
 

@@ -354,7 +354,7 @@ async def test_services_that_fail_leave_the_others_at_work_and_health_says_which
     assert {one.name: one.reason for one in group.health().services} == {
         "billing": "",
         "printing": "RuntimeError",
-        "shipping": "ImportError",
+        "shipping": "ApplicationError",
     }
     assert not group.health().live
     group.stop()

@@ -176,7 +176,7 @@ def test_ctrl_c_ends_a_list_without_a_traceback(tmp_path: Path) -> None:
             assert terminal.wait() == 130
         server.resume()
 
-    assert "stopped" in terminal.said
+    assert "interrupted" in terminal.said
     assert "Traceback" not in terminal.said
 
 
