@@ -23,7 +23,7 @@ EXPECTED: Final = (
     Skip("no chromedriver", "apt-get install chromium-driver"),
     Skip("no prometheus", "apt-get install prometheus"),
     Skip("no promtool", "apt-get install prometheus"),
-    Skip("no kubectl", "apt-get install kubernetes-client"),
+    Skip("no kubectl", "install kubectl 1.21 or newer"),
     Skip("this store cannot hold an unreadable record"),  # its records are objects, not bytes
 )
 """Any other skip is a failure where CI=true."""

@@ -20,7 +20,7 @@ def test_a_table_counts_tests_by_reason_and_names_the_command() -> None:
 
     assert list(skips.table(reasons)) == [
         "tests  skipped for     to run them",
-        "    3  no kubectl      apt-get install kubernetes-client",
+        "    3  no kubectl      install kubectl 1.21 or newer",
         "    2  no promtool     apt-get install prometheus",
         "    1  something else",
     ]
@@ -66,5 +66,5 @@ def test_pytest_ends_with_the_table_and_lists_the_skipped_tests(tmp_path: Path) 
         check=False,
     )
 
-    assert "    1  no kubectl   apt-get install kubernetes-client" in ran.stdout, ran.stdout + ran.stderr
+    assert "    1  no kubectl   install kubectl 1.21 or newer" in ran.stdout, ran.stdout + ran.stderr
     assert file.read_text(encoding="utf-8") == f"{KUBECTL}\n"
