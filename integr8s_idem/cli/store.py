@@ -43,7 +43,14 @@ def migrate_command(
 
 
 @store_app.command("sql")
-def sql_command(application: AppOption = None, settings: SettingsFile = None, embedded: Embedded = False) -> None:
+def sql_command(
+    application: AppOption = None,
+    settings: SettingsFile = None,
+    embedded: Embedded = False,
+    since: Annotated[
+        int, typer.Option("--from", min=0, help="Version of the schema that is there; 0: there are no tables.")
+    ] = 0,
+) -> None:
     """Print what `migrate` does, as SQL for somebody who applies it by hand."""
 
     def show() -> int:
@@ -55,7 +62,7 @@ def sql_command(application: AppOption = None, settings: SettingsFile = None, em
             async with open_engine(store) as engine:
                 from integr8s_idem.stores.sql import ddl
 
-                return ddl(engine.dialect)
+                return ddl(engine.dialect, since)
 
         typer.echo(asyncio.run(statements()), nl=False)
         return 0

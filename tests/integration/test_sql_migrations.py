@@ -119,6 +119,18 @@ async def test_workers_of_version_1_go_on_with_a_database_of_this_version(engine
     assert (verdict.attempt, verdict.lapsed, verdict.lapsed_alone) == (2, 1, 0)
 
 
+async def test_the_sql_since_version_1_migrates_a_database_of_version_1(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await connection.run_sync(lambda one: migrate_in(one, up_to=1))
+
+    for step in ddl(engine.dialect, since=1).split(";\n"):
+        if step.strip():
+            await run(engine, step)
+
+    assert await migrate(engine) == []
+    assert await works(engine)
+
+
 TAKEN_OVER = {"attempt": 3, "previous": 2, "lease_until": 1}
 """What a worker of version 1 writes when it takes a row over, and then crashes."""
 

@@ -62,6 +62,27 @@ def test_the_sql_that_is_shown_makes_what_migrate_makes() -> None:
     assert typed("migrate").stdout == "the tables are up to date\n"
 
 
+def test_the_sql_since_a_version_is_that_of_the_versions_after_it() -> None:
+    everything, first, newer = (
+        typed("sql").stdout,
+        typed("sql", "--from", "0").stdout,
+        typed("sql", "--from", "1").stdout,
+    )
+
+    assert first == everything
+    assert newer.startswith("-- version 2: ")
+    assert newer in everything
+    assert "INSERT" not in newer
+
+
+def test_no_sql_leads_from_this_version_to_itself() -> None:
+    refused = typed("sql", "--from", "2")
+
+    assert refused.exit_code == 2
+    assert "no SQL leads from version 2 of the schema to version 2" in told(refused)
+    assert "give a version from 0 (no tables) to 1" in told(refused)
+
+
 def test_what_has_expired_is_purged_and_nothing_else() -> None:
     asyncio.run(fill(expired=1_200, kept=3))
 

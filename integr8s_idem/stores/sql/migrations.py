@@ -18,7 +18,7 @@ from sqlalchemy import inspect, select, text, update
 from sqlalchemy.engine import Connection, Dialect
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
+from integr8s_idem.errors import ApplicationError, StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.findings import Code
 from integr8s_idem.stores.sql.completeness import missing_columns, missing_indexes, missing_tables, unmade
 from integr8s_idem.stores.sql.dialects import dialect_of
@@ -197,15 +197,33 @@ def version_of(connection: Connection) -> int:
     return found
 
 
-def ddl(dialect: Dialect) -> str:
-    """All migrations as SQL, for those who apply it by hand."""
+def ddl(dialect: Dialect, since: int = 0) -> str:
+    """Migrations as SQL, for those who apply it by hand.
+
+    Args:
+        since: The version of the schema that is there; 0 for none.
+
+    Raises:
+        ApplicationError: There is nothing to migrate since that version.
+    """
+    if not 0 <= since < VERSION:
+        raise ApplicationError(
+            f"no SQL leads from version {since} of the schema to version {VERSION}, which is that of this program: "
+            f"give a version from 0 (no tables) to {VERSION - 1}"
+        )
     parts = []
-    for migration in MIGRATIONS:
+    for migration in MIGRATIONS[since:]:
         parts.append(f"-- version {migration.version}: {migration.says}")
         parts += [f"{step};" for step in migration.steps(dialect.name)]
+    parts += _first_rows(dialect) if since == 0 else []
+    return "\n".join(parts) + "\n"
+
+
+def _first_rows(dialect: Dialect) -> list[str]:
     identity = dialect_of(dialect.name).identity
     row = f"1, {COMPATIBLE_VERSION}, {identity}, 0"
-    parts.append(f"INSERT INTO {store.name} (id, version, identity, seen_at) VALUES ({row});")  # noqa: S608  # our own words
     rows = ", ".join(f"({bucket}, {_EMPTY[dialect.name]}, 0)" for bucket in range(BUCKETS))
-    parts.append(f"INSERT INTO {buckets.name} (bucket, token, claimed_until) VALUES {rows};")  # noqa: S608  # as above
-    return "\n".join(parts) + "\n"
+    return [
+        f"INSERT INTO {store.name} (id, version, identity, seen_at) VALUES ({row});",  # noqa: S608  # our own words
+        f"INSERT INTO {buckets.name} (bucket, token, claimed_until) VALUES {rows};",  # noqa: S608  # as above
+    ]
