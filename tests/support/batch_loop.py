@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +26,22 @@ from integr8s_idem.testing.crash_points import kill_myself
 LEASE = 2.0
 PLACES = ("within the effects", "before confirming", "before committing", "behind the commit")
 
-Work = Mapping[str, Any]
-"""Records by key."""
-Mine = Mapping[str, Reserved]
 
-
-async def one_batch(consumer: Any, manager: IdempotencyManager, index: Callable[[Work, Mine], Any]) -> None:
+async def one_batch(consumer: Any, manager: IdempotencyManager, index: Callable[[Any, Reserved], Any]) -> None:
     fetched = await consumer.getmany(timeout_ms=500, max_records=100)
     records = [record for batch in fetched.values() for record in batch]
     verdicts = await manager.acquire_batch(map(event_id, records))
     mine = {key: verdict for key, verdict in verdicts.items() if isinstance(verdict, Reserved)}
 
     work = {event_id(record): record for record in records if event_id(record) in mine}
-    done = await index(work, mine)  # the keys of what is done
-    kept = await manager.confirm_batch(mine[key] for key in done)
-    await manager.release_batch(mine[key] for key in mine if key not in done)
+    done: list[str] = []
+    try:
+        for key, record in work.items():
+            if await manager.may_start(mine[key]) and await index(record, mine[key]):
+                done.append(key)
+    finally:  # on an error, too: others need not wait until the leases end
+        kept = await manager.confirm_batch(mine[key] for key in done)
+        await manager.release_batch(mine[key] for key in mine if key not in done)
 
     settled = {key for key, ours in zip(done, kept, strict=True) if ours}
     settled |= {key for key, verdict in verdicts.items() if isinstance(verdict, Completed)}
@@ -65,25 +66,35 @@ class Index:
     def __init__(self, journal: Path, place: str) -> None:
         self._journal = journal
         self._place = place
+        self._done = 0
 
     def reached(self, place: str) -> None:
         if place == self._place:
             kill_myself()
 
-    async def __call__(self, work: Work, mine: Mine) -> list[str]:
-        done: list[str] = []
-        for key, record in work.items():
-            if len(done) == 3:
-                self.reached("within the effects")
-            if record.value == b"flaky" and mine[key].attempt == 1:
-                continue
-            journal = os.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.write(journal, f"{key} {mine[key].attempt}\n".encode())
-            os.close(journal)
-            done.append(key)
-        if work:
-            self.reached("before confirming")
-        return done
+    async def __call__(self, record: Any, reserved: Reserved) -> bool:
+        """Whether it is done."""
+        if self._done == 3:
+            self.reached("within the effects")
+        if record.value == b"flaky" and reserved.attempt == 1:
+            return False
+        journal = os.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(journal, f"{event_id(record)} {reserved.attempt}\n".encode())
+        os.close(journal)
+        self._done += 1
+        return True
+
+
+class DyingManager(IdempotencyManager):
+    """The manager, with a place before the first confirmation."""
+
+    index: Index
+
+    async def confirm_batch(self, done: Any, *, ttl: Any = None) -> list[bool]:
+        confirmed = list(done)
+        if confirmed:
+            self.index.reached("before confirming")
+        return await super().confirm_batch(confirmed, ttl=ttl)
 
 
 class Dying:
@@ -116,8 +127,8 @@ async def main(bootstrap: str, topic: str, group: str, redis_url: str, journal: 
     )
     client = redis_client(RedisStoreSettings(url=redis_url))
     config = IdempotencyConfig(processing_timeout_seconds=LEASE, key_prefix=group)
-    manager = IdempotencyManager(config, RedisIdempotencyRepository(client), scope="search")
-    index = Index(Path(journal), place)
+    manager = DyingManager(config, RedisIdempotencyRepository(client), scope="search")
+    index = manager.index = Index(Path(journal), place)
     await consumer.start()
     while True:
         await one_batch(Dying(consumer, index), manager, index)
