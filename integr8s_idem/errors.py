@@ -138,7 +138,7 @@ class PreviouslyFailedError(IdempotencyError):
 class LeaseLostError(IdempotencyError):
     """The reservation ended before the work did.
 
-    Effects of this run may have happened; its result was not stored.
+    If the handler had started, some of its effects may have happened; no result was stored.
     """
 
     retryable = True
@@ -159,12 +159,12 @@ class LeaseLostError(IdempotencyError):
         if self.withdrawn:
             return (
                 f"{lost}: at a renewal the store held it as ours no more. An operator ended its lease (integr8s-idem "
-                "keys release), or another worker took over after a stall of this process. Its result was not "
+                "keys release), or another worker took over after a stall of this process. No result was "
                 f"stored. integr8s-idem keys explain says who has it now. {self.read_more}"
             )
-        after = f" and {self.owner} took over" if self.owner else " and could not be renewed in time"
+        after = f", and {self.owner} took over" if self.owner else " and could not be renewed in time"
         return (
-            f"{lost}: the handler ran longer than its lease of {_seconds(self.lease)}{after}. Its result was not "
+            f"{lost}: its lease of {_seconds(self.lease)} ended before the work did{after}. No result was "
             "stored. Raise [idempotency] processing_timeout_seconds, or split the handler into steps. "
             f"{self.read_more}"
         )

@@ -29,6 +29,14 @@ from integr8s_idem.config.policies import (
 )
 from integr8s_idem.envelopes import Envelope
 
+
+def _zero_or_a_hundredth(share: float) -> float:
+    # After a turn the next one waits for the time of the turn divided by the share: for days, if that is tiny.
+    if 0 < share < 0.01:
+        raise ValueError(f"a share of {share:g} would keep events waiting too long: give 0, or from 0.01 to 1")
+    return share
+
+
 ClusterUrl: TypeAlias = Annotated[str, AfterValidator(cluster_url)]
 SentinelAddress: TypeAlias = Annotated[str, AfterValidator(sentinel_address)]
 TopicName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,249}$")]
@@ -330,8 +338,9 @@ class ServiceSettings(Section):
     """Offsets are committed this often."""
     drain_timeout_seconds: Seconds = 20
     """How long running handlers may finish at a shutdown or rebalance; less than the pod's grace period."""
-    isolation_share: Annotated[float, Field(ge=0, le=1), NOT_BOOL] = 0.5
-    """Largest share of the time for running events alone that may have crashed workers; 0 runs none of them alone."""
+    isolation_share: Annotated[float, Field(ge=0, le=1), NOT_BOOL, AfterValidator(_zero_or_a_hundredth)] = 0.5
+    """Largest share of the time for running events alone that may have crashed workers, from 0.01 on.  0 runs none of
+    them alone: each crash counts toward max_attempts."""
     isolation_seconds: Annotated[float, Field(gt=0, le=86_400), NOT_BOOL] = 30
     """Longest time for which it waits for running handlers to end, and then runs alone."""
     on_in_progress: OnInProgress | None = None

@@ -167,6 +167,8 @@ class DeadLetter:
     record: str = ""
     """The full key of the record, in the first generation: `IdempotencyManager.history_of` takes it."""
     attempts: int = 0
+    """Reservations of its key, as in its record; 0 if there was none.  After `CrashedTooOftenError` there was at least
+    one more than runs: the last one was made to give the event up."""
     generation: int = 0
     """How often the message was replayed on purpose, as far as it says so."""
     event_type: str = ""

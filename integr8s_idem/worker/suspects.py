@@ -70,7 +70,10 @@ class SuspectRunner:
             self.observer.count(Signal.ISOLATED, handling.event.event_type)
             what = f"it runs alone in this process for up to {self.longest:g} s, to find out whether it crashes workers"
         else:
-            what = f"it cannot run alone, since another handler has been running for more than {self.longest:g} s"
+            what = (
+                f"it runs beside others, since another event has been handled for more than {self.longest:g} s: its "
+                "handler is still running, or its outcome waits for the store"
+            )
         logger.warning("%s: %d attempts have lapsed; %s", handling.label, lapsed, what)
 
     async def _alone(self, handling: GuardedHandling, turn: Turn, run: Try) -> FirstOutcome:

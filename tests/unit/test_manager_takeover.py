@@ -64,6 +64,27 @@ async def test_crashes_count_as_attempts_until_nobody_tries_again() -> None:
 
 
 @virtual_time
+async def test_a_lease_lost_before_the_handler_started_is_not_blamed_on_the_handler() -> None:
+    here, job = guarded(max_attempts=3), Job()
+    for _ in range(3):
+        await crash(here)
+    here.store.down.add("fail")
+    giving_up = asyncio.create_task(here.manager.run("order:1", job))
+    await asyncio.sleep(0.01)
+    await here.store.inner.delete([(await here.record()).key])
+    await guarded(here.store).manager.reserve("order:1")
+    here.store.down.clear()
+
+    with pytest.raises(LeaseLostError) as lost:
+        await giving_up
+
+    assert job.runs == 0
+    assert "ended before the work did" in str(lost.value)
+    assert "handler ran" not in str(lost.value)
+    assert "No result was stored" in str(lost.value)
+
+
+@virtual_time
 async def test_the_last_attempt_after_crashes_still_runs() -> None:
     here, job = guarded(max_attempts=3), Job()
     for _ in range(2):
@@ -123,7 +144,7 @@ async def test_a_stalled_run_that_was_taken_over_loses_its_lease_at_completion()
 
     second = asyncio.create_task(here.manager.run("order:1", Job(result="second", seconds=20)))
 
-    with pytest.raises(LeaseLostError, match=r"lease of 30 s and billing-7 took over"):
+    with pytest.raises(LeaseLostError, match=r"lease of 30 s ended before the work did, and billing-7 took over"):
         await running
     assert await second == "second"
     assert stalled.observer.counts[Signal.RESERVATION_LOST] == 1

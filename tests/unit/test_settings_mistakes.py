@@ -38,6 +38,21 @@ def mistakes(text: str = "", settings_type: type[Settings] = Settings) -> dict[s
     return found
 
 
+@pytest.mark.parametrize("share", [0.009, 1e-300])
+def test_a_share_for_isolated_runs_that_would_keep_them_waiting_for_days_is_refused(share: float) -> None:
+    found = mistakes(f"[services.billing]\nisolation_share = {share}")
+
+    assert found.keys() == {"services.billing.isolation_share"}
+    assert "give 0, or from 0.01 to 1" in found["services.billing.isolation_share"]
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 1])
+def test_isolated_runs_have_no_share_or_enough(share: float) -> None:
+    Path("settings.toml").write_text(f"[services.billing]\nisolation_share = {share}", encoding="utf-8")
+
+    assert load_settings().service("billing").isolation_share == share
+
+
 @pytest.mark.scenario(96)
 def test_every_mistake_is_said_at_once() -> None:
     found = mistakes(

@@ -14,7 +14,7 @@ from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Reserved
 from integr8s_idem.runs import Suspected
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.work import Outcome
+from integr8s_idem.work import Executed, Outcome
 from integr8s_idem.worker.isolation import IsolationGate
 from integr8s_idem.worker.suspects import SuspectRunner
 from tests.support.crews import Depot, ParcelSent, all_committed, dispatcher_of, leases_left, sent, whats_left
@@ -140,6 +140,8 @@ async def test_an_event_that_can_never_run_alone_is_given_up_after_ten_times_as_
 
     assert depot.begun == []
     assert (await record_of(here, 0)).status is IdempotencyStatus.FAILED
+    [letter] = broker.values("parcel_sent.dlq")
+    assert dict(letter.headers)["idempotency-dlq-attempts"] == b"21", "20 runs, and the reservation that gave it up"
 
 
 @virtual_time
@@ -209,6 +211,33 @@ async def test_a_suspect_that_is_cancelled_before_its_try_releases_its_lease() -
         await runner.run(handling, suspect, asyncio.get_running_loop().create_future(), never_down, cancelled)
 
     assert await leases_left(here) == []
+
+
+@virtual_time
+async def test_the_log_says_why_a_suspect_runs_beside_others_without_blaming_a_handler(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here = guarded()
+    await crashed(here, 0, times=2)
+    [handling] = dispatcher_of(Depot().handle, here).handlings(ParcelSent(number=0, event_id="parcel-0"))
+    assert isinstance(handling, GuardedHandling)
+    handling.isolate()
+    suspect = await handling.attempt_or_suspect(wait_for_store=never_down)
+    assert isinstance(suspect, Suspected)
+    isolation = IsolationGate()
+    isolation.enter()  # an event whose handler has returned while the store is down is still being handled
+
+    async def beside_others(_: object) -> Outcome[object]:
+        return Executed(None, 1)
+
+    runner = SuspectRunner(isolation, 0.5, 30, here.observer)
+    await runner.run(handling, suspect, asyncio.get_running_loop().create_future(), never_down, beside_others)
+
+    [said] = [each.getMessage() for each in caplog.records if "attempts have lapsed" in each.getMessage()]
+    assert said.endswith(
+        "2 attempts have lapsed; it runs beside others, since another event has been handled for more than 30 s: its "
+        "handler is still running, or its outcome waits for the store"
+    )
 
 
 async def never_down(error: Exception) -> None:
