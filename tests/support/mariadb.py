@@ -134,9 +134,7 @@ class MariadbServer:
         settings = [f"--{name}={value}" for name, value in self._settings.items()]
         first = (self.folder / "first.sql").absolute()
         self._told = len(self.log())
-        # A server that starts deletes what it finds of others in a common folder for temporary tables.
-        own = [f"--tmpdir={self.folder}", f"--pid-file={self.folder / 'pid'}"]
-        places = [f"--datadir={self._data}", f"--socket={self._socket}", *own]
+        places = [f"--datadir={self._data}", f"--socket={self._socket}", f"--pid-file={self.folder / 'pid'}"]
         options = ["--no-defaults", *_base(program), *self._as_user(), *places, f"--init-file={first}"]
         self._process = self._run(str(program), *options, *settings)
         self._await_ready()
@@ -188,6 +186,9 @@ class MariadbServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
+                # A server that starts deletes what it finds in a common folder for temporary tables: one that another
+                # bootstraps crashes then.
+                env=os.environ | {"TMPDIR": str(self.folder)},
                 # Of its own: Ctrl-C at the tests must not end the server before its clients.
                 start_new_session=True,
             )
