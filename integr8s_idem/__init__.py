@@ -16,7 +16,7 @@ from integr8s_idem.dispatcher import (
     IdempotentEventHandler,
     with_idempotency,
 )
-from integr8s_idem.errors import IdempotencyError, PartialFailureError, PermanentError
+from integr8s_idem.errors import IdempotencyConflictError, IdempotencyError, PartialFailureError, PermanentError
 from integr8s_idem.events import BaseEvent, EventMetadata, derived_event_id
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.manager import IdempotencyManager
@@ -40,6 +40,7 @@ __all__ = [
     "EventPublisher",
     "EventRouter",
     "IdempotencyConfig",
+    "IdempotencyConflictError",
     "IdempotencyError",
     "IdempotencyManager",
     "IdempotencyRecord",

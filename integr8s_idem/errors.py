@@ -508,9 +508,11 @@ def _row(mistake: SettingsMistake, width: int) -> str:
 class ApplicationError(IdempotencyError):
     """What was asked to run does not fit together: an unknown service, a handler nobody can call."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, is_missing: bool = False) -> None:
+        """`is_missing`: what was named is well formed, and there is no such thing."""
         super().__init__(reason)
         self.reason = reason
+        self.is_missing = is_missing
 
     def __str__(self) -> str:
         return f"{_sentence(self.reason)} {self.read_more}"

@@ -52,7 +52,7 @@ def answered(command: Callable[[], int], *, mistake: int = MISTAKE, embedded: bo
         return command()
     except (SettingsError, ApplicationError) as error:
         typer.echo(f"{_name(error)}{error}", err=True)
-        return mistake
+        return FAILURE if isinstance(error, ApplicationError) and error.is_missing else mistake
     except IdempotencyError as error:
         typer.echo(f"{_name(error)}{error}", err=True)
         if not embedded and isinstance(error, StoreUnavailableError | BrokerUnavailableError):

@@ -32,7 +32,7 @@ from integr8s_idem.worker import Platform
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # its help calls every flag a <bool>
 )
 settings_app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_markup_mode=None)

@@ -91,7 +91,8 @@ def list_command(
         if summary and as_json:
             typer.echo(json.dumps({"letters": tally.total, "groups": tally.as_json()}, indent=2))
         elif not as_json:
-            typer.echo("\n".join([*([] if summary else [""]), counted(tally.total), *tally_lines(tally.rows())]))
+            # Beside the letters it is a remark, as that of keys list; alone it is what was asked for.
+            typer.echo("\n".join([counted(tally.total), *tally_lines(tally.rows())]), err=not summary)
         return 0
 
     raise typer.Exit(_answered(look, embedded=embedded))
@@ -286,7 +287,7 @@ async def _stories(search: Search) -> list[Story]:
         for place in search.places:
             letter = next((one for one in letters if one.place == place), None)
             if letter is None:
-                raise ApplicationError(f"there is no letter at {place}: the offset holds no message")
+                raise ApplicationError(f"there is no letter at {place}: the offset holds no message", is_missing=True)
             history = await records.history(letter)
             decision = decided(letter, history.get(letter.generation + 1), found.topics)
             stories.append(Story(letter, history, decision, records.problem))

@@ -15,7 +15,7 @@ import typer
 from integr8s_idem.cli.answering import SettingsFile, answered
 from integr8s_idem.cli.application import chosen_services, load_application
 from integr8s_idem.config import load_settings
-from integr8s_idem.errors import ApplicationError
+from integr8s_idem.operations.files import whole_file
 
 if TYPE_CHECKING:
     from integr8s_idem.operations.graphs import ServiceGraph
@@ -42,6 +42,7 @@ def graph_command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; - or nothing prints it.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     settings: SettingsFile = None,
 ) -> None:
     """Draw what containers hold, and who gets which dispatcher.
@@ -60,7 +61,7 @@ def graph_command(
         read = load_settings(settings, platform.settings_type, services=platform.services)
         graphs = asyncio.run(drawn(platform, read, names))
         file = None if output is None or str(output) == "-" else output
-        _write(_as(form or _form_of(file), graphs, target), file)
+        _write(_as(form or _form_of(file), graphs, target), file, replace=force)
         return 0
 
     raise typer.Exit(answered(draw))
@@ -84,12 +85,10 @@ def _as(form: Format, graphs: Sequence[ServiceGraph], target: str) -> str:
             return json.dumps({"application": target, "services": [asdict(graph) for graph in graphs]}, indent=2) + "\n"
 
 
-def _write(text: str, file: Path | None) -> None:
+def _write(text: str, file: Path | None, *, replace: bool) -> None:
     if file is None:
         typer.echo(text, nl=False)
         return
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ApplicationError(f"{file} cannot be written: {error.strerror}") from error
+    with whole_file(file, replace=replace) as opened:
+        opened.write(text)
     typer.echo(f"{file} is written", err=True)

@@ -51,7 +51,7 @@ class Change:
             counted = to_its_end(self._counted(settings))
             if not counted.records:
                 self._tell(counted, how)
-                return 0
+                return _status_of(counted)
             _tell_left(counted)
             if not agreed(self.question.format(counted_text(counted))):
                 return FAILURE
@@ -60,7 +60,7 @@ class Change:
         if settings.idempotency.local_memory_keys and counted.records:
             told = "workers that completed some of it themselves remember that until they restart (local_memory_keys)"
             typer.echo(told, err=True)
-        return 0
+        return _status_of(counted)
 
     async def _counted(self, settings: Settings) -> Counted:
         async with opened(settings) as repository:
@@ -86,6 +86,11 @@ class Change:
             return
         typer.echo(f"{self.done}: {counted_text(counted)}")
         _tell_left(counted)
+
+
+def _status_of(counted: Counted) -> int:
+    """`FAILURE` if keys were named and none of them has a record."""
+    return FAILURE if counted.unmatched and not counted.records else 0
 
 
 def _fit_for_audit(asked: Mapping[str, Any], settings: Settings) -> Mapping[str, Any]:

@@ -51,7 +51,6 @@ def show_record(found: Found, told: Named, *, as_json: bool) -> None:
 
 def _on_screen(answer: Explanation, whole_result: bool) -> None:
     console = Console()
-    console.print(Text(printable(f"read as {answer.read_as}"), style="dim"))
     for account in answer.accounts:
         colour = _COLOURS[state_of(account.found)]
         console.print(Panel(_grid(account, whole_result), title=Text(heading(account)), border_style=colour))
@@ -60,6 +59,7 @@ def _on_screen(answer: Explanation, whole_result: bool) -> None:
         console.print(Panel(Group(*lines), title="no record", border_style="dim"))
     for note in _notes(answer):
         console.print(Text(printable(note), style="yellow"))
+    console.print(Text(printable(f"read as {answer.read_as}"), style="dim"))
 
 
 def _grid(account: Account, whole_result: bool) -> Table:
@@ -72,19 +72,21 @@ def _grid(account: Account, whole_result: bool) -> Table:
 
 
 def _as_text(answer: Explanation, whole_result: bool) -> None:
-    write_line(printable(f"read as {answer.read_as}"))
     for account in answer.accounts:
-        write_line(f"\n{heading(account)}")
+        write_line(f"{heading(account)}")
         told = list(rows(account, whole_result=whole_result))
         width = max(len(name) for name, _ in told)
         for name, value in told:
             write_line(f"  {name:<{width}}  {value}")
+        write_line("")
     if answer.absent:
-        write_line("\nno record")
+        write_line("no record")
         for absent in answer.absent:
             write_line(f"  {absent_line(absent)}")
+        write_line("")
     for note in _notes(answer):
-        write_line(f"\n{printable(note)}")
+        write_line(f"{printable(note)}\n")
+    write_line(printable(f"read as {answer.read_as}"))
 
 
 def _notes(answer: Explanation) -> list[str]:

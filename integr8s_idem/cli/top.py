@@ -53,7 +53,7 @@ def top_command(
     embedded: Embedded = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="From one look to the next.")] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look twice, so that there are rates, print it and leave.")
+        bool, typer.Option("--once", help="Look twice, so that there are rates, print it and leave; as in a pipe.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -61,7 +61,8 @@ def top_command(
 
     Throughput, duplicates blocked, in flight, takeovers, retries, dead letters, errors, lag.  Ctrl-C leaves the last
     table.  It reads their /metrics and /readyz.  A worker that does not answer is shown as down, and comes back by
-    itself.  With --json there is one object a look, in a line.  The exit status of --once is 1 if no worker answered.
+    itself.  Without a terminal it prints once; with --json there is one object a look, in a line.  The exit status of
+    a table that is printed once is 1 if no worker answered.
     """
 
     def watch() -> int:
@@ -100,13 +101,13 @@ async def _watch(watch: Watch) -> int:
 
 async def _watched(watch: Watch) -> int:
     fleet, console = Fleet(watch.addresses), _console()
-    if watch.once:
+    if watch.once or not (watch.as_json or console.is_terminal):
         await fleet.look()
         await asyncio.sleep(watch.interval)
         look = await fleet.look()
         _print(look, watch, console)
         return 0 if look.answering else FAILURE
-    if watch.as_json or not console.is_terminal:
+    if watch.as_json:
         return await _look_for_ever(fleet, watch, lambda look: _print(look, watch, console))
     return await _live(fleet, watch, console)
 

@@ -101,14 +101,15 @@ class LetterBox:
             if place.partition not in there.get(place.topic, ()):
                 raise ApplicationError(
                     f"there is no letter at {place}: {self._kafka.bootstrap_servers} have no partition "
-                    f"{place.partition} of a topic {place.topic}"
+                    f"{place.partition} of a topic {place.topic}",
+                    is_missing=True,
                 )
         held = {one.partition: one for one in await self.stretches(list({place.at for place in places}))}
         for place in places:
             stretch = held[place.at]
             if not stretch.begin <= place.offset < stretch.end:
                 told = f"holds offsets {stretch.begin} to {stretch.end - 1}" if stretch.length else "is empty"
-                raise ApplicationError(f"there is no letter at {place}: its partition {told}")
+                raise ApplicationError(f"there is no letter at {place}: its partition {told}", is_missing=True)
         return tuple(replace(held[place.at], begin=place.offset, end=place.offset + 1) for place in places)
 
     async def pages(self, stretches: Iterable[Stretch]) -> AsyncGenerator[Page, None]:

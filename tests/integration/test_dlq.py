@@ -202,7 +202,7 @@ async def test_letters_are_chosen_by_time_and_place(dlq: Dlq, source: str, setti
     assert (until.json["letters"], future.json["letters"]) == (0, 0)
     assert limited.lines == everything[:2]
     assert (one.json["published"], one.json["dry_run"]) == (1, True)
-    assert (nowhere.status, "its partition holds offsets 0 to 4" in nowhere.err) == (2, True)
+    assert (nowhere.status, "its partition holds offsets 0 to 4" in nowhere.err) == (1, True)
     assert dlq.audit == []
 
 
@@ -214,8 +214,9 @@ async def test_where_no_letters_are_the_command_says_where_it_looked(dlq: Dlq, t
 
     assert [each.status for each in (anywhere, named, app, replayed)] == [0, 2, 0, 0]
     assert (app.json["letters"], replayed.json["published"]) == (0, 0)
-    assert anywhere.out.endswith("\n0 letters\n")
-    assert anywhere.err in replayed.err
+    assert "letters" not in anywhere.out
+    assert anywhere.err.endswith("\n0 letters\n")
+    assert anywhere.err.removesuffix("0 letters\n") in replayed.err
     assert f"no topic begins with {topic_prefix} and ends in .dlq" in anywhere.err
     assert 'no dead-letter topic "nothing.dlq"' in named.err
     assert f"none of {topic_prefix}order_placed.dlq is there" in app.err

@@ -14,7 +14,9 @@ def cell(text: str) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table; cells are fit to stand in one."""
+    """A table without the columns that are empty in every row; cells are fit to stand in one."""
+    filled = [place for place in range(len(headings)) if any(row[place] for row in rows)]
+    headings, rows = [headings[place] for place in filled], [[row[place] for place in filled] for row in rows]
     yield f"| {' | '.join(headings)} |"
     yield f"| {' | '.join('---' for _ in headings)} |"
     for row in rows:

@@ -17,6 +17,7 @@ from typing import Any, Final
 import griffe
 
 from tests.packaging import reference_commands, reference_metrics, reference_settings
+from tests.packaging.markdown import table
 from tests.packaging.repository import ROOT
 
 MADE: Final = "Made by `make reference` from signatures and docstrings."
@@ -59,8 +60,8 @@ class Entry:
 
     @property
     def heading(self) -> str:
-        """The name, and the module's where it stands in one of many."""
-        return f"{self.module.rpartition('.')[2]}.{self.thing.name}".lstrip(".")
+        """The name as users import it, with its whole module."""
+        return self.path
 
     @property
     def link(self) -> str:
@@ -175,14 +176,16 @@ def _class(thing: Any) -> Iterator[str]:
     members = [member for member in thing.members.values() if member.name[0] != "_" or member.name == "__init__"]
     attributes = [member for member in members if member.is_attribute and _is_worth_telling(member)]
     if attributes:
-        yield from ("", "| attribute | type | |", "| --- | --- | --- |")
-        for member in attributes:
-            told = _type_of(member, thing) or member.value
-            kind = f"`{told}`".replace("|", "\\|") if told is not None else ""
-            yield f"| `{member.name}` | {kind} | {_one_line(member)} |"
+        yield from ("", *table(("attribute", "type", "meaning"), [_row(member, thing) for member in attributes]))
     for member in members:
         if member.is_function and not _is_setter(member):
             yield from ("", *_code(member), "", *_docstring(member))
+
+
+def _row(attribute: Any, of: Any) -> tuple[str, str, str]:
+    told = _type_of(attribute, of) or attribute.value
+    kind = f"`{told}`".replace("|", "\\|") if told is not None else ""
+    return f"`{attribute.name}`", kind, _one_line(attribute)
 
 
 def _type_of(attribute: Any, of: Any) -> Any:

@@ -17,9 +17,15 @@ _HEAD: Final = """\
 Installed as `integr8s-idem`; `python -m integr8s_idem` is the same. `--help` behind any command says what stands here.
 Settings come from the environment and from `settings.toml`: [settings](settings.md).
 
-What a command has to say stands in the standard output, what went wrong in the standard error. The exit status is 0 for
-done, 1 if a service or a server failed, 2 if what was asked for, or the settings, cannot be. A command that has other
-ones says so.
+Commands print what was asked for to standard output; summaries beside a list, questions, progress and errors go to
+standard error. All commands have the same exit statuses, except for `doctor`:
+
+| status | meaning |
+| --- | --- |
+| 0 | Done. A list without entries is done, too. |
+| 1 | A service or a server failed, nothing has the names that were given, or the answer to the question was no. |
+| 2 | The arguments or the settings are wrong, or there is no terminal to ask on. |
+| 130 | Interrupted by Ctrl-C. |
 """
 _VALUES: Final = {"str": "TEXT", "int": "N", "int range": "N", "float": "N", "float range": "N", "path": "FILE"}
 _TYPE_OF_ARGUMENT: Final = re.compile(r"^([A-Z][A-Z:]*) (?:TEXT|N|FILE)$")
@@ -58,9 +64,9 @@ def _section(words: str, command: Any) -> Iterator[str]:
     usage = " ".join(command.get_usage(context).split()).removeprefix("Usage: ").replace("{", "").replace("}", "")
     yield from (f"## `{words}`", "", inspect.cleandoc(command.help or ""), "", "```text", usage, "```", "")
     records = [each.get_help_record(context) for each in command.params if not getattr(each, "hidden", False)]
-    rows = [(f"`{_name(name)}`", _meaning(says)) for name, says in filter(None, records)]
+    rows = [(cell(f"`{_name(name)}`"), _meaning(says)) for name, says in filter(None, records)]
     if rows:
-        yield from (*table(("", "meaning"), rows), "")
+        yield from (*table(("option", "meaning"), rows), "")
 
 
 def _name(told: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -180,3 +181,27 @@ def test_the_reference_has_the_whole_front_and_every_module_that_names_what_is_p
 
     assert {f"integr8s_idem.{name}" for name in integr8s_idem.__all__} <= told
     assert set(reference.modules_with_exports()) - modules == reference.LEFT_OUT
+
+
+def tables_of(markdown: str) -> list[list[list[str]]]:
+    """The tables of a page, as rows of cells, the headings first."""
+    found = re.findall(r"(?:^\|.*\|\n)+", markdown, re.MULTILINE)
+    return [
+        [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table.splitlines()] for table in found
+    ]
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted(reference.FOLDER.glob("*.md")), reference.FOLDER.parent / "cli.md"], ids=name_of
+)
+def test_no_column_of_the_reference_is_empty_or_without_a_heading(page: Path) -> None:
+    for headings, _, *rows in tables_of(page.read_text(encoding="utf-8")):
+        assert all(headings), headings
+        assert all(any(column) for column in zip(*rows, strict=True)), headings
+
+
+@pytest.mark.filterwarnings("ignore:It looks like `register_random`")
+def test_names_in_the_reference_are_those_that_users_import() -> None:
+    for entry in reference.entries().values():
+        module, _, name = entry.heading.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), entry.heading

@@ -99,11 +99,11 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.timeout(600)
 def _files(folder: Path) -> set[Path]:
     return set(folder.rglob("*"))
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.slow
 async def test_a_newcomer_sees_a_duplicate_blocked_and_explained(newcomer: Newcomer, checkout: Path) -> None:
     copied = _files(checkout)
