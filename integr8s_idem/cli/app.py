@@ -27,6 +27,7 @@ from integr8s_idem.config.example import example_settings
 from integr8s_idem.config.loading import ignored_sections, settings_source
 from integr8s_idem.config.words import missing_extra
 from integr8s_idem.errors import SettingsError, SettingsMistake
+from integr8s_idem.telemetry.setup import check_exporter
 from integr8s_idem.worker import Platform
 
 app = typer.Typer(
@@ -118,6 +119,7 @@ def _checked(
 ) -> tuple[Sequence[SettingsMistake], Sequence[SettingsMistake]]:
     try:
         settings = command_settings(file, platform)
+        check_exporter(settings.telemetry)
     except SettingsError as error:
         return error.mistakes, ()
     if missing := missing_extra(settings.store.kind):

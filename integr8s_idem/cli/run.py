@@ -24,6 +24,7 @@ from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.loading import settings_source
 from integr8s_idem.embedded.overlay import NO_KAFKA_CREDENTIALS, embedded_settings, keeps_its_store
 from integr8s_idem.errors import IdempotencyError
+from integr8s_idem.telemetry.setup import check_exporter
 from integr8s_idem.worker import Platform, Service, ServiceGroup, ServiceReport
 from integr8s_idem.worker.platform import check_groups
 
@@ -80,13 +81,14 @@ class Run:
         """The platform's settings.
 
         Raises:
-            SettingsError: As `load_settings`.
+            SettingsError: As `load_settings`, or spans need an extra that is not installed.
             ApplicationError: Two services of the platform share a consumer group, whichever of them run here.
         """
         settings = load_settings(
             self.settings_file, self.platform.settings_type, overrides=overrides, services=self.platform.services
         )
         check_groups(self.platform.services.values(), settings)
+        check_exporter(settings.telemetry)
         return settings
 
 

@@ -365,7 +365,7 @@ class TelemetrySettings(Section):
     spans: Literal["off", "otlp", "console"] = "off"
     """Where spans go. An otlp_endpoint alone means otlp."""
     otlp_endpoint: Annotated[str, AfterValidator(collector_url)] | None = None
-    """Collector for spans: http://host:4318 speaks HTTP, http://host:4317 speaks gRPC."""
+    """Collector for spans: http://host:4318 (HTTP, extra otlp-http) or http://host:4317 (gRPC, extra otlp-grpc)."""
     sample_ratio: Annotated[float, Field(ge=0, le=1), NOT_BOOL] = 1.0
     """Share of traces recorded, where the producer has not decided."""
     span_keys: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from integr8s_idem.config import TelemetrySettings
+from integr8s_idem.config.words import installing
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.telemetry import Observer
 from integr8s_idem.telemetry.composite import combined
@@ -30,6 +32,8 @@ CLOSE_TIMEOUT: Final = timedelta(seconds=3)
 EXPORT_TIMEOUT_SECONDS: Final = 5
 """One batch of spans is given up after this long, its retries included."""
 GRPC_PORT: Final = 4317
+_EXTRAS: Final = {"http": ("HTTP", "otlp-http"), "grpc": ("gRPC", "otlp-grpc")}
+"""The name of a protocol, and the extra that brings its exporter."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +108,8 @@ def configure_telemetry(settings: TelemetrySettings, *, service_name: str) -> Te
         service_name: `service.name` of the process in every span.
 
     Raises:
-        SettingsError: `telemetry.otlp_endpoint` is no address of a collector.
+        SettingsError: `telemetry.otlp_endpoint` is not an address of a collector, or the extra for its protocol
+            is not installed.
     """
     global _configured
     exporter = _exporter_for(settings)
@@ -116,6 +121,19 @@ def configure_telemetry(settings: TelemetrySettings, *, service_name: str) -> Te
         elif _configured[1:] != (settings, service_name):
             _log.warning("spans were set up before in this process with other settings, which stay")
         return _configured[0]
+
+
+def check_exporter(settings: TelemetrySettings) -> None:
+    """Check that the exporter that `settings` ask for is installed.
+
+    A process whose application has set a TracerProvider needs none.
+
+    Raises:
+        SettingsError: The exporter belongs to an extra that is not installed.
+    """
+    exporter = _exporter_for(settings)
+    if exporter in _EXTRAS and not _has_provider():
+        _exporter_class(exporter)
 
 
 def observer_for(settings: TelemetrySettings, service: str, *, group: str | None = None) -> Observer:
@@ -138,10 +156,16 @@ def _observer(metrics: bool, span_keys: bool, service: str, group: str | None) -
     return combined(spans, PrometheusObserver(service))
 
 
+def _has_provider() -> bool:
+    from opentelemetry import trace
+
+    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
 def _install(settings: TelemetrySettings, exporter: Exporter, service_name: str) -> TelemetryHandle:
     from opentelemetry import trace
 
-    if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+    if _has_provider():
         _log.info("the application has a TracerProvider; spans go there, not where [telemetry] says")
         return TelemetryHandle()
     span_exporter = _make_exporter(exporter, settings.otlp_endpoint)
@@ -175,18 +199,29 @@ def _make_exporter(exporter: Exporter, endpoint: str | None) -> SpanExporter:
 
         # Standard output belongs to the program's own lines.
         return ConsoleSpanExporter(out=sys.stderr, formatter=lambda span: f"{span.to_json(indent=None)}\n")
+    make = _exporter_class(exporter)
     # The libraries' own variables (OTEL_EXPORTER_OTLP_ENDPOINT, …) speak where our settings are silent.
     url = None if endpoint is None else _endpoint_url(endpoint)
     if exporter == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
-
         assert url is not None
-        return GrpcSpanExporter(
-            endpoint=_host_and_port(url), insecure=url.scheme in {"http", "grpc"}, timeout=EXPORT_TIMEOUT_SECONDS
-        )
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpSpanExporter
+        insecure = url.scheme in {"http", "grpc"}
+        return make(endpoint=_host_and_port(url), insecure=insecure, timeout=EXPORT_TIMEOUT_SECONDS)
+    return make(endpoint=None if url is None else _traces_url(url), timeout=EXPORT_TIMEOUT_SECONDS)
 
-    return HttpSpanExporter(endpoint=None if url is None else _traces_url(url), timeout=EXPORT_TIMEOUT_SECONDS)
+
+def _exporter_class(exporter: Exporter) -> Callable[..., SpanExporter]:
+    """Import the exporter of one protocol: each is an extra."""
+    try:
+        if exporter == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
+
+            return GrpcSpanExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpSpanExporter
+    except ModuleNotFoundError as error:
+        protocol, extra = _EXTRAS[exporter]
+        mistake = f"needs the exporter for OTLP over {protocol}, which is not installed; {installing(extra)}"
+        raise SettingsError("settings", [SettingsMistake("telemetry.otlp_endpoint", mistake)]) from error
+    return HttpSpanExporter
 
 
 def _exporter_for(settings: TelemetrySettings) -> Exporter:

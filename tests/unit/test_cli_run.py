@@ -105,6 +105,19 @@ def test_the_status_is_that_of_the_group(status: int) -> None:
     assert run(asked(), FakeGroup(status=status)) == status
 
 
+@pytest.mark.parametrize(("installed", "module"), [(True, "uvloop"), (False, "asyncio.unix_events")])
+def test_uvloop_runs_the_services_where_it_is_installed(
+    installed: bool, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not installed:
+        monkeypatch.setitem(sys.modules, "uvloop", None)
+    loops: list[str] = []
+
+    status = run(asked(), FakeGroup(then=lambda: loops.append(type(asyncio.get_running_loop()).__module__)))
+
+    assert (status, loops) == (0, [module])
+
+
 def test_the_garbage_collector_looks_seldom_by_the_time_the_services_run() -> None:
     seen: list[tuple[int, int]] = []
     gc.unfreeze()

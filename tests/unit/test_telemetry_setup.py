@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from time import monotonic
 
 import grpc  # type: ignore[import-untyped]
@@ -25,12 +26,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.util._once import Once
 from prometheus_client import REGISTRY
+from typer.testing import CliRunner
 
+from integr8s_idem.cli.app import app
 from integr8s_idem.config import TelemetrySettings
 from integr8s_idem.errors import SettingsError
 from integr8s_idem.telemetry import Phase, Signal, setup
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
-from integr8s_idem.telemetry.setup import configure_telemetry, observer_for
+from integr8s_idem.telemetry.setup import check_exporter, configure_telemetry, observer_for
 
 
 @pytest.fixture(autouse=True)
@@ -289,6 +292,59 @@ def test_a_mistaken_endpoint_with_a_password_is_not_shown() -> None:
         configure_telemetry(settings, service_name="platform")
 
     assert "secret" not in str(raised.value)
+
+
+EXTRAS = pytest.mark.parametrize(("protocol", "port"), [("http", 4318), ("grpc", 4317)])
+
+
+def remove_exporter(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter", None)
+
+
+@EXTRAS
+def test_an_exporter_that_is_not_installed_is_a_mistake_in_the_settings(
+    protocol: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_exporter(protocol, monkeypatch)
+    settings = sent_to(f"http://user:secret@host:{port}")
+
+    for refused in (lambda: configure_telemetry(settings, service_name="platform"), lambda: check_exporter(settings)):
+        with pytest.raises(SettingsError) as raised:
+            refused()
+
+        assert "telemetry.otlp_endpoint needs the exporter for OTLP" in " ".join(str(raised.value).split())
+        assert f'pip install "integr8s-idem[otlp-{protocol}]"' in str(raised.value)
+        assert "secret" not in str(raised.value)
+
+
+@EXTRAS
+def test_settings_check_and_run_report_an_exporter_that_is_not_installed(
+    protocol: str, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(f'[telemetry]\notlp_endpoint = "http://localhost:{port}"\n')
+    check = ["settings", "check", "--settings", str(file)]
+    complete = CliRunner().invoke(app, check)
+    remove_exporter(protocol, monkeypatch)
+
+    checked = CliRunner().invoke(app, check)
+    started = CliRunner().invoke(app, ["run", "examples.billing.workers:platform", "--settings", str(file)])
+
+    assert (complete.exit_code, complete.stderr) == (0, "")
+    for refused in (checked, started):
+        assert refused.exit_code == 2
+        assert f'pip install "integr8s-idem[otlp-{protocol}]"' in refused.stderr
+
+
+@EXTRAS
+def test_no_exporter_is_needed_where_spans_go_elsewhere(
+    protocol: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_exporter(protocol, monkeypatch)
+
+    check_exporter(TelemetrySettings(spans="off", otlp_endpoint=f"http://host:{port}"))
+    otel.set_tracer_provider(TracerProvider(shutdown_on_exit=False))
+    check_exporter(sent_to(f"http://host:{port}"))
 
 
 def test_the_same_settings_and_service_give_the_same_observer() -> None:
