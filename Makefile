@@ -10,12 +10,13 @@ DYNAMODB := .cache/dynamodb/.set-up
 MARIADB := .cache/mariadb/.set-up
 # Of MariaDB: what a server needs.  It is for Linux on x86-64.
 MARIADB_FILES := **/bin/mariadbd,**/bin/my_print_defaults,**/bin/resolveip,**/scripts/**,**/share/*.sql,**/share/english/**,**/share/charsets/**
+LOWEST := .cache/lowest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults matrix reference docs bench check fix setup kafka dynamodb mariadb wheel clean
+.PHONY: help demo test test-lowest faults matrix reference docs bench check fix setup kafka dynamodb mariadb wheel clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
 
 setup: $(SETUP)  ## virtual environment with everything, pinned by constraints.txt
 
@@ -68,6 +69,14 @@ test: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## all tests, on a real Redis, A
 	@# Three on two cores: two leave a quarter of them idle, waiting for leases and sessions to end.
 	@$(BIN)/python -m pytest -n 3 --dist loadfile
 
+test-lowest: $(SETUP)  ## unit tests with the lowest versions that pyproject.toml allows (they are those of Python 3.11)
+	@mkdir -p $(LOWEST)
+	@$(BIN)/uv pip compile --quiet --python $(BIN)/python --resolution lowest-direct --extra all pyproject.toml --output-file $(LOWEST)/versions.txt
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)/venv
+	@$(BIN)/uv pip install --quiet --python $(LOWEST)/venv --requirements $(LOWEST)/versions.txt --group dev --group bench
+	@$(BIN)/uv pip install --quiet --python $(LOWEST)/venv --no-deps --editable .
+	@$(LOWEST)/venv/bin/python -m pytest -n 3 --dist loadfile tests/unit tests/contract/test_memory.py tests/contract/test_redis.py
+
 faults: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
 	@status=0; \
 	$(BIN)/python -m tests.campaigns --all || status=1; \
@@ -90,20 +99,23 @@ bench: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## every question of benchmarks
 	@$(BIN)/python -m benchmarks.tables
 	@$(BIN)/python -m benchmarks.guard
 
-check: $(SETUP)  ## style, types, layers, spelling, docstrings
+check: $(SETUP)  ## style, types, layers, spelling, docstrings, workflows
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tests.packaging.spelling
 	@$(BIN)/python -m tests.packaging.docstrings
+	@$(BIN)/zizmor --offline --quiet --no-progress --pedantic --strict-collection .github/workflows
 
 fix: $(SETUP)  ## let ruff mend what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-wheel: $(SETUP)  ## dist/*.whl
-	@$(BIN)/python -m build --wheel --no-isolation
+wheel: $(SETUP)  ## dist/: sdist and wheel, the same bytes from each build
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation
+	@$(BIN)/twine check --strict dist/*
 
 clean:  ## forget everything that was set up
 	rm -rf $(VENV) .cache dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from tests.packaging.installation import required_names
 from tests.packaging.repository import ROOT, files, name_of
 
 # Written in parts, or this file would name them.
@@ -43,20 +44,9 @@ def asked_for() -> list[Requirement]:
     return [Requirement(line) for line in sum(lists, start=list(PROJECT["build-system"]["requires"]))]
 
 
-def needed() -> set[str]:
-    """The names of everything that follows from it in this environment."""
-    seen: set[tuple[str, str]] = set()
-    waiting = [(requirement, "") for requirement in asked_for()]
-    while waiting:
-        requirement, extra = waiting.pop()
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
-            continue
-        name = canonicalize_name(requirement.name)
-        for wanted in ("", *requirement.extras):
-            if (name, wanted) not in seen and name != PROJECT["project"]["name"]:
-                seen.add((name, wanted))
-                waiting += [(Requirement(line), wanted) for line in distribution(name).requires or ()]
-    return {name for name, _ in seen}
+def installed_for_us() -> set[str]:
+    """The names of everything that follows from it."""
+    return required_names(asked_for(), without=PROJECT["project"]["name"])
 
 
 @pytest.mark.parametrize("host", REGISTRIES)
@@ -73,7 +63,7 @@ def test_constraints_are_names_and_versions_and_no_address() -> None:
 def test_constraints_pin_everything_that_is_installed_for_us() -> None:
     pinned = {canonicalize_name(line.partition("==")[0]) for line in CONSTRAINTS}
 
-    assert needed() - pinned == set()
+    assert installed_for_us() - pinned == set()
 
 
 def test_constraints_pin_what_pyproject_allows() -> None:
@@ -86,7 +76,7 @@ def test_constraints_pin_what_pyproject_allows() -> None:
 
 def test_pinned_packages_install_on_the_oldest_python() -> None:
     """Debian 12 has Python 3.11.2: a pin that needs 3.11.5 stops `make setup` there."""
-    requires = {name: distribution(name).metadata["Requires-Python"] for name in needed()}
+    requires = {name: distribution(name).metadata["Requires-Python"] for name in installed_for_us()}
 
     refused = {name: spec for name, spec in requires.items() if spec and not SpecifierSet(spec).contains("3.11.0")}
 
