@@ -76,7 +76,7 @@ test-lowest: $(SETUP)  ## unit tests with the lowest versions that pyproject.tom
 	@$(BIN)/uv pip install --quiet --python $(LOWEST)/venv --requirements $(LOWEST)/versions.txt --group dev --group bench
 	@$(BIN)/uv pip install --quiet --python $(LOWEST)/venv --no-deps --editable .
 	@# New versions of what these depend on warn of old uses in them.
-	@$(LOWEST)/venv/bin/python -m pytest -W default::DeprecationWarning -n 3 --dist loadfile tests/unit tests/contract/test_memory.py tests/contract/test_redis.py
+	@PYTEST_ADDOPTS="-W default::DeprecationWarning" $(LOWEST)/venv/bin/python -m pytest -n 3 --dist loadfile tests/unit tests/contract/test_memory.py tests/contract/test_redis.py
 
 faults: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
 	@status=0; \

@@ -68,7 +68,18 @@ def encode_result(value: object) -> StoredResult:
     if isinstance(value, bytes):
         return StoredResult(value, OCTETS)
     # NaN and infinity as constants: no standard JSON, but they come back as what they were.
-    return StoredResult(pydantic_core.to_json(value, inf_nan_mode="constants"), JSON)
+    return StoredResult(pydantic_core.to_json(value, inf_nan_mode="constants", fallback=_listed), JSON)
+
+
+def _listed(value: object) -> list[object]:
+    """A deque as a list: pydantic before 2.14 does not serialize one that no annotation names.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(value, deque):
+        return list(value)
+    raise pydantic_core.PydanticSerializationError(f"Unable to serialize unknown type: {type(value)}")
 
 
 # Iterators.

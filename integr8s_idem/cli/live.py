@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeAlias
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 REFRESH_SECONDS: Final = 0.25
 
@@ -23,10 +24,14 @@ class LiveTable:
         self._console = console
 
     @asynccontextmanager
-    async def shown(self, draw: Draw) -> AsyncIterator[None]:
-        """On the screen while inside; what it said last stays there."""
+    async def shown(self, draw: Draw, hint: str) -> AsyncIterator[None]:
+        """Show the table while inside, with `hint` below it; the last table stays on the screen, without it."""
+
+        def with_hint(width: int) -> RenderableType:
+            return Group(draw(width), Text(hint, style="dim italic"))
+
         with Live(console=self._console, auto_refresh=False, transient=False) as live:
-            drawing = asyncio.create_task(self._draw(live, draw), name="integr8s-idem table")
+            drawing = asyncio.create_task(self._draw(live, with_hint), name="integr8s-idem table")
             try:
                 yield
             finally:

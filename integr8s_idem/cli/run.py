@@ -123,7 +123,8 @@ async def _run(
         _warn(asked, settings)
         group = make_group(asked.services, settings, tell_metrics)
         if table is not None:
-            await stack.enter_async_context(table.shown(lambda width: report_table(group.reports(), width)))
+            hint = "Ctrl-C drains, a second one stops at once"
+            await stack.enter_async_context(table.shown(lambda width: report_table(group.reports(), width), hint))
         try:
             status = await group.run()
         except IdempotencyError:

@@ -51,7 +51,7 @@ def report_table(reports: Sequence[ServiceReport], width: int) -> Group:
     for report in reports:
         state = Text(report.state, style=_COLOURS.get(report.state, ""))
         table.add_row(Text(report.name), state, *(f"{column.number(report):,}" for column in columns))
-    return Group(table, *_reasons(reports), Text("Ctrl-C drains, a second one stops at once", style="dim italic"))
+    return Group(table, *_reasons(reports))
 
 
 def _reasons(reports: Sequence[ServiceReport]) -> Iterator[Text]:

@@ -113,14 +113,14 @@ async def _watched(watch: Watch) -> int:
 
 
 async def _live(fleet: Fleet, watch: Watch, console: Console) -> int:
-    title = f"every {watch.interval:g} s; Ctrl-C leaves"
+    hint = f"every {watch.interval:g} s; Ctrl-C leaves"
     seen = await fleet.look()
 
     def see(look: FleetLook) -> None:
         nonlocal seen
         seen = look
 
-    async with LiveTable(console).shown(lambda width: fleet_table(seen, width, title)):
+    async with LiveTable(console).shown(lambda width: fleet_table(seen, width), hint):
         await asyncio.sleep(watch.interval)
         return await _look_for_ever(fleet, watch, see)
 

@@ -75,7 +75,7 @@ _WORKER: Final = 5
 """Given up in its turn, where there is one worker only."""
 
 
-def fleet_table(look: FleetLook, width: int, title: str = "") -> Group:
+def fleet_table(look: FleetLook, width: int) -> Group:
     """The table of one look, for `width` columns, and below it why rows are as they are."""
     has_one_worker = len(look.workers) == 1
     columns, names_workers = list(_COLUMNS), True
@@ -89,8 +89,7 @@ def fleet_table(look: FleetLook, width: int, title: str = "") -> Group:
         else:
             break  # names are folded
         table = _table(look, columns, names_workers=names_workers)
-    heading = [Text(title, style="dim italic")] if title else []
-    return Group(table, *_reasons(look), *heading)
+    return Group(table, *_reasons(look))
 
 
 def _table(look: FleetLook, columns: Sequence[_Column], *, names_workers: bool) -> Table:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+import itertools
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import integr8s_idem
@@ -16,6 +21,7 @@ from integr8s_idem.cli.answering import FAILURE, answered
 from integr8s_idem.cli.app import app
 from integr8s_idem.cli.keys_shown import show_explanation
 from integr8s_idem.cli.lines import INTERRUPTED
+from integr8s_idem.cli.live import LiveTable
 from integr8s_idem.errors import ApplicationError, IdempotencyConflictError
 from integr8s_idem.operations.keys.explaining import Explanation
 from tests.packaging.reference_commands import commands
@@ -124,6 +130,18 @@ def test_an_explanation_opens_with_the_answer(capsys: pytest.CaptureFixture[str]
     first, *_, last = capsys.readouterr().out.strip().splitlines()
     assert first == "no record of it"
     assert last == "read as the id of an event"
+
+
+async def test_the_last_table_stays_on_the_screen_and_its_hint_does_not() -> None:
+    screen, drawn = io.StringIO(), itertools.count(1)
+
+    async with LiveTable(Console(file=screen, force_terminal=True)).shown(lambda _: f"table {next(drawn)}", "press"):
+        await asyncio.sleep(0)
+
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", screen.getvalue())
+    before, _, last = shown.rpartition("table ")
+    assert "table 1\npress" in before
+    assert last == f"{next(drawn) - 1}\n"
 
 
 def test_the_error_of_a_wait_that_was_too_long_is_public() -> None:

@@ -137,4 +137,4 @@ async def test_with_both_servers_down_both_are_named(unused_tcp_port_factory: Ca
     await running
 
     assert f"cannot reach Kafka at 127.0.0.1:{broker}" in told
-    assert f"no connection to Redis: Error 111 connecting to 127.0.0.1:{store}" in told
+    assert f"no connection to Redis: connection refused (Error 111 connecting to 127.0.0.1:{store}" in told

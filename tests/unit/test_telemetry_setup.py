@@ -209,9 +209,12 @@ async def test_a_collector_that_takes_nothing_stalls_neither_the_end_nor_the_loo
         took = monotonic() - before
 
         watch.cancel()
-        assert 0.3 <= took < 5
+        assert took < 5
         assert await watch < 1
-        assert "the last spans were not taken within 0.3 s and are lost" in caplog.text
+        # Before opentelemetry-sdk 1.40 the exporter does not repeat what was refused over HTTP.
+        is_lost_at_once = "Exception while exporting" in caplog.text
+        assert is_lost_at_once or took >= 0.3
+        assert is_lost_at_once or "the last spans were not taken within 0.3 s and are lost" in caplog.text
     assert not _threads_left("spans-", after_seconds=10)
 
 

@@ -121,11 +121,13 @@ class guarded:  # noqa: N801  # `with guarded(…)`, as contextlib's
         if isinstance(error, RedisError):
             raise translated(self._operation, error) from error
         if isinstance(error, OSError):
-            raise StoreUnavailableError(self._operation, f"no connection to Redis: {error}") from error
+            raise StoreUnavailableError(
+                self._operation, f"no connection to Redis: {_connection_failure(error)}"
+            ) from error
 
 
 def _connection_failure(error: BaseException | None) -> str:
-    """Why the driver could not connect, if the deadline has ended a pause between its attempts."""
+    """Why the driver could not connect, also if the deadline has ended a pause between its attempts."""
     chain = []
     while error is not None:
         chain.append(error)
@@ -152,7 +154,7 @@ def translated(operation: str, error: RedisError) -> StoreError:
     if isinstance(told, BusyLoadingError):
         return StoreUnavailableError(operation, _PASSING["LOADING"])
     if not isinstance(told, ResponseError):
-        return StoreUnavailableError(operation, f"no connection to Redis: {error}")
+        return StoreUnavailableError(operation, f"no connection to Redis: {_connection_failure(error) or error}")
     if "cluster support disabled" in str(told):
         return StoreConfigurationError(operation, 'this server is part of no Redis Cluster: set kind = "redis"')
     # The driver cuts the code off the text where it has a class for it.
