@@ -1,4 +1,4 @@
-"""What is so for the current code alone: the dependency container it runs under, and what a test puts in its place."""
+"""What is so for the current code alone: its dependency container, and what a test puts in its place."""
 
 from __future__ import annotations
 
@@ -22,3 +22,6 @@ OVERRIDING: ContextVar[Callable[[Sequence[Any]], Sequence[Any]] | None] = Contex
     "integr8s_idem_overriding", default=None
 )
 """Gives the providers to add to those that a container is made of.  Set where a test has a container made."""
+
+SIMULATED_PROCESS: ContextVar[object | None] = ContextVar("integr8s_idem_process", default=None)
+"""The simulated process whose code runs, in a test that has several in one event loop; `None` everywhere else."""

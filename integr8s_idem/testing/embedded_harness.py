@@ -4,7 +4,7 @@
     def harness(embedded_servers: EmbeddedServers, payments: FakePayments) -> EmbeddedHarness:
         return EmbeddedHarness(platform, "billing", servers=embedded_servers, fakes={Payments: payments})
 
-For what `WorkerHarness` leaves out: Redis itself, or the database of the settings, with transactions of handlers in it.
+For what `WorkerHarness` leaves out: Redis itself, or the database of the settings on a server.
 Time is real, and nobody dies.
 """
 

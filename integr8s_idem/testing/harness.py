@@ -11,7 +11,8 @@
         assert payments.charges == ["1"]
 
 What runs is the real code: the service's own container, with its dispatcher, manager and worker.  In memory are only
-the broker, the store and time.
+the broker, the store and time.  With `own_store=True` the store is the SQLite file of the settings, for handlers whose
+outcomes commit with what they write.  Background tasks of services run, too.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dishka.provider import BaseProvider
 
-from integr8s_idem.config import MemoryStoreSettings, Settings, load_settings
+from integr8s_idem.config import MemoryStoreSettings, Settings, SqliteStoreSettings, load_settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.records import IdempotencyRecord
@@ -35,6 +36,9 @@ from integr8s_idem.testing.overriding import Overrides
 from integr8s_idem.testing.running import Running
 from integr8s_idem.testing.seen import DeadLetterSeen, HandlerRun
 from integr8s_idem.worker import Platform, Service
+
+if TYPE_CHECKING:
+    from integr8s_idem.testing.own_store import OwnStore
 
 
 class NotReachedError(AssertionError):
@@ -63,6 +67,7 @@ class WorkerHarness:
         providers: Sequence[BaseProvider] = (),
         settings: Settings | Path | None = None,
         overrides: Mapping[str, Any] | None = None,
+        own_store: bool = False,
     ) -> None:
         """
         Args:
@@ -73,14 +78,16 @@ class WorkerHarness:
             settings: Settings, or a file of them; ./settings.toml if it is there, as for `run`, if not given.
                 Addresses of servers mean nothing here.
             overrides: Nested values that win: `{"idempotency": {"max_attempts": 2}}`.  With a file, or none.
+            own_store: Records are in the SQLite file of the settings, as transactions of handlers need it.
 
         Raises:
-            ApplicationError: The platform has no such service.
+            ApplicationError: The platform has no such service, or the store of the settings is not SQLite.
             SettingsError: As `load_settings`.
         """
         platform = application if isinstance(application, Platform) else Platform(application)
         self._services = platform.choose(services)
-        self._settings = _in_memory(_read(platform, settings, overrides))
+        self._settings = _without_servers(_read(platform, settings, overrides), own_store=own_store)
+        self._own_store = own_store
         self._overrides = Overrides(fakes or {}, providers)
         self._entered: Running | None = None
 
@@ -148,10 +155,7 @@ class WorkerHarness:
         Raises:
             NotSettledError: That does not happen.
         """
-        here = self._here
-        await here.until(here.is_settled)
-        while here.go_on():
-            await here.until(here.is_settled)
+        await self._here.settle()
 
     # Time, and what goes wrong.
 
@@ -207,7 +211,7 @@ class WorkerHarness:
     @property
     def published(self) -> list[BaseEvent]:
         """What handlers have published, each event once, however often it was sent: the next guard drops the rest."""
-        return list(self._here.world.published.values())
+        return list(self._here.world.events.published.values())
 
     @property
     def dead_letters(self) -> list[DeadLetterSeen]:
@@ -241,7 +245,7 @@ class WorkerHarness:
         return self._entered is not None
 
     async def __aenter__(self) -> WorkerHarness:
-        here = Running(self._settings, self._services, self._overrides)
+        here = Running(self._settings, self._services, self._overrides, _own_store() if self._own_store else None)
         await here.begin()
         self._entered = here
         return self
@@ -278,7 +282,20 @@ def _read(platform: Platform, settings: Settings | Path | None, overrides: Mappi
     return settings
 
 
-def _in_memory(settings: Settings) -> Settings:
-    """The same without servers: neither a store nor a collector nor a port."""
+def _without_servers(settings: Settings, *, own_store: bool) -> Settings:
+    """The same without servers: neither a collector nor a port, nor a store, unless it is a file."""
+    if own_store and not isinstance(settings.store, SqliteStoreSettings):
+        raise ApplicationError(
+            f'own_store=True needs [store] kind = "sqlite", and it is "{settings.store.kind}": a WorkerHarness lets '
+            'time leap, and the clock of a server does not. Give overrides={"store": {"kind": "sqlite", "path": ...}} '
+            "or use an EmbeddedHarness"
+        )
+    store = settings.store if own_store else MemoryStoreSettings(kind="memory")
     telemetry = settings.telemetry.model_copy(update={"metrics_enabled": False, "spans": "off", "otlp_endpoint": None})
-    return settings.model_copy(update={"store": MemoryStoreSettings(kind="memory"), "telemetry": telemetry})
+    return settings.model_copy(update={"store": store, "telemetry": telemetry})
+
+
+def _own_store() -> OwnStore:
+    from integr8s_idem.testing.own_store import OwnStore  # the drivers of databases are extras
+
+    return OwnStore()

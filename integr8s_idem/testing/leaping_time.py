@@ -7,12 +7,14 @@ while nobody leaps.
 from __future__ import annotations
 
 import asyncio
+import time as real_time
 from collections.abc import Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.lease_clock import set_clock
+from integr8s_idem.wall_clock import set_wall_clock
 
 MOST_TURNS: Final = 100_000
 """Turns of the event loop without rest before something is taken to run for ever."""
@@ -27,6 +29,7 @@ class LeapingTime:
         real = loop.time
         loop.time = lambda: real() + self._leapt  # type: ignore[method-assign]
         set_clock(loop, loop.time)
+        set_wall_clock(loop, lambda: real_time.time_ns() + round(self._leapt * 1e9))
         # In debug mode the step that leaps would be taken for one that took so long.
         loop.slow_callback_duration = float("inf")
 

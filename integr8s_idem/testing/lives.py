@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from dishka import AsyncContainer
 
 from integr8s_idem.config import KafkaSettings, Settings
-from integr8s_idem.events import BaseEvent
+from integr8s_idem.events import BaseEvent, Message
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.routing import BatchCall, HandlerCall, Invoke, RegisteredHandler
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.testing.crash_points import CrashingStore, CrashPoint, crashing_consumer
+from integr8s_idem.stores.outbox import Outbox
+from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, CrashPoint, crashing_consumer
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.memory_broker import MemoryBroker, MemoryConsumer
 from integr8s_idem.testing.mishaps import Points, PointsOfClients
@@ -19,20 +22,30 @@ from integr8s_idem.testing.overriding import Overrides
 from integr8s_idem.testing.processes import Process
 from integr8s_idem.testing.seen import HandlerRun
 from integr8s_idem.worker import EventPublisher, Service, ServiceWorker
+from integr8s_idem.worker.beside import run_background, run_worker
 from integr8s_idem.worker.containers import get_dispatcher
 from integr8s_idem.worker.records import Consumer
 from integr8s_idem.worker.running import section_of
+
+if TYPE_CHECKING:
+    from integr8s_idem.testing.own_store import OwnStore
+
+
+@dataclass(slots=True)
+class Events:
+    """Events by their ids, whichever process they are of."""
+
+    made: dict[str, BaseEvent] = field(default_factory=dict)
+    """Written as a message, which a transaction may have kept for a relay."""
+    published: dict[str, BaseEvent] = field(default_factory=dict)
 
 
 class MemoryPublisher(EventPublisher):
     """Puts messages into a broker in memory, past the points around that."""
 
-    def __init__(
-        self, settings: KafkaSettings, broker: MemoryBroker, points: Points, published: dict[str, BaseEvent]
-    ) -> None:
-        """`published`: gets what is published, by its id."""
+    def __init__(self, settings: KafkaSettings, broker: MemoryBroker, points: Points, events: Events) -> None:
         super().__init__(settings)
-        self.published = published
+        self._events = events
         self._broker = broker
         self._points = points
         self._dead_letter_suffix = settings.dead_letter_suffix
@@ -40,9 +53,15 @@ class MemoryPublisher(EventPublisher):
     async def publish(self, *events: BaseEvent) -> None:
         await self._points.reached(CrashPoint.BEFORE_PUBLISH.value)
         await super().publish(*events)
-        for event in events:
-            self.published.setdefault(event.event_id, event)
         await self._points.reached(CrashPoint.AFTER_PUBLISH.value)
+
+    def message(self, event: BaseEvent) -> Message:
+        self._events.made[event.event_id] = event
+        return super().message(event)
+
+    async def send_message(self, message: Message) -> None:
+        await super().send_message(message)
+        self._events.published.setdefault(message.event_id, self._events.made[message.event_id])
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
@@ -51,6 +70,15 @@ class MemoryPublisher(EventPublisher):
         await self._points.reached(f"before_{verb}")
         self._broker.append(topic, key, value, headers)
         await self._points.reached(f"after_{verb}")
+
+
+class RelayingPublisher(MemoryPublisher):
+    """What a relay publishes by: past the points around what handlers publish."""
+
+    async def send_message(self, message: Message) -> None:
+        await self._points.reached(CrashPoint.BEFORE_PUBLISH.value)
+        await super().send_message(message)
+        await self._points.reached(CrashPoint.AFTER_PUBLISH.value)
 
 
 class MemoryStore(CrashingStore):
@@ -71,11 +99,13 @@ class World:
     overrides: Overrides
     points: Points = field(default_factory=Points)
     runs: list[HandlerRun] = field(default_factory=list)
-    published: dict[str, BaseEvent] = field(default_factory=dict)
+    events: Events = field(default_factory=Events)
+    own: OwnStore | None = None
+    """The application's own store, if records are there."""
 
-    def publisher(self) -> MemoryPublisher:
+    def publisher(self, kind: type[MemoryPublisher] = MemoryPublisher) -> MemoryPublisher:
         """One that puts messages into its broker."""
-        return MemoryPublisher(self.settings.kafka, self.broker, self.points, self.published)
+        return kind(self.settings.kafka, self.broker, self.points, self.events)
 
 
 class Life:
@@ -88,6 +118,8 @@ class Life:
         self.process = Process(f"{service.name} {number}")
         self.worker: ServiceWorker | None = None
         self.consumer: MemoryConsumer | None = None
+        self.outbox: Outbox | None = None
+        """Where its transactions leave events for the relay."""
         self.told_to_stop = False
         self.busy = 0
         """Handlers that run."""
@@ -98,6 +130,11 @@ class Life:
     @property
     def over(self) -> bool:
         return self._main.done()
+
+    @property
+    def starting(self) -> bool:
+        """Whether its container is still being made."""
+        return self.process.running and not self.over and self.worker is None
 
     @property
     def joined(self) -> bool:
@@ -136,11 +173,11 @@ class Life:
         world, settings = self._world, self._world.settings
         plan = PointsOfClients(world.points)
         publisher = world.publisher()
-        ours = {IdempotencyRepository: MemoryStore(world.store, plan), EventPublisher: publisher}
-        container = world.overrides.container(self.service, settings, ours)
+        container = self._container(plan, publisher)
         try:
             dispatcher = await get_dispatcher(container, self.service.name)
             dispatcher.invoke_with(self._seen(dispatcher.invoke))
+            self.outbox = dispatcher.outbox
             self.worker = ServiceWorker(
                 self.service.name,
                 dispatcher,
@@ -150,9 +187,20 @@ class Life:
                 group=self.service.group_id,
                 consumer=crashing_consumer(plan, self._join),
             )
-            await self.worker.run()
+            beside = [run_background(work, container) for work in self.service.background]
+            relaying = world.publisher(RelayingPublisher)
+            await run_worker(self.worker, dispatcher, relaying, settings.kafka, beside)
         finally:
             await container.close()
+
+    def _container(self, plan: CrashPlan, publisher: MemoryPublisher) -> AsyncContainer:
+        world = self._world
+        ours: dict[Any, object] = {EventPublisher: publisher}
+        if world.own is None:
+            ours[IdempotencyRepository] = MemoryStore(world.store, plan)
+            return world.overrides.container(self.service, world.settings, ours)
+        wrap = world.own.wrapping(world.store, plan)
+        return world.overrides.container(self.service, world.settings, ours, wrap)
 
     def _join(self, settings: KafkaSettings, group: str) -> Consumer:
         self.consumer = MemoryConsumer(self._world.broker, group)

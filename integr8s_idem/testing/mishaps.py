@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Final, Literal, TypeVar
 
 from integr8s_idem.testing.crash_points import CrashPlan, CrashPoint
-from integr8s_idem.testing.processes import PROCESS
+from integr8s_idem.testing.processes import current_process
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class Points:
 
     def note(self, point: str) -> None:
         """The current process is at `point`; if it is to die there, it takes no further step."""
-        process = PROCESS.get()
+        process = current_process()
         if process is None or not process.running:
             return
         self.seen[point] += 1
@@ -91,7 +91,7 @@ class Points:
     async def reached(self, point: str) -> None:
         """As `note`; does not return to who dies here."""
         self.note(point)
-        process = PROCESS.get()
+        process = current_process()
         if process is not None and not process.running:
             await asyncio.sleep(0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from dishka import AsyncContainer, Provider, Scope
 from dishka.provider import BaseProvider
@@ -12,8 +12,11 @@ from dishka.provider import BaseProvider
 from integr8s_idem.config import Settings
 from integr8s_idem.current import OVERRIDING
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.worker import Service
 from integr8s_idem.worker.containers import make_container
+
+Wrap: TypeAlias = Callable[[IdempotencyRepository], IdempotencyRepository]
 
 
 class Overrides:
@@ -30,8 +33,14 @@ class Overrides:
         self._missing = set(fakes)
         self._provided: set[Any] = set()
 
-    def container(self, service: Service, settings: Settings, ours: Mapping[Any, object]) -> AsyncContainer:
-        """That of `service`.  `ours`: what the kit puts in, where the container has it at all.
+    def container(
+        self, service: Service, settings: Settings, ours: Mapping[Any, object], wrap: Wrap | None = None
+    ) -> AsyncContainer:
+        """That of `service`.
+
+        Args:
+            ours: What the kit puts in, where the container has it at all.
+            wrap: Called with the repository that the container makes; returns the one that it gives.
 
         Raises:
             ApplicationError: The service makes it past us.
@@ -40,7 +49,7 @@ class Overrides:
 
         def overriding(given: Sequence[Any]) -> Sequence[Any]:
             used.append(True)
-            return self._more(given, ours)
+            return self._more(given, ours, wrap)
 
         with _overriding(overriding):
             container = make_container(service, settings)
@@ -63,7 +72,7 @@ class Overrides:
             known = ", ".join(sorted(_name(each) for each in self._provided))
             raise ApplicationError(f"a fake takes the place of what no service provides: {names}; provided: {known}")
 
-    def _more(self, given: Sequence[BaseProvider], ours: Mapping[Any, object]) -> list[BaseProvider]:
+    def _more(self, given: Sequence[BaseProvider], ours: Mapping[Any, object], wrap: Wrap | None) -> list[BaseProvider]:
         provided = {factory.provides.type_hint for provider in given for factory in provider.factories}
         provided |= {alias.provides.type_hint for provider in given for alias in provider.aliases}
         self._provided |= provided
@@ -73,6 +82,8 @@ class Overrides:
         for kind, fake in fakes.items():
             if kind in provided:
                 added.provide(_giving(fake), provides=kind, override=True)
+        if wrap is not None and IdempotencyRepository in provided:
+            added.decorate(wrap, provides=IdempotencyRepository)
         return [added, *self._providers]
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from enum import Enum
 from typing import Any, Final, TypeVar
+
+from integr8s_idem.current import SIMULATED_PROCESS
 
 T = TypeVar("T")
 
@@ -55,7 +57,7 @@ class Process:
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begin `work` as a part of it, within `processes_in_loop`."""
         context = copy_context()
-        context.run(PROCESS.set, self)
+        context.run(SIMULATED_PROCESS.set, self)
         return asyncio.get_running_loop().create_task(work, context=context)
 
     def die(self) -> None:
@@ -103,8 +105,11 @@ class Process:
         return self._state is _State.BURIED
 
 
-PROCESS: Final[ContextVar[Process | None]] = ContextVar("integr8s_idem_process", default=None)
-"""Whose code runs; `None` for the test itself."""
+def current_process() -> Process | None:
+    """The process whose code runs; `None` for the test itself."""
+    found = SIMULATED_PROCESS.get()
+    assert found is None or isinstance(found, Process)
+    return found
 
 
 @contextmanager
@@ -115,7 +120,7 @@ def processes_in_loop() -> Iterator[None]:
 
     def make(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
         context = options.get("context")
-        process = PROCESS.get() if context is None else context.get(PROCESS)
+        process: Any = SIMULATED_PROCESS.get() if context is None else context.get(SIMULATED_PROCESS)
         steered = work if process is None else _steered(process, work)
         task = asyncio.Task(steered, loop=loop, **options) if before is None else before(loop, steered, **options)
         if process is not None:
@@ -148,7 +153,7 @@ def _steps(process: Process, work: Coroutine[Any, Any, T]) -> Generator[Any, Any
             except asyncio.CancelledError as error:
                 told, step = error, work.throw  # it hears of that when it goes on
         if process.buried:
-            _end(work)
+            yield from _end(work)
             raise asyncio.CancelledError
         try:
             waiting_for = step(told)
@@ -161,9 +166,12 @@ def _steps(process: Process, work: Coroutine[Any, Any, T]) -> Generator[Any, Any
             told, step = error, work.throw
 
 
-def _end(work: Coroutine[Any, Any, Any]) -> None:
+def _end(work: Coroutine[Any, Any, Any]) -> Generator[None, Any, None]:
     for _ in range(LAST_WORDS):
         try:
             work.throw(asyncio.CancelledError())
         except BaseException:  # noqa: BLE001 -- last words of the dead
             return
+        # What it waits for now may be another task of the dead, which ends in this turn of the loop.
+        with suppress(asyncio.CancelledError):
+            yield

@@ -7,7 +7,7 @@ import time as real_time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from integr8s_idem.config import Settings
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
@@ -20,11 +20,17 @@ from integr8s_idem.testing.processes import processes_in_loop
 from integr8s_idem.testing.virtual_time import EPOCH
 from integr8s_idem.worker import Service
 
+if TYPE_CHECKING:
+    from integr8s_idem.testing.own_store import OwnStore
+
 PATIENCE_SECONDS: Final = 3600.0
 """Of leaping time, in which everything must be settled."""
 
 REAL_PATIENCE_SECONDS: Final = 20.0
 """Of the test's own time."""
+
+LOOK_SECONDS: Final = 1.0
+"""Of leaping time, between two looks into an outbox."""
 
 TICK_SECONDS: Final = 0.001
 """How long to wait for a handler that waits for something outside of the event loop."""
@@ -44,7 +50,10 @@ class NotSettledError(AssertionError):
 class Running:
     """Workers under way."""
 
-    def __init__(self, settings: Settings, services: Sequence[Service], overrides: Overrides) -> None:
+    def __init__(
+        self, settings: Settings, services: Sequence[Service], overrides: Overrides, own: OwnStore | None
+    ) -> None:
+        """`own`: the application's own store; records are in memory if there is none."""
         loop = asyncio.get_running_loop()
         began = loop.time()
 
@@ -52,8 +61,8 @@ class Running:
             return EPOCH + timedelta(seconds=loop.time() - began)
 
         broker = MemoryBroker(lambda: round(now().timestamp() * 1000))
-        store = FlakyStore(MemoryIdempotencyRepository(clock=now))
-        self.world = World(settings, broker, store, overrides)
+        inner = MemoryIdempotencyRepository(clock=now) if own is None else own.repository
+        self.world = World(settings, broker, FlakyStore(inner), overrides, own=own)
         self.publisher = self.world.publisher()
         self.lives: list[Life] = []
         """The present one of each service last."""
@@ -68,6 +77,8 @@ class Running:
         """Let every service join its group."""
         self._time = leaping_time()
         self._stack.enter_context(processes_in_loop())
+        if self.world.own is not None:
+            self._stack.enter_context(self.world.own.connections.watched())
         try:
             self.lives += [Life(self.world, service, 1) for service in self._services]
             await self.until(lambda: all(life.joined for life in self.lives))
@@ -88,6 +99,7 @@ class Running:
         finally:
             for life in self.lives:
                 await life.process.bury()
+                await self._close_connections(life)
             self._stack.close()
 
     def topics(self) -> set[str]:
@@ -110,6 +122,27 @@ class Running:
             life.process.running and life.joined and life.at_rest and life.behind == 0 for life in present
         ) and all(life.at_rest for life in self.lives if life.process.running)
 
+    async def settle(self) -> None:
+        """Return once everything is settled, and the outboxes are empty.
+
+        Raises:
+            NotSettledError: That does not happen.
+        """
+        limits = self._limits()
+        while True:
+            await self.until(self.is_settled)
+            if await self._waits_to_be_sent():
+                self._check_patience(limits)
+                await asyncio.sleep(TICK_SECONDS)
+                await self.advance(LOOK_SECONDS)
+            elif not self.go_on():
+                return
+
+    async def _waits_to_be_sent(self) -> bool:
+        """Whether a transaction has left events that no relay has published yet."""
+        outboxes = [life.outbox for life in self.present() if life.outbox is not None]
+        return any([await outbox.count() for outbox in outboxes])
+
     def go_on(self) -> bool:
         """All is settled: what was to happen then happens now.  Whether there was something."""
         zombies = [life for life in self.lives if life.process.stalled]
@@ -129,17 +162,35 @@ class Running:
         Raises:
             NotSettledError: It never is.
         """
-        give_up_at, give_up_really = self._loop.time() + PATIENCE_SECONDS, real_time.monotonic() + REAL_PATIENCE_SECONDS
+        limits = self._limits()
         while True:
             await self._rest()
             if condition():
                 return
-            if self._loop.time() > give_up_at or real_time.monotonic() > give_up_really:
-                raise NotSettledError(self._what_is_open())
-            if any(life.busy for life in self.lives if life.process.running):
+            self._check_patience(limits)
+            if self._is_busy():
                 await asyncio.sleep(TICK_SECONDS)
             elif (timer := self._time.next_timer()) is not None:
                 self._time.leap(timer - self._loop.time())
+
+    def _limits(self) -> tuple[float, float]:
+        """When patience ends: by the clock of the loop, and by that of the test."""
+        return self._loop.time() + PATIENCE_SECONDS, real_time.monotonic() + REAL_PATIENCE_SECONDS
+
+    def _check_patience(self, limits: tuple[float, float]) -> None:
+        if self._loop.time() > limits[0] or real_time.monotonic() > limits[1]:
+            raise NotSettledError(self._what_is_open())
+
+    def _is_busy(self) -> bool:
+        """Whether something goes on outside of the event loop, for all that one can know."""
+        own = self.world.own
+        return (own is not None and (own.connections.is_in_use() or any(life.starting for life in self.lives))) or any(
+            life.busy for life in self.lives if life.process.running
+        )
+
+    async def _close_connections(self, life: Life) -> None:
+        if self.world.own is not None:
+            await self.world.own.connections.close_of(life.process)
 
     async def advance(self, seconds: float) -> None:
         """Let `seconds` pass, timer by timer."""
@@ -161,6 +212,8 @@ class Running:
         for life in self.present():
             if not life.process.running:
                 life.lose()
+                if life.process.dead:
+                    await self._close_connections(life)
                 self.lives.append(Life(self.world, life.service, life.number + 1))
                 await self._time.rest()
 

@@ -19,6 +19,7 @@ from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.errors import ApplicationError, IdempotencyError, StoreError
 from integr8s_idem.telemetry import Gauge
 from integr8s_idem.telemetry.setup import configure_telemetry
+from integr8s_idem.worker.beside import run_background, run_worker, wait_forever
 from integr8s_idem.worker.brokers import reach_brokers
 from integr8s_idem.worker.clients import bounded
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
@@ -28,7 +29,6 @@ from integr8s_idem.worker.health import Health, ServiceHealth
 from integr8s_idem.worker.isolation import IsolationGate
 from integr8s_idem.worker.platform import Service, check_groups
 from integr8s_idem.worker.publisher import EventPublisher
-from integr8s_idem.worker.relay import Relay
 from integr8s_idem.worker.retention import TTL, Reading
 from integr8s_idem.worker.retention_check import check_retention
 from integr8s_idem.worker.settling import Tally
@@ -48,7 +48,6 @@ class RunningService:
         self.error: Exception | None = None
         self._settings = settings
         self._worker: ServiceWorker | None = None
-        self._relaying: Relay | None = None
         self._stopping = False
 
     def stop(self) -> None:
@@ -138,43 +137,11 @@ class RunningService:
         publisher: EventPublisher,
         reading: Reading,
     ) -> None:
-        loop = asyncio.get_running_loop()
-        consuming = loop.create_task(worker.run())
-        beside = {loop.create_task(_background(work, container)) for work in self.service.background}
-        beside.add(loop.create_task(self._count(dispatcher)))
-        relaying = loop.create_task(self._relay(dispatcher, publisher))
-        beside.add(relaying)
+        beside = [run_background(work, container) for work in self.service.background]
+        beside.append(self._count(dispatcher))
         if self._settings.kafka.retention_check == "warn":
-            beside.add(loop.create_task(self._compare(reading)))
-        try:
-            done, _ = await asyncio.wait({consuming, *beside}, return_when=asyncio.FIRST_COMPLETED)
-            if consuming not in done:
-                worker.stop()
-            await consuming
-            await self._end(relaying)
-        finally:
-            consuming.cancel()
-            for task in beside:
-                task.cancel()
-            await asyncio.wait({consuming, *beside})
-        for task in beside:
-            if not task.cancelled():
-                task.result()
-
-    async def _relay(self, dispatcher: EventDispatcher, publisher: EventPublisher) -> None:
-        """Publish what transactions of this service have left behind, be it in other processes."""
-        if dispatcher.outbox is None:
-            return await _for_ever()
-        # A message that is under way when the claim ends could be overtaken by the next of its key.
-        claim = max(60.0, 3 * self._settings.kafka.request_timeout_seconds)
-        self._relaying = Relay(dispatcher.outbox, publisher, claim_seconds=claim)
-        return await self._relaying.run()
-
-    async def _end(self, relaying: asyncio.Task[None]) -> None:
-        """Let the relay publish what the last handlers have left."""
-        if self._relaying is not None and not relaying.done():
-            self._relaying.stop()
-            await asyncio.wait({relaying}, timeout=self._settings.kafka.request_timeout_seconds)
+            beside.append(self._compare(reading))
+        await run_worker(worker, dispatcher, publisher, self._settings.kafka, beside)
 
     async def _compare(self, reading: Reading) -> None:
         """Beside the work: brokers that are slow to answer hold nothing up."""
@@ -182,7 +149,7 @@ class RunningService:
             await check_retention(self.service.name, self._settings.kafka, reading)
         except Exception:  # a look at settings is no reason to stop what works
             logger.exception("%s: the settings of its topics were not compared", self.service.name)
-        await _for_ever()
+        await wait_forever()
 
     async def _count(self, dispatcher: EventDispatcher) -> None:
         """Measured in the store, since a counter of ours would miss what other processes and crashes do."""
@@ -213,17 +180,6 @@ def reading_of(dispatcher: EventDispatcher, topics: Sequence[str]) -> Reading:
         return Reading(tuple(topics), None)
     own = dispatcher.ttl != dispatcher.manager.config.ttl
     return Reading(tuple(topics), dispatcher.ttl.total_seconds(), "the ttl of its dispatcher" if own else TTL)
-
-
-async def _background(work: object, container: AsyncContainer) -> None:
-    assert callable(work)
-    await work(container)
-    # It has nothing more to do; the service goes on without it.
-    await _for_ever()
-
-
-async def _for_ever() -> None:
-    await asyncio.get_running_loop().create_future()
 
 
 async def _close(container: AsyncContainer, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -11,6 +10,7 @@ from sqlalchemy import BigInteger, ColumnElement, bindparam, literal_column
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.wall_clock import wall_time_ns
 
 Changes: TypeAlias = dict[str, ColumnElement[Any]]
 """New values by column, in the order in which they may be written one after the other."""
@@ -65,7 +65,7 @@ def dialect_of(name: str) -> Dialect:
 
 def _this_machines_time() -> dict[str, int]:
     # SQLite runs in our process: its clock is ours, and what it tells of it has a resolution of a millisecond only.
-    return {"now": time.time_ns() // 1_000}
+    return {"now": wall_time_ns() // 1_000}
 
 
 def _on_conflict(insert: Any, key: ColumnElement[Any], changes: Callable[[Any], Changes]) -> Any:

@@ -16,6 +16,7 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from integr8s_idem.current import SIMULATED_PROCESS
 from integr8s_idem.errors import ApplicationError, StoreConfigurationError
 
 READS_ONLY: Final = "integr8s_idem_reads_only"
@@ -26,11 +27,11 @@ _WAL_TRIES: Final = 100
 _TURN: Final = "integr8s_idem_turn"
 """Where a connection keeps the lock that it holds."""
 
-_Turns: TypeAlias = WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[str, "_Turn"]]
+_Turns: TypeAlias = WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[tuple[str, object], "_Turn"]]
 
 _turns: _Turns = WeakKeyDictionary()
-"""One for each SQLite file.  SQLite's own waiting is unfair: a writer of this process would starve among its
-siblings, and time out although each of them takes a moment only."""
+"""One for each SQLite file and process.  SQLite's own waiting is unfair: a writer of this process would starve among
+its siblings, and time out although each of them takes a moment only."""
 
 _handlers: _Turns = WeakKeyDictionary()
 """Another one for each file, among the handlers whose transactions hold their outcomes."""
@@ -158,7 +159,7 @@ class _Turn:
 
 
 def _turn(turns: _Turns, file: str) -> _Turn:
-    return turns.setdefault(asyncio.get_running_loop(), defaultdict(_Turn))[file]
+    return turns.setdefault(asyncio.get_running_loop(), defaultdict(_Turn))[file, SIMULATED_PROCESS.get()]
 
 
 def _file_of(url: URL) -> str:

@@ -1,0 +1,110 @@
+"""The application's own SQLite store under a `WorkerHarness`, with transactions of handlers in it.
+
+Each simulated process has connections of its own.  Those of one that dies are closed, so that it does not keep the
+file locked.  While one that lives has a connection in use, time does not leap: a thread answers what it asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from sqlalchemy import Engine, event
+from sqlalchemy.pool import ConnectionPoolEntry, Pool, PoolProxiedConnection
+from sqlalchemy.util import greenlet_spawn
+
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.sql import SqlIdempotencyRepository
+from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan
+from integr8s_idem.testing.flaky_store import FlakyStore
+from integr8s_idem.testing.processes import Process, current_process
+
+
+class Connections:
+    """Database connections of simulated processes, whichever engine they belong to."""
+
+    def __init__(self) -> None:
+        self._owners: dict[Any, Process] = {}
+        self._in_use: dict[Any, PoolProxiedConnection | None] = {}
+        """By pool entry; `None` while it connects."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch all engines while inside."""
+        event.listen(Engine, "do_connect", self._connecting)
+        event.listen(Pool, "checkout", self._taken)
+        event.listen(Pool, "checkin", self._returned)
+        try:
+            yield
+        finally:
+            event.remove(Engine, "do_connect", self._connecting)
+            event.remove(Pool, "checkout", self._taken)
+            event.remove(Pool, "checkin", self._returned)
+
+    def is_in_use(self) -> bool:
+        """Whether a process that runs waits for a database, or has a transaction open."""
+        return any(self._owners[entry].running for entry in self._in_use)
+
+    async def close_of(self, process: Process) -> None:
+        """Close the connections of `process`, which has died: what it has not committed is rolled back."""
+        for entry in [entry for entry, owner in self._owners.items() if owner is process]:
+            del self._owners[entry]
+            proxy = self._in_use.pop(entry, None)
+            await greenlet_spawn((proxy or entry).invalidate)
+
+    def _connecting(self, _dialect: object, entry: ConnectionPoolEntry, _positional: object, _named: object) -> None:
+        self._note(entry, None)
+
+    def _taken(self, _connection: object, entry: ConnectionPoolEntry, proxy: PoolProxiedConnection) -> None:
+        self._note(entry, proxy)
+
+    def _note(self, entry: ConnectionPoolEntry, proxy: PoolProxiedConnection | None) -> None:
+        process = current_process()
+        if process is not None:
+            self._owners[entry] = process
+            self._in_use[entry] = proxy
+
+    def _returned(self, _connection: object, entry: ConnectionPoolEntry) -> None:
+        self._in_use.pop(entry, None)
+
+
+class OwnStore:
+    """The store of the settings: a repository for each simulated process, and their connections."""
+
+    def __init__(self) -> None:
+        self.connections = Connections()
+        self.repository = cast(IdempotencyRepository, _OfProcess())
+        """The one of the process that asks; for the test itself that of the newest process."""
+
+    def wrapping(self, flaky: FlakyStore, plan: CrashPlan) -> Callable[[IdempotencyRepository], IdempotencyRepository]:
+        """What to do with the repository that a container makes.  `flaky` is around `repository`."""
+
+        def wrap(made: IdempotencyRepository) -> IdempotencyRepository:
+            if not isinstance(made, SqlIdempotencyRepository):
+                return made  # a fake of the test's own
+            cast(_OfProcess, self.repository).add(made)
+            return SqlStore(made, flaky, plan)
+
+        return wrap
+
+
+class _OfProcess:
+    def __init__(self) -> None:
+        self._of: dict[Process | None, IdempotencyRepository] = {}
+
+    def add(self, repository: IdempotencyRepository) -> None:
+        """It is that of the current process."""
+        self._of[current_process()] = self._of[None] = repository
+
+    def __getattr__(self, verb: str) -> Any:
+        process = current_process()
+        return getattr(self._of[process if process in self._of else None], verb)
+
+
+class SqlStore(CrashingStore, SqlIdempotencyRepository):
+    """A store that handlers' transactions can join, past the points around it; it fails as `flaky` is told to."""
+
+    def __init__(self, inner: SqlIdempotencyRepository, flaky: FlakyStore, plan: CrashPlan) -> None:
+        SqlIdempotencyRepository.__init__(self, inner.engine)
+        CrashingStore.__init__(self, flaky, plan)
