@@ -54,6 +54,9 @@ class Connections:
             await greenlet_spawn((proxy or entry).invalidate)
 
     def _connecting(self, _dialect: object, entry: ConnectionPoolEntry, _positional: object, _named: object) -> None:
+        process = current_process()
+        if process is not None and process.dead:
+            raise ConnectionAbortedError(f"{process.name} has died")  # last words reach nobody
         self._note(entry, None)
 
     def _taken(self, _connection: object, entry: ConnectionPoolEntry, proxy: PoolProxiedConnection) -> None:

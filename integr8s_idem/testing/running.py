@@ -29,9 +29,6 @@ PATIENCE_SECONDS: Final = 3600.0
 REAL_PATIENCE_SECONDS: Final = 20.0
 """Of the test's own time."""
 
-LOOK_SECONDS: Final = 1.0
-"""Of leaping time, between two looks into an outbox."""
-
 TICK_SECONDS: Final = 0.001
 """How long to wait for a handler that waits for something outside of the event loop."""
 
@@ -133,8 +130,8 @@ class Running:
             await self.until(self.is_settled)
             if await self._waits_to_be_sent():
                 self._check_patience(limits)
-                await asyncio.sleep(TICK_SECONDS)
-                await self.advance(LOOK_SECONDS)
+                await self._pass_time()
+                await self._rest()
             elif not self.go_on():
                 return
 
@@ -168,10 +165,14 @@ class Running:
             if condition():
                 return
             self._check_patience(limits)
-            if self._is_busy():
-                await asyncio.sleep(TICK_SECONDS)
-            elif (timer := self._time.next_timer()) is not None:
-                self._time.leap(timer - self._loop.time())
+            await self._pass_time()
+
+    async def _pass_time(self) -> None:
+        """Leap to the next timer, unless something goes on that takes real time."""
+        if self._is_busy():
+            await asyncio.sleep(TICK_SECONDS)
+        elif (timer := self._time.next_timer()) is not None:
+            self._time.leap(timer - self._loop.time())
 
     def _limits(self) -> tuple[float, float]:
         """When patience ends: by the clock of the loop, and by that of the test."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def begin_at_once(engine: AsyncEngine) -> None:
 
 
 def charged(tmp_path: Path) -> list[Any]:
-    return sqlite3.connect(tmp_path / "shop.db").execute("SELECT order_id FROM charges").fetchall()
+    with closing(sqlite3.connect(tmp_path / "shop.db")) as file:
+        return file.execute("SELECT order_id FROM charges").fetchall()
 
 
 @pytest.mark.parametrize("held", ["session", "connection"])

@@ -8,8 +8,10 @@ import os
 import socket
 import sqlite3
 import sys
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -33,12 +35,22 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("settings.toml").write_text(SQLITE)
 
 
+def told_by_sqlite(question: str) -> list[Any]:
+    with closing(sqlite3.connect("idem.db")) as file:
+        return file.execute(question).fetchall()
+
+
+def run_script(script: str) -> None:
+    with closing(sqlite3.connect("idem.db")) as file:
+        file.executescript(script)
+
+
 def typed(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["store", *arguments])
 
 
 def tables() -> set[str]:
-    found = sqlite3.connect("idem.db").execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    found = told_by_sqlite("SELECT name FROM sqlite_master WHERE type = 'table'")
     return {name for (name,) in found}
 
 
@@ -57,7 +69,7 @@ def test_the_sql_that_is_shown_makes_what_migrate_makes() -> None:
     shown = typed("sql").stdout
     assert not Path("idem.db").exists()
 
-    sqlite3.connect("idem.db").executescript(shown)
+    run_script(shown)
 
     assert typed("migrate").stdout == "the tables are up to date\n"
 
@@ -89,31 +101,31 @@ def test_what_has_expired_is_purged_and_nothing_else() -> None:
     answer = typed("purge", "--batch", "500", "--json")
 
     assert json.loads(answer.stdout) == {"kind": "sqlite", "purged": 1_200}
-    assert sqlite3.connect("idem.db").execute("SELECT count(*) FROM idempotency_records").fetchone() == (3,)
+    assert told_by_sqlite("SELECT count(*) FROM idempotency_records") == [(3,)]
 
 
 def test_a_newer_schema_is_purged_by_nobody_who_does_not_know_it() -> None:
     asyncio.run(fill(expired=3, kept=0))
-    sqlite3.connect("idem.db").executescript("UPDATE idempotency_store SET version = 9")
+    run_script("UPDATE idempotency_store SET version = 9")
 
     purged, migrated = typed("purge"), typed("migrate")
 
     assert (purged.exit_code, migrated.exit_code) == (1, 1)
     assert "the store refuses purge: the schema is of version 9, this code knows 2" in told(purged)
     assert "the store refuses migrate: the schema is of version 9, this code knows 2" in told(migrated)
-    assert sqlite3.connect("idem.db").execute("SELECT count(*) FROM idempotency_records").fetchone() == (3,)
+    assert told_by_sqlite("SELECT count(*) FROM idempotency_records") == [(3,)]
 
 
 @pytest.mark.parametrize("lost", ["DROP TABLE idempotency_store", "DELETE FROM idempotency_store"])
 def test_tables_that_do_not_say_their_version_are_not_purged(lost: str) -> None:
     asyncio.run(fill(expired=3, kept=0))
-    sqlite3.connect("idem.db").executescript(lost)
+    run_script(lost)
 
     answer = typed("purge")
 
     assert answer.exit_code == 1
     assert "run: integr8s-idem store migrate" in told(answer)
-    assert sqlite3.connect("idem.db").execute("SELECT count(*) FROM idempotency_records").fetchone() == (3,)
+    assert told_by_sqlite("SELECT count(*) FROM idempotency_records") == [(3,)]
 
 
 def test_where_no_file_is_there_is_nothing_to_purge_and_none_is_made() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import typing
-from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
 from functools import wraps
@@ -22,14 +19,9 @@ from integr8s_idem.config import OnFailure
 from integr8s_idem.errors import ApplicationError, InvalidKeyError, PreviouslyFailedError
 from tests.support.guarded import plain_manager
 
-if sys.version_info >= (3, 12):
-    Unreadable = Callable[[], int]
-else:
 
-    class Unreadable(typing.TypedDict):
-        """Pydantic wants that of typing_extensions before Python 3.12."""
-
-        number: int
+class Unreadable:
+    """Pydantic knows no schema for it."""
 
 
 async def _named(name: str) -> str:

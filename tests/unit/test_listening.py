@@ -38,6 +38,7 @@ async def test_a_connection_that_has_just_been_accepted_reaches_the_server_that_
         await writer.wait_closed()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python 3.13 stumbles over it, too
 async def test_asyncio_by_itself_loses_it() -> None:
     server = await asyncio.start_server(lambda *_: pytest.fail("served"), "127.0.0.1", 0)
     with await come(server.sockets[0].getsockname()[1]):
