@@ -65,8 +65,8 @@ class Transactions:
         if not isinstance(repository, SqlIdempotencyRepository):
             raise ApplicationError(
                 f"transactional handlers need a store in SQL, and this is {type(repository).__name__}: set [store] "
-                "kind to that of the application's database, or leave out transaction=… (a WorkerHarness keeps records "
-                "there with own_store=True)"
+                "kind to that of the application's database, or leave out transaction=… (for a "
+                "WorkerHarness, give it a sqlite_file)"
             )
         self._repository = repository
         self._outbox = SqlOutbox(repository.engine)

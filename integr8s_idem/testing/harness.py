@@ -11,8 +11,8 @@
         assert payments.charges == ["1"]
 
 What runs is the real code: the service's own container, with its dispatcher, manager and worker.  In memory are only
-the broker, the store and time.  With `own_store=True` the store is the SQLite file of the settings, for handlers whose
-outcomes commit with what they write.  Background tasks of services run, too.
+the broker, the store and time.  With `sqlite_file` the store is a SQLite file, for handlers whose outcomes commit with
+what they write.  Background tasks of services run, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from integr8s_idem.testing.seen import DeadLetterSeen, HandlerRun
 from integr8s_idem.worker import Platform, Service
 
 if TYPE_CHECKING:
-    from integr8s_idem.testing.own_store import OwnStore
+    from integr8s_idem.testing.sqlite_store import SqliteStore
 
 
 class NotReachedError(AssertionError):
@@ -67,7 +67,7 @@ class WorkerHarness:
         providers: Sequence[BaseProvider] = (),
         settings: Settings | Path | None = None,
         overrides: Mapping[str, Any] | None = None,
-        own_store: bool = False,
+        sqlite_file: Path | None = None,
     ) -> None:
         """
         Args:
@@ -78,16 +78,17 @@ class WorkerHarness:
             settings: Settings, or a file of them; ./settings.toml if it is there, as for `run`, if not given.
                 Addresses of servers mean nothing here.
             overrides: Nested values that win: `{"idempotency": {"max_attempts": 2}}`.  With a file, or none.
-            own_store: Records are in the SQLite file of the settings, as transactions of handlers need it.
+            sqlite_file: Records are in this file instead of memory, as transactions of handlers need it: the store of
+                the settings that containers get is this one.
 
         Raises:
-            ApplicationError: The platform has no such service, or the store of the settings is not SQLite.
+            ApplicationError: The platform has no such service.
             SettingsError: As `load_settings`.
         """
         platform = application if isinstance(application, Platform) else Platform(application)
         self._services = platform.choose(services)
-        self._settings = _without_servers(_read(platform, settings, overrides), own_store=own_store)
-        self._own_store = own_store
+        self._settings = _without_servers(_read(platform, settings, overrides), sqlite_file)
+        self._has_sqlite_store = sqlite_file is not None
         self._overrides = Overrides(fakes or {}, providers)
         self._entered: Running | None = None
 
@@ -245,7 +246,9 @@ class WorkerHarness:
         return self._entered is not None
 
     async def __aenter__(self) -> WorkerHarness:
-        here = Running(self._settings, self._services, self._overrides, _own_store() if self._own_store else None)
+        here = Running(
+            self._settings, self._services, self._overrides, _sqlite_store() if self._has_sqlite_store else None
+        )
         await here.begin()
         self._entered = here
         return self
@@ -282,20 +285,16 @@ def _read(platform: Platform, settings: Settings | Path | None, overrides: Mappi
     return settings
 
 
-def _without_servers(settings: Settings, *, own_store: bool) -> Settings:
-    """The same without servers: neither a collector nor a port, nor a store, unless it is a file."""
-    if own_store and not isinstance(settings.store, SqliteStoreSettings):
-        raise ApplicationError(
-            f'own_store=True needs [store] kind = "sqlite", and it is "{settings.store.kind}": a WorkerHarness lets '
-            'time leap, and the clock of a server does not. Give overrides={"store": {"kind": "sqlite", "path": ...}} '
-            "or use an EmbeddedHarness"
-        )
-    store = settings.store if own_store else MemoryStoreSettings(kind="memory")
+def _without_servers(settings: Settings, sqlite_file: Path | None) -> Settings:
+    """The same with neither a collector nor a port, and with records in memory or in a file."""
+    store: MemoryStoreSettings | SqliteStoreSettings = MemoryStoreSettings(kind="memory")
+    if sqlite_file is not None:
+        store = SqliteStoreSettings(kind="sqlite", path=str(sqlite_file))
     telemetry = settings.telemetry.model_copy(update={"metrics_enabled": False, "spans": "off", "otlp_endpoint": None})
     return settings.model_copy(update={"store": store, "telemetry": telemetry})
 
 
-def _own_store() -> OwnStore:
-    from integr8s_idem.testing.own_store import OwnStore  # the drivers of databases are extras
+def _sqlite_store() -> SqliteStore:
+    from integr8s_idem.testing.sqlite_store import SqliteStore  # the drivers of databases are extras
 
-    return OwnStore()
+    return SqliteStore()

@@ -28,7 +28,7 @@ from integr8s_idem.worker.records import Consumer
 from integr8s_idem.worker.running import section_of
 
 if TYPE_CHECKING:
-    from integr8s_idem.testing.own_store import OwnStore
+    from integr8s_idem.testing.sqlite_store import SqliteStore
 
 
 @dataclass(slots=True)
@@ -100,8 +100,8 @@ class World:
     points: Points = field(default_factory=Points)
     runs: list[HandlerRun] = field(default_factory=list)
     events: Events = field(default_factory=Events)
-    own: OwnStore | None = None
-    """The application's own store, if records are there."""
+    sqlite: SqliteStore | None = None
+    """The store in a file, if records are there."""
 
     def publisher(self, kind: type[MemoryPublisher] = MemoryPublisher) -> MemoryPublisher:
         """One that puts messages into its broker."""
@@ -196,10 +196,10 @@ class Life:
     def _container(self, plan: CrashPlan, publisher: MemoryPublisher) -> AsyncContainer:
         world = self._world
         ours: dict[Any, object] = {EventPublisher: publisher}
-        if world.own is None:
+        if world.sqlite is None:
             ours[IdempotencyRepository] = MemoryStore(world.store, plan)
             return world.overrides.container(self.service, world.settings, ours)
-        wrap = world.own.wrapping(world.store, plan)
+        wrap = world.sqlite.wrapping(world.store, plan)
         return world.overrides.container(self.service, world.settings, ours, wrap)
 
     def _join(self, settings: KafkaSettings, group: str) -> Consumer:

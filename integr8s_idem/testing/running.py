@@ -21,7 +21,7 @@ from integr8s_idem.testing.virtual_time import EPOCH
 from integr8s_idem.worker import Service
 
 if TYPE_CHECKING:
-    from integr8s_idem.testing.own_store import OwnStore
+    from integr8s_idem.testing.sqlite_store import SqliteStore
 
 PATIENCE_SECONDS: Final = 3600.0
 """Of leaping time, in which everything must be settled."""
@@ -48,9 +48,9 @@ class Running:
     """Workers under way."""
 
     def __init__(
-        self, settings: Settings, services: Sequence[Service], overrides: Overrides, own: OwnStore | None
+        self, settings: Settings, services: Sequence[Service], overrides: Overrides, sqlite: SqliteStore | None
     ) -> None:
-        """`own`: the application's own store; records are in memory if there is none."""
+        """`sqlite`: the store in a file; records are in memory if there is none."""
         loop = asyncio.get_running_loop()
         began = loop.time()
 
@@ -58,8 +58,8 @@ class Running:
             return EPOCH + timedelta(seconds=loop.time() - began)
 
         broker = MemoryBroker(lambda: round(now().timestamp() * 1000))
-        inner = MemoryIdempotencyRepository(clock=now) if own is None else own.repository
-        self.world = World(settings, broker, FlakyStore(inner), overrides, own=own)
+        inner = MemoryIdempotencyRepository(clock=now) if sqlite is None else sqlite.repository
+        self.world = World(settings, broker, FlakyStore(inner), overrides, sqlite=sqlite)
         self.publisher = self.world.publisher()
         self.lives: list[Life] = []
         """The present one of each service last."""
@@ -74,8 +74,8 @@ class Running:
         """Let every service join its group."""
         self._time = leaping_time()
         self._stack.enter_context(processes_in_loop())
-        if self.world.own is not None:
-            self._stack.enter_context(self.world.own.connections.watched())
+        if self.world.sqlite is not None:
+            self._stack.enter_context(self.world.sqlite.connections.watched())
         try:
             self.lives += [Life(self.world, service, 1) for service in self._services]
             await self.until(lambda: all(life.joined for life in self.lives))
@@ -184,14 +184,14 @@ class Running:
 
     def _is_busy(self) -> bool:
         """Whether something goes on outside of the event loop, for all that one can know."""
-        own = self.world.own
-        return (own is not None and (own.connections.is_in_use() or any(life.starting for life in self.lives))) or any(
-            life.busy for life in self.lives if life.process.running
-        )
+        sqlite = self.world.sqlite
+        return (
+            sqlite is not None and (sqlite.connections.is_in_use() or any(life.starting for life in self.lives))
+        ) or any(life.busy for life in self.lives if life.process.running)
 
     async def _close_connections(self, life: Life) -> None:
-        if self.world.own is not None:
-            await self.world.own.connections.close_of(life.process)
+        if self.world.sqlite is not None:
+            await self.world.sqlite.connections.close_of(life.process)
 
     async def advance(self, seconds: float) -> None:
         """Let `seconds` pass, timer by timer."""

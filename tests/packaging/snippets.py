@@ -162,7 +162,7 @@ def _mistakes_of_python(words: list[str]) -> Iterator[str]:
 
 def targets() -> set[str]:
     """What `make` can make."""
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def extras() -> set[str]:

@@ -99,6 +99,7 @@ def page_module(tmp_path: Path) -> Iterator[ModuleType]:
     del sys.modules["page"]
 
 
+@pytest.mark.filterwarnings("ignore:It looks like `register_random`")
 @pytest.mark.parametrize("page", with_python(), ids=name_of)
 def test_the_programs_of_a_page_run(page: Path, page_module: ModuleType) -> None:
     names = vars(page_module)

@@ -1,4 +1,4 @@
-"""The application's own SQLite store under a `WorkerHarness`, with transactions of handlers in it.
+"""A store in a SQLite file under a `WorkerHarness`, with transactions of handlers in it.
 
 Each simulated process has connections of its own.  Those of one that dies are closed, so that it does not keep the
 file locked.  While one that lives has a connection in use, time does not leap: a thread answers what it asks.
@@ -72,7 +72,7 @@ class Connections:
         self._in_use.pop(entry, None)
 
 
-class OwnStore:
+class SqliteStore:
     """The store of the settings: a repository for each simulated process, and their connections."""
 
     def __init__(self) -> None:

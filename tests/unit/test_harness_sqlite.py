@@ -1,4 +1,4 @@
-"""The harness with the application's own SQLite store: transactions of handlers, crashes in them, background tasks."""
+"""The harness with records in a SQLite file: transactions of handlers, crashes in them, background tasks."""
 
 from __future__ import annotations
 
@@ -130,8 +130,7 @@ def harness(postbox: Postbox, tmp_path: Path) -> WorkerHarness:
     made = WorkerHarness(
         platform,
         fakes={Postbox: postbox},
-        overrides={"store": {"kind": "sqlite", "path": str(tmp_path / "books.db")}},
-        own_store=True,
+        sqlite_file=tmp_path / "books.db",
     )
     postbox.harness = made
     return made
@@ -192,21 +191,14 @@ async def test_a_crash_with_a_transaction_open_rolls_it_back_and_unlocks_the_fil
     assert sorted(set(postbox.mails)) == ["1", "2"]
 
 
-async def test_a_store_on_a_server_is_refused() -> None:
-    with pytest.raises(ApplicationError, match=r'own_store=True needs \[store\] kind = "sqlite", and it is "redis"'):
-        WorkerHarness(platform, own_store=True)
-
-
-async def test_without_the_own_store_the_error_says_what_to_set(postbox: Postbox) -> None:
-    with pytest.raises(ApplicationError, match="own_store=True"):
+async def test_without_a_file_the_error_says_what_to_give(postbox: Postbox) -> None:
+    with pytest.raises(ApplicationError, match="give it a sqlite_file"):
         async with WorkerHarness(platform, "books", fakes={Postbox: postbox}):
             pass
 
 
 async def test_the_example_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = {"kind": "sqlite", "path": str(tmp_path / "bookings.db")}
-
-    async with WorkerHarness(bookings.platform, overrides={"store": store}, own_store=True) as harness:
+    async with WorkerHarness(bookings.platform, sqlite_file=tmp_path / "bookings.db") as harness:
         await harness.publish(bookings.PaymentReceived(account="1", amount=30))
         await harness.redeliver_all()
 
