@@ -184,10 +184,10 @@ class Running:
 
     def _is_busy(self) -> bool:
         """Whether something goes on outside of the event loop, for all that one can know."""
+        if any(life.busy for life in self.lives if life.process.running):
+            return True
         sqlite = self.world.sqlite
-        return (
-            sqlite is not None and (sqlite.connections.is_in_use() or any(life.starting for life in self.lives))
-        ) or any(life.busy for life in self.lives if life.process.running)
+        return sqlite is not None and (sqlite.connections.is_in_use() or any(life.starting for life in self.lives))
 
     async def _close_connections(self, life: Life) -> None:
         if self.world.sqlite is not None:
