@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,12 +119,19 @@ def _checked(
 ) -> tuple[Sequence[SettingsMistake], Sequence[SettingsMistake]]:
     try:
         settings = command_settings(file, platform)
-        check_exporter(settings.telemetry)
     except SettingsError as error:
         return error.mistakes, ()
+    warnings = settings_warnings(settings, platform.services if platform else [])
+    return list(_missing_extras(settings)), warnings
+
+
+def _missing_extras(settings: Settings) -> Iterator[SettingsMistake]:
     if missing := missing_extra(settings.store.kind):
-        return [SettingsMistake("store.kind", f'= "{settings.store.kind}" {missing}')], ()
-    return (), settings_warnings(settings, platform.services if platform else [])
+        yield SettingsMistake("store.kind", f'= "{settings.store.kind}" {missing}')
+    try:
+        check_exporter(settings.telemetry)
+    except SettingsError as error:
+        yield from error.mistakes
 
 
 def _print_json(source: str, mistakes: Sequence[SettingsMistake], warnings: Sequence[SettingsMistake]) -> None:

@@ -74,3 +74,19 @@ def test_settings_check_reports_a_missing_extra(
     told = " ".join(lacking.stderr.split())
     assert f'store.kind = "{kind}" needs {module}; install the extra {extra}' in told
     assert f'pip install "integr8s-idem[{extra}]"' in told
+
+
+def test_settings_check_reports_all_missing_extras(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[store]\nkind = "sqlite"\n[telemetry]\notlp_endpoint = "http://localhost:4317"\n')
+    monkeypatch.setattr("integr8s_idem.config.words.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+
+    checked = CliRunner().invoke(app, ["settings", "check", "--settings", str(file)])
+
+    assert checked.exit_code == 2
+    assert "2 mistakes" in checked.stderr
+    assert {extra for extra in ("sql", "otlp-grpc") if f'pip install "integr8s-idem[{extra}]"' in checked.stderr} == {
+        "sql",
+        "otlp-grpc",
+    }
