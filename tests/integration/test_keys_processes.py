@@ -204,8 +204,8 @@ def test_memory_does_not_grow_with_the_store_and_one_key_takes_seconds(tmp_path:
     assert (few["list"].lines, many["list"].lines) == (FEW, MANY)
     assert json.loads(many["purge of failed ones"].output)["purged"] == MANY // 10
     by_key, by_id = many["explain by key"], many["explain by event id"]
-    assert by_key.output.splitlines()[2:4] == by_id.output.splitlines()[2:4]
-    assert by_key.output.splitlines()[2].endswith(b": completed")
+    assert by_key.output.splitlines()[:2] == by_id.output.splitlines()[:2]
+    assert by_key.output.splitlines()[0].endswith(b": completed")
     assert max(by_key.seconds, by_id.seconds) < 30
     assert max(run.peak_mb for run in many.values()) < LIMIT_MB
     # Forty times the records: with all of them in memory it would be far beyond this.

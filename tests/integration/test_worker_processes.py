@@ -172,8 +172,11 @@ async def test_a_stalled_worker_that_comes_back_after_its_lease_changes_nothing(
         await setting.publisher.publish(OrderPlaced(order_id="1"))
         await eventually(lambda: setting.times("end").get("1") == 1)
 
-    ends = [(order, attempt, pid) for what, order, attempt, pid in setting.journal if what == "end" and order == "0"]
-    assert ends == [("0", 2, other.pid)]
+    [(attempt, pid)] = [
+        (attempt, pid) for what, order, attempt, pid in setting.journal if what == "end" and order == "0"
+    ]
+    assert pid == other.pid
+    assert attempt >= 2, "more, if a busy machine prevented a start"
 
 
 async def test_sigterm_lets_running_handlers_end_and_the_next_worker_repeats_nothing(setting: Setting) -> None:
