@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -36,6 +37,7 @@ _WAIT_MS: Final = 50
 
 _POLL_MS: Final = 500
 _CLOSE_SECONDS: Final = 2.0
+_AGAIN_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,22 @@ class LetterBox:
         client: Any = AIOKafkaClient(**connection_options(self._kafka))
         try:
             await self._asked(client.bootstrap())
-            known = await self._asked(client.fetch_all_metadata())
+            known = await self._asked(self._cluster(client))
         finally:
             await _closed(client.close())
         return {topic: sorted(known.partitions_for_topic(topic) or ()) for topic in known.topics()}
+
+    async def _cluster(self, client: Any) -> Any:
+        # A broker that stalled, or has just begun, answers and names no broker, itself included, until the
+        # controller has heard from it again.
+        until = time.monotonic() + self._patience - _AGAIN_SECONDS
+        while True:
+            try:
+                return await client.fetch_all_metadata()
+            except KafkaError:
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(_AGAIN_SECONDS)
 
     async def stretches(self, partitions: Sequence[Partition], since: datetime | None = None) -> tuple[Stretch, ...]:
         """What stands in `partitions` now, from `since` on.  What comes later is not in it."""

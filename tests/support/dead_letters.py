@@ -90,6 +90,7 @@ class Said:
     @property
     def json(self) -> Any:
         """All of it as one object."""
+        assert self.out, self.err
         return json.loads(self.out)
 
     @property
