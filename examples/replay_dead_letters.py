@@ -50,7 +50,7 @@ async def replay(settings: Settings, topic: str, *, dry_run: bool = False) -> tu
     try:
         async for letter in letters(settings, topic):
             try:
-                message = replay_of(letter)
+                message = replay_of(letter, settings)
             except ApplicationError as error:
                 print(f"left there: {error}")
                 refused += 1

@@ -176,6 +176,10 @@ def replay_command(
     again: Annotated[
         bool, typer.Option("--again", help="Those as well that were replayed already, as far as the store knows.")
     ] = False,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="TOPIC", help="Publish to this topic, instead of the one each was read from."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count them, and change nothing.")] = False,
     yes: Yes = False,
     audit_file: AuditFile = None,
@@ -185,6 +189,8 @@ def replay_command(
 ) -> None:
     """Publish dead letters again, each for the handler that gave it up, as its next generation.
 
+    They go to the topic that the dead-letter topic is named after, signed with the secret of [replay].
+
     It counts first and asks.  One generation is handled once, so it does no harm to replay twice, or to begin anew
     after a replay was cut short.
     """
@@ -192,7 +198,7 @@ def replay_command(
     def replay() -> int:
         filters = _Filters(service, reason, error, event_type, key, since, until)
         search = _search(_From(settings, embedded, application), topic, filters, limit, place)
-        return ReplayCommand(search, again, as_json, audit_file).run(yes=yes, dry_run=dry_run)
+        return ReplayCommand(search, again, as_json, audit_file, to).run(yes=yes, dry_run=dry_run)
 
     raise typer.Exit(_answered(replay, embedded=embedded))
 
@@ -289,7 +295,7 @@ async def _stories(search: Search) -> list[Story]:
             if letter is None:
                 raise ApplicationError(f"there is no letter at {place}: the offset holds no message", is_missing=True)
             history = await records.history(letter)
-            decision = decided(letter, history.get(letter.generation + 1), found.topics)
+            decision = decided(letter, history.get(letter.generation + 1), found.topics, search.settings)
             stories.append(Story(letter, history, decision, records.problem))
     return stories
 

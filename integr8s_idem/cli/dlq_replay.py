@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -13,6 +14,7 @@ from integr8s_idem.cli.answering import FAILURE
 from integr8s_idem.cli.asking import agreed
 from integr8s_idem.cli.letters import counted, report_text
 from integr8s_idem.cli.progress import progress
+from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.audit import audited, store_place
 from integr8s_idem.operations.letter_records import open_letter_records
 from integr8s_idem.operations.letterbox import open_letter_box
@@ -30,17 +32,20 @@ class ReplayCommand:
     """Whether letters are published that the store says were replayed."""
     as_json: bool
     audit_file: str | None
+    to: str | None = None
+    """The topic to publish to, if it is not the one that a dead-letter topic is named after."""
 
     def run(self, *, yes: bool, dry_run: bool) -> int:
         """The exit status.
 
         Raises:
-            ApplicationError: Nobody is there to be asked.
+            ApplicationError: Nobody is there to be asked; there is no topic `to`; or the services refuse replays.
             BrokerUnavailableError: The letters cannot be read.
         """
         # What is there now is what is counted, asked about and published.
         found = asyncio.run(self._look())
         tell_note(found)
+        self._check(found)
         if dry_run or not yes:
             plan = Report()
             asyncio.run(self._pass(found, plan, None, "counting"))
@@ -53,7 +58,7 @@ class ReplayCommand:
         report = Report()
         brokers = self.search.settings.kafka.bootstrap_servers
         where = {"brokers": brokers, "store": store_place(self.search.settings)}
-        asked = {**self.search.as_json(), "topics": found.named, "again": self.again, **where}
+        asked = {**self.search.as_json(), "topics": found.named, "again": self.again, "to": self.to, **where}
         with audited("dlq replay", asked, self.audit_file) as entry:
             try:
                 asyncio.run(self._publish(found, report))
@@ -66,6 +71,26 @@ class ReplayCommand:
                 entry.counts.update(report.counts())
         self._tell(report, "replayed")
         return FAILURE if Fate.NOT_CONFIRMED in report.left_out else 0
+
+    def _check(self, found: Found) -> None:
+        if self.to is not None and self.to not in found.topics:
+            near = get_close_matches(self.to, found.topics, n=1)
+            hint = f' (did you mean "{near[0]}"?)' if near else ""
+            raise ApplicationError(f'there is no topic "{self.to}"{hint}: --to takes the whole name of one')
+        replay = self.search.settings.replay
+        if replay.keys:
+            return
+        if replay.unsigned_policy == "refuse":
+            raise ApplicationError(
+                'the services refuse these replays: [replay] has unsigned = "refuse" and no secret to sign them with. '
+                "Set the secret of the services, for example by INTEGR8S_IDEM_REPLAY__SECRET"
+            )
+        if replay.unsigned_policy == "failed_only":
+            typer.echo(
+                "not signed, as [replay] has no secret: services run again only what their store knows as failed, and "
+                "take the rest for ordinary deliveries",
+                err=True,
+            )
 
     async def _look(self) -> Found:
         async with open_letter_box(self.search.settings.kafka) as box:
@@ -82,7 +107,7 @@ class ReplayCommand:
         """Take all letters that are meant; what comes while that goes on is not among them."""
         settings = self.search.settings
         async with open_letter_box(settings.kafka) as box, open_letter_records(settings, ask=not self.again) as records:
-            replayer = Replayer(found.topics, records, publisher, report)
+            replayer = Replayer(found.topics, records, publisher, report, settings, self.to)
             with progress(title, found.length) as advance:
                 async for page in pages(self.search, found, box):
                     await replayer.take(page.letters)

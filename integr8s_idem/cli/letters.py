@@ -13,6 +13,7 @@ from integr8s_idem.operations.letters import Letter, encoded, written
 from integr8s_idem.operations.replaying import KNOWN_ALREADY, TOLD, Decision, Report
 from integr8s_idem.operations.tallying import Group
 from integr8s_idem.records import Corrupt, IdempotencyRecord
+from integr8s_idem.worker.deadletters import REPLAY_SIGNATURE
 
 PAYLOAD: Final = 2_000
 """Characters of a payload that are shown if nobody asks for all."""
@@ -75,7 +76,10 @@ class Story(NamedTuple):
             "replay": {
                 "fate": self.decision.fate.value,
                 "topic": replay.topic if replay else "",
-                "headers": [[name, encoded(value)] for name, value in replay.headers] if replay else [],
+                # Not the signature: the publisher of a replay makes it, and whoever has it can publish that replay.
+                "headers": [[name, encoded(value)] for name, value in replay.headers if name != REPLAY_SIGNATURE]
+                if replay
+                else [],
             },
         }
 
@@ -189,6 +193,7 @@ def _foretold(story: Story) -> str:
 def report_text(report: Report, done: str) -> str:
     """What a replay comes to.  `done`: `replayed`, or `to be replayed`."""
     lines = [f"{counted(report.published)} {done}", *tally_lines(report.groups.rows())]
+    lines += [printable(f"  to topic {topic}: {count:,}") for topic, count in report.destinations.most_common()]
     if report.unguarded:
         lines.append(
             f"  {report.unguarded:,} of them name no record: nothing tells whether they were replayed before, and each "

@@ -142,3 +142,11 @@ def _reasons(look: FleetLook) -> Iterator[Text]:
         if row.reason and row.figures is not None:
             told = f"{row.service} at {row.worker} {row.state}: {row.reason}"
             yield Text(printable(told), style=_STATES.get(row.state, _BAD))
+    for service in _by_service(look):
+        figures = look.total(service)
+        refused, for_others = figures.count(Signal.REPLAY_REFUSED), figures.count(Signal.REPLAY_FOR_OTHERS)
+        if refused:
+            told = f"{service}: {refused:,} with replay headers that were refused, handled as if they had none"
+            yield Text(printable(told), style=_WORTH_A_LOOK)
+        if for_others:
+            yield Text(printable(f"{service}: {for_others:,} replays for other groups passed by"))

@@ -236,6 +236,12 @@ def _warned_globally(settings: Settings) -> Iterator[SettingsMistake]:
             f'is not used with security_protocol = "{kafka.security_protocol}": the brokers are not told who we are; '
             "write SASL_SSL?",
         )
+    if settings.replay.unsigned == "trust":
+        yield SettingsMistake(
+            "replay.unsigned",
+            '= "trust" lets every producer run completed work again, and keep events from handlers and groups, by a '
+            "header; set replay.secret instead",
+        )
     yield from _warned_of_store(settings.store)
     yield from _warned_of_results(settings)
 

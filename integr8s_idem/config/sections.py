@@ -40,6 +40,22 @@ def _zero_or_a_hundredth(share: float) -> float:
 ClusterUrl: TypeAlias = Annotated[str, AfterValidator(cluster_url)]
 SentinelAddress: TypeAlias = Annotated[str, AfterValidator(sentinel_address)]
 TopicName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,249}$")]
+_SHORTEST_SECRET: Final = 32
+
+
+def _replay_secret(secret: SecretStr) -> SecretStr:
+    text = secret.get_secret_value()
+    if len(text) < _SHORTEST_SECRET:
+        raise ValueError(
+            f"must have {_SHORTEST_SECRET} characters or more, as anybody can try short ones on a signed message; "
+            "make one: openssl rand -hex 32"
+        )
+    if "," in text or not text.isprintable() or " " in text:
+        raise ValueError("must not hold a comma, a space or a line break; make one: openssl rand -hex 32")
+    return secret
+
+
+ReplaySecret: TypeAlias = Annotated[SecretStr, AfterValidator(_replay_secret)]
 
 
 class KafkaSettings(Section):
@@ -349,6 +365,25 @@ class ServiceSettings(Section):
     """As in [idempotency], for this service."""
     on_store_error: OnStoreError | None = None
     """As in [idempotency], for this service."""
+
+
+class ReplaySettings(Section):
+    """Replays of dead letters: which messages may ask to be handled anew, or by one group and handler only."""
+
+    secret: Annotated[tuple[ReplaySecret, ...], BeforeValidator(one_or_many)] = ()
+    """Signs replays, for all services; better given by the environment. Of several the first signs, any verifies."""
+    unsigned: Literal["refuse", "failed_only", "trust"] | None = None
+    """Replay headers that are not signed with the secret. Not given: refuse with a secret, failed_only without one."""
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """The secrets, as keys of an HMAC."""
+        return tuple(secret.get_secret_value().encode() for secret in self.secret)
+
+    @property
+    def unsigned_policy(self) -> Literal["refuse", "failed_only", "trust"]:
+        """`unsigned`, or what it is if not given."""
+        return self.unsigned or ("refuse" if self.secret else "failed_only")
 
 
 class TelemetrySettings(Section):

@@ -13,6 +13,7 @@ from integr8s_idem.config.reading import current_reading, instead, without
 from integr8s_idem.config.sections import (
     KafkaSettings,
     RedisStoreSettings,
+    ReplaySettings,
     ServiceSettings,
     StoreSettings,
     TelemetrySettings,
@@ -48,6 +49,7 @@ class Settings(BaseSettings):
     store: StoreSettings = RedisStoreSettings()
     idempotency: IdempotencyConfig = IdempotencyConfig()
     services: dict[ServiceKey, ServiceSettings] = Field(default_factory=dict)
+    replay: ReplaySettings = ReplaySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     def service(self, name: str) -> ServiceSettings:

@@ -72,7 +72,9 @@ class Shape:
 
     @property
     def is_secret(self) -> bool:
-        return any(schema.get("writeOnly") or schema.get("format") == "password" for schema in self.variants())
+        if any(schema.get("writeOnly") or schema.get("format") == "password" for schema in self.variants()):
+            return True
+        return self.item is not None and self.item.is_secret
 
     def leaves(self, here: Path = ()) -> Iterator[Path]:
         """The paths of all single settings below; a free name is written `<name>`."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from secrets import token_hex
 from typing import Any
 
 from integr8s_idem.embedded.kafka import EmbeddedKafka
@@ -21,9 +23,11 @@ class EmbeddedServers:
     bootstrap_servers: str
     redis_url: str | None
     """`None`: no Redis was asked for."""
+    replay_secret: str = field(default_factory=partial(token_hex, 32), repr=False)
+    """Signs replays of dead letters, for as long as these servers run."""
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Sections to lay over the user's own: addresses, and times short enough to watch a worker die."""
+        """Sections to lay over the user's own: addresses, a secret, and times short enough to watch a worker die."""
         return {
             "kafka": {
                 "bootstrap_servers": self.bootstrap_servers,
@@ -33,6 +37,7 @@ class EmbeddedServers:
                 # The emulator tells nothing of its topics, and keeps them no longer than it lives.
                 "retention_check": "off",
             },
+            "replay": {"secret": self.replay_secret},
             **({"store": {"kind": "redis", "url": self.redis_url}} if self.redis_url is not None else {}),
         }
 

@@ -14,7 +14,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar, overload
 
@@ -37,8 +37,8 @@ class RunningServers:
 
     process: int
     """Its number, where it runs: for people."""
-    sections: Mapping[str, Mapping[str, Any]]
-    """What leads to them: sections of settings."""
+    sections: Mapping[str, Mapping[str, Any]] = field(repr=False)
+    """What leads to them: sections of settings, with a secret."""
 
     def __str__(self) -> str:
         addresses = [

@@ -64,6 +64,8 @@ class Figures:
             "takeovers": self.count(Signal.TAKEOVER),
             "lag": self.lag,
             "lag_is_growing": self.lag_is_growing,
+            "replays_refused": self.count(Signal.REPLAY_REFUSED),
+            "replays_for_other_groups": self.count(Signal.REPLAY_FOR_OTHERS),
             "retries": self.count(Signal.RETRY),
             "dead_letters": self.count(Signal.DEAD_LETTER),
             "errors": self.count(*ERRORS),

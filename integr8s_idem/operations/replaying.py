@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
+from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError, EventTooLargeError, PublishError, UndecodableEventError
+from integr8s_idem.keys import LAST_GENERATION
 from integr8s_idem.operations.letter_records import Known, LetterRecords
 from integr8s_idem.operations.letters import Letter
 from integr8s_idem.operations.tallying import Group, Tally
@@ -28,6 +30,7 @@ class Fate(str, Enum):
     NOT_WHOLE = "not_whole"
     TOO_OFTEN = "too_often"
     BAD_GENERATION = "bad_generation"
+    NO_DEAD_LETTER_TOPIC = "no_dead_letter_topic"
     NO_TOPIC = "no_topic"
     HANDLED = "handled"
     FAILED_AGAIN = "failed_again"
@@ -42,6 +45,7 @@ TOLD: Final = {
     Fate.NOT_WHOLE: "not the whole message, which was too large for a letter: publish that anew",
     Fate.TOO_OFTEN: "replayed as often as can be counted",
     Fate.BAD_GENERATION: "their generation is no number: publish the message anew",
+    Fate.NO_DEAD_LETTER_TOPIC: "in a topic whose name does not say where they came from: publish them with --to TOPIC",
     Fate.NO_TOPIC: "the topic they came from is not there any more",
     Fate.HANDLED: "replayed and handled already",
     Fate.FAILED_AGAIN: "replayed already, and given up again: the letter of that generation is the one to replay",
@@ -70,22 +74,28 @@ class Decision(NamedTuple):
     replay: Replay | None = None
 
 
-def decided(letter: Letter, known: Known, topics: Collection[str]) -> Decision:
+def decided(
+    letter: Letter, known: Known, topics: Collection[str], settings: Settings | None = None, to: str | None = None
+) -> Decision:
     """What is to become of `letter`.
 
     Args:
         letter: It.
         known: The record of its next generation, if there is one.
         topics: All there are.
+        settings: Of the services, whose secret signs replays.
+        to: The topic to publish to, if it is not the one that the letter's topic is named after.
     """
     try:
-        replay = replay_of(letter.record)
+        replay = replay_of(letter.record, settings, to=to)
     except UndecodableEventError:
         return Decision(letter, Fate.BAD_GENERATION)
     except ApplicationError:
         if not letter.topic:
             return Decision(letter, Fate.NO_LETTER)
-        return Decision(letter, Fate.NOT_WHOLE if "dropped" in letter.told else Fate.TOO_OFTEN)
+        if "dropped" in letter.told:
+            return Decision(letter, Fate.NOT_WHOLE)
+        return Decision(letter, Fate.TOO_OFTEN if letter.generation >= LAST_GENERATION else Fate.NO_DEAD_LETTER_TOPIC)
     if replay.topic not in topics:  # to send there might make it
         return Decision(letter, Fate.NO_TOPIC)
     if isinstance(known, Corrupt):
@@ -101,6 +111,8 @@ class Report:
 
     groups: Tally = field(default_factory=Tally)
     """Letters that are published."""
+    destinations: Counter[str] = field(default_factory=Counter)
+    """Where they are published to."""
     left_out: Counter[Fate] = field(default_factory=Counter)
     examples: dict[Fate, list[str]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -112,10 +124,11 @@ class Report:
     def published(self) -> int:
         return self.groups.total
 
-    def note(self, letter: Letter, fate: Fate) -> None:
-        """Count one letter."""
+    def note(self, letter: Letter, fate: Fate, topic: str = "") -> None:
+        """Count one letter; `topic`: where it is published to."""
         if fate is Fate.PUBLISHED:
             self.groups.add(Group.of(letter))
+            self.destinations[topic] += 1
             self.unguarded += not letter.record_key
             return
         self.left_out[fate] += 1
@@ -126,7 +139,7 @@ class Report:
     def counts(self) -> dict[str, Any]:
         """Numbers only, fit for JSON."""
         left_out = {fate.value: count for fate, count in self.left_out.most_common()}
-        return {"published": self.published, "left_out": left_out}
+        return {"published": self.published, "destinations": dict(self.destinations), "left_out": left_out}
 
     def as_json(self) -> dict[str, Any]:
         """Counts, groups and reasons."""
@@ -146,12 +159,22 @@ class Replayer:
         records: What the store knows.
         publisher: Who publishes; without one, letters are counted only.
         report: What is kept up to date.
+        settings: Of the services, whose secret signs replays.
+        to: The topic to publish to, if it is not the one that a letter's topic is named after.
     """
 
     def __init__(
-        self, topics: Collection[str], records: LetterRecords, publisher: EventPublisher | None, report: Report
+        self,
+        topics: Collection[str],
+        records: LetterRecords,
+        publisher: EventPublisher | None,
+        report: Report,
+        settings: Settings | None = None,
+        to: str | None = None,
     ) -> None:
         self.report = report
+        self._settings = settings
+        self._to = to
         self._topics = topics
         self._records = records
         self._publisher = publisher
@@ -159,10 +182,11 @@ class Replayer:
     async def take(self, letters: Sequence[Letter]) -> None:
         """Decide about `letters`, and publish what is to be published.  Never fails for one of them."""
         known = await self._records.of_replays(letters)
-        decisions = [decided(letter, record, self._topics) for letter, record in zip(letters, known, strict=True)]
+        pairs = zip(letters, known, strict=True)
+        decisions = [decided(letter, record, self._topics, self._settings, self._to) for letter, record in pairs]
         fates = await self._published(decisions) if self._publisher else {}
-        for letter, fate, _ in decisions:
-            self.report.note(letter, fates.get(letter.place, fate))
+        for letter, fate, replay in decisions:
+            self.report.note(letter, fates.get(letter.place, fate), replay.topic if replay else "")
 
     async def _published(self, decisions: Sequence[Decision]) -> dict[Any, Fate]:
         """What has become of those that could not be published."""

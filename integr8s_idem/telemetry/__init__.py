@@ -60,6 +60,8 @@ class Signal(str, Enum):
     RETRY = "idempotency_retries"
     DEAD_LETTER = "idempotency_dead_letters"
     UNDECODABLE = "idempotency_undecodable_messages"
+    REPLAY_REFUSED = "idempotency_replays_refused"
+    REPLAY_FOR_OTHERS = "idempotency_replays_for_other_groups"
     PUBLISHED = "idempotency_events_published"
     COMMIT_FAILED = "idempotency_commit_failures"
     REBALANCE = "idempotency_rebalances"
@@ -115,9 +117,10 @@ class Observer(Protocol):
         ...
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
-        """Something happened; `reason`, of a closed set, says why a message was not or could not be handled.
+        """Something happened; `reason`, of a closed set, says why a message was not or could not be handled as it asks.
 
-        Only `Signal.DEAD_LETTER` and `Signal.UNDECODABLE` have one; `event_type` is empty where none is known.
+        Only `Signal.DEAD_LETTER`, `Signal.UNDECODABLE` and `Signal.REPLAY_REFUSED` have one; `event_type` is empty
+        where none is known.
         """
         ...
 

@@ -66,6 +66,8 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.RETRY: "Deliveries to be tried again.",
     Signal.DEAD_LETTER: "Messages moved to a dead-letter topic, by reason.",
     Signal.UNDECODABLE: "Messages that are no event known here, by reason.",
+    Signal.REPLAY_REFUSED: "Messages whose replay headers were not honored, by reason; handled as if they had none.",
+    Signal.REPLAY_FOR_OTHERS: "Replays for another consumer group, which this one passes by.",
     Signal.PUBLISHED: "Outgoing events confirmed by the broker.",
     Signal.COMMIT_FAILED: "Offset commits that failed.",
     Signal.REBALANCE: "Changes of the assignment of partitions.",
@@ -88,6 +90,8 @@ _OF_THE_SERVICE: Final = frozenset(
         Signal.STORE_ERROR,
         Signal.PURGED,
         Signal.UNDECODABLE,
+        Signal.REPLAY_REFUSED,
+        Signal.REPLAY_FOR_OTHERS,
         Signal.COMMIT_FAILED,
         Signal.REBALANCE,
     }
@@ -96,7 +100,8 @@ _OF_THE_SERVICE: Final = frozenset(
 
 _UNREADABLE: Final = ("empty", "malformed", "missing_id", "unknown_type", "unsupported_version", "invalid")
 _GIVEN_UP: Final = ("handler_failed", "previously_failed", "key_reused", "corrupt_record", "no_key", "no_handler")
-_WITH_REASON: Final = frozenset({Signal.DEAD_LETTER, Signal.UNDECODABLE})
+_NOT_HONORED: Final = ("unsigned", "bad_signature", "malformed", "other_event", "not_failed")
+_WITH_REASON: Final = frozenset({Signal.DEAD_LETTER, Signal.UNDECODABLE, Signal.REPLAY_REFUSED})
 """Signals whose family has a label `reason`."""
 
 _SILENT_SPAN: Final = SILENT.phase(Phase.HANDLE).__enter__()
@@ -119,6 +124,8 @@ def _reasons_of(signal: Signal, event_type: str) -> tuple[str, ...]:
     """The reasons to start with; a message that could not be read has no event type."""
     if signal not in _WITH_REASON:
         return ("",)
+    if signal is Signal.REPLAY_REFUSED:
+        return _NOT_HONORED
     return _GIVEN_UP if event_type else _UNREADABLE
 
 
@@ -332,7 +339,7 @@ class PrometheusObserver(SilentObserver):
         return _TimedTogether(self._service, phase, event_types)
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
-        """Add `amount` to the counter of `signal`; `reason` is a label of dead letters and undecodable messages."""
+        """Add `amount` to the counter of `signal`; `reason` is a label where the signal has reasons."""
         try:
             self._here.counts[event_type][signal] += amount
         except KeyError:

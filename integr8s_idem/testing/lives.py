@@ -185,6 +185,7 @@ class Life:
                 settings.kafka,
                 section_of(self.service, settings),
                 group=self.service.group_id,
+                replay=settings.replay,
                 consumer=crashing_consumer(plan, self._join),
             )
             beside = [run_background(work, container) for work in self.service.background]

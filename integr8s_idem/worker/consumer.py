@@ -17,7 +17,7 @@ from typing import Any, Final
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
 from aiokafka.errors import KafkaError
 
-from integr8s_idem.config import KafkaSettings, ServiceSettings
+from integr8s_idem.config import KafkaSettings, ReplaySettings, ServiceSettings
 from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.envelopes import Codec, IdFromHeader, codec_of
 from integr8s_idem.errors import ApplicationError, BrokerUnavailableError, StoreUnavailableError
@@ -38,6 +38,7 @@ from integr8s_idem.worker.pressure import Pressure
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.purging import Purger
 from integr8s_idem.worker.records import Consumer, Partition
+from integr8s_idem.worker.replays import ReplayPolicy
 from integr8s_idem.worker.retries import Backoff
 from integr8s_idem.worker.settling import Settler, Tally
 from integr8s_idem.worker.slots import Slots
@@ -115,6 +116,7 @@ class ServiceWorker:
         *,
         group: str | None = None,
         isolation: IsolationGate | None = None,
+        replay: ReplaySettings | None = None,
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
         reach_brokers: Callable[[KafkaSettings], Awaitable[None]] | None = None,
     ) -> None:
@@ -123,6 +125,7 @@ class ServiceWorker:
         Args:
             group: Of consumers, where the service's settings name none; the service's name if not given.
             isolation: What the services of one process share to run events alone that may have crashed it.
+            replay: Which replay headers are honored; the defaults if not given.
             consumer: Makes the client for a group.
             reach_brokers: Asks whether the brokers answer, while the store does not; `None`: nobody asks.
 
@@ -154,6 +157,7 @@ class ServiceWorker:
             Backoff(service.retry_initial_seconds, service.retry_max_seconds),
             kafka.dead_letter_suffix,
             self.observer,
+            ReplayPolicy(self.group, replay or ReplaySettings()),
             isolation,
             SuspectRunner(isolation, service.isolation_share, service.isolation_seconds, self.observer)
             if service.isolation_share

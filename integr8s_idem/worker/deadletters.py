@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from integr8s_idem.config import KafkaSettings, ReplaySettings, Settings
 from integr8s_idem.errors import ApplicationError, UndecodableEventError
 from integr8s_idem.keys import LAST_GENERATION
 from integr8s_idem.ledger import describe_error
 from integr8s_idem.worker.records import Record
+from integr8s_idem.worker.signatures import ReplayClaim, event_hash, signature_of
 
 PREFIX: Final = "idempotency-dlq-"
 """What all our headers start with; those of the message stay as they are."""
@@ -36,39 +39,57 @@ REPLAY_GROUP: Final = "idempotency-replay-group"
 REPLAY_HANDLER: Final = "idempotency-replay-handler"
 """Header of a message that is meant for one handler of its group, by the handler's name."""
 
+REPLAY_EVENT: Final = "idempotency-replay-event"
+"""Header of a signed replay: the hash of the id of its event."""
+
+REPLAY_SIGNATURE: Final = "idempotency-replay-signature"
+"""Header of a signed replay.  The headers above are believed with it, and otherwise as `[replay] unsigned` says."""
+
+_REPLAY: Final = frozenset({GENERATION, REPLAY_GROUP, REPLAY_HANDLER, REPLAY_EVENT, REPLAY_SIGNATURE})
+
 
 def is_replay(record: Record) -> bool:
     """Whether `record` may be one that was published again on purpose; hardly any is, and that is seen at once."""
-    return any(name.startswith("idempotency-") for name, _ in record.headers)
+    for name, _ in record.headers:  # noqa: SIM110  # a generator costs every delivery twice as much
+        if name.startswith("idempotency-"):
+            return True
+    return False
 
 
-def generation_of(record: Record) -> int:
-    """How often `record` was replayed on purpose; 0 for all that come by themselves.
+def claim_of(record: Record) -> ReplayClaim | None:
+    """What the replay headers of `record` ask for; `None` if it has none.  An empty one counts as absent.
 
     Raises:
-        UndecodableEventError: The header holds no number from 0 to 999.
+        UndecodableEventError: The generation is no number from 0 to 999.
     """
-    told = _last(record, GENERATION)
-    if told is None:
-        return 0
-    text = told[:20]
+    generation, group, handler = (replay_header(record, name) for name in (GENERATION, REPLAY_GROUP, REPLAY_HANDLER))
+    if not (generation or group or handler):
+        return None
+    return ReplayClaim(
+        record.topic, group, handler, replay_header(record, REPLAY_EVENT), _number(generation) if generation else 0
+    )
+
+
+def replay_header(record: Record, header: str) -> bytes:
+    """What the last header of this name says; empty if there is none, or one without a value."""
+    for name, value in reversed(record.headers):
+        if name == header:
+            return value or b""
+    return b""
+
+
+def own_headers(record: Record) -> list[tuple[str, bytes]]:
+    """The headers of the message itself, without those that dead letters and replays add."""
+    return [(name, value) for name, value in record.headers if not _is_ours(name)]
+
+
+def _number(generation: bytes) -> int:
+    text = generation[:20]
     if not (text.isdigit() and len(text) <= len(str(LAST_GENERATION))):
         raise UndecodableEventError(
             "invalid", f"header {GENERATION} holds no number from 0 to {LAST_GENERATION}: {text!r}"
         )
     return int(text)
-
-
-def is_meant_for(group: str, record: Record) -> bool:
-    """Whether `group` is to handle `record`: always, unless it is a replay for another one."""
-    told = _last(record, REPLAY_GROUP)
-    return told is None or told == group.encode("utf-8", "backslashreplace")
-
-
-def handler_meant(record: Record) -> str | None:
-    """The name of the only handler that `record` is for; `None` for all of them."""
-    told = _last(record, REPLAY_HANDLER)
-    return None if told is None else told.decode("utf-8", "backslashreplace")
 
 
 class Replay(NamedTuple):
@@ -80,36 +101,68 @@ class Replay(NamedTuple):
     headers: list[tuple[str, bytes]]
 
 
-def replay_of(letter: Record) -> Replay:
+def replay_of(letter: Record, settings: Settings | None = None, *, to: str | None = None) -> Replay:
     """The message of a dead letter, to be handled anew by the handler that had given it up.
 
     It is as it came, but for its generation, one higher than the one that failed, and for the group and
     the handler it is meant for.  So other services and handlers of its topic, which have handled it, do
     not do it again; and one letter replayed twice is one generation, which is handled once.
 
+    Args:
+        letter: A message of a dead-letter topic.
+        settings: Of the services.  The first secret of `[replay]` signs the message; without one it is not signed.
+        to: The topic to publish to, if it is not the one whose dead letters are in the topic of `letter`.
+
     Raises:
         ApplicationError: It is no dead letter, or one with headers that are not ours; a part of it did not fit
-            into the letter; or it was replayed as often as can be counted.
+            into the letter; it was replayed as often as can be counted; or its topic is no dead-letter topic.
         UndecodableEventError: Its generation is no number.
     """
+    kafka, replay = (settings.kafka, settings.replay) if settings else (KafkaSettings(), ReplaySettings())
     told = told_by_us(letter)
     place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
-    topic = _text(told.get("topic"))
-    if not topic:
+    if not _text(told.get("topic")):
         raise ApplicationError(f"{place} is no dead letter: it has no header {PREFIX}topic")
     if "dropped" in told:
         raise ApplicationError(
             f"the dead letter {place} is not the whole message, which was too large; publish that anew"
         )
-    generation = generation_of(letter) + 1
+    # As the service counted: what the message says of itself may be anybody's word.
+    generation = _number(told.get("generation") or b"0") + 1
     if generation > LAST_GENERATION:
         raise ApplicationError(f"the dead letter {place} was replayed {LAST_GENERATION} times, the most there can be")
-    headers = [(name, value) for name, value in letter.headers if not _is_ours(name)]
-    headers.append((GENERATION, str(generation).encode()))
-    for header, target in ((REPLAY_GROUP, told.get("group")), (REPLAY_HANDLER, told.get("handler"))):
-        if target:
-            headers.append((header, target))
-    return Replay(topic, letter.key, letter.value, headers)
+    claim = ReplayClaim(
+        to or _source_of(letter, kafka.dead_letter_suffix),
+        told.get("group") or b"",
+        told.get("handler") or b"",
+        told.get("event-hash") or b"",
+        generation,
+    )
+    own = own_headers(letter)
+    headers = [*own, *_headers_of(claim, letter.value, own, replay.keys)]
+    return Replay(claim.topic, letter.key, letter.value, headers)
+
+
+def _source_of(letter: Record, suffix: str) -> str:
+    """The topic whose dead letters are in the topic of `letter`: its headers are anybody's word."""
+    source = letter.topic.removesuffix(suffix)
+    if source in ("", letter.topic):
+        raise ApplicationError(
+            f"{letter.topic} is not a dead-letter topic: its name does not end in {suffix} ([kafka] "
+            "dead_letter_suffix). Name the topic to publish to: dlq replay --to TOPIC"
+        )
+    return source
+
+
+def _headers_of(
+    claim: ReplayClaim, value: bytes | None, own: Sequence[tuple[str, bytes]], secrets: Sequence[bytes]
+) -> list[tuple[str, bytes]]:
+    """The replay headers that make `claim`, signed with the first of `secrets` if there is one."""
+    named = [(GENERATION, b"%d" % claim.generation), (REPLAY_GROUP, claim.group), (REPLAY_HANDLER, claim.handler)]
+    if secrets:
+        signature = signature_of(claim, value, own, secrets[0])
+        named += [(REPLAY_EVENT, claim.event), (REPLAY_SIGNATURE, signature)]
+    return [(name, text) for name, text in named if text]
 
 
 def record_key_of(letter: Record) -> str:
@@ -143,15 +196,7 @@ def told_by_us(letter: Record) -> dict[str, bytes]:
 
 
 def _is_ours(name: str) -> bool:
-    return name.startswith(PREFIX) or name in (GENERATION, REPLAY_GROUP, REPLAY_HANDLER)
-
-
-def _last(record: Record, header: str) -> bytes | None:
-    """The header that counts, if one name stands there several times; a null value counts as empty."""
-    for name, value in reversed(record.headers):
-        if name == header:
-            return value or b""
-    return None
+    return name.startswith(PREFIX) or name in _REPLAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +218,8 @@ class DeadLetter:
     """How often the message was replayed on purpose, as far as it says so."""
     event_type: str = ""
     """Empty where none could be read."""
+    event_id: str = ""
+    """The same."""
 
     def headers(self, record: Record, service: str, group: str) -> list[tuple[str, bytes]]:
         """The message's own headers, byte for byte, and ours behind them."""
@@ -185,6 +232,7 @@ class DeadLetter:
             "group": group,
             "handler": self.handler,
             "event-type": self.event_type,
+            "event-hash": event_hash(self.event_id).decode() if self.event_id else "",
             "key": self.key,
             "record": self.record,
             "attempts": str(self.attempts) if self.attempts else "",

@@ -111,6 +111,7 @@ class RunningService:
                 group=self.service.group_id,
                 isolation=self._isolation,
                 reach_brokers=reach_brokers,
+                replay=self._settings.replay,
             )
             reading = reading_of(dispatcher, self._worker.topics)
             if self._settings.kafka.retention_check == "refuse":

@@ -36,18 +36,22 @@ from integr8s_idem.runs import Suspected
 from integr8s_idem.telemetry import SILENT, Observer, Signal, Span, is_recorded
 from integr8s_idem.work import Executed, HandlerFailed, NotStarted, Outcome
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
-from integr8s_idem.worker.deadletters import (
-    DeadLetter,
-    Parcel,
-    generation_of,
-    handler_meant,
-    is_meant_for,
-    is_replay,
-)
+from integr8s_idem.worker.deadletters import DeadLetter, Parcel, is_replay
 from integr8s_idem.worker.gate import StoreGate
 from integr8s_idem.worker.isolation import IsolationGate
 from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.records import Record
+from integr8s_idem.worker.replays import (
+    NO_REPLAY,
+    OTHER_EVENT,
+    Judgement,
+    ReplayPolicy,
+    ReplayReporter,
+    asks_for,
+    follows_a_failure,
+)
 from integr8s_idem.worker.retries import Backoff
+from integr8s_idem.worker.signatures import ReplayClaim
 from integr8s_idem.worker.slots import Slots
 from integr8s_idem.worker.suspects import FirstOutcome, SuspectRunner, Try
 
@@ -95,6 +99,18 @@ class Met:
         return handling if handling.together else None
 
 
+@dataclass(slots=True, eq=False)
+class Unproven(Met):
+    """One whose replay headers count only if the store says that they replay failed work."""
+
+    claim: ReplayClaim = field(kw_only=True)
+
+    @property
+    def alone(self) -> None:
+        """The store is asked before it is reserved."""
+        return
+
+
 @dataclass(frozen=True, slots=True)
 class Settler:
     """Settles the deliveries of one service."""
@@ -110,6 +126,8 @@ class Settler:
     backoff: Backoff
     dead_letter_suffix: str
     observer: Observer
+    replays: ReplayPolicy
+    """Whose replay headers are honored."""
     isolation: IsolationGate = field(default_factory=IsolationGate)
     """Shared by all services of the process."""
     suspects: SuspectRunner | None = None
@@ -117,27 +135,56 @@ class Settler:
     tally: Tally = field(default_factory=Tally)
     _letters: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
     """One for each dead-letter topic: a topic that is missing holds up no letters to others."""
+    _reporter: ReplayReporter = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_reporter", ReplayReporter(self.service, self.observer))
 
     def meet(self, delivery: Delivery) -> Met:
         """Decode `delivery`, and find its handlers and their keys."""
-        record = delivery.record
-        replay = is_replay(record)
-        if replay and not is_meant_for(self.group, record):
-            return Met()
-        generation = 0
+        record, judgement = delivery.record, NO_REPLAY
         try:
-            generation = generation_of(record) if replay else 0
+            if is_replay(record):
+                judgement = self._judge(record)
+                if judgement.is_for_others:
+                    return Met()
             event = self.decoder.decode(record.value, record.headers)
         except UndecodableEventError as error:
             self.observer.count(Signal.UNDECODABLE, reason=error.reason)
-            return Met(letter=DeadLetter(error.reason, error, generation=generation))
+            return Met(letter=DeadLetter(error.reason, error, generation=judgement.generation))
         self.observer.count(Signal.DELIVERED, event.event_type)
         processing = self.observer.processing(event.event_type, record.topic, record.headers)
-        only = handler_meant(record) if replay else None
+        if judgement is not NO_REPLAY:
+            return self._meet_replay(record, event, judgement, processing)
+        return self._met(event, judgement, processing)
+
+    def _judge(self, record: Record) -> Judgement:
+        judgement = self.replays.judge(record)
+        if judgement.is_for_others:
+            self._reporter.for_others(record)
+        elif judgement.refused:
+            self._reporter.refused(record, judgement.refused)
+        return judgement
+
+    def _meet_replay(
+        self, record: Record, event: BaseEvent, judgement: Judgement, processing: AbstractContextManager[Span]
+    ) -> Met:
+        if not judgement.fits(event.event_id):
+            judgement = OTHER_EVENT
+            self._reporter.refused(record, judgement.refused)
+        met = self._met(event, judgement, processing)
+        if judgement.unproven is None or met.letter is not None:
+            return met
+        return Unproven(met.handlings, None, processing, claim=judgement.unproven)
+
+    def _met(self, event: BaseEvent, judgement: Judgement, processing: AbstractContextManager[Span]) -> Met:
+        generation, only = judgement.generation, judgement.only
         try:
             handlings = self.dispatcher.handlings(event, generation, only)
         except Exception as error:  # noqa: BLE001  # a key function is the user's code: its error goes with the letter
-            letter = DeadLetter("no_key", error, generation=generation, event_type=event.event_type)
+            letter = DeadLetter(
+                "no_key", error, generation=generation, event_type=event.event_type, event_id=event.event_id
+            )
             return Met((), letter, processing)
         if only is not None and not handlings:
             return Met((), _nobody(only, event, generation), processing)
@@ -158,10 +205,39 @@ class Settler:
         with met.processing:
             if met.letter is not None:
                 await self._dead_letter(delivery, met.letter)
-            elif len(met.handlings) == 1:
-                await self._settle(delivery, met.handlings[0], begun)
+                return
+            handlings = await self._proven(delivery, met) if isinstance(met, Unproven) else met.handlings
+            if len(handlings) == 1:
+                await self._settle(delivery, handlings[0], begun)
             else:
-                await _all(*(self._settle(delivery, handling) for handling in met.handlings))
+                await _all(*(self._settle(delivery, handling) for handling in handlings))
+
+    async def _proven(self, delivery: Delivery, met: Unproven) -> Sequence[Handling]:
+        """The handlings of `met`, those that replay failed work in the generation that it claims."""
+        generation, handlings = met.claim.generation, list[Handling]()
+        for first in met.handlings:
+            replayed = None
+            if isinstance(first, GuardedHandling) and asks_for(met.claim, first):
+                replayed = await self._replayed(delivery, first, generation)
+            handlings.append(replayed or first)
+        if all(handling.generation == 0 for handling in handlings):
+            self._reporter.refused(delivery.record, "not_failed")
+        return handlings
+
+    async def _replayed(self, delivery: Delivery, first: GuardedHandling, generation: int) -> Handling | None:
+        """`first` in its later `generation`; `None` if that is not known to replay failed work."""
+        while True:
+            await self._may_go_on(delivery)
+            try:
+                if not await follows_a_failure(first, generation):
+                    return None
+                break
+            except StoreError as error:
+                self.gate.close(error)
+        replayed = first.handler.handling(first.event, generation)
+        if self.suspects is not None:
+            replayed.isolate()
+        return replayed
 
     async def go_on(self, delivery: Delivery, handling: Handling, begun: Try) -> None:
         """As `settle`, after a first try."""
@@ -302,7 +378,9 @@ class Settler:
 
 def _nobody(handler: str, event: BaseEvent, generation: int) -> DeadLetter:
     told = f"it is a replay for handler {handler!r}, and no handler of {event.event_type} has that name"
-    return DeadLetter("no_handler", told, handler, generation=generation, event_type=event.event_type)
+    return DeadLetter(
+        "no_handler", told, handler, generation=generation, event_type=event.event_type, event_id=event.event_id
+    )
 
 
 def _letter(handling: Handling, outcome: Outcome[Any]) -> DeadLetter:
@@ -329,6 +407,7 @@ def _letter(handling: Handling, outcome: Outcome[Any]) -> DeadLetter:
         attempts,
         handling.generation,
         handling.event.event_type,
+        handling.event.event_id,
     )
 
 

@@ -28,6 +28,7 @@ from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import FakePublisher, running
 from tests.support.guarded import Job, guarded
 from tests.support.kafka.broker import Kafka
+from tests.support.replays import SIGNED, TRUSTED
 from tests.support.workers import OrderPlaced as RealOrder
 from tests.support.workers import Shop, header, open_shop, orders
 
@@ -74,7 +75,7 @@ class Till:
 
 def replay(broker: FakeBroker, letter: FakeRecord) -> None:
     """What `examples.replay_dead_letters` does."""
-    topic, key, value, headers = replay_of(letter)
+    topic, key, value, headers = replay_of(letter, SIGNED)
     broker.put(topic, value, key=key, headers=headers)
 
 
@@ -88,7 +89,7 @@ async def test_a_replayed_dead_letter_is_handled_and_the_history_tells_both_gene
     till.broken.add("charge")
     broker.publish(event)
 
-    async with running(till.dispatcher, broker) as worker:
+    async with running(till.dispatcher, broker, replay=SIGNED.replay) as worker:
         await worker.until(lambda: len(broker.values(DEAD)) == 1)
         till.broken.clear()
         replay(broker, broker.values(DEAD)[0])
@@ -106,7 +107,7 @@ async def test_one_dead_letter_replayed_by_two_people_is_handled_once() -> None:
     till.broken.add("charge")
     broker.publish(OrderPlaced())
 
-    async with running(till.dispatcher, broker, ordering="none") as worker:
+    async with running(till.dispatcher, broker, replay=SIGNED.replay, ordering="none") as worker:
         await worker.until(lambda: len(broker.values(DEAD)) == 1)
         till.broken.clear()
         for _ in range(2):
@@ -123,7 +124,7 @@ async def test_a_replay_that_fails_is_dead_lettered_with_its_generation_and_can_
     till.broken.add("charge")
     broker.publish(event)
 
-    async with running(till.dispatcher, broker) as worker:
+    async with running(till.dispatcher, broker, replay=SIGNED.replay) as worker:
         for generation in range(3):
             await worker.until(lambda g=generation: len(broker.values(DEAD)) == g + 1)  # type: ignore[misc]
             replay(broker, broker.values(DEAD)[-1])
@@ -141,7 +142,7 @@ async def test_a_replay_runs_the_handler_that_failed_and_not_those_that_succeede
     till.broken.add("mail")
     broker.publish(OrderPlaced())
 
-    async with running(till.dispatcher, broker) as worker:
+    async with running(till.dispatcher, broker, replay=SIGNED.replay) as worker:
         await worker.until(lambda: len(broker.values(DEAD)) == 1)
         till.broken.clear()
         replay(broker, broker.values(DEAD)[0])
@@ -165,7 +166,9 @@ async def test_a_replay_for_one_service_is_passed_by_in_another(guard: bool) -> 
     replay(broker, FakeRecord(DEAD, 0, 0, None, sent.value, headers))
     replay(broker, FakeRecord(DEAD, 0, 1, None, b"shipping could not read it", headers[:3]))
 
-    async with running(till.dispatcher if guard else EventDispatcher(till.router), broker) as worker:
+    async with running(
+        till.dispatcher if guard else EventDispatcher(till.router), broker, replay=SIGNED.replay
+    ) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 3)
 
     assert till.runs == ["charge"]
@@ -177,11 +180,11 @@ async def test_a_replay_for_a_handler_that_is_gone_is_dead_lettered_and_not_lost
     broker, till, renamed = FakeBroker(), Till("charge"), Till("collect")
     till.broken.add("charge")
     broker.publish(OrderPlaced())
-    async with running(till.dispatcher, broker) as worker:
+    async with running(till.dispatcher, broker, replay=SIGNED.replay) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
     replay(broker, broker.values(DEAD)[0])
-    async with running(renamed.dispatcher, broker) as worker:
+    async with running(renamed.dispatcher, broker, replay=SIGNED.replay) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
     assert told(broker.values(DEAD)[-1])["reason"] == b"no_handler"
@@ -208,7 +211,7 @@ async def test_what_a_replay_publishes_has_ids_of_its_own_so_that_the_next_servi
         if guard
         else EventDispatcher(router, invoke=publishing, publisher=publisher)
     )
-    async with running(dispatcher, broker, publisher) as worker:
+    async with running(dispatcher, broker, publisher, replay=TRUSTED) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 3)
 
     ids = [dict(record.headers)["event_id"] for record in broker.values("order_paid")]
@@ -238,7 +241,7 @@ async def test_a_key_for_a_payment_company_is_the_same_in_all_generations_unless
         if guard
         else EventDispatcher(router, invoke=noting)
     )
-    async with running(dispatcher, broker) as worker:
+    async with running(dispatcher, broker, replay=TRUSTED) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
     (first, first_of_its_own), (again, again_of_its_own) = keys
@@ -302,7 +305,7 @@ async def test_on_real_servers_a_dead_letter_replayed_twice_is_handled_once_more
 
     broken.clear()
     for _ in range(2):
-        await shop.publisher.send(*replay_of(letter))
+        await shop.publisher.send(*replay_of(letter, SIGNED))
     await worker.idle(settled=5)
 
     history = await worker.manager.history_of(record_key_of(letter))

@@ -26,6 +26,7 @@ from tests.support.conditions import eventually
 from tests.support.dead_letters import ROOT, Dlq, letter_of, post
 from tests.support.kafka import Kafka, KafkaBroker
 from tests.support.processes import ServiceProcess
+from tests.support.replays import SECRET
 from tests.support.shop import journal_of
 from tests.support.workers import OrderPlaced, kafka_settings
 
@@ -53,6 +54,8 @@ metadata_max_age_seconds = 1
 {more}
 [store]
 url = "{redis_url}"
+[replay]
+secret = "{SECRET}"
 [telemetry]
 metrics_enabled = false
 {services}

@@ -145,7 +145,9 @@ def test_what_an_operator_sets_names_every_kind_of_store() -> None:
 def test_the_rule_about_dead_letters_names_every_header_and_no_other() -> None:
     rule = re.search(r"\*\*R9\..*?(?=\n\n)", WORKER, re.DOTALL)
     assert rule is not None
-    letter = DeadLetter("malformed", ValueError("why"), "charge", "order:1", record="r", attempts=1, event_type="order")
+    letter = DeadLetter(
+        "malformed", ValueError("why"), "charge", "order:1", record="r", attempts=1, event_type="order", event_id="1"
+    )
     record = FakeRecord("orders", 0, 0, None, b"")
     headers = {name for name, _ in letter.headers(record, "billing", "billing")} | {DROPPED, BODY_BYTES, BODY_SHA256}
 

@@ -61,9 +61,14 @@ class RunningWorker:
 
 @asynccontextmanager
 async def running(
-    dispatcher: EventDispatcher, broker: FakeBroker, publisher: FakePublisher | None = None, **service: Any
+    dispatcher: EventDispatcher,
+    broker: FakeBroker,
+    publisher: FakePublisher | None = None,
+    *,
+    replay: Any = None,
+    **service: Any,
 ) -> AsyncIterator[RunningWorker]:
-    """A worker that consumes `broker` until the block is left; then it drains."""
+    """A worker that consumes `broker` until the block is left; then it drains.  `replay`: a `ReplaySettings`."""
     consumer = FakeConsumer(broker)
     worker = ServiceWorker(
         "billing",
@@ -71,6 +76,7 @@ async def running(
         publisher or FakePublisher(broker),
         KafkaSettings(),
         ServiceSettings(**service),
+        replay=replay,
         consumer=lambda settings, group: consumer,
     )
     under_way = RunningWorker(worker, broker, consumer)

@@ -25,6 +25,7 @@ from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from integr8s_idem.worker import ServiceWorker
 from tests.support.conditions import eventually
 from tests.support.kafka.broker import Kafka
+from tests.support.replays import SIGNED
 
 
 class OrderPlaced(BaseEvent):
@@ -88,7 +89,13 @@ class Shop:
         else:
             dispatcher = EventDispatcher(router, scope=self.group, publisher=publisher)
         worker = ServiceWorker(
-            "billing", dispatcher, publisher, settings, service, group=self.settings.topic_prefix + self.group
+            "billing",
+            dispatcher,
+            publisher,
+            settings,
+            service,
+            group=self.settings.topic_prefix + self.group,
+            replay=SIGNED.replay,
         )
         running = WorkerInTest(worker, manager, publisher, asyncio.create_task(worker.run()))
         self.stack.push_async_callback(running.stop)

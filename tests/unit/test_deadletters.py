@@ -53,11 +53,15 @@ def test_an_error_of_any_length_and_any_letters_makes_a_bounded_header() -> None
 
 
 def letter_of(
-    *headers: tuple[str, bytes], reason: str = "handler_failed", handler: str = "charge", value: bytes | None = b"body"
+    *headers: tuple[str, bytes],
+    reason: str = "handler_failed",
+    handler: str = "charge",
+    value: bytes | None = b"body",
+    generation: int = 0,
 ) -> FakeRecord:
     """The dead letter of a message with these headers."""
     message = FakeRecord("orders", 3, 42, b"k", value, headers)
-    letter = DeadLetter(reason, ValueError("no"), handler)
+    letter = DeadLetter(reason, ValueError("no"), handler, generation=generation)
     return FakeRecord("orders.dlq", 0, 7, b"k", value, letter.headers(message, "billing", "billing-group"))
 
 
@@ -81,7 +85,7 @@ def test_a_replay_is_the_message_as_it_came_one_generation_higher_for_the_handle
 def test_a_replay_of_a_replay_counts_on_and_leaves_no_old_headers_behind(generations: Sequence[bytes]) -> None:
     told = [("idempotency-generation", generation) for generation in generations]
 
-    replay = replay_of(letter_of(*told, *TARGET))
+    replay = replay_of(letter_of(*told, *TARGET, generation=8))
 
     assert replay.headers == [("idempotency-generation", b"9"), *TARGET]
 
@@ -121,7 +125,8 @@ def test_of_a_letter_that_was_copied_back_and_dead_lettered_again_the_last_word_
         (FakeRecord("orders", 0, 0, None, b"body"), "no dead letter"),
         (foreign(topic=b"\xff"), "no dead letter"),
         (foreign(topic=None), "no dead letter"),
-        (letter_of(("idempotency-generation", b"999")), "replayed 999 times"),
+        (FakeRecord("orders", 0, 0, b"k", b"body", letter_of().headers), "not a dead-letter topic"),
+        (letter_of(generation=999), "replayed 999 times"),
         (
             FakeRecord("orders.dlq", 0, 1, None, None, [*letter_of().headers, ("idempotency-dlq-dropped", b"value")]),
             "not the whole message",
@@ -135,4 +140,4 @@ def test_what_cannot_be_replayed_says_why(letter: FakeRecord, why: str) -> None:
 
 def test_a_letter_whose_generation_is_no_number_cannot_be_counted_up() -> None:
     with pytest.raises(UndecodableEventError, match="no number from 0 to 999"):
-        replay_of(letter_of(("idempotency-generation", b"one")))
+        replay_of(foreign(generation=b"one"))

@@ -22,6 +22,7 @@ from integr8s_idem.worker.records import Partition
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import FakePublisher, running
 from tests.support.guarded import LEASE, Guarded, guarded
+from tests.support.replays import TRUSTED
 
 TOPIC = Partition("order_placed", 0)
 DEAD = "order_placed.dlq"
@@ -394,13 +395,13 @@ async def test_a_failed_event_replayed_with_a_generation_is_handled_and_its_hist
 
 
 @virtual_time
-async def test_a_generation_that_is_no_number_is_dead_lettered() -> None:
+async def test_a_trusted_generation_that_is_no_number_is_dead_lettered() -> None:
     broker = FakeBroker()
     broker.put("order_placed", encode_event(OrderPlaced()), headers=[("idempotency-generation", b"one")])
 
     async def handle(event: OrderPlaced) -> None: ...
 
-    async with running(dispatcher_of(handle, guarded()), broker) as worker:
+    async with running(dispatcher_of(handle, guarded()), broker, replay=TRUSTED) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
     assert told(broker.values(DEAD)[0])["reason"] == b"invalid"

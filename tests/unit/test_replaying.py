@@ -108,13 +108,18 @@ def odd(*headers: tuple[str, bytes]) -> FakeRecord:
     return FakeRecord(record.topic, 0, 1, record.key, record.value, [*record.headers, *headers])
 
 
+def elsewhere(letter: FakeRecord) -> FakeRecord:
+    return FakeRecord("kept", 0, 1, letter.key, letter.value, letter.headers)
+
+
 @pytest.mark.parametrize(
     ("letter", "fate"),
     [
         (FakeRecord("order_placed.dlq", 0, 1, None, b"by another program"), Fate.NO_LETTER),
         (odd(("idempotency-dlq-dropped", b"value")), Fate.NOT_WHOLE),
         (letter_of(generation=999), Fate.TOO_OFTEN),
-        (odd(("idempotency-generation", b"one")), Fate.BAD_GENERATION),
+        (odd(("idempotency-dlq-generation", b"one")), Fate.BAD_GENERATION),
+        (elsewhere(letter_of()), Fate.NO_DEAD_LETTER_TOPIC),
         (letter_of(topic="gone"), Fate.NO_TOPIC),
     ],
 )
@@ -163,6 +168,7 @@ async def test_the_report_says_what_is_left_out_why_and_where() -> None:
     assert report_text(report, "replayed").splitlines() == [
         "1 letter replayed",
         "  1  order_placed.dlq  billing  handler_failed  ValueError",
+        "  to topic order_placed: 1",
         "5 letters left out: the topic they came from is not there any more",
         "  gone.dlq:0:0, gone.dlq:0:1, gone.dlq:0:2, …",
     ]

@@ -24,14 +24,9 @@ from integr8s_idem.operations.keys.naming import (
 from integr8s_idem.operations.keys.outlook import Outlook
 from integr8s_idem.operations.keys.services import OpenService, Place
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.worker.deadletters import (
-    generation_of,
-    handler_meant,
-    is_meant_for,
-    is_replay,
-    record_key_of,
-)
+from integr8s_idem.worker.deadletters import record_key_of
 from integr8s_idem.worker.records import Record
+from integr8s_idem.worker.replays import OTHER_EVENT, Judgement, ReplayPolicy, asks_for, follows_a_failure
 
 MOST_TOLD: Final = 20
 """Records of one answer: more are no screen, but a list."""
@@ -254,16 +249,22 @@ class Explainer:
                 answer.notes.append(f"{service.name} makes no key of it, and dead-letters it (no_key): {error}")
 
     async def _for_service(self, answer: Explanation, service: OpenService, message: Record) -> None:
-        if is_replay(message) and not is_meant_for(service.group, message):
+        judgement = ReplayPolicy(service.group, self._settings.replay).judge(message)
+        if judgement.is_for_others:
             answer.notes.append(f"{service.name} passes it by: it is a replay for another group")
             return
-        generation = generation_of(message) if is_replay(message) else 0
         event = service.decoder.decode(message.value, message.headers)
-        only = handler_meant(message) if is_replay(message) else None
-        for handling in service.dispatcher.handlings(event, generation, only):
+        if not judgement.fits(event.event_id):
+            judgement = OTHER_EVENT
+        if judgement.refused:
+            answer.notes.append(
+                f"{service.name} refuses its replay headers ({judgement.refused}), and handles it as if it had none"
+            )
+        for handling in service.dispatcher.handlings(event, judgement.generation, judgement.only):
             if not isinstance(handling, GuardedHandling):
                 answer.absent.append(self._unguarded(service.name, handling.handler.name, event.event_type))
                 continue
+            generation = await _generation(handling, judgement)
             key = generation_key(handling.record_key, generation)
             assert service.repository is not None
             found = (await read(service.repository, [key])).get(key)
@@ -323,6 +324,14 @@ class Explainer:
 
     def _unguarded(self, service: str, handler: str, event_type: str) -> Absent:
         return Absent(service, handler, event_type, "", "it would be handled: this handler is not guarded")
+
+
+async def _generation(handling: GuardedHandling, judgement: Judgement) -> int:
+    """The generation in which a service would handle a message with these replay headers."""
+    claim = judgement.unproven
+    if claim is None or not asks_for(claim, handling):
+        return judgement.generation
+    return claim.generation if await follows_a_failure(handling, claim.generation) else 0
 
 
 def _record_of_letter(message: Record) -> str:

@@ -1,0 +1,1 @@
+"""Trust boundaries: what those who may write somewhere can cause, and what they cannot."""

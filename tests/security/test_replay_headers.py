@@ -1,0 +1,362 @@
+"""Producers that write replay headers: what they can make a service do, run again or leave out.  Nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from io import StringIO
+from typing import Any, Literal
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from rich.console import Console
+
+from integr8s_idem.cli.top_table import fleet_table
+from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.events import BaseEvent, encode_event
+from integr8s_idem.keys import KeyResolver
+from integr8s_idem.operations.fleet import Figures, FleetLook, ServiceRow, WorkerLook
+from integr8s_idem.operations.scraping import numbers_in
+from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.routing import EventRouter
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.telemetry.prometheus import PrometheusObserver
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.deadletters import claim_of, replay_of
+from integr8s_idem.worker.records import Partition
+from tests.support.fake_consumer import FakeBroker, FakeRecord
+from tests.support.fake_worker import running
+from tests.support.guarded import guarded
+
+TOPIC = Partition("order_placed", 0)
+DEAD = "order_placed.dlq"
+
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str = "1"
+
+
+class Till:
+    """A service with two handlers, some of them broken, and what they have run."""
+
+    def __init__(self, **config: Any) -> None:
+        self.here = guarded(max_attempts=1, **config)
+        self.runs: list[str] = []
+        self.broken: set[str] = set()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.router = EventRouter()
+        for name in ("charge", "mail"):
+            self.router.on(OrderPlaced, name=name)(self._handler(name))
+
+    def _handler(self, name: str) -> Any:
+        async def handle(event: OrderPlaced) -> None:
+            self.runs.append(f"{name} {event.order_id}")
+            await self.may_end.wait()
+            if name in self.broken:
+                raise ConnectionError("no answer from the bank")
+
+        return handle
+
+    @property
+    def dispatcher(self) -> IdempotentEventDispatcher:
+        return IdempotentEventDispatcher(self.router, self.here.manager)
+
+    def refused(self, reason: str | None = None) -> int:
+        """How many replay headers were refused, for any reason or one."""
+        if reason is None:
+            return self.here.observer.counts[Signal("idempotency_replays_refused")]
+        return self.here.observer.reasons[Signal("idempotency_replays_refused"), "", reason]
+
+    async def history(self, event: BaseEvent, handler: str = "charge") -> dict[int, str]:
+        """The status of each generation that has a record."""
+        key = KeyResolver().resolve(handler, event).key
+        found = await self.here.manager.history(key)
+        return {generation: record.status.value for generation, record in found.items()}
+
+
+def put(broker: FakeBroker, event: BaseEvent, *headers: tuple[str, Any]) -> None:
+    broker.put(event.event_type, encode_event(event), headers=list(headers))
+
+
+async def consumed(till: Till, broker: FakeBroker, **more: Any) -> None:
+    """Let a worker settle all that is in the topic."""
+    async with running(till.dispatcher, broker, **more) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == broker.end(TOPIC))
+
+
+@pytest.mark.parametrize("group", [b"analytics", b"billing-2", b"", None, b"\xff", b"g" * 10_000])
+@virtual_time
+async def test_a_group_header_makes_no_event_vanish(group: bytes | None) -> None:
+    broker, till = FakeBroker(), Till()
+    put(broker, OrderPlaced(), ("idempotency-replay-group", group))
+
+    await consumed(till, broker)
+
+    assert sorted(till.runs) == ["charge 1", "mail 1"]
+    assert till.refused("unsigned") == (1 if group else 0)
+
+
+@pytest.mark.parametrize("group", [b"analytics", b"", None])
+@virtual_time
+async def test_a_group_header_makes_no_garbage_vanish(group: bytes | None) -> None:
+    broker, till = FakeBroker(), Till()
+    broker.put("order_placed", b"not an event", headers=[("idempotency-replay-group", group)])  # type: ignore[list-item]
+
+    await consumed(till, broker)
+
+    (letter,) = broker.values(DEAD)
+    assert dict(letter.headers)["idempotency-dlq-reason"] == b"malformed"
+
+
+@pytest.mark.parametrize("handler", [b"charge", b"nobody", b"", None, b"\xff"])
+@virtual_time
+async def test_a_handler_header_keeps_no_handler_from_running(handler: bytes | None) -> None:
+    broker, till = FakeBroker(), Till()
+    put(broker, OrderPlaced(), ("idempotency-replay-handler", handler), ("idempotency-replay-group", b"billing"))
+
+    await consumed(till, broker)
+
+    assert sorted(till.runs) == ["charge 1", "mail 1"]
+    assert broker.values(DEAD) == []
+    assert till.refused("unsigned") == 1
+
+
+@virtual_time
+async def test_a_generation_header_runs_no_completed_event_again() -> None:
+    broker, till, event = FakeBroker(), Till(), OrderPlaced()
+    put(broker, event)
+    for generation in range(1, 1_000):
+        put(broker, event, ("idempotency-generation", b"%d" % generation))
+
+    await consumed(till, broker)
+
+    assert sorted(till.runs) == ["charge 1", "mail 1"]
+    assert till.refused("not_failed") == 999
+    assert await till.history(event) == {0: "completed"}
+
+
+@pytest.mark.parametrize("generation", [b"one", b"-1", b"1000", b"9" * 100_000, "²".encode(), b"\xff", b" 1"])
+@virtual_time
+async def test_an_invalid_generation_keeps_no_event_from_its_handlers(generation: bytes) -> None:
+    broker, till = FakeBroker(), Till()
+    put(broker, OrderPlaced(), ("idempotency-generation", generation))
+
+    await consumed(till, broker)
+
+    assert sorted(till.runs) == ["charge 1", "mail 1"]
+    assert till.refused("malformed") == 1
+
+
+@virtual_time
+async def test_a_generation_of_an_event_in_progress_starts_no_second_run() -> None:
+    broker, till, event = FakeBroker(), Till(), OrderPlaced()
+    till.may_end.clear()
+    put(broker, event)
+
+    async with running(till.dispatcher, broker, ordering="none") as worker:
+        await worker.until(lambda: len(till.runs) == 2)
+        put(broker, event, ("idempotency-generation", b"1"))
+        await worker.until(lambda: till.refused() == 1)
+        till.may_end.set()
+        await worker.until(lambda: broker.committed.get(TOPIC) == 2)
+
+    assert sorted(till.runs) == ["charge 1", "mail 1"]
+
+
+class TestFailedOnly:
+    """Without a secret: a generation runs only where the store says that the one before it has failed."""
+
+    @virtual_time
+    async def test_failed_work_runs_again_and_completed_work_of_the_same_event_does_not(self) -> None:
+        broker, till, event = FakeBroker(), Till(), OrderPlaced()
+        till.broken = {"charge"}
+        put(broker, event)
+        await consumed(till, broker)
+        till.broken = set()
+        for _ in range(2):
+            put(broker, event, ("idempotency-generation", b"1"))
+
+        await consumed(till, broker)
+
+        assert sorted(till.runs) == ["charge 1", "charge 1", "mail 1"]
+        assert await till.history(event) == {0: "failed", 1: "completed"}
+        assert await till.history(event, "mail") == {0: "completed"}
+        assert till.refused() == 0
+
+    @pytest.mark.parametrize("generation", [0, 2, 3, 999])
+    @virtual_time
+    async def test_no_generation_is_left_out(self, generation: int) -> None:
+        broker, till, event = FakeBroker(), Till(), OrderPlaced()
+        till.broken = {"charge"}
+        put(broker, event)
+        await consumed(till, broker)
+        put(broker, event, ("idempotency-generation", b"%d" % generation))
+
+        await consumed(till, broker)
+
+        assert till.runs.count("charge 1") == 1
+        assert till.refused() == 1
+
+    @virtual_time
+    async def test_failed_work_does_not_run_again_with_another_payload(self) -> None:
+        broker, till, event = FakeBroker(), Till(), OrderPlaced()
+        till.broken = {"charge"}
+        put(broker, event)
+        await consumed(till, broker)
+        till.broken = set()
+        put(broker, event.model_copy(update={"order_id": "forged"}), ("idempotency-generation", b"1"))
+
+        await consumed(till, broker)
+
+        assert till.runs.count("charge 1") == 1
+        assert not any("forged" in run for run in till.runs)
+        assert till.refused("not_failed") == 1
+
+    @virtual_time
+    async def test_another_handler_than_the_one_that_failed_cannot_be_named(self) -> None:
+        broker, till, event = FakeBroker(), Till(), OrderPlaced()
+        till.broken = {"charge"}
+        put(broker, event)
+        await consumed(till, broker)
+        put(broker, event, ("idempotency-generation", b"1"), ("idempotency-replay-handler", b"mail"))
+
+        await consumed(till, broker)
+
+        assert sorted(till.runs) == ["charge 1", "mail 1"]
+        assert till.refused("not_failed") == 1
+
+    @virtual_time
+    async def test_a_replay_that_is_redelivered_after_the_failure_was_forgotten_is_a_duplicate(self) -> None:
+        broker, till, event = FakeBroker(), Till(default_ttl_seconds=600), OrderPlaced()
+        till.broken = {"charge"}
+        put(broker, event)
+        await consumed(till, broker)
+        till.broken = set()
+        await asyncio.sleep(400)
+        put(broker, event, ("idempotency-generation", b"1"), ("idempotency-replay-handler", b"charge"))
+        await consumed(till, broker)
+        await asyncio.sleep(400)
+        assert await till.history(event) == {1: "completed"}
+        put(broker, event, ("idempotency-generation", b"1"), ("idempotency-replay-handler", b"charge"))
+
+        await consumed(till, broker)
+
+        assert till.runs.count("charge 1") == 2
+
+    @virtual_time
+    async def test_while_the_store_gives_no_answer_nothing_is_decided(self) -> None:
+        broker, till, event = FakeBroker(), Till(), OrderPlaced()
+        till.broken = {"charge"}
+        put(broker, event)
+        await consumed(till, broker)
+        till.broken = set()
+        put(broker, event, ("idempotency-generation", b"1"))
+
+        async with running(till.dispatcher, broker) as worker:
+            till.here.store.fail_next("get", 3)
+            await worker.until(lambda: broker.committed.get(TOPIC) == 2)
+
+        assert await till.history(event) == {0: "failed", 1: "completed"}
+        assert till.refused() == 0
+
+    @virtual_time
+    async def test_a_flood_of_high_generations_reads_two_records_each(self) -> None:
+        broker, till, event, asked = FakeBroker(), Till(), OrderPlaced(), list[int]()
+        get = till.here.store.get
+
+        async def noted(keys: Any) -> Any:
+            asked.append(len(keys))
+            return await get(keys)
+
+        till.here.store.get = noted  # type: ignore[method-assign]
+        for _ in range(100):
+            put(broker, event, ("idempotency-generation", b"999"))
+
+        await consumed(till, broker)
+
+        assert asked == [2] * 200
+
+
+@virtual_time
+async def test_a_flood_of_refused_headers_is_counted_in_full_and_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broker, till = FakeBroker(), Till()
+    caplog.set_level(logging.INFO)
+    for number in range(1_000):
+        put(broker, OrderPlaced(order_id=str(number)), ("idempotency-replay-group", b"analytics\x1b[2J\n"))
+
+    async with running(till.dispatcher, broker) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1_000)
+        await asyncio.sleep(60)
+        put(broker, OrderPlaced(), ("idempotency-replay-group", b"analytics"))
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1_001)
+
+    lines = [record.getMessage() for record in caplog.records if "replay" in record.getMessage()]
+    assert len(lines) == 2
+    assert "order_placed[0]@0 its replay headers are refused (unsigned)" in lines[0]
+    assert "999 more like it were not logged" in lines[1]
+    assert not any("analytics" in line for line in lines)
+    assert till.refused() == 1_001
+    assert len(till.runs) == 2_002
+
+
+@virtual_time
+async def test_what_a_message_says_of_its_generation_is_not_counted_on_by_its_dead_letter() -> None:
+    broker, till, event = FakeBroker(), Till(), OrderPlaced()
+    till.broken = {"charge"}
+    put(broker, event, ("idempotency-generation", b"998"))
+
+    await consumed(till, broker)
+
+    (letter,) = broker.values(DEAD)
+    assert dict(replay_of(letter).headers)["idempotency-generation"] == b"1"
+
+
+@virtual_time
+async def test_the_replay_of_the_readme_works_without_a_secret_while_the_failure_is_known_and_after_it() -> None:
+    for pause in (0, 3_000):
+        broker, till, event = FakeBroker(), Till(default_ttl_seconds=600), OrderPlaced()
+        till.broken = {"charge"}
+        put(broker, event)
+        await consumed(till, broker)
+        till.broken = set()
+        await asyncio.sleep(pause)
+        topic, key, value, headers = replay_of(broker.values(DEAD)[0])
+        broker.put(topic, value, key=key, headers=headers)
+
+        await consumed(till, broker)
+
+        history = await till.history(event)
+        assert IdempotencyStatus.COMPLETED.value in history.values(), pause
+        assert till.runs.count("charge 1") == 2, pause
+
+
+@virtual_time
+async def test_what_was_refused_and_passed_by_is_in_the_metrics_and_in_top() -> None:
+    registry = CollectorRegistry()
+    observer = PrometheusObserver("billing", registry)
+    observer.count(Signal.REPLAY_REFUSED, reason="unsigned")
+    observer.count(Signal.REPLAY_REFUSED, reason="malformed")
+    observer.count(Signal.REPLAY_FOR_OTHERS)
+    _, services = numbers_in(generate_latest(registry).decode())
+    figures = Figures({signal: int(count) for signal, count in services["billing"].counts.items()})
+    look = FleetLook([WorkerLook("w:1", [ServiceRow("billing", "w:1", "ready", figures=figures)])])
+
+    page = StringIO()
+    Console(file=page, width=100).print(fleet_table(look, 100))
+
+    assert "billing: 2 with replay headers that were refused, handled as if they had none" in page.getvalue()
+    assert "billing: 1 replays for other groups passed by" in page.getvalue()
+    assert look.told()["services"]["billing"]["replays_refused"] == 2
+    assert look.told()["services"]["billing"]["replays_for_other_groups"] == 1
+    labels = {"service": "billing", "event_type": "", "reason": "unsigned"}
+    assert registry.get_sample_value("idempotency_replays_refused_total", labels) == 1
+
+
+def test_a_header_whose_name_only_begins_like_ours_is_not_a_replay_header() -> None:
+    headers = [("idempotency-key", b"1"), ("idempotency-dlq-generation", b"7"), ("idempotency-generations", b"7")]
+
+    assert claim_of(FakeRecord("orders", 0, 0, None, b"{}", headers)) is None
