@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from integr8s_idem import EventPublisher, IdempotencyManager, MemoryIdempotencyRepository
+from integr8s_idem import EventPublisher, IdempotencyManager, MemoryIdempotencyRepository, Settings
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.operations.letterbox import open_letter_box
 from integr8s_idem.worker.records import Partition
@@ -160,7 +160,7 @@ async def test_a_dead_letter_is_found_explained_and_after_the_mending_handled_ex
     assert shop.done("charged") == shop.done("audited") == {"lost": 1, "well": 1, "worse": 1, "last": 1}
     said = Counter((line["command"], line["says"]) for line in dlq.audit)
     assert said == {("dlq replay", "begun"): 5, ("dlq replay", "ended"): 5}
-    assert dlq.audit[-1]["counts"] == {"published": 3, "left_out": {}}
+    assert dlq.audit[-1]["counts"] == {"published": 3, "destinations": {source: 3}, "left_out": {}}
 
 
 async def test_an_export_holds_every_byte_and_a_file_that_is_there_stays(
@@ -383,7 +383,7 @@ async def test_what_the_page_does_in_code_puts_a_letter_back(settings: KafkaSett
     publisher, repository = EventPublisher(settings), MemoryIdempotencyRepository()
     manager = IdempotencyManager(repository=repository, scope="billing")
 
-    history = await page["put_back"](letter_of(5, topic=source), publisher, manager)
+    history = await page["put_back"](letter_of(5, topic=source), Settings(kafka=settings), publisher, manager)
     await publisher.close()
 
     assert history == {}

@@ -20,6 +20,7 @@ from examples.replay_dead_letters import letters, replay
 from integr8s_idem import BaseEvent, EventPublisher, Service, Settings, load_settings
 from integr8s_idem.worker import ServiceGroup, ServiceReport
 from tests.support.kafka import Kafka
+from tests.support.replays import SECRET
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "examples" / "billing" / "settings.toml"
@@ -34,6 +35,7 @@ def settings(kafka: Kafka, topic_prefix: str, redis_url: str) -> Settings:
         overrides={
             "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix},
             "store": {"url": redis_url},
+            "replay": {"secret": SECRET},
             "services": groups,
             "telemetry": {"spans": "off", "metrics_enabled": False},
         },

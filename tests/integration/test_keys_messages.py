@@ -14,10 +14,11 @@ from integr8s_idem import IdempotencyManager
 from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.worker.deadletters import GENERATION, REPLAY_GROUP, DeadLetter
+from integr8s_idem.worker.deadletters import GENERATION, REPLAY_GROUP, DeadLetter, replay_of
 from tests.support.fake_consumer import FakeRecord
 from tests.support.kafka.broker import Kafka
 from tests.support.keys_desk import Desk
+from tests.support.replays import SECRET, SIGNED
 from tests.support.shop import OrderPlaced
 
 pytestmark = pytest.mark.kafka
@@ -33,6 +34,7 @@ class Shop:
         self._kafka = kafka
         self.topic = f"{prefix}order_placed"
         more = f'[kafka]\nbootstrap_servers = "{kafka.bootstrap}"\ntopic_prefix = "{prefix}"\n'
+        more += f'[replay]\nsecret = "{SECRET}"\n'
         self.desk = Desk(folder, f'kind = "redis"\nurl = "{redis_url}"', more)
 
     def publish(self, *messages: tuple[bytes, Sequence[tuple[str, bytes]]], topic: str = "") -> list[int]:
@@ -141,12 +143,25 @@ def test_a_dead_letter_leads_to_its_record(shop: Shop) -> None:
 
 def test_a_replay_is_work_of_its_own_and_of_its_group(shop: Shop) -> None:
     shop.handled("billing")
-    place = shop.event(EVENT, (GENERATION, b"1"), (REPLAY_GROUP, b"billing"))
+    record = FakeRecord(shop.topic, 0, 0, None, encode_event(EVENT), event_headers(EVENT))
+    headers = DeadLetter("handler_failed", "no", event_id=EVENT.event_id).headers(record, "billing", "billing")
+    replay = replay_of(FakeRecord(f"{shop.topic}.dlq", 0, 0, None, record.value, headers), SIGNED)
+    place = f"{shop.topic}:0:{shop.publish((encode_event(EVENT), replay.headers))[0]}"
 
     answer = shop.desk.explained(place, *APP)
 
     assert [one["key"][-2:] for one in answer["absent"]] == [";1"]
     assert sorted(note.split()[0] for note in answer["notes"]) == ["audit", "fraud"]
+
+
+def test_replay_headers_that_are_not_signed_are_refused_and_leave_the_event_as_it_is(shop: Shop) -> None:
+    key = shop.handled("billing")
+    place = shop.event(EVENT, (GENERATION, b"1"), (REPLAY_GROUP, b"analytics"))
+
+    answer = shop.desk.explained(place, *APP)
+
+    assert key in [one["key"] for one in answer["records"]]
+    assert "billing refuses its replay headers (unsigned), and handles it as if it had none" in answer["notes"]
 
 
 def test_a_message_that_is_no_event_is_told_as_workers_tell_it(shop: Shop) -> None:

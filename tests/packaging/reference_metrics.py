@@ -29,7 +29,7 @@ def page() -> str:
     lines += ["## Values of labels", ""]
     values = {
         "phase": [phase.name.lower() for phase in Phase],
-        "reason": [*prometheus._UNREADABLE, *prometheus._GIVEN_UP],
+        "reason": [*dict.fromkeys([*prometheus._UNREADABLE, *prometheus._GIVEN_UP, *prometheus._NOT_HONORED])],
     }
     rows = [(f"`{label}`", ", ".join(f"`{value}`" for value in known)) for label, known in values.items()]
     lines += table(("label", "values"), rows)
