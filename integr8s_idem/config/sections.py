@@ -56,6 +56,10 @@ def _replay_secret(secret: SecretStr) -> SecretStr:
 
 
 ReplaySecret: TypeAlias = Annotated[SecretStr, AfterValidator(_replay_secret)]
+# Somebody who takes it for the secret next to it has written that here: a mistake does not repeat it.
+UnsignedReplays: TypeAlias = Annotated[
+    Literal["refuse", "failed_only", "trust"], Field(json_schema_extra={"writeOnly": True})
+]
 
 
 class KafkaSettings(Section):
@@ -372,7 +376,7 @@ class ReplaySettings(Section):
 
     secret: Annotated[tuple[ReplaySecret, ...], BeforeValidator(one_or_many)] = ()
     """Signs replays, for all services; better given by the environment. Of several the first signs, any verifies."""
-    unsigned: Literal["refuse", "failed_only", "trust"] | None = None
+    unsigned: UnsignedReplays | None = None
     """Replay headers that are not signed with the secret. Not given: refuse with a secret, failed_only without one."""
 
     @property
@@ -381,7 +385,7 @@ class ReplaySettings(Section):
         return tuple(secret.get_secret_value().encode() for secret in self.secret)
 
     @property
-    def unsigned_policy(self) -> Literal["refuse", "failed_only", "trust"]:
+    def unsigned_policy(self) -> UnsignedReplays:
         """`unsigned`, or what it is if not given."""
         return self.unsigned or ("refuse" if self.secret else "failed_only")
 

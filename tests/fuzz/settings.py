@@ -41,6 +41,7 @@ _SECRETS = (
     f'password = "{CANARY}"', f'sasl_password = "{CANARY}"', f'url = "redis://user:{CANARY}@h:1/0"',
     f'url = "redis://user:{CANARY}@h:port/0"', f'url = "h?password={CANARY}"', f'otlp_endpoint = "ftp://u:{CANARY}@h"',
     f'url = "redis://u:1/{CANARY}@h/0"', f'url = "redis://u:{CANARY}/0"', f'otlp_endpoint = "ftp://u:{CANARY}/1@h"',
+    f'secret = "{CANARY}"', f'unsigned = "{CANARY}"',
     f'password = ["{CANARY}"]', f'pasword = "{CANARY}"', f'bootstrap_servers = "kafka://u:{CANARY}@h:1"',
 )  # fmt: skip
 

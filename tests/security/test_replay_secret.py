@@ -47,6 +47,15 @@ def test_a_secret_that_could_be_guessed_or_mistaken_is_refused_and_not_shown(wea
     assert "replay.secret" in str(refusal.value)
 
 
+def test_a_secret_in_the_place_of_the_policy_is_not_shown() -> None:
+    Path("settings.toml").write_text(f'[replay]\nunsigned = "{SECRET}"\n')
+
+    with pytest.raises(SettingsError, match=r'replay\.unsigned *must be "refuse", "failed_only" or "trust"') as refusal:
+        load_settings()
+
+    assert SECRET not in str(refusal.value)
+
+
 def test_secrets_come_from_the_environment_and_from_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "INTEGR8S_IDEM_REPLAY__SECRET").write_text(f"{SECRET}\n")
     monkeypatch.setenv("INTEGR8S_IDEM_SECRETS_DIR", str(tmp_path))
