@@ -39,7 +39,18 @@ _BLOCK: Final = re.compile(
 )
 _INDENTED: Final = re.compile(r"(?:\A|\n\n)(?P<body>(?: {4}.*\n(?:\n(?= {4}))*)+)")
 
-ELSEWHERE: Final = {".", "cd", "curl", "docker", "grep", "kafka-consumer-groups.sh", "kubectl", "source", "sqlite3"}
+ELSEWHERE: Final = {
+    ".",
+    "cd",
+    "curl",
+    "docker",
+    "export",
+    "grep",
+    "kafka-consumer-groups.sh",
+    "kubectl",
+    "source",
+    "sqlite3",
+}
 """Programs that are not ours.  What is typed behind them is their matter."""
 NEW: Final = "shop"
 """What `integr8s-idem new` writes on the pages."""
