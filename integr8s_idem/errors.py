@@ -144,18 +144,32 @@ class LeaseLostError(IdempotencyError):
     retryable = True
 
     def __init__(
-        self, key: str, attempt: int, lease: timedelta, scope: str, owner: str = "", withdrawn: bool = False
+        self,
+        key: str,
+        attempt: int,
+        lease: timedelta,
+        scope: str,
+        owner: str = "",
+        withdrawn: bool = False,
+        late: bool = False,
     ) -> None:
-        super().__init__(key, attempt, lease, scope, owner, withdrawn)
+        super().__init__(key, attempt, lease, scope, owner, withdrawn, late)
         self.key = key
         self.attempt = attempt
         self.lease = lease
         self.scope = scope
         self.owner = owner
         self.withdrawn = withdrawn
+        self.late = late
 
     def __str__(self) -> str:
         lost = f"lost the reservation of {self.key} (attempt {self.attempt}, service {self.scope})"
+        if self.late:
+            return (
+                f"{lost}: check_lease() found too little of its lease of {_seconds(self.lease)} left. The process "
+                "stalled, or its event loop was blocked. Retry with the same key; raise [idempotency] "
+                f"processing_timeout_seconds if this happens often. {self.read_more}"
+            )
         if self.withdrawn:
             return (
                 f"{lost}: at a renewal the store held it as ours no more. An operator ended its lease (integr8s-idem "

@@ -13,6 +13,7 @@ from integr8s_idem.config import IdempotencyConfig, OnFailure, OnKeyReused, OnSt
 from integr8s_idem.errors import (
     ApplicationError,
     CrashedTooOftenError,
+    LeaseLostError,
     PermanentError,
     ResultNotStoredError,
     StoreError,
@@ -509,7 +510,7 @@ class Passes:
     async def _run_failed(
         self, work: Work, lease: HeldLease, seal: Seal | None, error: Exception, wait_for_store: WaitForStore | None
     ) -> HandlerFailed | None:
-        """What comes of a run that has raised `error`; `None` if it was the store's, and is to be raised on."""
+        """What comes of a run that has raised `error`; `None` if the work has not failed: raise the error on."""
         refused = seal is not None and seal.refused
         if lease.lost and seal is not None and not refused:
             # It had one lease's time, and was too slow: like any failure, or it would run for ever.
@@ -520,6 +521,10 @@ class Passes:
             self.observer.count(Signal.RESERVATION_LOST, work.event_type)
             owner = "another worker" if refused else ""
             raise self._ledger.lost(work, lease.reservation, owner, withdrawn=lease.withdrawn) from error
+        if isinstance(error, LeaseLostError) and error.late:
+            self.observer.count(Signal.STALE_START_PREVENTED, work.event_type)
+            await self._ledger.try_to_release(work, lease.reservation)
+            return None
         if seal is not None and error is seal.store_error:
             await self._ledger.try_to_release(work, lease.reservation)
             return None

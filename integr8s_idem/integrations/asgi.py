@@ -16,8 +16,10 @@ import inspect
 import logging
 import re
 from collections.abc import Awaitable, Callable, Collection
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
+from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, cast
 
 from starlette.exceptions import HTTPException
@@ -41,6 +43,7 @@ from integr8s_idem.integrations.http_responses import PASSING, Captured
 from integr8s_idem.keys import Key, escaped, fingerprint
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.results import NOT_KEPT
+from integr8s_idem.runs import Run, run_of
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Work
 
 logger = logging.getLogger(__name__)
@@ -74,6 +77,29 @@ def anyone(_: HTTPConnection) -> str:
 def before_errors(status: int) -> bool:
     """Whether a response is an outcome: no error of the server, and none that says to come again, or let in first."""
     return status < 500 and status not in {401, 403, 408, 409, 423, 425, 429}
+
+
+def check_lease() -> None:
+    """Refuse to go on with a guarded request whose lease has ended or is about to.
+
+    Call it in an endpoint or a dependency immediately before an effect.  The guard makes this check itself when it
+    calls the application; a plain `def` endpoint starts later, in a thread.  In a request that is not guarded it does
+    nothing.
+
+        @app.post("/charges")
+        def charge(order: Order) -> Receipt:
+            check_lease()
+            return bank.charge(order)
+
+    May be called in any thread, and more than once: before each effect.
+
+    Raises:
+        LeaseLostError: Do not catch it.  Whatever the application answers, the client gets 503 with `Retry-After`, and
+            a retry with the same key runs, or gets the response of the process that took over.
+    """
+    check = _LEASE_CHECK.get()
+    if check is not None:
+        check.make()
 
 
 def _reported_at_startup(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
@@ -331,8 +357,9 @@ class IdempotencyKeyMiddleware:
         else:
             await self._end(request, outcome)
 
-    async def _run(self, request: _Request, manager: IdempotencyManager, _: Attempt) -> object:
-        captured = await request.run(manager.config.max_result_size_bytes)
+    async def _run(self, request: _Request, manager: IdempotencyManager, attempt: Attempt) -> object:
+        with _LeaseCheck(run_of(attempt), manager.scope):
+            captured = await request.run(manager.config.max_result_size_bytes)
         if captured.status is None or captured.streams or not self._stored(captured.status):
             raise _NoOutcomeError(captured.streams)
         if captured.response is None or not manager.config.enable_result_caching:
@@ -358,6 +385,46 @@ class IdempotencyKeyMiddleware:
                 raise outcome.error
             case _:
                 await self._problems.again(outcome).send(request.send)
+
+
+class _LeaseCheck:
+    """The check of one run of the application.  Leaving the block raises its refusal, if there was one."""
+
+    def __init__(self, run: Run | None, scope: str) -> None:
+        self._run = run
+        self._scope = scope
+        self._refusal: LeaseLostError | None = None
+
+    def make(self) -> None:
+        """Look at the lease now.
+
+        Raises:
+            LeaseLostError: Too little is left of it.
+        """
+        run = self._run
+        if run is None or run.lease is None:
+            return  # a policy lets it run without a lease
+        if run.over or run.lease.is_late():
+            held = run.attempt
+            lease = run.lease.reservation.lease
+            self._refusal = LeaseLostError(held.label, held.number, lease, self._scope, late=True)
+            raise self._refusal
+
+    def __enter__(self) -> None:
+        self._token = _LEASE_CHECK.set(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _LEASE_CHECK.reset(self._token)
+        # A framework may have made a response of it, or another error; a cancellation goes on.
+        if self._refusal is None or error is self._refusal or not isinstance(error, Exception | None):
+            return
+        raise self._refusal from error
+
+
+_LEASE_CHECK: ContextVar[_LeaseCheck | None] = ContextVar("the check of the request being answered", default=None)
+"""Threads and tasks of the application inherit it."""
 
 
 class _NoOutcomeError(Exception):

@@ -19,6 +19,7 @@ EXAMPLES: list[IdempotencyError] = [
     errors.PreviouslyFailedError("order:1", 5, "ValueError: no"),
     errors.LeaseLostError("order:1", 1, LEASE, "billing", "billing-7"),
     errors.LeaseLostError("order:1", 1, LEASE, "billing", withdrawn=True),
+    errors.LeaseLostError("order:1", 1, LEASE, "billing", late=True),
     errors.HandlerTimeoutError("charge", LEASE),
     errors.HandlerCancelledError("charge"),
     errors.HandlerExitError("charge"),
