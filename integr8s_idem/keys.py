@@ -5,6 +5,7 @@ A full key is made of escaped components, so that no two different inputs make o
     idempotency:billing:charge:order_placed:id:0192…       made from an event
     ───prefix── ─scope─ handler ───type──── how ──value──
     idempotency:billing::order:1                           given by a caller: the handler is empty
+    idempotency:billing::http:ann:POST:shop:/orders:8e03…  made by an entry point that serves others: its name is first
     idempotency:billing:#9f86d081…                         hashed: too long, or `hash_keys`
     …;1                                                    behind any of them: asked for anew on purpose, once
 
@@ -55,6 +56,21 @@ _SAFE: Final = "-._~@+,/"
 _SAFE_IN_A_CALLERS_KEY: Final = _SAFE + ":"
 
 
+class EntryPoint(str, Enum):
+    """An entry point whose keys are made of what others send.  Its name is the first part of its keys."""
+
+    HTTP = "http"
+    """Requests with an `Idempotency-Key` header."""
+    FASTSTREAM = "faststream"
+    """Messages that FastStream receives."""
+    KAFKA_LOOP = "kafka-loop"
+    """Records in a loop over a Kafka consumer."""
+
+
+_RESERVED: Final = tuple(f"{entry.value}:" for entry in EntryPoint)
+"""What a key that a caller gives cannot start with unescaped."""
+
+
 class KeyStrategy(str, Enum):
     """What makes two events the same work."""
 
@@ -84,7 +100,15 @@ class Key:
         Raises:
             InvalidKeyError: It is empty, or no string.
         """
-        return Key(":" + escaped(_given(text), safe=_SAFE_IN_A_CALLERS_KEY), _label(text))
+        plain = escaped(given_text(text), safe=_SAFE_IN_A_CALLERS_KEY)
+        if plain.startswith(_RESERVED):
+            plain = plain.replace(":", "%3A", 1)
+        return Key(":" + plain, _label(text))
+
+    @staticmethod
+    def of_entry(entry: EntryPoint, *parts: str, name: str) -> Key:
+        """A key that an entry point makes of what others send: no other entry point and no caller can name it."""
+        return Key(":" + ":".join((entry.value, *map(escaped, parts))), _label(name))
 
     @staticmethod
     def of_event(handler: str, event_type: str, how: str, value: str) -> Key:
@@ -111,11 +135,6 @@ class Key:
         The earlier generations keep their records: a replay lifts their block and leaves their history.
         """
         return self if generation == self.generation else replace(self, generation=generation)
-
-
-@lru_cache(maxsize=4_096)
-def _key_of(text: str) -> Key:
-    return Key(":" + escaped(text, safe=_SAFE + ":"), _label(text))
 
 
 def generation_key(full: str, generation: int) -> str:
@@ -214,11 +233,16 @@ class KeyResolver:
             digest = content_hash(event, self.fields)
             return KeyedWork(Key.of_event(handler, event.event_type, "content", digest).in_generation(generation), None)
         assert self.custom is not None
-        value = _given(self.custom(event))
+        value = given_text(self.custom(event))
         return KeyedWork(Key.of_event(handler, event.event_type, "custom", value).in_generation(generation), None)
 
 
-def _given(text: object) -> str:
+def given_text(text: object) -> str:
+    """`text`, if a key can be made of it.
+
+    Raises:
+        InvalidKeyError: It is empty, or not a string.
+    """
     if not isinstance(text, str) or not text:
         raise InvalidKeyError(f"a key is a string with at least one character, not {text!r:.80}")
     return text

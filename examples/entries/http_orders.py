@@ -125,7 +125,8 @@ def _closing(container: AsyncContainer) -> Any:
 
 async def main() -> None:
     app = application()
-    shop = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shop")
+    ann = {"Authorization": "Bearer ann"}
+    shop = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shop", headers=ann)
 
     async def order(key: str, amount: int) -> None:
         new = {"item": "book", "amount": amount}

@@ -11,16 +11,19 @@ that it opened are closed, and what they commit is committed.  So this middlewar
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, cast
+from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeAlias, cast, overload
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
@@ -39,9 +42,10 @@ from integr8s_idem.errors import (
     StoreError,
 )
 from integr8s_idem.integrations.http_problems import LONGEST_KEY, Problems
-from integr8s_idem.integrations.http_responses import PASSING, Captured
-from integr8s_idem.keys import Key, escaped, fingerprint
+from integr8s_idem.integrations.http_responses import PASSING, PER_CONNECTION, Captured
+from integr8s_idem.keys import EntryPoint, Key, fingerprint
 from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.records import Completed
 from integr8s_idem.results import NOT_KEPT
 from integr8s_idem.runs import Run, run_of
 from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Work
@@ -58,15 +62,53 @@ _QUOTED: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
 
 _BARE: Final = re.compile(r"[\x21\x23-\x7e]+")
 
+_LOOKS_AT_A_REFUSAL: Final = 3
+_LOOK_SECONDS: Final = 0.005
+"""The record of a refused request expires after a millisecond of the store's clock."""
 
 _BODY_ELSEWHERE: Final = frozenset({"http.response.pathsend", "http.response.zerocopysend"})
 """Extensions by which a body would not come through our hands."""
 
 
-def by_authorization(connection: HTTPConnection) -> str:
-    """Who asks, by the `Authorization` header.  Where tokens are renewed, a retry with a new one is another caller."""
+@overload
+def by_authorization(connection: HTTPConnection, *, anonymous: Literal["refuse", "share"] = "refuse") -> str: ...
+@overload
+def by_authorization(*, anonymous: Literal["refuse", "share"] = "refuse") -> Identity: ...
+def by_authorization(
+    connection: HTTPConnection | None = None, *, anonymous: Literal["refuse", "share"] = "refuse"
+) -> str | Identity:
+    """Identify the caller by the `Authorization` header.
+
+    Write `identity=by_authorization`, or `identity=by_authorization(anonymous="share")`.  The header is not verified
+    here: put your authentication outside.  Where tokens are renewed, a retry with a new token is another caller.
+
+    Args:
+        connection: The request; the middleware passes it.
+        anonymous: What requests without the header get: `"refuse"` answers them with 401, `"share"` treats all of
+            them as one caller, so that anyone who knows a key and its request gets the stored response.
+
+    Raises:
+        HTTPException: 401, if the request has no `Authorization` header and `anonymous` is `"refuse"`.
+        ApplicationError: `anonymous` has another value.
+    """
+    if anonymous not in ("refuse", "share"):
+        raise ApplicationError(f'by_authorization takes anonymous="refuse" or anonymous="share", not {anonymous!r}')
+    if connection is None:
+        return by_authorization if anonymous == "refuse" else _by_authorization_if_any
     given = "\n".join(connection.headers.getlist("authorization"))
+    if not given.strip() and anonymous == "refuse":
+        raise HTTPException(401, "Authorization is missing", {"WWW-Authenticate": "Bearer"})
     return hashlib.sha256(given.encode("latin-1")).hexdigest()
+
+
+def _by_authorization_if_any(connection: HTTPConnection) -> str:
+    return by_authorization(connection, anonymous="share")
+
+
+def key_of_request(who: str, host: str | None, method: str, path: str, key: str) -> Key:
+    """The key of a request with the `Idempotency-Key` `key`; `host` is `None` where all hosts share keys."""
+    hosts = () if host is None else (host,)
+    return Key.of_entry(EntryPoint.HTTP, who, *hosts, method, path, key, name=f"{method} {path} {key}")
 
 
 def anyone(_: HTTPConnection) -> str:
@@ -75,8 +117,8 @@ def anyone(_: HTTPConnection) -> str:
 
 
 def before_errors(status: int) -> bool:
-    """Whether a response is an outcome: no error of the server, and none that says to come again, or let in first."""
-    return status < 500 and status not in {401, 403, 408, 409, 423, 425, 429}
+    """Whether a response is stored: not if the server failed, refused the caller, knew no route or asks for a retry."""
+    return status < 500 and status not in {401, 403, 404, 405, 408, 409, 423, 425, 429}
 
 
 def check_lease() -> None:
@@ -152,9 +194,12 @@ class IdempotencyKeyMiddleware:
         wait: Duration | None = None,
         ttl: Duration | None = None,
         stored: Callable[[int], bool] = before_errors,
-        unstored_headers: Collection[str] = PASSING,
+        unstored_headers: Collection[str] = (),
+        replace_unstored_headers: bool = False,
+        share_hosts: bool = False,
         bare_keys: bool = False,
         max_request_bytes: int = 1_048_576,
+        max_open_keys: int | None = 1_000,
         documentation: str = "",
     ) -> None:
         """
@@ -170,14 +215,22 @@ class IdempotencyKeyMiddleware:
             wait: How long a retry waits for the first request before it gets 409; not at all if `None`.
             ttl: How long a response is remembered, by the store's clock; as configured if `None`.
             stored: Whether a response with this status is the outcome.  Another one is passed on, and a retry runs.
-            unstored_headers: In lower case; not given again.
+            unstored_headers: Response headers that are not stored, in addition to the defaults (`Set-Cookie`,
+                `Authorization`, `Date`, ...).  Upper and lower case are the same.
+            replace_unstored_headers: Whether `unstored_headers` replaces the defaults.  Headers of one connection,
+                such as `Transfer-Encoding`, are never stored.
+            share_hosts: Whether a key means the same request at every host of this application, as named by the
+                `Host` header.  By default each host has keys of its own.
             bare_keys: Whether `Idempotency-Key: 8e03978e` will do, without the quotes of the draft.
             max_request_bytes: A longer body of a guarded request gets 413: it is held in memory.
+            max_open_keys: Most requests with a key that one caller has open in this process; the next one gets 429 with
+                `Retry-After`.  `None` sets no limit.
             documentation: A URL where your clients read how to use their keys; refusals link to it.
 
         Raises:
-            ApplicationError: Neither a manager nor a container is given, or both are; or `ttl` is shorter than the
-                lease.  With `add_middleware` the startup fails instead, as it does for a container without a manager.
+            ApplicationError: Neither a manager nor a container is given, or both are; `ttl` is shorter than the
+                lease; `unstored_headers` is one string; or `max_open_keys` is less than 1.  With `add_middleware` the
+                startup fails instead, as it does for a container without a manager.
         """
         if (manager is None) == (container is None):
             raise ApplicationError(
@@ -188,6 +241,10 @@ class IdempotencyKeyMiddleware:
                 "IdempotencyKeyMiddleware needs an identity, which says who sends a request: by_authorization, anyone, "
                 f"or a function of yours, and not {identity!r}. {_EXAMPLE}"
             )
+        if isinstance(unstored_headers, str):
+            raise ApplicationError(f"unstored_headers takes several names: write [{unstored_headers!r}]")
+        if max_open_keys is not None and max_open_keys < 1:
+            raise ApplicationError(f"max_open_keys is at least 1, or None for no limit, not {max_open_keys!r}")
         if manager is not None and ttl is not None:
             manager.checked_ttl(ttl)
         self.app = app
@@ -200,9 +257,13 @@ class IdempotencyKeyMiddleware:
         self._wait = duration(wait, "wait")
         self._ttl = duration(ttl, "ttl")
         self._stored = stored
-        self._unstored_headers = frozenset(unstored_headers)
+        defaults = PER_CONNECTION if replace_unstored_headers else PASSING
+        self._unstored_headers = defaults | {name.lower() for name in unstored_headers}
+        self._share_hosts = share_hosts
         self._bare_keys = bare_keys
         self._max_request_bytes = max_request_bytes
+        self._max_open_keys = max_open_keys
+        self._open_keys: Counter[str] = Counter()
         self._problems = Problems(documentation)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:  # each framework has its own types for these
@@ -233,6 +294,24 @@ class IdempotencyKeyMiddleware:
         except HTTPException as error:
             await self._problems.not_let_in(error).send(send)
             return
+        if self._max_open_keys is not None and self._open_keys[who] >= self._max_open_keys:
+            await self._problems.too_many(self._max_open_keys).send(send)
+            return
+        with self._opened(who):
+            await self._guard(connection, who, key, receive, send)
+
+    @contextmanager
+    def _opened(self, who: str) -> Iterator[None]:
+        """Count one more request that `who` has open."""
+        self._open_keys[who] += 1
+        try:
+            yield
+        finally:
+            self._open_keys[who] -= 1
+            if not self._open_keys[who]:
+                del self._open_keys[who]  # or each caller ever seen would stay in memory
+
+    async def _guard(self, connection: HTTPConnection, who: str, key: str, receive: Receive, send: Send) -> None:
         body = await _body_of(receive, self._max_request_bytes)
         if body is None:
             return  # the client has gone before it had said what it wants
@@ -240,7 +319,7 @@ class IdempotencyKeyMiddleware:
             await self._problems.too_large(self._max_request_bytes).send(send)
             return
         manager = await self._manager_of()
-        request = _Request(self.app, _held_back(scope), receive, send, body)
+        request = _Request(self.app, _held_back(connection.scope), receive, send, body)
         await self._answer(manager, request, self._work(manager, connection, who, key, body))
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -326,12 +405,12 @@ class IdempotencyKeyMiddleware:
     def _work(self, manager: IdempotencyManager, connection: HTTPConnection, who: str, key: str, body: bytes) -> Work:
         scope = connection.scope
         path = scope.get("root_path", "").rstrip("/") + _path_within(scope)
-        parts = ("http", who, scope["method"], path, key)
+        host = None if self._share_hosts else _host_of(connection)
         payload = b"\n".join(
             (scope.get("query_string", b""), connection.headers.get("content-type", "").encode("latin-1"), body)
         )
         return Work(
-            manager.space.key(Key(":" + ":".join(map(escaped, parts)), f"{scope['method']} {path} {key}")),
+            manager.space.key(key_of_request(who, host, scope["method"], path, key)),
             fingerprint(payload),
             None if self._ttl is None else manager.checked_ttl(self._ttl),
             gives_up=False,
@@ -339,11 +418,15 @@ class IdempotencyKeyMiddleware:
 
     async def _answer(self, manager: IdempotencyManager, request: _Request, work: Work) -> None:
         async def one_pass() -> Outcome[object]:
-            return await manager.passes.execute(work, lambda attempt: self._run(request, manager, attempt))
+            return await manager.passes.execute(work, lambda attempt: self._run(request, manager, work, attempt))
 
         policy = OnInProgress.RAISE if self._wait is None else OnInProgress.WAIT
         try:
-            outcome = await manager.outcome(work, one_pass, on_in_progress=policy, wait_timeout=self._wait)
+            for _ in range(_LOOKS_AT_A_REFUSAL):
+                outcome = await manager.outcome(work, one_pass, on_in_progress=policy, wait_timeout=self._wait)
+                if not _was_refused(outcome, manager):
+                    break
+                await asyncio.sleep(_LOOK_SECONDS)
         except InProgressError:
             await self._problems.in_progress().send(request.send)
         except ResultNotStoredError as error:
@@ -355,13 +438,22 @@ class IdempotencyKeyMiddleware:
             if not request.begun:
                 await self._problems.unavailable(error).send(request.send)
         else:
-            await self._end(request, outcome)
+            if _was_refused(outcome, manager):
+                await self._problems.in_progress().send(request.send)
+            else:
+                await self._end(request, outcome)
 
-    async def _run(self, request: _Request, manager: IdempotencyManager, attempt: Attempt) -> object:
+    async def _run(self, request: _Request, manager: IdempotencyManager, work: Work, attempt: Attempt) -> object:
         with _LeaseCheck(run_of(attempt), manager.scope):
             captured = await request.run(manager.config.max_result_size_bytes)
-        if captured.status is None or captured.streams or not self._stored(captured.status):
+        if captured.status is None or captured.streams:
             raise _NoOutcomeError(captured.streams)
+        if not self._stored(captured.status):
+            if captured.status >= 500:
+                raise _NoOutcomeError(captured.streams)
+            # A refusal leaves no record: a flood of them must not fill the store.
+            work.forgotten = True
+            return NOT_KEPT
         if captured.response is None or not manager.config.enable_result_caching:
             return NOT_KEPT
         return captured.response.stored(self._unstored_headers)
@@ -385,6 +477,13 @@ class IdempotencyKeyMiddleware:
                 raise outcome.error
             case _:
                 await self._problems.again(outcome).send(request.send)
+
+
+def _was_refused(outcome: Outcome[object], manager: IdempotencyManager) -> bool:
+    """Whether another request with this key has just been refused, and its record is about to vanish."""
+    # Where responses are kept, only such a record has neither a response nor a note that it was too large.
+    is_bare = isinstance(outcome, Completed) and outcome.result is None and not outcome.result_dropped
+    return is_bare and manager.config.enable_result_caching
 
 
 class _LeaseCheck:
@@ -488,6 +587,15 @@ async def _body_of(receive: Receive, longest: int) -> bytes | None:
         body += message.get("body", b"")
         if len(body) > longest or not message.get("more_body", False):
             return bytes(body)
+
+
+_DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
+
+
+def _host_of(connection: HTTPConnection) -> str:
+    """The host that the client asked for, without the port that its scheme implies."""
+    host = ",".join(connection.headers.getlist("host")).strip().lower()
+    return host.removesuffix(_DEFAULT_PORTS.get(connection.scope.get("scheme", "http"), ""))
 
 
 def _path_within(scope: Scope) -> str:

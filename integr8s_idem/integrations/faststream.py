@@ -47,7 +47,7 @@ from integr8s_idem.errors import (
 )
 from integr8s_idem.events import derived_event_id
 from integr8s_idem.integrations.loops import End, KeyOf, by_header, by_position, end_of, pause_after
-from integr8s_idem.keys import Key, escaped, fingerprint
+from integr8s_idem.keys import EntryPoint, Key, fingerprint
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.open_runs import OpenRun
 from integr8s_idem.pace import turn_of_the_loop
@@ -118,6 +118,11 @@ class IdempotencyMiddleware:
         """
         for subscriber in broker.subscribers:
             refuse(subscriber, broker)
+
+
+def key_of_message(group: str, subscriber: str, text: str) -> Key:
+    """The key of a message that is named by `text`, for one subscriber."""
+    return Key.of_entry(EntryPoint.FASTSTREAM, group, subscriber, text, name=f"{subscriber} {text}")
 
 
 class SubscriberError(ApplicationError, StopConsume):
@@ -348,7 +353,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         # The topic is no part of the key: what a subscriber reads again from a topic for retries is the same work.
         group, name, told = self._subscriber.group_id, name_of(self._subscriber), self._settings.key(record)
         assert name is not None, "it was refused"
-        key = Key(f":faststream:{escaped(group)}:{escaped(name)}:{escaped(told)}", f"{name} {told}")
+        key = key_of_message(group, name, told)
         ttl = None if self._settings.ttl is None else self._manager.checked_ttl(self._settings.ttl)
         return Work(self._manager.space.key(key), fingerprint(record.value or b""), ttl)
 

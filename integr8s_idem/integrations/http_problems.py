@@ -50,6 +50,16 @@ class Problems:
         detail = f"A request with an Idempotency-Key has at most {most} bytes."
         return self._problem(413, "Request is too large", detail, section="too-large")
 
+    def too_many(self, most: int) -> Response:
+        detail = f"A caller has at most {most} requests with an Idempotency-Key open. Retry when one of them is done."
+        return self._problem(
+            429,
+            "Too many open requests",
+            detail,
+            section="too-many",
+            headers={"retry-after": str(RETRY_SOON)},
+        )
+
     def not_let_in(self, error: HTTPException) -> Response:
         """For a caller whom `identity` refuses."""
         return self._problem(error.status_code, str(error.detail), "", section="not-let-in", headers=error.headers)

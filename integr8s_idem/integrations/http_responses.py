@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from starlette.types import Message, Send
 
@@ -16,9 +17,13 @@ MEDIA_TYPE: Final = "application/http"
 
 REPLAYED: Final = (b"idempotency-replayed", b"true")
 
-PASSING: Final = frozenset(
+PER_CONNECTION: Final = frozenset(
+    {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
+)
+"""Headers of one connection, which mean nothing on another one."""
+
+PASSING: Final = PER_CONNECTION | frozenset(
     {
-        *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"),
         *("age", "alt-svc", "date", "idempotency-replayed", "retry-after", "server"),
         *("authorization", "authentication-info", "clear-site-data", "proxy-authenticate"),
         *("proxy-authentication-info", "set-cookie", "set-cookie2", "www-authenticate"),
@@ -57,15 +62,46 @@ class Response:
 def response_of(stored: StoredResult) -> Response:
     """The response in `stored`, marked as one that is given again.
 
+    Stored responses are not trusted: what is returned can be sent by any server.
+
     Raises:
-        ValueError: There is none in it.
+        ValueError: `stored` does not hold a response.
     """
     if stored.content_type != MEDIA_TYPE:
-        raise ValueError(f"it is {stored.content_type[:80]!r}, and no response")
+        raise ValueError(f"its media type is {stored.content_type[:80]!r}, not {MEDIA_TYPE}")
     head, _, body = stored.body.partition(b"\n")
-    status, headers = json.loads(head)
-    told = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-    return Response(status, [*told, REPLAYED], body)
+    try:
+        status, headers = json.loads(head)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"its first line is not [status, headers]: {type(error).__name__}") from None
+    if type(status) is not int or not 200 <= status <= 599:
+        raise ValueError(f"{status!r:.80} is not the status of a response")
+    if status in _WITHOUT_BODY and body:
+        raise ValueError(f"a response with status {status} has no body, and this one has {len(body)} bytes")
+    if not isinstance(headers, list):
+        raise ValueError(f"its headers are of type {type(headers).__name__}, not a list")
+    return Response(status, [*(_header_of(each, len(body)) for each in headers), REPLAYED], body)
+
+
+_WITHOUT_BODY: Final = frozenset({204, 304})
+_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_VALUE: Final = re.compile(r"(?:[\x21-\x7e\x80-\xff](?:[\t\x20-\x7e\x80-\xff]*[\x21-\x7e\x80-\xff])?)?")
+
+
+def _header_of(pair: Any, body_length: int) -> tuple[bytes, bytes]:
+    """A stored header.
+
+    Raises:
+        ValueError: `pair` is not a header that a server may send with a body of this length.
+    """
+    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+        raise ValueError(f"{pair!r:.80} is not a header")
+    name, value = pair[0].lower(), pair[1]
+    if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value) or name in PER_CONNECTION:
+        raise ValueError(f"{pair!r:.80} is not a header that can be sent")
+    if name == "content-length" and value != str(body_length):
+        raise ValueError(f"its content-length is {value[:80]!r}, and its body has {body_length} bytes")
+    return name.encode("latin-1"), value.encode("latin-1")
 
 
 @dataclass(slots=True)

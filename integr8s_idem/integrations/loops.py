@@ -25,7 +25,7 @@ from integr8s_idem.errors import (
     KeyReusedError,
     PreviouslyFailedError,
 )
-from integr8s_idem.keys import fingerprint
+from integr8s_idem.keys import EntryPoint, Key, fingerprint, given_text
 from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.offsets import Placed
 from integr8s_idem.records import Completed, Corrupt, Failed, KeyReused
@@ -75,7 +75,10 @@ def work_of(
 ) -> Work:
     """The work of `record`, which `function` does; its body is what a second use of the key must bring again."""
     checked = None if ttl is None else manager.checked_ttl(ttl)
-    return Work(manager.space.key(key(record)), _fingerprint_of(record.value), checked, returns=function)
+    # Producers choose what is in a header: it must not name work of another entry point in the same scope.
+    text = given_text(key(record))
+    of = Key.of_entry(EntryPoint.KAFKA_LOOP, *text.split(":"), name=text)
+    return Work(manager.space.key(of), _fingerprint_of(record.value), checked, returns=function)
 
 
 def _fingerprint_of(body: object) -> bytes | None:

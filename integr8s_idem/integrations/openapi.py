@@ -20,9 +20,11 @@ _OPERATIONS: Final = frozenset({"get", "put", "post", "delete", "options", "head
 
 _REFUSALS: Final[Mapping[str, str]] = {
     "400": "The Idempotency-Key is missing or malformed.",
+    "401": "The caller is not identified.",
     "409": "A request with this Idempotency-Key is being processed, or was, and its response is gone.",
     "413": "The body is longer than the guard may hold in memory.",
     "422": "The Idempotency-Key was used for another request.",
+    "429": "The caller has too many requests with an Idempotency-Key open; the same request may be sent again.",
     "503": "Retries cannot be told apart now; the same request may be sent again.",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,14 +20,26 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from integr8s_idem.errors import SettingsError, SettingsMistake
-from integr8s_idem.listening import accept_no_more
+from integr8s_idem.listening import Acceptor, Connections
 from integr8s_idem.worker.health import Health
 
 CLOSE_SECONDS: Final = 1
 """How long a scrape under way may go on at closing."""
+
+REQUEST_SECONDS: Final = 5
+"""How long a client may take to send the line and the headers of a request, since it connected or read an answer."""
+
+RESPONSE_SECONDS: Final = 60
+"""How long an answer may take, until the client has read it."""
+
+MOST_CONNECTIONS: Final = 100
+"""Open connections; one more closes the oldest that waits for its client, or else the oldest."""
+
+_BACKLOG: Final = 1_024
+"""Connections that the system may hold until they are accepted; it may allow fewer."""
 
 
 class Endpoints:
@@ -69,7 +82,7 @@ class Endpoints:
         try:
             await self._serving
         finally:
-            self._server.abort()
+            await self._server.abort()
             self._listener.close()
 
 
@@ -79,36 +92,100 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.servers = []
+        self._open = Connections(MOST_CONNECTIONS)
+        self._acceptors: list[Acceptor] = []
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         # SIGTERM means that the worker drains, and its probes are answered until it is done.
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for listening in sockets or []:
+            acceptor = Acceptor(listening, self._protocol, self._open, "the port of /metrics and /healthz")
+            acceptor.start()
+            self._acceptors.append(acceptor)
+        self.started = True
+
+    def _protocol(self) -> _BoundedProtocol:
+        return _BoundedProtocol(self.config, self.server_state, {}, open_connections=self._open)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await accept_no_more(sockets or [])
+        await self._accept_no_more()
         await super().shutdown(sockets)
 
-    def abort(self) -> None:
+    async def abort(self) -> None:
         """Cut what outlived its time: a scraper that reads no more, or everything after a cancellation."""
-        for server in self.servers:
-            server.close()
+        await self._accept_no_more()
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
+    async def _accept_no_more(self) -> None:
+        while self._acceptors:
+            await self._acceptors.pop().stop()
 
-class _QuietProtocol(H11Protocol):
-    """HTTP without access log.  The server's own switch would silence all of the process."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+_http_logger = logging.getLogger(f"{__name__}.http")
+_http_logger.setLevel(logging.ERROR)  # the server warns of each malformed request, and anybody may send those
+
+
+class _BoundedProtocol(H11Protocol):
+    """HTTP with a limit on what a client may take, in time and in connections; without an access log.
+
+    The server's own switch for the access log would silence all of the process.
+    """
+
+    def __init__(self, *args: Any, open_connections: Connections, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.access_log = False
+        self.logger = _http_logger
+        self._open_connections = open_connections
+        self._limit: asyncio.TimerHandle | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is no request that it could answer."""
+        cycle: RequestResponseCycle | None = self.cycle  # the server says that there always is one
+        return cycle is None or cycle.response_complete
+
+    def abort(self) -> None:
+        """Close it at once."""
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._open_connections.add(self)
+        self._limit_to(REQUEST_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        self._open_connections.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_waiting = self.is_waiting
+        super().data_received(data)
+        if was_waiting and not self.is_waiting:
+            self._limit_to(RESPONSE_SECONDS)
+
+    def on_response_complete(self) -> None:
+        is_read = self.transport.get_write_buffer_size() == 0
+        self._limit_to(REQUEST_SECONDS if is_read else RESPONSE_SECONDS)
+        super().on_response_complete()
+        if not self.is_waiting:  # the next request had already arrived
+            self._limit_to(RESPONSE_SECONDS)
+
+    def _limit_to(self, seconds: float) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        self._limit = self.loop.call_later(seconds, self.abort)
 
 
 def _configuration(app: Starlette) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=_QuietProtocol,
+        http=_BoundedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -132,7 +209,7 @@ async def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setblocking(False)
         listener.bind(address)
-        listener.listen()
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise _cannot_listen(host, port, error) from error

@@ -13,7 +13,7 @@ from dishka.integrations import fastapi as dishka_fastapi
 from dishka.integrations import litestar as dishka_litestar
 from fastapi import Depends, FastAPI, HTTPException
 from litestar import Litestar, post
-from litestar.exceptions import NotFoundException
+from litestar.exceptions import HTTPException as LitestarException
 from litestar.middleware import DefineMiddleware
 from starlette.types import Message, Receive, Send
 from starlette.types import Scope as ASGIScope
@@ -97,7 +97,7 @@ def fastapi_dishka(shop: Shop) -> Any:
     @app.post("/orders")
     @dishka_fastapi.inject
     async def place(session: FromDishka[Session]) -> dict[str, bool]:
-        return shop.place(HTTPException(404))
+        return shop.place(HTTPException(410))
 
     container = shop.container()
     dishka_fastapi.setup_dishka(container, app)
@@ -110,7 +110,7 @@ def fastapi_yield(shop: Shop) -> Any:
 
     @app.post("/orders")
     async def place(session: Session = opened) -> dict[str, bool]:
-        return shop.place(HTTPException(404))
+        return shop.place(HTTPException(410))
 
     app.add_middleware(IdempotencyKeyMiddleware, manager=shop.manager, identity=anyone)
     return app
@@ -120,7 +120,7 @@ def litestar_dishka(shop: Shop) -> Any:
     @post("/orders", status_code=200)
     @dishka_litestar.inject
     async def place(session: FromDishka[Session]) -> dict[str, bool]:
-        return shop.place(NotFoundException())
+        return shop.place(LitestarException(status_code=410))
 
     container = shop.container()
     app = Litestar([place])
@@ -177,9 +177,9 @@ async def test_an_endpoint_that_fails_is_run_again(house: House) -> None:
 async def test_an_http_exception_is_remembered_when_its_scope_has_ended(house: House) -> None:
     """FastAPI's own dependency rolls back and Dishka's commits; that is theirs to say."""
     shop = Shop(fails={"missing"})
-    assert [response.status_code for response in await _asked(house, shop)] == [404, 404]
+    assert [response.status_code for response in await _asked(house, shop)] == [410, 410]
     ended = "rolled back" if house is fastapi_yield else "committed"
-    assert shop.steps == ["done", ended, "remembered", "left with 404", "left with 404"]
+    assert shop.steps == ["done", ended, "remembered", "left with 410", "left with 410"]
 
 
 async def test_fastapi_within_dishkas_middleware_the_guard_refuses_to_work(caplog: pytest.LogCaptureFixture) -> None:
@@ -187,7 +187,7 @@ async def test_fastapi_within_dishkas_middleware_the_guard_refuses_to_work(caplo
 
     @app.post("/orders")
     async def place() -> dict[str, bool]:
-        return shop.place(HTTPException(404))
+        return shop.place(HTTPException(410))
 
     app.add_middleware(IdempotencyKeyMiddleware, manager=shop.manager, identity=anyone)
     dishka_fastapi.setup_dishka(shop.container(), app)
@@ -204,7 +204,7 @@ async def test_litestar_within_dishkas_scope_the_guard_refuses_to_work(place: st
 
     @post("/orders", middleware=guard if place == "route" else [])
     async def order() -> dict[str, bool]:
-        return shop.place(NotFoundException())
+        return shop.place(LitestarException(status_code=410))
 
     app = Litestar([order], middleware=guard if place == "application" else [], debug=True)
     dishka_litestar.setup_dishka(shop.container(), app)

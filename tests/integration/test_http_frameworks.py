@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, HTTPException
 from litestar import Litestar, post
-from litestar.exceptions import NotFoundException
+from litestar.exceptions import HTTPException as LitestarException
 from litestar.middleware import DefineMiddleware
 from litestar.params import Body
 from pydantic import BaseModel
@@ -72,7 +72,7 @@ def _fastapi(shop: Shop) -> FastAPI:
     async def place(new: NewOrder) -> dict[str, object]:
         if new.item == "missing":
             shop.done.append(new.item)
-            raise HTTPException(404, "no such item")
+            raise HTTPException(410, "no such item")
         return await shop.place(new.item)
 
     return app
@@ -105,7 +105,7 @@ def _endpoint(shop: Shop) -> Any:
             raise StarletteHTTPException(422) from None
         if item == "missing":
             shop.done.append(item)
-            raise StarletteHTTPException(404, "no such item")
+            raise StarletteHTTPException(410, "no such item")
         return JSONResponse(await shop.place(item), status_code=201)
 
     return place
@@ -139,7 +139,7 @@ def _litestar(shop: Shop, *, route: list[Any] | None = None, application: list[A
     async def placed(data: NewOrder) -> dict[str, object]:
         if data.item == "missing":
             shop.done.append(data.item)
-            raise NotFoundException("no such item")
+            raise LitestarException("no such item", status_code=410)
         return await shop.place(data.item)
 
     @post("/orders", middleware=route or [])
@@ -233,7 +233,7 @@ async def test_a_retry_that_comes_too_early_gets_409(asked: Asked) -> None:
 async def test_an_exception_of_the_framework_for_http_is_an_outcome(asked: Asked) -> None:
     first, again = await asked.order("missing"), await asked.order("missing")
 
-    assert (first.status_code, again.status_code) == (404, 404)
+    assert (first.status_code, again.status_code) == (410, 410)
     assert again.content == first.content
     assert asked.shop.done == ["missing"]
 

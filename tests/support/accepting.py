@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Final, Self, TypeAlias
 
-from integr8s_idem.listening import accept_no_more
+from tests.support.listening import accept_no_more
 
 Serve: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from integr8s_idem.listening import accept_no_more
+from tests.support.listening import accept_no_more
 
 
 class _Server(uvicorn.Server):

@@ -63,7 +63,7 @@ async def shop(
         return await answer(request)
 
     methods = ["GET", "POST", "PATCH", "PUT"]
-    options = {"identity": by_authorization, "documentation": RULES, **options}
+    options = {"identity": by_authorization(anonymous="share"), "documentation": RULES, **options}
     guarded = Middleware(IdempotencyKeyMiddleware, manager=manager, **options)
     app = Starlette(
         debug=debug,

@@ -69,7 +69,8 @@ async def test_key_path_and_name_do_not_run_into_each_other() -> None:
     ],
 )
 def test_by_authorization_every_such_header_counts(one: Any, other: Any) -> None:
-    assert by_authorization(_connection(*one)) != by_authorization(_connection(*other))
+    identity = by_authorization(anonymous="share")
+    assert identity(_connection(*one)) != identity(_connection(*other))
 
 
 def test_no_credential_is_in_a_key() -> None:

@@ -138,7 +138,7 @@ async def test_every_header_comes_again_as_often_as_it_was_given_and_no_cookie()
 
 
 async def test_which_headers_are_not_kept_is_a_setting() -> None:
-    async with shop(unstored_headers={"location"}) as here:
+    async with shop(unstored_headers={"location"}, replace_unstored_headers=True) as here:
         await here.order()
         again = await here.order()
         assert "location" not in again.headers

@@ -10,10 +10,10 @@ import warnings
 import pytest
 from prometheus_client import CollectorRegistry
 
-from integr8s_idem.listening import accept_no_more
 from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health
 from tests.support.conditions import eventually
+from tests.support.listening import accept_no_more
 
 
 async def come(port: int) -> socket.socket:

@@ -23,7 +23,6 @@ from typing import Any, Final, Self
 import yaml
 from aiohttp import web
 
-from integr8s_idem.listening import accept_no_more
 from tests.support.kubernetes.checks import (
     LARGEST_OBJECT,
     LARGEST_REQUEST,
@@ -36,6 +35,7 @@ from tests.support.kubernetes.checks import (
 from tests.support.kubernetes.controller import Controller
 from tests.support.kubernetes.kubelet import Kubelet
 from tests.support.kubernetes.objects import Objects, new_metadata
+from tests.support.listening import accept_no_more
 
 NAMESPACE: Final = "executions"
 TOKEN: Final = "a-token"

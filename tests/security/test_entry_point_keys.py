@@ -1,0 +1,120 @@
+"""No two entry points of one scope share a key, whatever a caller, a client or a producer chooses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from integr8s_idem.config import IdempotencyConfig
+from integr8s_idem.integrations.asgi import key_of_request
+from integr8s_idem.integrations.faststream import key_of_message
+from integr8s_idem.integrations.loops import work_of
+from integr8s_idem.keys import EntryPoint, Key, KeySpace
+from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from tests.support.http_shop import shop
+
+PLAIN, HASHED = KeySpace("idempotency", "shop"), KeySpace("idempotency", "shop", hash_keys=True)
+
+Named: TypeAlias = tuple[tuple[Any, ...], Key]
+"""What was asked for, and the key that was made of it."""
+
+# Pieces of real keys, so that keys which nearly meet are tried; and what is escaped.
+PIECES = (
+    ":",
+    ";",
+    "%",
+    "%3A",
+    "#",
+    "/",
+    "http",
+    "faststream",
+    "kafka-loop",
+    "http:",
+    "s0",
+    "1",
+    "id",
+    "a",
+    "é",
+    "\ud800",
+)
+text = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join)
+manager = IdempotencyManager(IdempotencyConfig(), MemoryIdempotencyRepository(), scope="shop")
+
+
+def key_in_a_loop(said: str) -> Key:
+    record: Any = SimpleNamespace(topic="orders", partition=0, offset=1, value=b"", headers=())
+    return work_of(manager, record, lambda _: said, None, print).key
+
+
+def named(kind: str, of: tuple[Any, ...]) -> Named:
+    make: Any = {
+        "caller": Key.of,
+        "event": Key.of_event,
+        "request": key_of_request,
+        "message": key_of_message,
+        "loop": key_in_a_loop,
+    }
+    return (kind, *of), make[kind](*of)
+
+
+ENTRIES = st.one_of(
+    st.tuples(text).map(lambda of: named("caller", of)),
+    st.tuples(text, text, text, text).map(lambda of: named("event", of)),
+    st.tuples(text, st.none() | text, text, text, text).map(lambda of: named("request", of)),
+    st.tuples(text, text, text).map(lambda of: named("message", of)),
+    st.tuples(text).map(lambda of: named("loop", of)),
+)
+
+
+def stepped(space: KeySpace, one: Named) -> Named:
+    return ("step", *one[0]), space.step(space.full(one[1]), "name", 0)
+
+
+@pytest.mark.parametrize("space", [PLAIN, HASHED], ids=["plain", "hashed"])
+@given(st.lists(ENTRIES, min_size=2, max_size=20, unique_by=lambda one: one[0]), st.integers(0, 2))
+def test_whatever_is_asked_for_has_a_key_of_its_own(space: KeySpace, entries: list[Named], generation: int) -> None:
+    asked = [*entries, *(stepped(space, one) for one in entries)]
+    asked += [(("generation", *name), key.in_generation(generation + 1)) for name, key in entries]
+    fulls = [space.full(space.key(key)) for _, key in asked]
+    assert len(set(fulls)) == len(fulls)
+
+
+@pytest.mark.parametrize("space", [PLAIN, HASHED], ids=["plain", "hashed"])
+@given(ENTRIES, st.sampled_from(["caller", "loop"]))
+def test_who_writes_out_the_key_of_somebody_else_does_not_get_it(space: KeySpace, victim: Named, kind: str) -> None:
+    """A caller's key and a header are free text: what a key looks like is no secret."""
+    full = space.full(space.key(victim[1]))
+    tail = full.removeprefix(space.root)
+    for said in (full, tail, tail.removeprefix(":"), tail.removeprefix(":").removeprefix("kafka-loop:")):
+        for words in {said, unquote(said, errors="surrogatepass"), said.replace(":", "%3A", 1)} - {""}:
+            forged = named(kind, (words,))
+            if forged[0] != victim[0]:
+                assert space.full(space.key(forged[1])) != full
+
+
+@pytest.mark.parametrize("entry", EntryPoint)
+def test_the_name_of_an_entry_point_is_escaped_in_a_key_that_a_caller_gives(entry: EntryPoint) -> None:
+    assert PLAIN.full(Key.of(f"{entry.value}:a:b")) == f"idempotency:shop::{entry.value}%3Aa:b"
+
+
+async def test_a_request_of_bob_is_not_blocked_by_a_key_of_the_application() -> None:
+    async def answered(request: Request) -> Response:
+        return PlainTextResponse("placed")
+
+    async with shop(answered, identity=lambda _: "bob", share_hosts=True) as here:
+        key = "http:bob:POST:/orders:k2"
+        assert await here.manager.run(key, _charged) == "charged"
+        response = await here.client.post("/orders", headers={"Idempotency-Key": '"k2"'})
+        assert (response.status_code, response.text) == (200, "placed")
+
+
+async def _charged() -> str:
+    return "charged"
