@@ -15,7 +15,7 @@ ACCEPTED_AT_ONCE: Final = 10
 """Connections that are accepted in one turn of the event loop: the others are served in between."""
 
 PAUSE: Final = 0.1
-"""Seconds without accepting, after the system has refused to."""
+"""Seconds without accepting, where the system refuses to and no connection can be closed for another."""
 
 LOG_INTERVAL: Final = 60.0
 """Seconds between two log lines about refused connections."""
@@ -58,12 +58,14 @@ class Connections:
         """Forget a connection that was closed."""
         self._open.pop(connection, None)
 
-    def close_oldest(self) -> None:
-        """Close the oldest connection that is waiting for its client, or else the oldest; none if there is none."""
+    def close_oldest(self) -> bool:
+        """Close the oldest connection that is waiting for its client, or else the oldest; whether there was one."""
         oldest = next((each for each in self._open if each.is_waiting), next(iter(self._open), None))
-        if oldest is not None:
-            self.discard(oldest)
-            oldest.abort()
+        if oldest is None:
+            return False
+        self.discard(oldest)
+        oldest.abort()
+        return True
 
 
 class Acceptor:
@@ -112,7 +114,7 @@ class Acceptor:
             except ConnectionError:
                 continue  # that client has already gone
             except OSError as error:
-                self._pause(error)
+                self._refused(error)
                 return
             task = self._loop.create_task(self._connect(connection))
             self._connecting.add(task)
@@ -126,17 +128,17 @@ class Acceptor:
             connection.close()
             logger.debug("%s: a client hung up at once: %s", self._what, error)
 
-    def _pause(self, error: OSError) -> None:
-        self._connections.close_oldest()
-        self._loop.remove_reader(self._listening)
-        self._resuming = self._loop.call_later(PAUSE, self.start)
+    def _refused(self, error: OSError) -> None:
+        """Make room; without any to make, try again later."""
+        if not self._connections.close_oldest():
+            self._loop.remove_reader(self._listening)
+            self._resuming = self._loop.call_later(PAUSE, self.start)
         now = time.monotonic()
         if now >= self._next_log:
             self._next_log = now + LOG_INTERVAL
             logger.warning(
-                "%s cannot accept connections: %s. It tries again every %g s; if the process is out of descriptors, "
-                "raise its limit (ulimit -n)",
+                "%s cannot accept all connections: %s. It closes those that wait for their clients; if the process is "
+                "out of descriptors, raise its limit (ulimit -n)",
                 self._what,
                 error.strerror,
-                PAUSE,
             )

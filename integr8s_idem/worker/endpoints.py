@@ -38,7 +38,7 @@ RESPONSE_SECONDS: Final = 60
 MOST_CONNECTIONS: Final = 100
 """Open connections; one more closes the oldest that waits for its client, or else the oldest."""
 
-_BACKLOG: Final = 1_024
+_BACKLOG: Final = 4_096
 """Connections that the system may hold until they are accepted; it may allow fewer."""
 
 

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from services.database import decisions, executions, insert, now, turns
 from services.events import ExecutionRequested
+from services.limits import exceeded_limit
 from services.settings import PlatformSection
 
 _TURN = "admission"
@@ -123,21 +124,10 @@ class Admission:
         known = await self._state_of(event.execution_id)
         if known is not None:
             return _WHY_NOT_AGAIN.get(known)
-        mistake = self._mistake_in(event)
+        mistake = exceeded_limit(event, self._settings)
         state = ExecutionState.REJECTED if mistake else ExecutionState.QUEUED
         await self._add(_row(event.execution_id, state, turn, event))
         return mistake
-
-    def _mistake_in(self, event: ExecutionRequested) -> str | None:
-        settings = self._settings
-        memory = event.memory_limit_mb or settings.default_memory_mb
-        if event.timeout_seconds > settings.max_timeout_seconds:
-            return f"timeout_seconds is {event.timeout_seconds:g}, at most {settings.max_timeout_seconds:g} are given"
-        if memory > settings.max_memory_mb:
-            return f"memory_limit_mb is {memory}, at most {settings.max_memory_mb} are given"
-        if event.cpu_limit > settings.max_cpu:
-            return f"cpu_limit is {event.cpu_limit:g}, at most {settings.max_cpu:g} are given"
-        return None
 
     async def _state_of(self, execution_id: str) -> ExecutionState | None:
         found = select(executions.c.state).where(executions.c.execution_id == execution_id)

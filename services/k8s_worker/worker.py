@@ -13,6 +13,7 @@ from services.events import CreatePodCommand, DeletePodCommand, ExecutionFailed,
 from services.k8s_worker.outcomes import failure, outcome_of
 from services.k8s_worker.pods import Ownership, PodTable
 from services.k8s_worker.runner import Runner, UnsupportedLanguageError
+from services.limits import exceeded_limit
 from services.publishing import Publisher
 from services.settings import PlatformSection
 
@@ -86,21 +87,26 @@ class PodWorker:
             _log.warning("pod %s is left for the cluster to remove: %s", pod_name, error)
 
     async def _run(self, command: CreatePodCommand, pod_name: str, attempt: Attempt) -> Outcome:
+        event_id = derived_event_id(attempt.key, 0)
+        # Whoever may publish commands has not been asked by the coordinator.
+        if exceeded := exceeded_limit(command, self._settings):
+            return _not_run(command, event_id, "limit_exceeded", exceeded)
         stop = asyncio.Event()
         self._running[command.execution_id] = stop
-        event_id = derived_event_id(attempt.key, 0)
         try:
             run = await self._runner.run(pod_name, command, stop)
         except UnsupportedLanguageError as error:
-            told = command.metadata
-            return failure(
-                command.execution_id, event_id, "unsupported_language", str(error), told.correlation_id, told.user_id
-            )
+            return _not_run(command, event_id, "unsupported_language", str(error))
         finally:
             # A later attempt in this process may have put its own there.
             if self._running.get(command.execution_id) is stop:
                 del self._running[command.execution_id]
         return outcome_of(run, command, event_id)
+
+
+def _not_run(command: CreatePodCommand, event_id: str, error_type: str, why: str) -> ExecutionFailed:
+    told = command.metadata
+    return failure(command.execution_id, event_id, error_type, why, told.correlation_id, told.user_id)
 
 
 def _created(command: CreatePodCommand, pod_name: str, attempt: Attempt) -> PodCreated:
