@@ -1,0 +1,18 @@
+"""What a script may ask for.  The coordinator rejects a request for more, and the k8s worker does not run one."""
+
+from __future__ import annotations
+
+from services.events import ScriptRequest
+from services.settings import PlatformSection
+
+
+def exceeded_limit(request: ScriptRequest, settings: PlatformSection) -> str | None:
+    """Which limit of the settings `request` exceeds; `None` if it exceeds none."""
+    memory = request.memory_limit_mb or settings.default_memory_mb
+    if request.timeout_seconds > settings.max_timeout_seconds:
+        return f"timeout_seconds is {request.timeout_seconds:g}, at most {settings.max_timeout_seconds:g} are given"
+    if memory > settings.max_memory_mb:
+        return f"memory_limit_mb is {memory}, at most {settings.max_memory_mb} are given"
+    if request.cpu_limit > settings.max_cpu:
+        return f"cpu_limit is {request.cpu_limit:g}, at most {settings.max_cpu:g} are given"
+    return None
