@@ -60,8 +60,13 @@ class PlatformSection(Section):
     """A request for more cores is rejected."""
     default_memory_mb: Annotated[int, Field(ge=16)] = 256
     """Memory of a script that asks for no amount."""
-    runner: Literal["subprocess", "kubernetes"] = "subprocess"
-    """What runs scripts: subprocess (children of the worker) or kubernetes (Jobs of a cluster)."""
+    runner: Literal["subprocess", "kubernetes"] | None = None
+    """What runs scripts, to be chosen: kubernetes (Jobs of a cluster), or subprocess (children of the worker, with
+    limits but without a sandbox: for scripts that you trust)."""
+    subprocess_user_id: Annotated[int, Field(ge=1, le=2**31 - 1)] = 65_532
+    """Numeric user that runs the scripts of a worker that is root, with runner = "subprocess"."""
+    scripts_as_root: bool = False
+    """Whether scripts run as root where the worker does, with runner = "subprocess": they may do everything."""
     kubernetes: KubernetesSection = KubernetesSection()
     interpreter: str | None = None
     """Python for the scripts; the worker's own if not given."""

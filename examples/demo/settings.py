@@ -73,6 +73,9 @@ def write_settings(file: Path, run: str, kafka: KafkaSettings, store: StoreSetti
         "telemetry": {"metrics_port": 0},
         "services": {name: {**_SERVICE, "group_id": f"{run}.{name}"} for name in platform.services},
         "platform": {
+            # The demo's scripts are its own.
+            "runner": "subprocess",
+            "scripts_as_root": True,
             "database_url": database_url,
             "work_folder": str(folder / "work"),
             "sweep_interval_seconds": 2.0,

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Final
 
-from integr8s_idem.errors import ApplicationError
+from integr8s_idem.errors import ApplicationError, SettingsError, SettingsMistake
+from services.k8s_worker.privileges import hidden_process, prepare_for_scripts
 from services.k8s_worker.runner import Runner
 from services.k8s_worker.subprocess_runner import SubprocessRunner
 from services.settings import PlatformSection
+
+_CHOOSE: Final = (
+    'is not set, and the k8s worker runs scripts: choose "kubernetes" (Jobs of a cluster), or "subprocess" (children '
+    "of the worker, no sandbox, for scripts that you trust)"
+)
 
 
 @asynccontextmanager
@@ -19,8 +26,12 @@ async def chosen_runner(settings: PlatformSection) -> AsyncIterator[Runner]:
         SettingsError: It cannot be had with these settings.
         ApplicationError: What it needs is not installed.
     """
+    if settings.runner is None:
+        raise SettingsError("settings", [SettingsMistake("platform.runner", _CHOOSE)])
     if settings.runner == "subprocess":
-        yield SubprocessRunner(settings)
+        await prepare_for_scripts(settings)
+        with hidden_process():
+            yield SubprocessRunner(settings)
         return
     try:
         # Only here: whoever runs scripts as child processes needs no client of a cluster.

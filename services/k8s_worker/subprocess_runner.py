@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import signal
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from services.events import CreatePodCommand, ResourceUsage
+from services.k8s_worker.privileges import user_of_scripts
 from services.k8s_worker.runner import Run, RunEnd, UnsupportedLanguageError
 from services.k8s_worker.supervised import Supervised, supervised
 from services.settings import PlatformSection
@@ -33,11 +35,15 @@ class SubprocessRunner:
         with tempfile.TemporaryDirectory(
             prefix=f"{pod_name}-", dir=self._settings.work_folder, ignore_cleanup_errors=True
         ) as folder:
-            (Path(folder) / "main.py").write_text(command.script, encoding="utf-8")
+            script = Path(folder) / "main.py"
+            script.write_text(command.script, encoding="utf-8")
+            if (user := user_of_scripts(self._settings)) is not None:
+                for path in (script, folder):
+                    os.chown(path, user, user)
             spec = self._spec(folder, command)
             keep, flood = self._settings.output_limit_bytes, self._settings.output_flood_bytes
-            async with supervised(spec, keep=keep, flood=flood) as script:
-                return await self._watch(script, command.timeout_seconds, stop)
+            async with supervised(spec, keep=keep, flood=flood) as running:
+                return await self._watch(running, command.timeout_seconds, stop)
 
     async def discard(self, pod_name: str) -> None:
         """Nothing to do: no run leaves anything behind."""
@@ -49,6 +55,7 @@ class SubprocessRunner:
         cpu_seconds = math.ceil(command.cpu_limit * command.timeout_seconds) + 1
         return {
             "folder": folder,
+            "user": user_of_scripts(settings),
             "command": [interpreter, "-I", "-u", "-X", "utf8", "main.py"],
             "limits": {
                 "RLIMIT_AS": (command.memory_limit_mb or settings.default_memory_mb) * _MIB,

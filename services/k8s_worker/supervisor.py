@@ -7,7 +7,8 @@ stdin          the lifeline: when it ends, because the worker closes it or dies,
 stdout, stderr go to the script as they are
 report         file descriptor named in SPEC: a line with the script's process id, then a line with how it ended
 
-Not a sandbox: the limits are for accidents, and a script may do all that the worker's user may.
+Not a sandbox: the limits are for accidents, and a script may do all that its user may.  That is the worker's user, or
+the one that SPEC names, for a worker that is root.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
 CLEANING_SECONDS = 5.0
 
 
@@ -34,6 +37,7 @@ def main(spec: dict[str, Any]) -> None:
     os.set_inheritable(report, False)
     child_ended = _watch_children()
     _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(PR_SET_DUMPABLE, 0)  # the script cannot read our memory or files by /proc
     started = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -66,18 +70,28 @@ def _become_script(spec: dict[str, Any]) -> NoReturn:
     try:
         # A group of its own, so that it can be killed together with what it starts.
         os.setsid()
-        _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.chdir(spec["folder"])  # while we may: folders above it may be closed to the user of the script
+        _drop_privileges(spec["user"])
+        _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user would have cleared it
         for name in ("SIGPIPE", "SIGXFSZ"):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
-        os.chdir(spec["folder"])
         for name, limit in spec["limits"].items():
             _limit(getattr(resource, name), limit)
         os.execve(spec["command"][0], spec["command"], {})  # noqa: S606  # no shell is wanted
     except BaseException as error:  # noqa: BLE001  # a forked child must not go on as its parent
         os.write(2, f"could not start: {error}\n".encode())
     os._exit(127)
+
+
+def _drop_privileges(user: int | None) -> None:
+    """Become `user`, with no other groups, for good; no program that is run can give privileges back."""
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def _limit(kind: int, wanted: int) -> None:

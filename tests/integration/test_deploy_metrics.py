@@ -45,6 +45,8 @@ SETTINGS = """
 kind = "sqlite"
 path = "{folder}/platform.db"
 [platform]
+runner = "subprocess"
+scripts_as_root = true
 database_url = "sqlite+aiosqlite:///{folder}/platform.db"
 pod_check_interval_seconds = 0.1
 sweep_interval_seconds = 0.5

@@ -74,6 +74,8 @@ def settings(tmp_path: Path, database_url: str) -> PlatformSection:
     return PlatformSection(
         database_url=database_url,
         work_folder=str(tmp_path),
+        runner="subprocess",
+        scripts_as_root=True,  # as a test may be, and then its Python may be closed to other users
         max_running=2,
         max_running_per_user=1,
     )

@@ -117,6 +117,8 @@ async def chain(
             "store": {"kind": "memory"},
             "platform": {
                 "database_url": database_url,
+                "runner": "subprocess",
+                "scripts_as_root": True,
                 "work_folder": str(tmp_path),
                 "max_running": 2,
                 "max_running_per_user": 2,

@@ -30,7 +30,8 @@ CONTAINERS = [service.container for service in platform.services.values()]
 
 @pytest.fixture
 def settings(database_url: str) -> PlatformSettings:
-    return PlatformSettings.model_validate({"store": {"kind": "memory"}, "platform": {"database_url": database_url}})
+    platform = {"database_url": database_url, "runner": "subprocess", "scripts_as_root": True}
+    return PlatformSettings.model_validate({"store": {"kind": "memory"}, "platform": platform})
 
 
 @pytest.mark.parametrize("make", CONTAINERS, ids=lambda make: make.__name__)

@@ -35,7 +35,8 @@ from services.k8s_worker.subprocess_runner import SubprocessRunner
 from services.settings import PlatformSection
 
 command = CreatePodCommand(execution_id="e1", saga_id="s1", script=sys.argv[2], timeout_seconds=600)
-asyncio.run(SubprocessRunner(PlatformSection(work_folder=sys.argv[1])).run("pod", command, asyncio.Event()))
+settings = PlatformSection(work_folder=sys.argv[1], scripts_as_root=True)
+asyncio.run(SubprocessRunner(settings).run("pod", command, asyncio.Event()))
 """
 
 

@@ -28,7 +28,7 @@ from services.k8s_worker.runners import chosen_runner
 from services.settings import PlatformSection
 
 async def main():
-    async with chosen_runner(PlatformSection()):
+    async with chosen_runner(PlatformSection(runner="subprocess", scripts_as_root=True)):
         print([name for name in sys.modules if name.startswith("kubernetes_asyncio")])
 
 asyncio.run(main())
@@ -53,9 +53,10 @@ async def runner_of(settings: PlatformSettings) -> type[object]:
 
 async def test_settings_choose_the_runner(cluster: KubernetesStandIn, tmp_path: Path) -> None:
     store = f'[store]\nkind = "memory"\n[platform]\ndatabase_url = "sqlite+aiosqlite:///{tmp_path}/p.db"\n'
+    local = 'runner = "subprocess"\nscripts_as_root = true\n'
     kubernetes = f'runner = "kubernetes"\n[platform.kubernetes]\nkubeconfig = "{cluster.kubeconfig}"\n'
 
-    assert await runner_of(load(tmp_path, store)) is SubprocessRunner
+    assert await runner_of(load(tmp_path, store + local)) is SubprocessRunner
     assert await runner_of(load(tmp_path, store + kubernetes)) is KubernetesRunner
     assert cluster.requests == []
 

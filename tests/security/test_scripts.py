@@ -1,0 +1,196 @@
+"""Scripts: what a child process of the k8s worker may ask for, see and do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integr8s_idem.errors import ApplicationError, SettingsError
+from integr8s_idem.work import Attempt
+from services.database import Database
+from services.events import CreatePodCommand
+from services.k8s_worker.privileges import hidden_process
+from services.k8s_worker.runner import Run, RunEnd, Runner
+from services.k8s_worker.runners import chosen_runner
+from services.k8s_worker.subprocess_runner import SubprocessRunner
+from services.k8s_worker.worker import PodWorker
+from services.settings import PlatformSection
+from tests.packaging.repository import ROOT
+from tests.platform.conftest import RecordingPublisher
+
+SYSTEM_PYTHON = "/usr/bin/python3"
+"""One that everybody can run."""
+
+as_root = pytest.mark.skipif(
+    os.geteuid() != 0 or not Path(SYSTEM_PYTHON).exists(),
+    reason=f"root alone can become another user, who needs {SYSTEM_PYTHON}",
+)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+
+
+def command(script: str = "print('ran')", **limits: Any) -> CreatePodCommand:
+    return CreatePodCommand.model_validate({"execution_id": "e1", "saga_id": "s1", "script": script} | limits)
+
+
+async def run(script: str, **settings: Any) -> Run:
+    section = PlatformSection(runner="subprocess", **settings)
+    async with chosen_runner(section) as runner:
+        return await runner.run("pod", command(script), asyncio.Event())
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    database = Database(f"sqlite+aiosqlite:///{tmp_path}/platform.db")
+    await database.open()
+    yield database
+    await database.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"cpu_limit": 4.5}, "cpu_limit is 4.5, at most 4 are given"),
+        ({"memory_limit_mb": 2_049}, "memory_limit_mb is 2049, at most 2048 are given"),
+        ({"timeout_seconds": 301}, "timeout_seconds is 301, at most 300 are given"),
+    ],
+    ids=["cores", "memory", "time"],
+)
+async def test_a_command_that_no_coordinator_has_seen_gets_no_more_than_the_limits(
+    database: Database, limits: dict[str, Any], told: str
+) -> None:
+    class Never:
+        async def run(self, pod_name: str, command: CreatePodCommand, stop: asyncio.Event) -> Run:
+            raise AssertionError("it was run")
+
+        async def discard(self, pod_name: str) -> None:
+            pass
+
+    runner: Runner = Never()
+    worker = PodWorker(database, PlatformSection(), runner, RecordingPublisher())
+    attempt = Attempt("key", 1, 1, asyncio.get_running_loop().time() + 60, "label", 0)
+    outcome: Any = await worker.create(command(**limits), attempt)
+    assert (outcome.event_type, outcome.error_type, outcome.stderr) == ("execution_failed", "limit_exceeded", told)
+
+
+async def test_no_runner_is_chosen_for_anybody() -> None:
+    with pytest.raises(SettingsError, match=r"(?s)platform\.runner.*no sandbox"):
+        async with chosen_runner(PlatformSection()):
+            pass
+
+
+async def test_the_subprocess_runner_says_once_that_it_is_no_sandbox(caplog: pytest.LogCaptureFixture) -> None:
+    async with chosen_runner(PlatformSection(runner="subprocess", scripts_as_root=True)) as runner:
+        for _ in range(2):
+            assert (await runner.run("pod", command(), asyncio.Event())).stdout == "ran\n"
+    warned = [record for record in caplog.records if "no sandbox" in record.message]
+    assert [record.levelno for record in warned] == [logging.WARNING]
+
+
+WHO = """
+import json, os
+print(json.dumps([os.getuid(), os.geteuid(), os.getgid(), os.getgroups(), os.access("/", os.W_OK)]))
+open("written", "w").write("its folder is its own")
+"""
+
+
+@as_root
+async def test_scripts_of_a_worker_that_is_root_run_as_another_user() -> None:
+    ran = await run(WHO, interpreter=SYSTEM_PYTHON)
+    assert (ran.end, ran.exit_code, ran.stderr) == (RunEnd.EXITED, 0, "")
+    assert json.loads(ran.stdout) == [65_532, 65_532, 65_532, [], False]
+    assert json.loads((await run(WHO, interpreter=SYSTEM_PYTHON, subprocess_user_id=1_234)).stdout)[0] == 1_234
+
+
+@as_root
+async def test_root_stays_root_only_if_the_settings_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert json.loads((await run(WHO, scripts_as_root=True)).stdout)[0] == 0
+    assert "scripts_as_root" in caplog.text
+
+
+@as_root
+async def test_root_refuses_to_start_where_its_scripts_could_not(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    python = closed / "python"
+    python.symlink_to(SYSTEM_PYTHON)
+    with pytest.raises(ApplicationError, match=r"user 65532.*cannot run .*scripts_as_root"):
+        await run(WHO, interpreter=str(python))
+
+
+@as_root
+async def test_the_death_of_its_supervisor_ends_the_script_of_another_user() -> None:
+    """A change of user clears the wish to die with one's parent; it is made again."""
+    script = "import os, signal, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
+    section = PlatformSection(runner="subprocess", interpreter=SYSTEM_PYTHON)
+    stop = asyncio.Event()
+    running = asyncio.create_task(SubprocessRunner(section).run("pod", command(script), stop))
+    stop.set()
+    assert (await running).end is RunEnd.STOPPED
+
+
+LOOK = """
+import os
+def read(pid, name):
+    try:
+        return open(f"/proc/{pid}/{name}", "rb").read(4096).decode(errors="replace")
+    except OSError as error:
+        return type(error).__name__
+supervisor = os.getppid()
+worker = int(open(f"/proc/{supervisor}/stat").read().rpartition(")")[2].split()[1])
+print(read(supervisor, "environ"), read(worker, "environ"), read(worker, "maps")[:20], "SECRET" in os.environ)
+"""
+
+
+NO_ROOT = """
+import asyncio, ctypes, os, sys
+
+from services.events import CreatePodCommand
+from services.k8s_worker import subprocess_runner, supervisor
+from services.k8s_worker.runners import chosen_runner
+from services.settings import PlatformSection
+
+user, sys.executable, script = 65_532, sys.argv[1], sys.argv[2]
+os.setgroups([])
+os.setresgid(user, user, user)
+os.setresuid(user, user, user)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # dumpable, as a process is that has never been root
+
+
+async def main():
+    async with chosen_runner(PlatformSection(runner="subprocess")) as runner:
+        command = CreatePodCommand(execution_id="e", saga_id="s", script=script)
+        print((await runner.run("pod", command, asyncio.Event())).stdout)
+
+
+asyncio.run(main())
+"""
+
+
+@linux
+@as_root
+def test_a_script_reads_nothing_of_a_worker_with_the_same_user() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", NO_ROOT, SYSTEM_PYTHON, LOOK],
+        cwd=ROOT,
+        env={"SECRET": "hunter2"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout == "PermissionError PermissionError PermissionError False\n\n", ran.stderr
+
+
+@linux
+def test_the_worker_is_hidden_while_it_has_the_runner() -> None:
+    owner = Path("/proc/self/environ").stat().st_uid
+    with hidden_process():
+        assert Path("/proc/self/environ").stat().st_uid == 0
+    assert Path("/proc/self/environ").stat().st_uid == owner
