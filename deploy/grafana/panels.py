@@ -232,6 +232,14 @@ TROUBLE: Final = Row(
             "records_vanished",
         ),
         a_minute(
+            "Refused replays",
+            "Messages with replay headers that were not signed, by reason, handled as if they had none; and replays "
+            "for other groups, passed by. If nobody here replays, see who may publish to the topics: "
+            "docs/how-to/replay-a-dead-letter.md.",
+            "replays_refused",
+            "replays_for_other_groups",
+        ),
+        a_minute(
             "Undecodable messages",
             "Messages that are no event known here, by reason; they went to the dead-letter topic as they came. A "
             "producer writes another format: compare its version with that of the service.",
