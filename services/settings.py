@@ -9,6 +9,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from integr8s_idem.config import Section
+from integr8s_idem.config.sections import WITHOUT_SECRET
 
 DATABASES = ("sqlite+aiosqlite", "postgresql+asyncpg")
 
@@ -46,7 +47,7 @@ class KubernetesSection(Section):
 class PlatformSection(Section):
     """Where the platform keeps its state, how much it runs, and what a script may use."""
 
-    database_url: str = "sqlite+aiosqlite:///platform.db"
+    database_url: Annotated[str, WITHOUT_SECRET] = "sqlite+aiosqlite:///platform.db"
     """State of all four services: sqlite+aiosqlite:///file, or postgresql+asyncpg://user:password@host/database."""
     max_running: PositiveInt = 8
     """Executions running at once."""

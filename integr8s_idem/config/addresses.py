@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Final
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 _REDIS_SCHEMES: Final = frozenset({"redis", "rediss", "unix"})
 _KINDS: Final = {
@@ -18,7 +18,8 @@ _KINDS: Final = {
     "sqlite": "sqlite",
 }
 """The kinds of store that schemes of addresses stand for."""
-_SECRET_OPTION: Final = re.compile(r"(?i)((?:password|secret|token)=)[^&\s]+")
+_SECRET_OPTION: Final = re.compile(r"(?i)((?:password|passwd|pwd|secret|token)=)[^&\s]+")
+_OPTION: Final = re.compile(r"[^\s?&]+")
 _WORD: Final = re.compile(r"[^\s'\"<>]+")
 _END_OF_HOST: Final = re.compile("[/?#]")
 SENTINEL_PORT: Final = 26379
@@ -29,14 +30,25 @@ def without_secret(url: str) -> str:
     """`url` with whatever stands before an `@`, and any password among its options, hidden."""
     scheme, separator, rest = url.rpartition("://")
     _, at, tail = rest.rpartition("@")
-    return _SECRET_OPTION.sub(r"\1***", f"{scheme}{separator}{'***@' if at else ''}{tail}")
+    return _without_secret_options(f"{scheme}{separator}{'***@' if at else ''}{tail}")
 
 
 def redacted(text: str) -> str:
     """Foreign text, such as that of an error, with what `without_secret` hides in a URL hidden wherever it stands."""
     # Word by word, so that a text of megabytes costs what its length says.
     plain = _WORD.sub(_without_credentials, text) if "://" in text else text
-    return _SECRET_OPTION.sub(r"\1***", plain)
+    return _without_secret_options(plain)
+
+
+def _without_secret_options(text: str) -> str:
+    plain = _SECRET_OPTION.sub(r"\1***", text)
+    # Whoever reads a URL decodes the names of its options: pass%77ord is one, too.
+    return _OPTION.sub(_without_encoded_secret, plain) if "%" in plain else plain
+
+
+def _without_encoded_secret(option: re.Match[str]) -> str:
+    name, is_option, _ = option[0].partition("=")
+    return f"{name}=***" if is_option and _SECRET_OPTION.search(f"{unquote(name)}=x") else option[0]
 
 
 def _without_credentials(word: re.Match[str]) -> str:

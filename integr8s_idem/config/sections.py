@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, StringConstraints
 
 from integr8s_idem.config.addresses import (
     brokers,
@@ -16,6 +16,7 @@ from integr8s_idem.config.addresses import (
     postgresql_url,
     redis_url,
     sentinel_address,
+    without_secret,
 )
 from integr8s_idem.config.policies import (
     NOT_BOOL,
@@ -37,7 +38,10 @@ def _zero_or_a_hundredth(share: float) -> float:
     return share
 
 
-ClusterUrl: TypeAlias = Annotated[str, AfterValidator(cluster_url)]
+WITHOUT_SECRET: Final = PlainSerializer(without_secret, return_type=str, when_used="json-unless-none")
+"""For an address: settings written as JSON show no password, as in a log or on a page."""
+
+ClusterUrl: TypeAlias = Annotated[str, AfterValidator(cluster_url), WITHOUT_SECRET]
 SentinelAddress: TypeAlias = Annotated[str, AfterValidator(sentinel_address)]
 TopicName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,249}$")]
 _SHORTEST_SECRET: Final = 32
@@ -108,7 +112,7 @@ class RedisStoreSettings(Section):
 
     kind: Literal["redis"] = "redis"
     """Which store: redis, redis-cluster, redis-sentinel, postgresql, sqlite, mysql, dynamodb, or memory for trials."""
-    url: Annotated[str, AfterValidator(redis_url)] = "redis://localhost:6379/0"
+    url: Annotated[str, AfterValidator(redis_url), WITHOUT_SECRET] = "redis://localhost:6379/0"
     """redis://host:port/db, rediss:// for TLS, unix:///path for a socket."""
     username: str | None = None
     """ACL user."""
@@ -203,7 +207,7 @@ class PostgresqlStoreSettings(Section):
 
     kind: Literal["postgresql"]
     """Which store."""
-    url: Annotated[str, AfterValidator(postgresql_url)] = "postgresql://localhost:5432/postgres"
+    url: Annotated[str, AfterValidator(postgresql_url), WITHOUT_SECRET] = "postgresql://localhost:5432/postgres"
     """postgresql://host:port/database; its tables are made by `integr8s-idem store migrate`."""
     username: str | None = None
     """User of the database."""
@@ -247,7 +251,7 @@ class MysqlStoreSettings(Section):
 
     kind: Literal["mysql"]
     """Which store."""
-    url: Annotated[str, AfterValidator(mysql_url)] = "mysql://localhost:3306/idempotency"
+    url: Annotated[str, AfterValidator(mysql_url), WITHOUT_SECRET] = "mysql://localhost:3306/idempotency"
     """mysql://host:port/database; its tables are made by `integr8s-idem store migrate`."""
     username: str | None = None
     """User of the database."""
@@ -285,7 +289,7 @@ class DynamodbStoreSettings(Section):
     """The table; it is made by `integr8s-idem store migrate`."""
     region: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,63}$")] | None = None
     """AWS region; that of the environment or the profile if not given."""
-    endpoint_url: Annotated[str, AfterValidator(dynamodb_url)] | None = None
+    endpoint_url: Annotated[str, AfterValidator(dynamodb_url), WITHOUT_SECRET] | None = None
     """http://host:port of a DynamoDB that is not AWS's own, such as DynamoDB Local."""
     timeout_seconds: Seconds = 5
     """Longest wait for one answer, repetitions after throttling included, before StoreUnavailableError."""
@@ -403,7 +407,7 @@ class TelemetrySettings(Section):
     """How often the active keys are counted in the store."""
     spans: Literal["off", "otlp", "console"] = "off"
     """Where spans go. An otlp_endpoint alone means otlp."""
-    otlp_endpoint: Annotated[str, AfterValidator(collector_url)] | None = None
+    otlp_endpoint: Annotated[str, AfterValidator(collector_url), WITHOUT_SECRET] | None = None
     """Collector for spans: http://host:4318 (HTTP, extra otlp-http) or http://host:4317 (gRPC, extra otlp-grpc)."""
     sample_ratio: Annotated[float, Field(ge=0, le=1), NOT_BOOL] = 1.0
     """Share of traces recorded, where the producer has not decided."""

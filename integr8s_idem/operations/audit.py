@@ -11,7 +11,6 @@ import errno
 import getpass
 import json
 import os
-import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,11 +22,12 @@ from typing import Any, Final
 from uuid import uuid4
 
 from integr8s_idem.config import Settings
+from integr8s_idem.config.addresses import redacted
+from integr8s_idem.config.words import text_of
 from integr8s_idem.errors import ApplicationError
 
 _ADDRESS: Final = {"kind", "url", "urls", "sentinels", "path", "table", "region", "endpoint_url"}
 """Settings of a store that say where it is."""
-_CREDENTIALS: Final = re.compile(r"//[^/@\s]*@")
 
 STANDARD_ERROR: Final = "-"
 """In place of a file's name: lines go to standard error, for those who collect that."""
@@ -60,8 +60,7 @@ def audit_file() -> Path:
 def store_place(settings: Settings) -> dict[str, Any]:
     """Which store a change is made in, fit for an audit line: its kind, its address without credentials, the prefix."""
     store = settings.store.model_dump(mode="json", include=_ADDRESS, exclude_none=True)
-    told = json.dumps(store)
-    return {**json.loads(_CREDENTIALS.sub("//", told)), "key_prefix": settings.idempotency.key_prefix}
+    return {**store, "key_prefix": settings.idempotency.key_prefix}
 
 
 @contextmanager
@@ -88,7 +87,11 @@ def audited(command: str, asked: Mapping[str, Any], file: str | None = None) -> 
     try:
         yield entry
     except BaseException as error:
-        how = f"failed: {type(error).__name__}: {error}" if isinstance(error, Exception) else "interrupted"
+        how = (
+            f"failed: {type(error).__name__}: {redacted(text_of(error))}"
+            if isinstance(error, Exception)
+            else "interrupted"
+        )
         try:
             _append(file, {"at": _now(), "says": how, **told, "counts": entry.counts})
         except OSError as fault:

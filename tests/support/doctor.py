@@ -70,7 +70,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typed:
         monkeypatch.delenv(name)
 
     def answer(store: StoreSettings) -> Answer:
-        given = store.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        given = store.model_dump(exclude_unset=True, exclude_none=True)
         lines = [f"{name} = {json.dumps(value)}" for name, value in given.items()]
         file = tmp_path / "settings.toml"
         file.write_text("\n".join(["[idempotency]", "default_ttl_seconds = 691_200", "[store]", *lines, ""]))

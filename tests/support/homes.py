@@ -66,7 +66,8 @@ class StoreKind:
 
 def plain(settings: BaseModel) -> StoreTable:
     """What was set of it, but the kind."""
-    return settings.model_dump(mode="json", exclude_unset=True, exclude={"kind"})
+    told: StoreTable = json.loads(json.dumps(settings.model_dump(exclude_unset=True, exclude={"kind"})))
+    return told
 
 
 KINDS: Final[Mapping[str, StoreKind]] = {

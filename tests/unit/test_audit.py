@@ -136,4 +136,4 @@ def test_a_store_is_told_without_its_credentials() -> None:
 
     told = store_place(settings)
 
-    assert told == {"kind": "redis", "url": "redis://redis.example:6379/3", "key_prefix": "idempotency"}
+    assert told == {"kind": "redis", "url": "redis://***@redis.example:6379/3", "key_prefix": "idempotency"}
