@@ -30,6 +30,7 @@ from pydantic import BaseModel
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.frozen import quick
+from integr8s_idem.printing import printable
 
 MAX_KEY_LENGTH: Final = 255
 """Most bytes of a full key: short enough for every store's index, long enough to stay readable."""
@@ -251,8 +252,9 @@ def given_text(text: object) -> str:
 def _label(text: str) -> str:
     """`text` for people, bounded: a key of a megabyte belongs neither into a log nor into a header."""
     if len(text) <= LONGEST_LABEL:
-        return text
-    return f"{text[: LONGEST_LABEL - 30]}…#{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+        return printable(text)
+    begin = printable(text[: LONGEST_LABEL - 30])
+    return f"{begin}…#{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 def escaped(component: str, *, safe: str = _SAFE) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from integr8s_idem.cli.embedding import hint_of_embedded
-from integr8s_idem.cli.lines import INTERRUPTED, drop_output
+from integr8s_idem.cli.lines import INTERRUPTED, drop_output, write_error
 from integr8s_idem.errors import (
     ApplicationError,
     BrokerUnavailableError,
@@ -51,29 +51,29 @@ def answered(command: Callable[[], int], *, mistake: int = MISTAKE, embedded: bo
     try:
         return command()
     except (SettingsError, ApplicationError) as error:
-        typer.echo(f"{_name(error)}{error}", err=True)
+        write_error(f"{_name(error)}{error}")
         return FAILURE if isinstance(error, ApplicationError) and error.is_missing else mistake
     except IdempotencyError as error:
-        typer.echo(f"{_name(error)}{error}", err=True)
+        write_error(f"{_name(error)}{error}")
         if not embedded and isinstance(error, StoreUnavailableError | BrokerUnavailableError):
             tell_of_embedded()
         return FAILURE
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        write_error("interrupted")
         return INTERRUPTED
     except OSError as error:
         if error.errno not in _FULL:
             raise
         drop_output()
         where = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"{where}{error.strerror}: nothing more can be written", err=True)
+        write_error(f"{where}{error.strerror}: nothing more can be written")
         return FAILURE
 
 
 def tell_of_embedded() -> None:
     """Point at the embedded servers that run in this folder, if a command got no answer from others."""
     if hint := hint_of_embedded():
-        typer.echo(hint, err=True)
+        write_error(hint)
 
 
 def quiet_clients() -> None:

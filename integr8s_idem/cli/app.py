@@ -18,6 +18,7 @@ from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.errors import errors_command
 from integr8s_idem.cli.graph import graph_command
 from integr8s_idem.cli.keys import keys_app
+from integr8s_idem.cli.lines import say, write_error, write_text
 from integr8s_idem.cli.new import new_command
 from integr8s_idem.cli.run import Run, run
 from integr8s_idem.cli.store import store_app
@@ -52,7 +53,7 @@ Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform,
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"integr8s-idem {version('integr8s-idem')}")
+        say(f"integr8s-idem {version('integr8s-idem')}")
         raise typer.Exit
 
 
@@ -97,7 +98,7 @@ def check_command(settings: SettingsFile = None, application: AppOption = None, 
         ignored = [] if found or mistakes else ignored_sections(settings)
         if ignored:
             names = ", ".join(f"[{name}]" for name in ignored)
-            typer.echo(f"{names}: not checked; add --app MODULE:APP to check sections of an application", err=True)
+            write_error(f"{names}: not checked; add --app MODULE:APP to check sections of an application")
         return MISTAKE if mistakes else 0
 
     raise typer.Exit(answered(check))
@@ -108,7 +109,7 @@ def example_command(application: AppOption = None) -> None:
     """Print a settings.toml with every setting, its default and what it is for."""
 
     def example() -> int:
-        typer.echo(example_settings(load_application(application).settings_type if application else Settings), nl=False)
+        write_text(example_settings(load_application(application).settings_type if application else Settings))
         return 0
 
     raise typer.Exit(answered(example))
@@ -139,14 +140,14 @@ def _print_json(source: str, mistakes: Sequence[SettingsMistake], warnings: Sequ
         return [{"path": each.path, "message": each.message} for each in found]
 
     answer = {"source": source, "ok": not mistakes, "mistakes": plain(mistakes), "warnings": plain(warnings)}
-    typer.echo(json.dumps(answer, indent=2))
+    say(json.dumps(answer, indent=2))
 
 
 def _print_text(source: str, mistakes: Sequence[SettingsMistake], warnings: Sequence[SettingsMistake]) -> None:
     if mistakes:
-        typer.echo(SettingsError(source, mistakes), err=True)
+        write_error(SettingsError(source, mistakes))
         return
-    typer.echo(f"{source}: ok")
+    say(f"{source}: ok")
     width = max((len(warning.path) for warning in warnings), default=0)
     for warning in warnings:
-        typer.echo(f"  warning  {warning.path:<{width}}  {warning.message}")
+        say(f"  warning  {warning.path:<{width}}  {warning.message}")

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
+from integr8s_idem.cli.lines import write_error
 from integr8s_idem.errors import ApplicationError
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it without asking; scripts need this.")]
@@ -34,6 +35,6 @@ def agreed(question: str) -> bool:
         if typer.confirm(question, default=False, err=True):
             return True
     except typer.Abort:  # Ctrl-C or Ctrl-D
-        typer.echo(err=True)
-    typer.echo(DECLINED, err=True)
+        write_error()
+    write_error(DECLINED)
     return False

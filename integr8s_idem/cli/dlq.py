@@ -20,7 +20,7 @@ from integr8s_idem.cli.asking import AuditFile, Yes
 from integr8s_idem.cli.dlq_replay import ReplayCommand, tell_note
 from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.letters import Columns, Story, as_line, counted, story_text, tally_lines
-from integr8s_idem.cli.lines import to_its_end
+from integr8s_idem.cli.lines import say, to_its_end, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.choosing import Choice, moment
@@ -89,10 +89,10 @@ def list_command(
             )
         )
         if summary and as_json:
-            typer.echo(json.dumps({"letters": tally.total, "groups": tally.as_json()}, indent=2))
+            say(json.dumps({"letters": tally.total, "groups": tally.as_json()}, indent=2))
         elif not as_json:
             # Beside the letters it is a remark, as that of keys list; alone it is what was asked for.
-            typer.echo("\n".join([counted(tally.total), *tally_lines(tally.rows())]), err=not summary)
+            (say if summary else write_error)("\n".join([counted(tally.total), *tally_lines(tally.rows())]))
         return 0
 
     raise typer.Exit(_answered(look, embedded=embedded))
@@ -113,7 +113,7 @@ def show_command(
         search = _search(_From(settings, embedded, application), None, _Filters(), None, place)
         for number, story in enumerate(to_its_end(_stories(search))):
             text = as_line(story.as_json()) if as_json else story_text(story, payload=payload)
-            typer.echo(f"\n{text}" if number and not as_json else text)
+            say(f"\n{text}" if number and not as_json else text)
         return 0
 
     raise typer.Exit(_answered(look, embedded=embedded))
@@ -152,7 +152,7 @@ def export_command(
             written = to_its_end(_export(search, file))
         where = str(output) if output else "-"
         told = as_line({"letters": written, "file": where}) if as_json else f"{counted(written)} written to {where}"
-        typer.echo(told, err=True)
+        write_error(told)
         return 0
 
     raise typer.Exit(_answered(write, embedded=embedded))
@@ -273,13 +273,13 @@ async def _list(search: Search, *, rows: bool, as_json: bool) -> Tally:
     async with _opened(search) as (box, found):
         columns = Columns(found.stretches)
         if rows and not as_json:
-            typer.echo(columns.heading())
+            say(columns.heading())
         # On a terminal the lines tell themselves how far it has come.
         with progress("reading", found.length, quiet=rows and is_shown) as advance:
             async for page in pages(search, found, box):
                 lines = [as_line(one.summary()) if as_json else columns.line(one) for one in page.letters]
                 if rows and lines:
-                    typer.echo("\n".join(lines))
+                    say("\n".join(lines))
                 for letter in page.letters:
                     tally.add(Group.of(letter))
                 advance(page.passed)

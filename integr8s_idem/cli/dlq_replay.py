@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-import typer
-
 from integr8s_idem.cli.answering import FAILURE
 from integr8s_idem.cli.asking import agreed
 from integr8s_idem.cli.letters import counted, report_text
+from integr8s_idem.cli.lines import say, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.audit import audited, store_place
@@ -52,7 +51,7 @@ class ReplayCommand:
             if dry_run or not plan.published:
                 self._tell(plan, "to be replayed", dry_run=True)
                 return 0
-            typer.echo(report_text(plan, "to be replayed"), err=True)
+            write_error(report_text(plan, "to be replayed"))
             if not agreed(f"Publish {counted(plan.published)} again?"):
                 return FAILURE
         report = Report()
@@ -86,10 +85,9 @@ class ReplayCommand:
                 "Set the secret of the services, for example by INTEGR8S_IDEM_REPLAY__SECRET"
             )
         if replay.unsigned_policy == "failed_only":
-            typer.echo(
+            write_error(
                 "not signed, as [replay] has no secret: services run again only what their store knows as failed, and "
-                "take the rest for ordinary deliveries",
-                err=True,
+                "take the rest for ordinary deliveries"
             )
 
     async def _look(self) -> Found:
@@ -113,18 +111,17 @@ class ReplayCommand:
                     await replayer.take(page.letters)
                     advance(page.passed)
         if records.problem:
-            typer.echo(
+            write_error(
                 f"the store tells nothing, so that letters which were replayed already count as well; published again, "
-                f"they change nothing: {records.problem}",
-                err=True,
+                f"they change nothing: {records.problem}"
             )
 
     def _tell(self, report: Report, done: str, *, dry_run: bool = False) -> None:
         told: dict[str, Any] = {"dry_run": dry_run, **report.as_json()}
-        typer.echo(json.dumps(told, indent=2) if self.as_json else report_text(report, done))
+        say(json.dumps(told, indent=2) if self.as_json else report_text(report, done))
 
 
 def tell_note(found: Found) -> None:
     """A clean house and wrong settings look alike."""
     if found.note:
-        typer.echo(found.note, err=True)
+        write_error(found.note)

@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 
 from integr8s_idem.cli.answering import MISTAKE, Embedded, Json, SettingsFile, answered, quiet_clients, tell_of_embedded
 from integr8s_idem.cli.application import optional_application
+from integr8s_idem.cli.lines import say
 from integr8s_idem.doctor import Asked, as_json, as_text, examined, status_of
 from integr8s_idem.doctor.access import access_of
 from integr8s_idem.findings import Code
@@ -58,10 +59,10 @@ def doctor_command(
         asked = Asked(settings, optional_application(application), embedded)
         if acl:
             told = access_of(asked.settings())
-            typer.echo(_as_json(told) if as_objects else told)
+            say(_as_json(told) if as_objects else told)
             return 0
         findings = asyncio.run(examined(asked))
-        typer.echo(as_json(findings) if as_objects else as_text(findings, verbose=verbose))
+        say(as_json(findings) if as_objects else as_text(findings, verbose=verbose))
         if not embedded and not _UNANSWERED.isdisjoint(finding.code for finding in findings):
             tell_of_embedded()
         return status_of(findings)

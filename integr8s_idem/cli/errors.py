@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from integr8s_idem.cli.answering import answered
+from integr8s_idem.cli.lines import say
 from integr8s_idem.operations.error_sections import error_section, error_sections
 
 
@@ -26,10 +27,10 @@ def errors_command(
             sections = error_sections()
             width = max(map(len, sections))
             for name, text in sections.items():
-                typer.echo(f"{name:<{width}}  {_summary(text)}")
+                say(f"{name:<{width}}  {_summary(text)}")
             return 0
         name, text = error_section(named)
-        typer.echo(f"{name}\n\n{text}")
+        say(f"{name}\n\n{text}")
         return 0
 
     raise typer.Exit(answered(tell))

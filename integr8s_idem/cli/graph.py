@@ -14,6 +14,7 @@ import typer
 
 from integr8s_idem.cli.answering import SettingsFile, answered
 from integr8s_idem.cli.application import chosen_services, load_application
+from integr8s_idem.cli.lines import write_error, write_text
 from integr8s_idem.config import load_settings
 from integr8s_idem.operations.files import whole_file
 
@@ -87,8 +88,8 @@ def _as(form: Format, graphs: Sequence[ServiceGraph], target: str) -> str:
 
 def _write(text: str, file: Path | None, *, replace: bool) -> None:
     if file is None:
-        typer.echo(text, nl=False)
+        write_text(text)
         return
     with whole_file(file, replace=replace) as opened:
         opened.write(text)
-    typer.echo(f"{file} is written", err=True)
+    write_error(f"{file} is written")

@@ -17,7 +17,7 @@ from integr8s_idem.cli.embedding import command_settings
 from integr8s_idem.cli.keys_changed import Change, HowToChange, tell_unmatched
 from integr8s_idem.cli.keys_shown import Listing, show_explanation, show_record
 from integr8s_idem.cli.keys_told import counted_text
-from integr8s_idem.cli.lines import to_its_end
+from integr8s_idem.cli.lines import to_its_end, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
@@ -88,7 +88,7 @@ async def _listed(settings: Settings, wanted: Wanted, limit: int | None, as_json
     counted, listing = Counted(), Listing(as_json=as_json)
     async with opened(settings) as repository:
         if not isinstance(repository, Tending):
-            typer.echo("records that cannot be read are not shown: this store shows no such thing", err=True)
+            write_error("records that cannot be read are not shown: this store shows no such thing")
         with progress("keys", await size(repository)) as advance:
             found_ones = wanted_records(repository, settings.idempotency.key_prefix, wanted, advance)
             async with aclosing(found_ones) as records:
@@ -98,7 +98,7 @@ async def _listed(settings: Settings, wanted: Wanted, limit: int | None, as_json
                     if counted.records == limit:
                         break
     summary = {"records": counted.records, "by": counted.told()["by"]}
-    typer.echo(json.dumps(summary) if as_json else counted_text(counted), err=True)
+    write_error(json.dumps(summary) if as_json else counted_text(counted))
     return 0
 
 

@@ -7,19 +7,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import typer
-
 from integr8s_idem.cli.answering import FAILURE
 from integr8s_idem.cli.asking import agreed
 from integr8s_idem.cli.keys_told import counted_text
-from integr8s_idem.cli.lines import to_its_end
+from integr8s_idem.cli.lines import say, to_its_end, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
-from integr8s_idem.config.words import printable
 from integr8s_idem.keys import Key
 from integr8s_idem.operations.audit import audited, store_place
 from integr8s_idem.operations.keys.changing import Changer, Counted
 from integr8s_idem.operations.keys.looking import opened, size
+from integr8s_idem.printing import printable
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Change:
         self._tell(counted, how)
         if settings.idempotency.local_memory_keys and counted.records:
             told = "workers that completed some of it themselves remember that until they restart (local_memory_keys)"
-            typer.echo(told, err=True)
+            write_error(told)
         return _status_of(counted)
 
     async def _counted(self, settings: Settings) -> Counted:
@@ -82,9 +80,9 @@ class Change:
     def _tell(self, counted: Counted, how: HowToChange) -> None:
         told = counted.told()
         if how.as_json:
-            typer.echo(json.dumps({self.done: told.pop("records"), **told, "unmatched": counted.unmatched}))
+            say(json.dumps({self.done: told.pop("records"), **told, "unmatched": counted.unmatched}))
             return
-        typer.echo(f"{self.done}: {counted_text(counted)}")
+        say(f"{self.done}: {counted_text(counted)}")
         _tell_left(counted)
 
 
@@ -104,7 +102,7 @@ def _fit_for_audit(asked: Mapping[str, Any], settings: Settings) -> Mapping[str,
 
 def _tell_left(counted: Counted) -> None:
     for reason, number in sorted(counted.spared.items()):
-        typer.echo(f"left alone: {number:,} {reason}", err=True)
+        write_error(f"left alone: {number:,} {reason}")
     tell_unmatched(counted)
 
 
@@ -112,4 +110,4 @@ def tell_unmatched(counted: Counted) -> None:
     """Name by name, or one that was mistyped would pass for one that is done."""
     for name in counted.unmatched:
         told = f"no record of {printable(name)}: never seen, expired, or called otherwise; `keys explain` says more"
-        typer.echo(told, err=True)
+        write_error(told)

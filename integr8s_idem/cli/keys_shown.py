@@ -6,19 +6,18 @@ import json
 import sys
 from typing import Final
 
-import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from integr8s_idem.cli.keys_told import absent_line, explanation_json, heading, line_of, record_json, rows
-from integr8s_idem.cli.lines import write_line
-from integr8s_idem.config.words import printable
+from integr8s_idem.cli.lines import safe_console, write_line
 from integr8s_idem.operations.keys.explaining import Account, Explanation
 from integr8s_idem.operations.keys.looking import Found
 from integr8s_idem.operations.keys.naming import Named
 from integr8s_idem.operations.keys.standing import state_of
+from integr8s_idem.printing import printable
 
 _COLOURS: Final = {"processing": "yellow", "completed": "green", "failed": "red", "corrupt": "magenta"}
 _WIDTHS: Final = (10, 10, 5, 24)
@@ -50,7 +49,7 @@ def show_record(found: Found, told: Named, *, as_json: bool) -> None:
 
 
 def _on_screen(answer: Explanation, whole_result: bool) -> None:
-    console = Console()
+    console = safe_console()
     for account in answer.accounts:
         colour = _COLOURS[state_of(account.found)]
         console.print(Panel(_grid(account, whole_result), title=Text(heading(account)), border_style=colour))
@@ -109,14 +108,12 @@ class Listing:
             return
         line = line_of(found, told)
         if not self._on_terminal:
-            write_line("\t".join(line))
+            write_line("\t".join(map(printable, line)))
             return
         if not self._begun:
             self._begun = True
-            write_line(typer.style(self._columns(_HEADINGS), dim=True))
-        colour = _COLOURS[line[0]]
-        whole = self._columns(line)
-        write_line(typer.style(whole[: _WIDTHS[0]], fg=colour) + whole[_WIDTHS[0] :])
+            write_line(self._columns(_HEADINGS), dim=True)
+        write_line(self._columns(line), color=_COLOURS[line[0]], colored=_WIDTHS[0])
 
     def _columns(self, line: tuple[str, ...]) -> str:
         cells = [f"{cell[:width]:<{width}}" for cell, width in zip(line[:-1], _WIDTHS, strict=True)]

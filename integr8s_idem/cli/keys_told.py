@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from integr8s_idem.config.words import printable
 from integr8s_idem.operations.keys.changing import Counted
 from integr8s_idem.operations.keys.explaining import Absent, Account, Explanation
 from integr8s_idem.operations.keys.looking import Found
 from integr8s_idem.operations.keys.naming import Named, named
 from integr8s_idem.operations.keys.outlook import span
 from integr8s_idem.operations.keys.standing import Lease, Standing, state_of
+from integr8s_idem.printing import printable
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus, StoredResult
 from integr8s_idem.steps import step_name
 

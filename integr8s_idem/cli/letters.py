@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from integr8s_idem.config.words import printable, shown
 from integr8s_idem.operations.letterbox import Stretch
 from integr8s_idem.operations.letters import Letter, encoded, written
 from integr8s_idem.operations.replaying import KNOWN_ALREADY, TOLD, Decision, Report
 from integr8s_idem.operations.tallying import Group
+from integr8s_idem.printing import printable, shown
 from integr8s_idem.records import Corrupt, IdempotencyRecord
 from integr8s_idem.worker.deadletters import REPLAY_SIGNATURE
 

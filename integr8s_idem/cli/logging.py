@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from integr8s_idem.config.addresses import redacted
-from integr8s_idem.config.words import printable
+from integr8s_idem.printing import printable
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 """What every record has, and a copy of the message that uvicorn adds; the rest came by `extra`."""

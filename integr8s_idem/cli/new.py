@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.tree import Tree
 
 from integr8s_idem.cli.answering import answered
+from integr8s_idem.cli.lines import safe_console, say
 from integr8s_idem.config.words import installing
 from integr8s_idem.operations.new import Store, application_files, missing_extras, write_application
 
@@ -30,14 +30,14 @@ def new_command(
         write_application(folder, files)
         _show(folder, list(files))
         if missing := missing_extras(store):
-            typer.echo(f"\nNot installed yet: {installing(','.join(missing))}")
-        typer.echo("\nNext:")
+            say(f"\nNot installed yet: {installing(','.join(missing))}")
+        say("\nNext:")
         for command in (
             f"cd {shlex.quote(str(folder))}",
             "python -m pytest",
             f"integr8s-idem run {name}.workers:platform --embedded",
         ):
-            typer.echo(f"    {command}")
+            say(f"    {command}")
         return 0
 
     raise typer.Exit(answered(write))
@@ -51,4 +51,4 @@ def _show(folder: Path, files: list[Path]) -> None:
             if parent not in branches:
                 branches[parent] = branches[parent.parent].add(f"{parent.name}/")
         branches[path.parent].add(path.name)
-    Console(highlight=False, emoji=False, markup=False).print(tree)
+    safe_console().print(tree)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from integr8s_idem.cli.lines import safe_console
 
 Advance: TypeAlias = Callable[[int], None]
 """Tell that so many more are done."""
@@ -23,7 +24,7 @@ def progress(title: str, total: int | None = None, *, quiet: bool = False) -> It
         total: How many there will be, if that is known or can be guessed.
         quiet: No bar, whatever standard error is.
     """
-    console = Console(stderr=True)
+    console = safe_console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     is_hidden = quiet or not console.is_terminal
     shown = Progress(

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
-from rich.console import Console
-
 from integr8s_idem.cli.collecting import collect_seldom
 from integr8s_idem.cli.embedding import TellMetrics, found_by_others, tell_where
+from integr8s_idem.cli.lines import safe_console
 from integr8s_idem.cli.live import LiveTable
 from integr8s_idem.cli.logging import log_as_json, log_as_text
 from integr8s_idem.cli.table import report_table
@@ -99,7 +98,7 @@ def run(asked: Run, make_group: MakeGroup = ServiceGroup, servers: StartServers 
         SettingsError: Before anything is started.
     """
     settings = asked.settings(NO_KAFKA_CREDENTIALS if asked.embedded else None)
-    console = Console()
+    console = safe_console()
     table = None if asked.as_json or not console.file.isatty() else LiveTable(console)
     if table is None:
         log_as_json(sys.stdout, settings.telemetry.log_level)

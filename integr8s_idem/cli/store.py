@@ -13,6 +13,7 @@ import typer
 from integr8s_idem.cli.answering import AppOption, Embedded, Json, SettingsFile, answered
 from integr8s_idem.cli.application import optional_application
 from integr8s_idem.cli.embedding import command_settings
+from integr8s_idem.cli.lines import say, write_text
 from integr8s_idem.config import DynamodbStoreSettings, SqliteStoreSettings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.stores.opening import SqlSettings, open_dynamo, open_engine
@@ -32,11 +33,11 @@ def migrate_command(
         store = _with_tables(settings, application, embedded=embedded)
         steps = asyncio.run(_migrated(store))
         if as_json:
-            typer.echo(json.dumps({"kind": store.kind, "migrated": steps}))
+            say(json.dumps({"kind": store.kind, "migrated": steps}))
             return 0
         for step in steps:
-            typer.echo(f"version {step['version']}: {step['says']}")
-        typer.echo("the tables are up to date" if not steps else "done")
+            say(f"version {step['version']}: {step['says']}")
+        say("the tables are up to date" if not steps else "done")
         return 0
 
     raise typer.Exit(answered(migrate, embedded=embedded))
@@ -64,7 +65,7 @@ def sql_command(
 
                 return ddl(engine.dialect, since)
 
-        typer.echo(asyncio.run(statements()), nl=False)
+        write_text(asyncio.run(statements()))
         return 0
 
     raise typer.Exit(answered(show, embedded=embedded))
@@ -84,7 +85,7 @@ def purge_command(
         store = _with_tables(settings, application, embedded=embedded)
         if isinstance(store, DynamodbStoreSettings):
             told = "nothing to do: DynamoDB deletes records by itself, within days after they expired"
-            typer.echo(json.dumps({"kind": store.kind, "purged": 0}) if as_json else told)
+            say(json.dumps({"kind": store.kind, "purged": 0}) if as_json else told)
             return 0
         if isinstance(store, SqliteStoreSettings) and not Path(store.path).exists():
             raise ApplicationError(f"there is no file {store.path}, which [store] path names: nothing to purge")
@@ -101,7 +102,7 @@ def purge_command(
                 return purged
 
         purged = asyncio.run(done())
-        typer.echo(json.dumps({"kind": store.kind, "purged": purged}) if as_json else f"{purged} records purged")
+        say(json.dumps({"kind": store.kind, "purged": purged}) if as_json else f"{purged} records purged")
         return 0
 
     raise typer.Exit(answered(purge, embedded=embedded))

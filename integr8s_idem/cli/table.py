@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from integr8s_idem.config.words import printable
+from integr8s_idem.printing import printable
 from integr8s_idem.worker import ServiceReport
 
 _COLOURS: Final = {"running": "green", "paused": "yellow", "draining": "yellow", "failed": "red", "stopped": "dim"}

@@ -17,6 +17,7 @@ from rich.console import Console
 from integr8s_idem.cli.answering import FAILURE, AppOption, Embedded, Json, SettingsFile, answered, tell_of_embedded
 from integr8s_idem.cli.application import optional_application
 from integr8s_idem.cli.embedding import command_settings
+from integr8s_idem.cli.lines import safe_console, say
 from integr8s_idem.cli.live import LiveTable
 from integr8s_idem.cli.top_table import fleet_table
 from integr8s_idem.errors import ApplicationError
@@ -135,15 +136,15 @@ async def _look_for_ever(fleet: Fleet, watch: Watch, see: Callable[[FleetLook], 
 
 def _print(look: FleetLook, watch: Watch, console: Console) -> None:
     if watch.as_json:
-        typer.echo(json.dumps({"at": _now(), "interval_seconds": watch.interval, **look.told()}))
+        say(json.dumps({"at": _now(), "interval_seconds": watch.interval, **look.told()}))
     else:
         console.print(fleet_table(look, console.width))
 
 
 def _console() -> Console:
-    console = Console()
+    console = safe_console()
     has_width = console.is_terminal or "COLUMNS" in os.environ
-    return console if has_width else Console(width=_PLAIN_WIDTH)
+    return console if has_width else safe_console(width=_PLAIN_WIDTH)
 
 
 def _now() -> str:

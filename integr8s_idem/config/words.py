@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from integr8s_idem.errors import SettingsMistake
+from integr8s_idem.printing import shown
 
 _LONGEST_PATH: Final = 200
 _LONGEST_MESSAGE: Final = 2_000
@@ -45,16 +46,6 @@ def lacking(module: str, extra: str, error: ModuleNotFoundError) -> str:
 def needing(kind: str, error: ModuleNotFoundError) -> str:
     """That a store of `kind` lacks what `error` names, and how to get it."""
     return f'a store of kind "{kind}" needs {error.name}; {installing(_EXTRAS.get(kind, "all"))}'
-
-
-def shown(text: str, longest: int) -> str:
-    """`text` as `printable` makes it, cut at `longest` characters."""
-    return printable(text if len(text) <= longest else text[:longest] + "…")
-
-
-def printable(text: str) -> str:
-    """`text` in one line, with escapes for whatever a terminal would obey instead of show."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def text_of(error: BaseException) -> str:

@@ -45,6 +45,7 @@ from integr8s_idem.integrations.http_problems import LONGEST_KEY, Problems
 from integr8s_idem.integrations.http_responses import PASSING, PER_CONNECTION, Captured
 from integr8s_idem.keys import EntryPoint, Key, fingerprint
 from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.printing import printable
 from integr8s_idem.records import Completed
 from integr8s_idem.results import NOT_KEPT
 from integr8s_idem.runs import Run, run_of
@@ -467,8 +468,8 @@ class IdempotencyKeyMiddleware:
                     logger.warning(
                         "the response to %s %s was not remembered, and a retry does it again: %s",
                         request.scope["method"],
-                        request.scope["path"],
-                        error.streams,
+                        printable(request.scope["path"]),
+                        printable(error.streams),
                     )
                 await request.send_held_back()
             case HandlerFailed():

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from integr8s_idem.errors import LeaseLostError, StoreError
 from integr8s_idem.integrations.http_responses import Response, response_of
+from integr8s_idem.printing import printable
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, StoredResult
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Problems:
                 try:
                     return response_of(result)
                 except ValueError as error:
-                    logger.error("the response stored for %s cannot be read: %s", outcome.key, error)
+                    logger.error("the response stored for %s cannot be read: %s", outcome.key, printable(str(error)))
                     return self._no_response("It cannot be read any more.")
             case Completed():
                 return self._no_response("It was not kept.")
@@ -110,7 +111,7 @@ class Problems:
                     section="given-up",
                 )
             case _:
-                logger.error("the record of a request cannot be read: %s", outcome)
+                logger.error("the record of a request cannot be read: %s", printable(str(outcome)))
                 return self._problem(500, "The record of this request cannot be read", "", section="unreadable")
 
     def _no_response(self, why: str) -> Response:

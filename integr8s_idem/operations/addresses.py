@@ -10,8 +10,8 @@ from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 from integr8s_idem.config import Settings, TelemetrySettings
-from integr8s_idem.config.words import shown
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.printing import shown
 
 LOOPBACK: Final = "127.0.0.1"
 PORT: Final = TelemetrySettings().metrics_port

@@ -16,8 +16,8 @@ from typing import Any, Final
 import h11
 from prometheus_client.parser import text_string_to_metric_families
 
-from integr8s_idem.config.words import shown
 from integr8s_idem.operations.addresses import Endpoint, host_and_port
+from integr8s_idem.printing import shown
 from integr8s_idem.telemetry import Gauge, Signal
 
 MOST_BYTES: Final = 64 * 1024 * 1024

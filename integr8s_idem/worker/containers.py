@@ -12,9 +12,10 @@ from dishka.exception_base import DishkaError
 from dishka.exceptions import CycleDependenciesError, NoContextValueError, NoFactoryError
 
 from integr8s_idem.config import Settings
-from integr8s_idem.config.words import shown, text_of
+from integr8s_idem.config.words import text_of
 from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.errors import ApplicationError, IdempotencyError
+from integr8s_idem.printing import shown
 from integr8s_idem.worker.platform import Service
 from integr8s_idem.worker.publisher import EventPublisher
 

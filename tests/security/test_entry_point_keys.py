@@ -21,6 +21,8 @@ from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from tests.support.http_shop import shop
 
+pytestmark = pytest.mark.scenario(125)
+
 PLAIN, HASHED = KeySpace("idempotency", "shop"), KeySpace("idempotency", "shop", hash_keys=True)
 
 Named: TypeAlias = tuple[tuple[Any, ...], Key]

@@ -16,6 +16,8 @@ from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone, by
 from integr8s_idem.records import Completion, Reserved
 from tests.support.http_shop import Shop, problem_in, shop
 
+pytestmark = pytest.mark.scenario(127, 129)
+
 
 async def named(request: Request) -> Response:
     return PlainTextResponse(f"for {request.headers.get('x-name')}", headers={"Set-Cookie": "a=b", "X-Token": "t"})

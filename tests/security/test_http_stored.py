@@ -14,6 +14,8 @@ from integr8s_idem.integrations.http_problems import Problems
 from integr8s_idem.integrations.http_responses import MEDIA_TYPE, REPLAYED, Response, response_of
 from integr8s_idem.records import Completed, StoredResult
 
+pytestmark = pytest.mark.scenario(128)
+
 FORGED = [
     b"",
     b"\n",

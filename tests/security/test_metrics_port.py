@@ -24,6 +24,8 @@ from integr8s_idem.worker import endpoints as endpoints_module
 from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
 
+pytestmark = pytest.mark.scenario(132)
+
 HALF: Final = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
 GOOD: Final = Health((ServiceHealth("billing", live=True, ready=True),))
 

@@ -28,6 +28,8 @@ from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
 
+pytestmark = pytest.mark.scenario(123, 124)
+
 TOPIC = Partition("order_placed", 0)
 DEAD = "order_placed.dlq"
 

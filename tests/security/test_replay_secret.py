@@ -23,6 +23,8 @@ from tests.support.dead_letters import Dlq, letter_of, post
 from tests.support.fake_consumer import FakeRecord
 from tests.support.replays import OTHER_SECRET, SECRET, SIGNED
 
+pytestmark = pytest.mark.scenario(123, 124)
+
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

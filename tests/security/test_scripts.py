@@ -27,6 +27,8 @@ from services.settings import PlatformSection
 from tests.packaging.repository import ROOT
 from tests.platform.conftest import RecordingPublisher
 
+pytestmark = pytest.mark.scenario(135)
+
 SYSTEM_PYTHON = "/usr/bin/python3"
 """One that everybody can run."""
 

@@ -21,6 +21,8 @@ from tests.security.test_replay_headers import DEAD, OrderPlaced, Till, consumed
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.replays import OTHER_SECRET, SECRET, SIGNED, TRUSTED, signed_by
 
+pytestmark = pytest.mark.scenario(124, 126)
+
 Headers = list[tuple[str, Any]]
 
 

@@ -7,7 +7,7 @@ import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import AsyncIterator, MutableMapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -51,6 +51,11 @@ def sqlite_engine(
     file = _file_of(make_url(url))
     _lock_timeouts[engine.sync_engine] = lock_timeout_seconds
 
+    @event.listens_for(engine.sync_engine, "do_connect")
+    def _keep_private(*_: object) -> None:
+        if not as_it_is:
+            _make_private(engine.url)
+
     @event.listens_for(engine.sync_engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
         # The driver begins transactions late and behind our back; with None it leaves them to us.
@@ -84,6 +89,14 @@ def sqlite_engine(
     event.listen(engine.sync_engine, "checkin", lambda _, record: _end_turn(record.info))
     event.listen(engine.sync_engine, "invalidate", lambda _, record, error: _end_turn(record.info))
     return engine
+
+
+def _make_private(url: URL) -> None:
+    """A file that is not there is made for this user alone; SQLite gives the files beside it the same rights."""
+    assert url.database is not None
+    # Whatever hinders it, SQLite is told as well, and reports it.
+    with suppress(OSError):
+        os.close(os.open(url.database, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def commits_alone(engine: Engine) -> bool:

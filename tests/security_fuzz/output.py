@@ -1,0 +1,138 @@
+"""What commands and logs show of hostile letters, records, keys, settings and names: nothing that a terminal obeys."""
+
+from __future__ import annotations
+
+import io
+import logging
+from contextlib import redirect_stderr, redirect_stdout
+from random import Random
+from typing import Any, Final
+
+from typer.testing import CliRunner
+
+from integr8s_idem.cli.app import app
+from integr8s_idem.cli.keys_shown import Listing
+from integr8s_idem.cli.letters import Columns, Story, story_text, tally_lines
+from integr8s_idem.cli.lines import safe_console, say, write_error
+from integr8s_idem.cli.logging import TextFormatter
+from integr8s_idem.operations.keys.naming import Named
+from integr8s_idem.operations.letterbox import Stretch
+from integr8s_idem.operations.letters import Letter
+from integr8s_idem.operations.replaying import Decision, Fate
+from integr8s_idem.operations.tallying import Group
+from integr8s_idem.records import Corrupt
+from integr8s_idem.worker.deadletters import GENERATION, PREFIX
+from integr8s_idem.worker.records import Partition
+from tests.campaigns.figures import Figures
+from tests.fuzz.mutators import text
+from tests.support.fake_consumer import FakeRecord
+
+EVIL: Final = (
+    "\x1b[2J",
+    "\x1b]0;mine\x07",
+    "\x9b31m",
+    "\r",
+    "\x08",
+    "\u202e",
+    "\u2028",
+    "\x85",
+    "\u200b",
+    "\udc9b",
+    "\0",
+)
+_COLUMNS: Final = Columns([Stretch(Partition("orders.dlq", 0), 0, 10)])
+_TOLD: Final = (
+    "topic",
+    "reason",
+    "error",
+    "group",
+    "handler",
+    "key",
+    "record-key",
+    "attempts",
+    "service",
+    "event-type",
+)
+_FATES: Final = [fate for fate in Fate if fate is not Fate.PUBLISHED]
+"""What a letter without a replay may come to."""
+_ONE_IN: Final = 40
+"""A whole command takes a hundred times as long as a line of one."""
+
+
+def shown(random: Random) -> Figures:
+    """One hostile text, in one of the places where people meet it."""
+    if random.random() < 1 / _ONE_IN:
+        return _typed(random)
+    return random.choice((_letter, _record, _line, _logged))(random)
+
+
+def evil(random: Random) -> str:
+    """Text that a terminal would obey."""
+    return "".join(random.choice((random.choice(EVIL), text(random, 2)[:200])) for _ in range(random.randint(1, 4)))
+
+
+def must_be_harmless(said: str, allowed: str = "\n\t") -> None:
+    """Every character can be printed, or ends a line."""
+    bad = {each for each in said if not each.isprintable() and each not in allowed}
+    assert not bad, f"{bad!a} in {said!a:.500}"
+
+
+def _letter(random: Random) -> Figures:
+    def value() -> bytes:
+        return evil(random).encode("utf-8", random.choice(("surrogatepass", "replace")))
+
+    names = [*(PREFIX + each for each in _TOLD), GENERATION, evil(random).encode("utf-8", "replace").decode()]
+    headers = [(random.choice(names), value()) for _ in range(random.randint(0, 8))]
+    record = FakeRecord("orders.dlq", 0, random.randrange(10), random.choice((None, value())), value(), headers)
+    letter = Letter(record)
+    story = Story(letter, {0: Corrupt(key="k", reason=evil(random))}, Decision(letter, random.choice(_FATES)), "")
+    must_be_harmless(_COLUMNS.line(letter))
+    must_be_harmless(story_text(story, payload=random.random() < 0.5))
+    must_be_harmless("\n".join(tally_lines([(Group.of(letter), 1)])))
+    return Figures(letters_shown=1)
+
+
+def _record(random: Random) -> Figures:
+    written = io.StringIO()
+    key = f"idempotency:{evil(random)}"
+    with redirect_stdout(written):
+        Listing(as_json=random.random() < 0.3).show(Corrupt(key=key, reason=evil(random)), Named(key, evil(random)))
+    must_be_harmless(written.getvalue())
+    return Figures(records_shown=1)
+
+
+def _line(random: Random) -> Figures:
+    written = io.StringIO()
+    with redirect_stdout(written), redirect_stderr(written):
+        say(evil(random))
+        write_error(ValueError(evil(random)))
+        safe_console(file=written, width=80, color_system=None).print(evil(random))
+    must_be_harmless(written.getvalue())
+    return Figures(lines_shown=1)
+
+
+def _logged(random: Random) -> Figures:
+    record = logging.LogRecord("a", logging.ERROR, "a.py", 1, "%s", (evil(random),), None)
+    record.__dict__["event_id"] = evil(random)
+    said = TextFormatter().format(record)
+    must_be_harmless(said, allowed="")
+    return Figures(lines_logged=1)
+
+
+def _typed(random: Random) -> Figures:
+    words = evil(random).replace("\0", "") or "x"
+    commands: tuple[list[str], ...] = (
+        ["errors", words],
+        ["settings", "check", "--settings", f"/nowhere/{words}"],
+        ["run", f"nowhere:{words}"],
+        ["graph", f"nowhere{words}:app"],
+        ["keys", "list", "--status", words],
+        ["keys", "show", words, "--settings", f"/nowhere/{words}"],
+        ["dlq", "show", words, "--settings", f"/nowhere/{words}"],
+        [words],
+        ["keys", words],
+    )
+    answer: Any = CliRunner().invoke(app, random.choice(commands))
+    assert answer.exit_code != 0
+    must_be_harmless(answer.stdout + answer.stderr)
+    return Figures(commands_typed=1)
