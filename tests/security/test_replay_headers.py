@@ -1,4 +1,7 @@
-"""Producers that write replay headers: what they can make a service do, run again or leave out.  Nothing."""
+"""Producers that write replay headers: what they can make a service do, run again or leave out.  Nothing.
+
+Broker and store are in memory.
+"""
 
 from __future__ import annotations
 

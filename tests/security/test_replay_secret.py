@@ -1,4 +1,7 @@
-"""The secret that signs replays: strong, given in several ways, and never shown."""
+"""The secret that signs replays: strong, given in several ways, and never shown.
+
+Broker and store are in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Signed replays: what a signature covers, who passes a replay by, and how a secret is changed."""
+"""Signed replays: what a signature covers, who passes a replay by, and how a secret is changed.
+
+Broker and store are in memory.
+"""
 
 from __future__ import annotations
 
