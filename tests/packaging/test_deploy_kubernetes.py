@@ -22,7 +22,6 @@ from providers import platform
 from providers.settings import PlatformSettings
 from services import events
 from services.events import ExecutionEvent
-from services.k8s_worker.job_spec import PROGRAM_MEMORY_MB
 from tests.packaging.repository import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -324,24 +323,3 @@ def test_kubectl_renders_the_overlay_and_kubernetes_would_take_it() -> None:
     volumes = [found["spec"]["template"]["spec"]["volumes"] for found in made if found["kind"] == "Deployment"]
     named = {volume["configMap"]["name"] for each in volumes for volume in each if "configMap" in volume}
     assert named == {settings["metadata"]["name"]} != {"integr8s-idem"}
-
-
-def test_only_named_namespaces_reach_the_port_of_a_worker() -> None:
-    policy = of_kind("NetworkPolicy")["metrics-only"]
-    assert policy["spec"]["ingress"]
-    assert all(rule["from"] for rule in policy["spec"]["ingress"])
-
-
-def test_scripts_have_the_limits_of_the_settings() -> None:
-    section = SETTINGS.platform
-    [most] = of_kind("LimitRange")["script"]["spec"]["limits"]
-    memory = section.max_memory_mb + PROGRAM_MEMORY_MB
-    assert most["max"]["cpu"] == f"{section.max_cpu:g}"
-    assert most["max"]["memory"] == f"{memory}Mi"
-
-    quota = of_kind("ResourceQuota")["scripts"]
-    assert quota["metadata"]["namespace"] == section.kubernetes.namespace
-    hard = quota["spec"]["hard"]
-    assert int(hard["pods"]) > section.max_running
-    assert float(hard["limits.cpu"]) == int(hard["pods"]) * section.max_cpu
-    assert int(hard["limits.memory"].removesuffix("Gi")) * 1_024 >= int(hard["pods"]) * memory

@@ -12,20 +12,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from integr8s_idem.errors import ApplicationError, SettingsError
 from integr8s_idem.work import Attempt
 from services.database import Database
 from services.events import CreatePodCommand
+from services.k8s_worker import supervisor
 from services.k8s_worker.privileges import hidden_process
 from services.k8s_worker.runner import Run, RunEnd, Runner
 from services.k8s_worker.runners import chosen_runner
-from services.k8s_worker.subprocess_runner import SubprocessRunner
 from services.k8s_worker.worker import PodWorker
 from services.settings import PlatformSection
 from tests.packaging.repository import ROOT
 from tests.platform.conftest import RecordingPublisher
+from tests.support.conditions import wait_until
 
 pytestmark = pytest.mark.scenario(135)
 
@@ -128,15 +130,32 @@ async def test_root_refuses_to_start_where_its_scripts_could_not(tmp_path: Path)
         await run(WHO, interpreter=str(python))
 
 
+@linux
 @as_root
-async def test_the_death_of_its_supervisor_ends_the_script_of_another_user() -> None:
-    """A change of user clears the wish to die with one's parent; it is made again."""
-    script = "import os, signal, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
-    section = PlatformSection(runner="subprocess", interpreter=SYSTEM_PYTHON)
-    stop = asyncio.Event()
-    running = asyncio.create_task(SubprocessRunner(section).run("pod", command(script), stop))
-    stop.set()
-    assert (await running).end is RunEnd.STOPPED
+def test_the_death_of_its_supervisor_ends_the_script_of_another_user(tmp_path: Path) -> None:
+    """A change of user clears the wish to die with the parent, which is made again."""
+    readable, report = os.pipe()
+    spec = {"folder": str(tmp_path), "user": 65_532, "command": ["/bin/sleep", "600"], "limits": {}, "report": report}
+    with (
+        os.fdopen(readable) as told,
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            pass_fds=[report],
+        ) as running,
+    ):
+        os.close(report)
+        script = psutil.Process(int(told.readline()))
+        wait_until(lambda: script.name() == "sleep")
+        assert script.uids().effective == 65_532
+        running.kill()
+        script.wait(30)
+
+
+@linux
+async def test_a_script_cannot_gain_rights() -> None:
+    ran = await run("print([line for line in open('/proc/self/status') if 'NoNewPrivs' in line])", scripts_as_root=True)
+    assert ran.stdout == "['NoNewPrivs:\\t1\\n']\n"
 
 
 LOOK = """
