@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import logging
+import sys
 from pathlib import Path
 
 import pytest
 import redis
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from integr8s_idem.telemetry import Signal
+from integr8s_idem.telemetry.prometheus import PrometheusObserver
+from tests.packaging.repository import ROOT
 from tests.security_fuzz.output import must_be_harmless
 from tests.support.dead_letters import Dlq, letter_of, post
 from tests.support.http_shop import KEY, shop
@@ -58,6 +65,44 @@ def test_the_list_names_them_on_a_terminal_too(desk: Desk) -> None:
         assert terminal.wait() == 0
     assert r"\x1b[2J\x1b]0;mine\x07\r\x9b31m\u202e\u2028\x08" in terminal.said
     must_be_harmless(terminal.said, allowed="\n\t\r")
+
+
+def test_commands_print_by_one_way_alone() -> None:
+    """That of `cli/lines.py`, which escapes."""
+    by_themselves = [
+        f"{file.name}:{node.lineno}"
+        for file in (ROOT / "integr8s_idem" / "cli").glob("*.py")
+        if file.name != "lines.py"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"typer.echo", "click.echo", "print", "Console"}
+    ]
+    # It measures how wide a table would be, and prints nothing.
+    assert [each.partition(":")[0] for each in by_themselves] == ["top_table.py"]
+
+
+async def test_a_worker_with_hostile_metrics_is_shown_escaped(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    PrometheusObserver(EVIL, registry).count(Signal.HANDLED, "order_placed")
+    page = generate_latest(registry)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(page)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + page)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        top = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "integr8s_idem", "top", f"{host}:{port}", "--once"),
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        said, _ = await top.communicate()
+    assert r"\x1b[2J" in said.decode()
+    must_be_harmless(said.decode())
 
 
 async def test_letters_with_hostile_headers_are_shown_escaped(
