@@ -28,8 +28,9 @@ async def prepare_for_scripts(settings: PlatformSection) -> None:
         ApplicationError: This process is root, and the user for its scripts cannot run them.
     """
     _log.warning(
-        'runner = "subprocess" runs scripts as child processes of this worker: their memory, time and files are '
-        'limited, but it is no sandbox. Run only scripts that you trust, or set [platform] runner = "kubernetes"'
+        'runner = "subprocess" runs scripts as child processes of this worker. Their memory, time and files are '
+        "limited, but they run without a sandbox. Run only scripts that you trust, or set [platform] runner to "
+        '"kubernetes"'
     )
     if (user := user_of_scripts(settings)) is not None:
         await _check(settings.interpreter or sys.executable, user)

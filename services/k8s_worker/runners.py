@@ -13,8 +13,8 @@ from services.k8s_worker.subprocess_runner import SubprocessRunner
 from services.settings import PlatformSection
 
 _CHOOSE: Final = (
-    'is not set, and the k8s worker runs scripts: choose "kubernetes" (Jobs of a cluster), or "subprocess" (children '
-    "of the worker, no sandbox, for scripts that you trust)"
+    'is not set, and the k8s worker needs it to run scripts: set "kubernetes" (Jobs in a cluster), or "subprocess" '
+    "(child processes of the worker, without a sandbox: only for scripts that you trust)"
 )
 
 

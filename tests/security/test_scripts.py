@@ -86,7 +86,7 @@ async def test_a_command_that_no_coordinator_has_seen_gets_no_more_than_the_limi
 
 
 async def test_no_runner_is_chosen_for_anybody() -> None:
-    with pytest.raises(SettingsError, match=r"(?s)platform\.runner.*no sandbox"):
+    with pytest.raises(SettingsError, match=r"(?s)platform\.runner.*without a sandbox"):
         async with chosen_runner(PlatformSection()):
             pass
 
@@ -95,7 +95,7 @@ async def test_the_subprocess_runner_says_once_that_it_is_no_sandbox(caplog: pyt
     async with chosen_runner(PlatformSection(runner="subprocess", scripts_as_root=True)) as runner:
         for _ in range(2):
             assert (await runner.run("pod", command(), asyncio.Event())).stdout == "ran\n"
-    warned = [record for record in caplog.records if "no sandbox" in record.message]
+    warned = [record for record in caplog.records if "without a sandbox" in record.message]
     assert [record.levelno for record in warned] == [logging.WARNING]
 
 
