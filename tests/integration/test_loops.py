@@ -21,6 +21,7 @@ from integr8s_idem.errors import (
     StoreUnavailableError,
 )
 from integr8s_idem.integrations.loops import by_position
+from integr8s_idem.keys import EntryPoint, Key
 from integr8s_idem.records import Reserved
 from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.conditions import eventually
@@ -288,7 +289,7 @@ async def test_a_rebalance_while_a_record_waits_stops_no_partition(bench: Bench)
     partitions = 4
     await bench.topic.create(partitions)
     elsewhere = bench.manager(processing_timeout_seconds=60)
-    held = await elsewhere.reserve("twin", fingerprint=None)
+    held = await elsewhere.reserve(Key.of_entry(EntryPoint.KAFKA_LOOP, "twin", name="twin"), fingerprint=None)
     assert isinstance(held, Reserved)
     await bench.topic.put(("twin", "x"))
     first = await bench.loop(config={"wait_timeout_seconds": 60})

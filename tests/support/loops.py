@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -23,6 +24,15 @@ from tests.support.kafka import Kafka
 
 SESSION = 3.0
 """Seconds without a heartbeat after which the group goes on without a member."""
+
+COORDINATOR_MOVES = frozenset(
+    {
+        confluent_kafka.KafkaError.NOT_COORDINATOR,
+        confluent_kafka.KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+        confluent_kafka.KafkaError.COORDINATOR_NOT_AVAILABLE,
+    }
+)
+"""What a broker answers until a group has found its coordinator: it asks to be asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +79,24 @@ class Topic:
     def _committed(self, partition: int) -> int:
         asking = confluent_kafka.Consumer({"bootstrap.servers": self.kafka.bootstrap, "group.id": self.group})
         try:
-            [found] = asking.committed([confluent_kafka.TopicPartition(self.name, partition)], timeout=10)
-            return max(found.offset, 0)
+            return max(_committed_offset(asking, confluent_kafka.TopicPartition(self.name, partition)), 0)
         finally:
             asking.close()
+
+
+def _committed_offset(
+    asking: confluent_kafka.Consumer, partition: confluent_kafka.TopicPartition, timeout: float = 30.0
+) -> int:
+    """The committed offset, asked for again while a broker that has just started moves the group's coordinator."""
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            [found] = asking.committed([partition], timeout=10)
+            return int(found.offset)
+        except confluent_kafka.KafkaException as error:
+            if error.args[0].code() not in COORDINATOR_MOVES or time.monotonic() > until:
+                raise
+        time.sleep(0.1)
 
 
 class Loop(ABC):
