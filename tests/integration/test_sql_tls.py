@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from sqlalchemy import text
 from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, settings_engine, sql_engine
+from tests.support.conditions import eventually
 from tests.support.kafka.broker import free_ports
 from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
@@ -111,12 +114,24 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 
 async def pinged(settings: Any) -> str:
     """The version that the store tells; its tables are made."""
+    before = open_sockets()
     engine = settings_engine(settings)
     try:
         await migrate(engine)
         return (await SqlIdempotencyRepository(engine).ping()).version
     finally:
         await engine.dispose()
+        await eventually(lambda: open_sockets() <= before)
+
+
+def open_sockets() -> set[int]:
+    """This process's.  A TLS connection closes in the background, after a last exchange that its loop must live for."""
+    found = set()
+    for entry in Path("/dev/fd").iterdir():
+        with suppress(OSError):  # the one of the listing itself
+            if stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
+                found.add(int(entry.name))
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
