@@ -16,7 +16,7 @@ from benchmarks.machine import machine
 from benchmarks.measuring import Flat
 from benchmarks.questions import KEYS, QUESTIONS, Question
 from benchmarks.rounds import Options, Tell, at_least_one
-from integr8s_idem.cli.collecting import collect_seldom
+from integr8s_idem.cli.garbage_collection import collect_seldom
 
 
 def asked(options: Options, file: Path | None) -> Flat:

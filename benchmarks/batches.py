@@ -12,7 +12,7 @@ from benchmarks.guards import RECEIPT
 from benchmarks.measuring import Flat, for_seconds
 from benchmarks.places import redis_place
 from benchmarks.rounds import Comparison, Measured, Options, Stopwatch, Tell, Turn, compared, fresh_keys
-from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.records import Reserved
 
 KEYS: Final = ("batch500_fresh",)

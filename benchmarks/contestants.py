@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final, Protocol
 
+from integr8s_idem._util.tokens import new_token
 from integr8s_idem.config import IdempotencyConfig
-from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.records import Completion, Reserved, ReserveRequest, StoredResult
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.tokens import new_token
 
 LEASE: Final = timedelta(seconds=30)
 RETENTION: Final = timedelta(seconds=900)

@@ -25,7 +25,7 @@ from benchmarks.observers import Telemetry
 from benchmarks.rounds import Measured, Options, Tell, spread_of
 from benchmarks.stages import Costs, FreeStore, Log, Record, Stages, collector, fetched, scoped, without_collector
 from integr8s_idem import EventRouter, IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
-from integr8s_idem.routing import Invoke, call_with_event
+from integr8s_idem.handlers.router import Invoke, call_with_event
 from integr8s_idem.telemetry import SILENT, Observer
 from tests.support.kafka.broker import KafkaBroker
 

@@ -27,7 +27,7 @@ from benchmarks.places import open_place
 from benchmarks.rounds import Options, Tell, spread_of
 from benchmarks.tables import ROOT
 from integr8s_idem import IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
-from integr8s_idem.cli.collecting import collect_seldom
+from integr8s_idem.cli.garbage_collection import collect_seldom
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.worker.consumer import make_consumer
 from tests.support.kafka.broker import Kafka, KafkaBroker

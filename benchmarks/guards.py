@@ -16,7 +16,7 @@ from idempotency_kit.infra.storage.redis.aio import RedisAsyncIdempotencyReposit
 
 from benchmarks.contestants import must
 from benchmarks.places import RedisPlace
-from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.engine.manager import IdempotencyManager
 
 RECEIPT: Final = {"receipt": "receipt-1"}
 """What the work returns; all keep it."""

@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 
 from benchmarks.servers import redis_version, running
 from integr8s_idem.config import IdempotencyConfig, RedisStoreSettings
-from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 from integr8s_idem.telemetry import SILENT, Observer
 from tests.support.redis import RedisServer
 

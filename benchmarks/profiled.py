@@ -21,7 +21,7 @@ from benchmarks.flames import Stack, flame_graph
 from benchmarks.kafka import EVENTS, Topic, filled_topic
 from benchmarks.places import open_place
 from benchmarks.tables import ROOT
-from integr8s_idem.cli.collecting import collect_seldom
+from integr8s_idem.cli.garbage_collection import collect_seldom
 from tests.support.kafka.broker import Kafka
 
 GRAPH: Final = ROOT / "docs" / "explanation" / "speed-flames.svg"

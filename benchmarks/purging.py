@@ -15,8 +15,8 @@ from benchmarks.measuring import Flat, for_seconds, new_keys, rate, spread
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, writing
 from integr8s_idem.stores.sql.schema import COMPLETED, records
 from integr8s_idem.telemetry import SILENT
-from integr8s_idem.worker.gate import StoreGate
-from integr8s_idem.worker.purging import Purger
+from integr8s_idem.worker.purger import Purger
+from integr8s_idem.worker.store_circuit import StoreGate
 
 ROUNDS: Final = 5
 _ROWS_AT_ONCE: Final = 2_000

@@ -35,7 +35,7 @@ from integr8s_idem.config import DynamodbStoreSettings, MemoryStoreSettings, Red
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.dynamodb import dynamo_client
 from integr8s_idem.stores.dynamodb.table import KEYS, TYPES
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 from integr8s_idem.stores.redis import redis_client, redis_sentinel_client
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine, writing
 from tests.support.dynamodb.server import DynamoServer

@@ -26,9 +26,12 @@ from integr8s_idem import (
     IdempotentEventDispatcher,
     Settings,
 )
-from integr8s_idem.dispatcher import Handling
+from integr8s_idem.engine.active_runs import Returned
+from integr8s_idem.engine.work import Attempt
 from integr8s_idem.events import BaseEvent, EventDecoder
-from integr8s_idem.handling import GuardedHandling
+from integr8s_idem.handlers.dispatcher import Handling
+from integr8s_idem.handlers.handler import GuardedHandling
+from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.integrations.dishka import (
     IdempotencyProvider,
     IdempotentDispatcherProvider,
@@ -36,13 +39,10 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
 )
 from integr8s_idem.records import Completion, Reserved, ReserveRequest, Verdict
-from integr8s_idem.routing import Invoke
-from integr8s_idem.runs import Returned
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.work import Attempt
 from integr8s_idem.worker.consumer import make_consumer
-from integr8s_idem.worker.crew import MOST_TOGETHER
+from integr8s_idem.worker.pipeline import MOST_TOGETHER
 
 COMMITS: Final = 50
 

@@ -21,7 +21,7 @@ from benchmarks.measuring import Flat, compared
 from benchmarks.purging import purged
 from benchmarks.rounds import at_least_one
 from benchmarks.servers import KINDS
-from integr8s_idem.cli.collecting import collect_seldom
+from integr8s_idem.cli.garbage_collection import collect_seldom
 from integr8s_idem.stores.sql import SqlIdempotencyRepository
 
 

@@ -29,6 +29,7 @@ from integr8s_idem import (
     IdempotentEventDispatcher,
     Settings,
 )
+from integr8s_idem.engine.work import Executed
 from integr8s_idem.integrations.dishka import (
     IdempotencyProvider,
     IdempotentDispatcherProvider,
@@ -39,7 +40,6 @@ from integr8s_idem.records import Completed
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.stores.sql.schema import COMPLETED, records
-from integr8s_idem.work import Executed
 
 AT_ONCE: Final = 16
 FIGURES: Final = {

@@ -9,23 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from integr8s_idem.config import IdempotencyConfig, Section, Settings, load_settings
-from integr8s_idem.decorator import idempotent
-from integr8s_idem.dispatcher import (
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.steps import Once, Steps
+from integr8s_idem.engine.work import Attempt
+from integr8s_idem.errors import IdempotencyConflictError, IdempotencyError, PartialFailureError, PermanentError
+from integr8s_idem.events import BaseEvent, EventMetadata, derived_event_id
+from integr8s_idem.functions.decorator import idempotent
+from integr8s_idem.handlers.dispatcher import (
     EventDispatcher,
     IdempotentEventDispatcher,
     IdempotentEventHandler,
     with_idempotency,
 )
-from integr8s_idem.errors import IdempotencyConflictError, IdempotencyError, PartialFailureError, PermanentError
-from integr8s_idem.events import BaseEvent, EventMetadata, derived_event_id
+from integr8s_idem.handlers.router import Batch, EventRouter, Outgoing
 from integr8s_idem.keys import KeyResolver, KeyStrategy
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Verdict
-from integr8s_idem.routing import Batch, EventRouter, Outgoing
-from integr8s_idem.steps import Once, Steps
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.work import Attempt
 
 if TYPE_CHECKING:
     from integr8s_idem.stores.redis import RedisIdempotencyRepository

@@ -21,7 +21,7 @@ import uuid_utils
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
-from integr8s_idem.envelopes import Codec, Headers
+from integr8s_idem.codecs import Codec, Headers
 from integr8s_idem.errors import ApplicationError, EventError, UndecodableEventError
 
 MAX_ID_LENGTH: Final = 1024

@@ -27,10 +27,10 @@ import pydantic_core
 import rfc8785
 from pydantic import BaseModel
 
+from integr8s_idem._util.escaping import printable
+from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.frozen import quick
-from integr8s_idem.printing import printable
 
 MAX_KEY_LENGTH: Final = 255
 """Most bytes of a full key: short enough for every store's index, long enough to stay readable."""

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Final, TypeAlias
 
-from integr8s_idem.frozen import quick
+from integr8s_idem._util.fast_dataclass import quick
 
 JSON: Final = "application/json"
 

@@ -12,7 +12,7 @@ from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import PublishError
 from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.consumer import bounded_stop, make_consumer
-from integr8s_idem.worker.records import Consumer
+from integr8s_idem.worker.kafka_protocols import Consumer
 
 EVERY: Final = 3
 """One event of this many is delivered twice."""

@@ -30,13 +30,13 @@ from integr8s_idem.config import (
     SqliteStoreSettings,
     StoreSettings,
 )
-from integr8s_idem.config.addresses import without_secret
+from integr8s_idem.config.urls import without_secret
 from integr8s_idem.embedded import EmbeddedPostgres, embedded
 from integr8s_idem.events import event_type_of
-from integr8s_idem.stores.opening import open_engine
+from integr8s_idem.stores.factory import open_engine
 from integr8s_idem.stores.redis.client import redis_client
 from integr8s_idem.stores.sql import migrate
-from integr8s_idem.worker.clients import connection_options
+from integr8s_idem.worker.client_options import connection_options
 from services import events
 from services.database import Database
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from examples.demo.errors import DemoError
 from examples.demo.metrics import get
 from examples.demo.waiting import LOOK_SECONDS, until
-from integr8s_idem.embedded.child import ChildServer
+from integr8s_idem.embedded.child_server import ChildServer
 
 ROOT: Final = Path(__file__).parents[2]
 """The checkout: `providers` and `services` are run from there."""

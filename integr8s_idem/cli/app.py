@@ -10,23 +10,23 @@ from typing import Annotated, Any
 
 import typer
 
-from integr8s_idem.cli.answering import MISTAKE, AppOption, Json, SettingsFile, answered
-from integr8s_idem.cli.application import chosen_services, load_application, optional_application
-from integr8s_idem.cli.dlq import dlq_app
-from integr8s_idem.cli.doctor import DoctorCommand, doctor_command
-from integr8s_idem.cli.embedding import command_settings
-from integr8s_idem.cli.errors import errors_command
-from integr8s_idem.cli.graph import graph_command
-from integr8s_idem.cli.keys import keys_app
-from integr8s_idem.cli.lines import say, write_error, write_text
-from integr8s_idem.cli.new import new_command
-from integr8s_idem.cli.run import Run, run
-from integr8s_idem.cli.store import store_app
-from integr8s_idem.cli.top import top_command
+from integr8s_idem.cli.application_loader import chosen_services, load_application, optional_application
+from integr8s_idem.cli.common import MISTAKE, AppOption, Json, SettingsFile, answered
+from integr8s_idem.cli.dlq_commands import dlq_app
+from integr8s_idem.cli.doctor_command import DoctorCommand, doctor_command
+from integr8s_idem.cli.embedded_servers import command_settings
+from integr8s_idem.cli.errors_command import errors_command
+from integr8s_idem.cli.graph_command import graph_command
+from integr8s_idem.cli.keys_commands import keys_app
+from integr8s_idem.cli.new_command import new_command
+from integr8s_idem.cli.output import say, write_error, write_text
+from integr8s_idem.cli.run_command import Run, run
+from integr8s_idem.cli.store_commands import store_app
+from integr8s_idem.cli.top_command import top_command
 from integr8s_idem.config import Settings, settings_warnings
 from integr8s_idem.config.example import example_settings
 from integr8s_idem.config.loading import ignored_sections, settings_source
-from integr8s_idem.config.words import missing_extra
+from integr8s_idem.config.message_text import missing_extra
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.telemetry.setup import check_exporter
 from integr8s_idem.worker import Platform

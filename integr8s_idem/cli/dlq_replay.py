@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from integr8s_idem.cli.answering import FAILURE
-from integr8s_idem.cli.asking import agreed
-from integr8s_idem.cli.letters import counted, report_text
-from integr8s_idem.cli.lines import say, write_error
+from integr8s_idem.cli.common import FAILURE
+from integr8s_idem.cli.confirmation import agreed
+from integr8s_idem.cli.dlq_output import counted, report_text
+from integr8s_idem.cli.output import say, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.audit import audited, store_place
-from integr8s_idem.operations.letter_records import open_letter_records
-from integr8s_idem.operations.letterbox import open_letter_box
-from integr8s_idem.operations.replaying import Fate, Replayer, Report
-from integr8s_idem.operations.searching import Found, Search, found_by, pages
+from integr8s_idem.operations.dead_letter_reader import open_letter_box
+from integr8s_idem.operations.dead_letter_records import open_letter_records
+from integr8s_idem.operations.dead_letter_replay import Fate, Replayer, Report
+from integr8s_idem.operations.dead_letter_search import Found, Search, found_by, pages
 from integr8s_idem.worker import EventPublisher
 
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from integr8s_idem.cli.lines import safe_console
+from integr8s_idem.cli.output import safe_console
 
 Advance: TypeAlias = Callable[[int], None]
 """Tell that so many more are done."""

@@ -11,8 +11,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from integr8s_idem._util.escaping import printable
 from integr8s_idem.operations.fleet import ERRORS, Figures, FleetLook, ServiceRow
-from integr8s_idem.printing import printable
 from integr8s_idem.telemetry import Signal
 
 _STATES: Final = {"ready": "green", "running": "green", "not ready": "yellow"}

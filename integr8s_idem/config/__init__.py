@@ -1,8 +1,7 @@
 """Settings: the sections, the model that reads them, the checks across them."""
 
 from integr8s_idem.config.checks import check_settings, settings_warnings
-from integr8s_idem.config.loading import load_settings
-from integr8s_idem.config.policies import (
+from integr8s_idem.config.idempotency import (
     IdempotencyConfig,
     OnFailure,
     OnInProgress,
@@ -11,6 +10,7 @@ from integr8s_idem.config.policies import (
     Section,
     chosen,
 )
+from integr8s_idem.config.loading import load_settings
 from integr8s_idem.config.sections import (
     DynamodbStoreSettings,
     KafkaSettings,

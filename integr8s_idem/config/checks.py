@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import TYPE_CHECKING, Final
 
-from integr8s_idem.config.addresses import url_holds_password
 from integr8s_idem.config.environment import same_name
-from integr8s_idem.config.policies import OnInProgress, OnStoreError
+from integr8s_idem.config.idempotency import OnInProgress, OnStoreError
+from integr8s_idem.config.schema_shape import Path
 from integr8s_idem.config.sections import (
     MOST_RESULT_BYTES,
     AnyRedisSettings,
@@ -24,7 +24,7 @@ from integr8s_idem.config.sections import (
     SqliteStoreSettings,
     StoreSettings,
 )
-from integr8s_idem.config.shape import Path
+from integr8s_idem.config.urls import url_holds_password
 from integr8s_idem.errors import SettingsMistake
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import Any, Final
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from integr8s_idem.config.reading import current_reading
-from integr8s_idem.config.shape import Path, Shape, shape_of
-from integr8s_idem.config.words import said
+from integr8s_idem.config.load_context import current_reading
+from integr8s_idem.config.message_text import said
+from integr8s_idem.config.schema_shape import Path, Shape, shape_of
 from integr8s_idem.errors import SettingsError
 
 SECRETS_DIR: Final = "SECRETS_DIR"

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from integr8s_idem.config.environment import SECRETS_DIR
+from integr8s_idem.config.schema_shape import Shape, shape_of
 from integr8s_idem.config.sections import ServiceSettings
 from integr8s_idem.config.settings import Settings
-from integr8s_idem.config.shape import Shape, shape_of
 
 _HEAD: Final = """\
 Every setting with its default.  What is left out keeps it; a commented line has none.

@@ -6,7 +6,18 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, StringConstraints
 
-from integr8s_idem.config.addresses import (
+from integr8s_idem.codecs import Envelope
+from integr8s_idem.config.idempotency import (
+    NOT_BOOL,
+    Count,
+    Interval,
+    OnFailure,
+    OnInProgress,
+    OnStoreError,
+    Seconds,
+    Section,
+)
+from integr8s_idem.config.urls import (
     brokers,
     cluster_url,
     collector_url,
@@ -18,17 +29,6 @@ from integr8s_idem.config.addresses import (
     sentinel_address,
     without_secret,
 )
-from integr8s_idem.config.policies import (
-    NOT_BOOL,
-    Count,
-    Interval,
-    OnFailure,
-    OnInProgress,
-    OnStoreError,
-    Seconds,
-    Section,
-)
-from integr8s_idem.envelopes import Envelope
 
 
 def _zero_or_a_hundredth(share: float) -> float:

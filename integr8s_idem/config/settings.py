@@ -8,8 +8,8 @@ from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from integr8s_idem.config.environment import NamedTexts, environment_values, same_name, secret_values
-from integr8s_idem.config.policies import IdempotencyConfig
-from integr8s_idem.config.reading import current_reading, instead, without
+from integr8s_idem.config.idempotency import IdempotencyConfig
+from integr8s_idem.config.load_context import current_reading, instead, without
 from integr8s_idem.config.sections import (
     KafkaSettings,
     RedisStoreSettings,

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from integr8s_idem.config import Settings, load_settings, settings_warnings
-from integr8s_idem.config.addresses import redacted
-from integr8s_idem.doctor.application import ApplicationLook, look_at_application
-from integr8s_idem.doctor.broker import look_at_brokers
-from integr8s_idem.doctor.checking import findings_of
+from integr8s_idem.config.urls import redacted
+from integr8s_idem.diagnostics import Code, Finding, Severity
+from integr8s_idem.doctor.application_checks import ApplicationLook, look_at_application
+from integr8s_idem.doctor.broker_checks import look_at_brokers
+from integr8s_idem.doctor.check_runner import findings_of
 from integr8s_idem.doctor.remedies import of_mistake, of_warning
-from integr8s_idem.doctor.store import OUTBOX, STORE, look_at_store
-from integr8s_idem.embedded.whereabouts import settings_of_running
+from integr8s_idem.doctor.store_checks import OUTBOX, STORE, look_at_store
+from integr8s_idem.embedded.discovery import settings_of_running
 from integr8s_idem.errors import SettingsError, SettingsMistake
-from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.worker import Platform
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from integr8s_idem.findings import Code
+from integr8s_idem.diagnostics import Code
 
 _MEND: Final[Mapping[Code, str]] = {
     Code.STORE_UNAVAILABLE: "start it, or mend its address in [store]",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from integr8s_idem.findings import Finding, Severity
+from integr8s_idem.diagnostics import Finding, Severity
 
 STATUS: Final[Mapping[Severity, int]] = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 """Exit statuses; that of the worst finding counts."""

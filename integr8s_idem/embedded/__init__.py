@@ -3,11 +3,11 @@
 Kafka and Redis need the extra `embedded`, PostgreSQL the extra `embedded-postgresql`.
 """
 
-from integr8s_idem.embedded.kafka import EmbeddedKafka
-from integr8s_idem.embedded.postgres import EmbeddedPostgres
-from integr8s_idem.embedded.redis import EmbeddedRedis
+from integr8s_idem.embedded.discovery import RunningServers, running_servers, settings_of_running
+from integr8s_idem.embedded.kafka_server import EmbeddedKafka
+from integr8s_idem.embedded.postgres_server import EmbeddedPostgres
+from integr8s_idem.embedded.redis_server import EmbeddedRedis
 from integr8s_idem.embedded.servers import EmbeddedServers, embedded
-from integr8s_idem.embedded.whereabouts import RunningServers, running_servers, settings_of_running
 
 __all__ = [
     "EmbeddedKafka",

@@ -9,8 +9,8 @@ from functools import partial
 from secrets import token_hex
 from typing import Any
 
-from integr8s_idem.embedded.kafka import EmbeddedKafka
-from integr8s_idem.embedded.redis import EmbeddedRedis
+from integr8s_idem.embedded.kafka_server import EmbeddedKafka
+from integr8s_idem.embedded.redis_server import EmbeddedRedis
 
 SESSION_TIMEOUT_SECONDS = 6.0
 HEARTBEAT_INTERVAL_SECONDS = 1.0

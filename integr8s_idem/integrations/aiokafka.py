@@ -20,9 +20,11 @@ from typing import Any, TypeVar, cast
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
-from integr8s_idem.durations import Duration, duration
+from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.engine.manager import IdempotencyManager, replayed_value
+from integr8s_idem.engine.work import Attempt, Executed
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
-from integr8s_idem.integrations.loops import (
+from integr8s_idem.integrations.kafka_loops import (
     COMMIT_INTERVAL,
     KeyOf,
     by_header,
@@ -33,9 +35,7 @@ from integr8s_idem.integrations.loops import (
     refuse_value,
     work_of,
 )
-from integr8s_idem.manager import IdempotencyManager, replayed_value
 from integr8s_idem.records import InProgress
-from integr8s_idem.work import Attempt, Executed
 
 __all__ = ["Delivery", "by_header", "by_position", "guarded"]
 

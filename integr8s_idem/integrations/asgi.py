@@ -31,9 +31,14 @@ from starlette.requests import HTTPConnection
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from integr8s_idem._util.context_vars import Container
+from integr8s_idem._util.escaping import printable
 from integr8s_idem.config import OnInProgress
-from integr8s_idem.current import Container
-from integr8s_idem.durations import Duration, duration
+from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.engine.active_runs import Run, run_of
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.results import NOT_KEPT
+from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Outcome, Work
 from integr8s_idem.errors import (
     ApplicationError,
     InProgressError,
@@ -44,12 +49,7 @@ from integr8s_idem.errors import (
 from integr8s_idem.integrations.http_problems import LONGEST_KEY, Problems
 from integr8s_idem.integrations.http_responses import PASSING, PER_CONNECTION, Captured
 from integr8s_idem.keys import EntryPoint, Key, fingerprint
-from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.printing import printable
 from integr8s_idem.records import Completed
-from integr8s_idem.results import NOT_KEPT
-from integr8s_idem.runs import Run, run_of
-from integr8s_idem.work import Attempt, Executed, HandlerFailed, Outcome, Work
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
-from integr8s_idem.callers import Here, in_a_loop, own_loop, refuse_awaitable, wait_for
-from integr8s_idem.config.words import lacking
-from integr8s_idem.durations import Duration, duration
+from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.config.message_text import lacking
+from integr8s_idem.engine.manager import IdempotencyManager, replayed_value
+from integr8s_idem.engine.results import materialized
+from integr8s_idem.engine.work import Attempt, Executed, Outcome, Work
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
-from integr8s_idem.integrations.loops import (
+from integr8s_idem.functions.sync_bridge import Here, in_a_loop, own_loop, refuse_awaitable, wait_for
+from integr8s_idem.integrations.kafka_loops import (
     COMMIT_INTERVAL,
     KeyOf,
     by_header,
@@ -33,10 +36,7 @@ from integr8s_idem.integrations.loops import (
     refuse_async,
     work_of,
 )
-from integr8s_idem.manager import IdempotencyManager, replayed_value
 from integr8s_idem.records import InProgress
-from integr8s_idem.results import materialized
-from integr8s_idem.work import Attempt, Executed, Outcome, Work
 
 try:
     from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition

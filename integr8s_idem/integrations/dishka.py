@@ -34,18 +34,17 @@ from dishka import make_async_container as _make_async_container
 from dishka.integrations.base import default_parse_dependency, wrap_injection
 from redis.asyncio import Redis
 
+from integr8s_idem._util.context_vars import CURRENT, OVERRIDING
+from integr8s_idem.codecs import Codec
 from integr8s_idem.config import IdempotencyConfig, Settings
-from integr8s_idem.current import CURRENT, OVERRIDING
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
-from integr8s_idem.durations import Duration, duration
-from integr8s_idem.envelopes import Codec
+from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.steps import Steps
+from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.integrations.closing import scope_of_a_call
-from integr8s_idem.integrations.transactions import Transactions
-from integr8s_idem.keys import KeyResolver, KeyStrategy
-from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.routing import (
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.router import (
     Batch,
     BatchCall,
     EventRouter,
@@ -56,13 +55,14 @@ from integr8s_idem.routing import (
     RegisteredHandler,
     returned_by,
 )
-from integr8s_idem.steps import Steps
+from integr8s_idem.integrations.request_scope import scope_of_a_call
+from integr8s_idem.integrations.transactions import Transactions
+from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.telemetry import Observer
 from integr8s_idem.telemetry.setup import observer_for
-from integr8s_idem.work import Attempt
 from integr8s_idem.worker import EventPublisher
 
 __all__ = [

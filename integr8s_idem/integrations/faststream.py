@@ -34,8 +34,13 @@ from typing import Any, Final, NoReturn
 
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, ProducerClosed
 
-from integr8s_idem.config.words import lacking
-from integr8s_idem.durations import Duration, duration
+from integr8s_idem._util.loop_fairness import turn_of_the_loop
+from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.config.message_text import lacking
+from integr8s_idem.engine.detached_run import OpenRun
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.results import decode_result, encode_result, repeatable
+from integr8s_idem.engine.work import HandlerFailed, Work
 from integr8s_idem.errors import (
     ApplicationError,
     IdempotencyError,
@@ -46,14 +51,9 @@ from integr8s_idem.errors import (
     StoreError,
 )
 from integr8s_idem.events import derived_event_id
-from integr8s_idem.integrations.loops import End, KeyOf, by_header, by_position, end_of, pause_after
+from integr8s_idem.integrations.kafka_loops import End, KeyOf, by_header, by_position, end_of, pause_after
 from integr8s_idem.keys import EntryPoint, Key, fingerprint
-from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.open_runs import OpenRun
-from integr8s_idem.pace import turn_of_the_loop
 from integr8s_idem.records import Completed, InProgress, StoredResult
-from integr8s_idem.results import decode_result, encode_result, repeatable
-from integr8s_idem.work import HandlerFailed, Work
 
 try:
     from faststream import AckPolicy, BaseMiddleware

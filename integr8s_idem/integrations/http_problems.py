@@ -10,9 +10,9 @@ from typing import Final
 
 from starlette.exceptions import HTTPException
 
+from integr8s_idem._util.escaping import printable
 from integr8s_idem.errors import LeaseLostError, StoreError
 from integr8s_idem.integrations.http_responses import Response, response_of
-from integr8s_idem.printing import printable
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, StoredResult
 
 logger = logging.getLogger(__name__)

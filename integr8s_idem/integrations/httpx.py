@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from integr8s_idem.config.words import lacking
-from integr8s_idem.durations import Duration, duration
+from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.config.message_text import lacking
 from integr8s_idem.errors import ApplicationError
 
 try:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dishka import AsyncContainer
 
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.integrations.closing import scope_of_a_call
-from integr8s_idem.routing import HandlerCall
+from integr8s_idem.handlers.router import HandlerCall
+from integr8s_idem.integrations.request_scope import scope_of_a_call
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.outbox import Outbox
 

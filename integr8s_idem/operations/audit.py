@@ -22,8 +22,8 @@ from typing import Any, Final
 from uuid import uuid4
 
 from integr8s_idem.config import Settings
-from integr8s_idem.config.addresses import redacted
-from integr8s_idem.config.words import text_of
+from integr8s_idem.config.message_text import text_of
+from integr8s_idem.config.urls import redacted
 from integr8s_idem.errors import ApplicationError
 
 _ADDRESS: Final = {"kind", "url", "urls", "sentinels", "path", "table", "region", "endpoint_url"}

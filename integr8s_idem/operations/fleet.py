@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from integr8s_idem.operations.addresses import Address, Endpoint, endpoints_of
-from integr8s_idem.operations.scraping import NoAnswerError, Numbers, Scrape, scraped
+from integr8s_idem.operations.metrics_scraper import NoAnswerError, Numbers, Scrape, scraped
+from integr8s_idem.operations.worker_addresses import Address, Endpoint, endpoints_of
 from integr8s_idem.telemetry import Gauge, Signal
 
 TIMEOUT_SECONDS: Final = 3.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from integr8s_idem.findings import Code, StoreWarning
+from integr8s_idem.diagnostics import Code, StoreWarning
 from integr8s_idem.records import (
     Completed,
     Completion,

@@ -19,8 +19,8 @@ from opentelemetry import trace as otel
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from integr8s_idem.config.addresses import redacted
-from integr8s_idem.config.words import text_of
+from integr8s_idem.config.message_text import text_of
+from integr8s_idem.config.urls import redacted
 from integr8s_idem.records import TraceLink
 from integr8s_idem.telemetry import SILENT, Headers, Phase, SilentObserver, Span
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from integr8s_idem.config import TelemetrySettings
-from integr8s_idem.config.words import installing
+from integr8s_idem.config.message_text import installing
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.telemetry import Observer
 from integr8s_idem.telemetry.composite import combined

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     )
     from integr8s_idem.testing.crash_points import CrashPoint
     from integr8s_idem.testing.embedded_harness import EmbeddedHarness
+    from integr8s_idem.testing.faults import Mishap
     from integr8s_idem.testing.flaky_store import FlakyStore
     from integr8s_idem.testing.harness import NotReachedError, WorkerHarness
+    from integr8s_idem.testing.harness_run import NotSettledError
     from integr8s_idem.testing.memory_broker import StoredMessage
-    from integr8s_idem.testing.mishaps import Mishap
-    from integr8s_idem.testing.running import NotSettledError
-    from integr8s_idem.testing.seen import DeadLetterSeen, HandlerRun
+    from integr8s_idem.testing.observations import DeadLetterSeen, HandlerRun
 
 __all__ = [
     "CrashPoint",

@@ -23,18 +23,18 @@ import pytest
 # Before they are imported: failing assertions then show their values.
 pytest.register_assert_rewrite(
     "integr8s_idem.testing.contract_batches",
-    "integr8s_idem.testing.contract_reserving",
-    "integr8s_idem.testing.contract_settling",
-    "integr8s_idem.testing.contract_tending",
-    "integr8s_idem.testing.histories",
+    "integr8s_idem.testing.contract_reservations",
+    "integr8s_idem.testing.contract_outcomes",
+    "integr8s_idem.testing.contract_record_admin",
+    "integr8s_idem.testing.random_histories",
     "integr8s_idem.testing.store_under_test",
 )
 
 from integr8s_idem.testing.contract_batches import BatchesContract  # noqa: E402
-from integr8s_idem.testing.contract_reserving import ReservingContract  # noqa: E402
-from integr8s_idem.testing.contract_settling import SettlingContract  # noqa: E402
-from integr8s_idem.testing.contract_tending import TendingContract  # noqa: E402
-from integr8s_idem.testing.histories import HistorySize, check_histories  # noqa: E402
+from integr8s_idem.testing.contract_outcomes import SettlingContract  # noqa: E402
+from integr8s_idem.testing.contract_record_admin import TendingContract  # noqa: E402
+from integr8s_idem.testing.contract_reservations import ReservingContract  # noqa: E402
+from integr8s_idem.testing.random_histories import HistorySize, check_histories  # noqa: E402
 from integr8s_idem.testing.store_under_test import SteppedClock, StoreUnderTest  # noqa: E402
 
 __all__ = ["HistorySize", "RepositoryContract", "SteppedClock", "StoreUnderTest", "TendingContract"]

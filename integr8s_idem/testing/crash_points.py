@@ -38,6 +38,7 @@ from aiokafka import ConsumerRebalanceListener
 
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.events import BaseEvent, Message
+from integr8s_idem.handlers.router import BatchCall, HandlerCall, Invoke, RegisteredHandler, call_with_event
 from integr8s_idem.records import (
     Completion,
     Failure,
@@ -47,12 +48,11 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.routing import BatchCall, HandlerCall, Invoke, RegisteredHandler, call_with_event
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.consumer import make_consumer
-from integr8s_idem.worker.records import Consumer
+from integr8s_idem.worker.kafka_protocols import Consumer
 
 __all__ = [
     "CrashPlan",

@@ -23,17 +23,17 @@ from dishka import AsyncContainer
 from dishka.provider import BaseProvider
 
 from integr8s_idem.config import Settings, load_settings
-from integr8s_idem.dispatcher import EventDispatcher
-from integr8s_idem.embedded.kafka import PARTITIONS
-from integr8s_idem.embedded.overlay import NO_KAFKA_CREDENTIALS, embedded_settings, merged
+from integr8s_idem.embedded.kafka_server import PARTITIONS
+from integr8s_idem.embedded.settings_overlay import NO_KAFKA_CREDENTIALS, embedded_settings, merged
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.testing.overriding import Overrides
-from integr8s_idem.testing.running import NotSettledError
+from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.testing.harness_run import NotSettledError
+from integr8s_idem.testing.provider_overrides import Overrides
 from integr8s_idem.worker import EventPublisher, Platform, Service
 from integr8s_idem.worker.consumer import make_consumer
-from integr8s_idem.worker.isolation import IsolationGate
-from integr8s_idem.worker.records import Consumer, Partition
-from integr8s_idem.worker.running import RunningService
+from integr8s_idem.worker.isolation_gate import IsolationGate
+from integr8s_idem.worker.kafka_protocols import Consumer, Partition
+from integr8s_idem.worker.service_group import RunningService
 
 if TYPE_CHECKING:
     from integr8s_idem.embedded import EmbeddedServers

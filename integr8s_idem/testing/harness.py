@@ -29,12 +29,12 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.records import IdempotencyRecord
 from integr8s_idem.testing.crash_points import CrashPoint
+from integr8s_idem.testing.faults import Fate, Mishap
 from integr8s_idem.testing.flaky_store import FlakyStore
+from integr8s_idem.testing.harness_run import Running
 from integr8s_idem.testing.memory_broker import StoredMessage
-from integr8s_idem.testing.mishaps import Fate, Mishap
-from integr8s_idem.testing.overriding import Overrides
-from integr8s_idem.testing.running import Running
-from integr8s_idem.testing.seen import DeadLetterSeen, HandlerRun
+from integr8s_idem.testing.observations import DeadLetterSeen, HandlerRun
+from integr8s_idem.testing.provider_overrides import Overrides
 from integr8s_idem.worker import Platform, Service
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from aiokafka.errors import CommitFailedError
 
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 
 PARTITIONS: Final = 2
 """Of each topic."""

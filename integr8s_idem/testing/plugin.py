@@ -18,8 +18,8 @@ import pytest
 
 from integr8s_idem.testing.crash_points import CrashPoint
 from integr8s_idem.testing.embedded_harness import EmbeddedHarness
+from integr8s_idem.testing.faults import CRASHES, MISHAPS, Mishap
 from integr8s_idem.testing.harness import NotReachedError, WorkerHarness
-from integr8s_idem.testing.mishaps import CRASHES, MISHAPS, Mishap
 
 if TYPE_CHECKING:
     from integr8s_idem.embedded import EmbeddedServers

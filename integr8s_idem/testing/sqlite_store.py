@@ -18,7 +18,7 @@ from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan
 from integr8s_idem.testing.flaky_store import FlakyStore
-from integr8s_idem.testing.processes import Process, current_process
+from integr8s_idem.testing.simulated_processes import Process, current_process
 
 
 class Connections:

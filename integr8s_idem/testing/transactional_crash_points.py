@@ -21,11 +21,11 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from integr8s_idem.routing import BatchCall, BeforeCommit, HandlerCall, Invoke, RegisteredHandler
+from integr8s_idem.engine.work import Transaction
+from integr8s_idem.handlers.router import BatchCall, BeforeCommit, HandlerCall, Invoke, RegisteredHandler
 from integr8s_idem.stores.outbox import Claim, Outbox, Waiting
 from integr8s_idem.stores.sql import SqlIdempotencyRepository
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, crashing_invoke
-from integr8s_idem.work import Transaction
 
 __all__ = ["CrashingOutbox", "CrashingSqlStore", "crashing_transaction"]
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar
 
-from integr8s_idem.lease_clock import set_clock
+from integr8s_idem._util.lease_clock import set_clock
 
 __all__ = ["EPOCH", "DeadlockError", "VirtualTimeLoop", "run_virtual", "virtual_now", "virtual_time"]
 

@@ -1,10 +1,10 @@
 """The consumer: poll, lanes, settle, offsets, retries, dead letters, drain; many services in one process."""
 
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
-from integr8s_idem.worker.deadletters import Replay, record_key_of, replay_of
+from integr8s_idem.worker.dead_letters import Replay, record_key_of, replay_of
 from integr8s_idem.worker.platform import Background, Platform, Service
 from integr8s_idem.worker.publisher import EventPublisher
-from integr8s_idem.worker.running import ServiceGroup, run_services
+from integr8s_idem.worker.service_group import ServiceGroup, run_services
 
 __all__ = [
     "Background",

@@ -10,8 +10,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from integr8s_idem.worker.offsets import Progress
-from integr8s_idem.worker.records import Partition, Record
+from integr8s_idem.worker.kafka_protocols import Partition, Record
+from integr8s_idem.worker.offset_progress import Progress
 
 
 @dataclass(eq=False, slots=True)

@@ -17,33 +17,33 @@ from typing import Any, Final
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
 from aiokafka.errors import KafkaError
 
+from integr8s_idem.codecs import Codec, IdFromHeader, codec_of
 from integr8s_idem.config import KafkaSettings, ReplaySettings, ServiceSettings
-from integr8s_idem.dispatcher import EventDispatcher
-from integr8s_idem.envelopes import Codec, IdFromHeader, codec_of
 from integr8s_idem.errors import ApplicationError, BrokerUnavailableError, StoreUnavailableError
 from integr8s_idem.events import EventDecoder, event_type_of, read_json
+from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.worker.assignments import Delivery
-from integr8s_idem.worker.batch_sizes import limits_of_batches
-from integr8s_idem.worker.clients import bounded, connection_options
-from integr8s_idem.worker.committing import OffsetCommitter
-from integr8s_idem.worker.crew import Crew
-from integr8s_idem.worker.gate import StoreGate
+from integr8s_idem.worker.backoff import Backoff
+from integr8s_idem.worker.backpressure import Pressure
+from integr8s_idem.worker.batch_limits import limits_of_batches
+from integr8s_idem.worker.client_options import bounded, connection_options
+from integr8s_idem.worker.delivery_processor import Settler, Tally
+from integr8s_idem.worker.fetch_watchdog import MOST_RENEWALS, PATIENCE, FetchWatch
 from integr8s_idem.worker.health import ServiceHealth
-from integr8s_idem.worker.holdings import Holdings
-from integr8s_idem.worker.isolation import IsolationGate
-from integr8s_idem.worker.polling import POLL_BACKOFF, POLL_RECORDS, WATCH_SECONDS, Poller
-from integr8s_idem.worker.pressure import Pressure
+from integr8s_idem.worker.isolation_gate import IsolationGate
+from integr8s_idem.worker.kafka_protocols import Consumer, Partition
+from integr8s_idem.worker.offset_committer import OffsetCommitter
+from integr8s_idem.worker.partition_registry import Holdings
+from integr8s_idem.worker.pipeline import Crew
+from integr8s_idem.worker.poison_events import SuspectRunner
+from integr8s_idem.worker.poller import POLL_BACKOFF, POLL_RECORDS, WATCH_SECONDS, Poller
 from integr8s_idem.worker.publisher import EventPublisher
-from integr8s_idem.worker.purging import Purger
-from integr8s_idem.worker.records import Consumer, Partition
-from integr8s_idem.worker.replays import ReplayPolicy
-from integr8s_idem.worker.retries import Backoff
-from integr8s_idem.worker.settling import Settler, Tally
+from integr8s_idem.worker.purger import Purger
+from integr8s_idem.worker.replay_policy import ReplayPolicy
 from integr8s_idem.worker.slots import Slots
-from integr8s_idem.worker.suspects import SuspectRunner
-from integr8s_idem.worker.watch import MOST_RENEWALS, PATIENCE, FetchWatch
+from integr8s_idem.worker.store_circuit import StoreGate
 
 logger = logging.getLogger(__name__)
 

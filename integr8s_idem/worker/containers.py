@@ -11,11 +11,11 @@ from dishka import AsyncContainer
 from dishka.exception_base import DishkaError
 from dishka.exceptions import CycleDependenciesError, NoContextValueError, NoFactoryError
 
+from integr8s_idem._util.escaping import shown
 from integr8s_idem.config import Settings
-from integr8s_idem.config.words import text_of
-from integr8s_idem.dispatcher import EventDispatcher
+from integr8s_idem.config.message_text import text_of
 from integr8s_idem.errors import ApplicationError, IdempotencyError
-from integr8s_idem.printing import shown
+from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.worker.platform import Service
 from integr8s_idem.worker.publisher import EventPublisher
 

@@ -22,8 +22,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from integr8s_idem._util.tcp_server import Acceptor, Connections
 from integr8s_idem.errors import SettingsError, SettingsMistake
-from integr8s_idem.listening import Acceptor, Connections
 from integr8s_idem.worker.health import Health
 
 CLOSE_SECONDS: Final = 1

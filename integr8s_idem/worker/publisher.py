@@ -15,7 +15,7 @@ from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import EventTooLargeError, PublishError
 from integr8s_idem.events import BaseEvent, Message, encode_event, event_headers
 from integr8s_idem.telemetry import SILENT, Observer, Signal
-from integr8s_idem.worker.clients import bounded, connection_options
+from integr8s_idem.worker.client_options import bounded, connection_options
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Final, TypeAlias
 
 from integr8s_idem.errors import EventTooLargeError, PublishError, StoreError
 from integr8s_idem.stores.outbox import Claim, Outbox, Waiting
+from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.publisher import EventPublisher
-from integr8s_idem.worker.retries import Backoff
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from integr8s_idem.config import KafkaSettings
-from integr8s_idem.findings import Code, Finding, Severity
+from integr8s_idem.diagnostics import Code, Finding, Severity
 
 TTL: Final = "idempotency.default_ttl_seconds"
 PRODUCER: Final = "producer"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from integr8s_idem.config import KafkaSettings
+from integr8s_idem.diagnostics import Code, Finding
 from integr8s_idem.errors import BrokerUnavailableError, SettingsError, SettingsMistake
-from integr8s_idem.findings import Code, Finding
-from integr8s_idem.worker.brokers import BrokersTellNothingError, read_facts
+from integr8s_idem.worker.broker_facts import BrokersTellNothingError, read_facts
 from integr8s_idem.worker.retention import Reading, retention_findings
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import random
 from collections import Counter
 from typing import Final, Literal
 
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.routing import EventRouter
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.testing.virtual_time import run_virtual
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.support.fake_consumer import FakeBroker

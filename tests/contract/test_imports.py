@@ -7,7 +7,7 @@ import sys
 
 _PROGRAM = """
 import sys
-import integr8s_idem.testing, integr8s_idem.testing.model
+import integr8s_idem.testing, integr8s_idem.testing.reference_model
 heavy = {"pytest", "hypothesis"} & set(sys.modules)
 assert not heavy, heavy
 """

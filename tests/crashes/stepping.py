@@ -16,6 +16,7 @@ from uuid import uuid4
 from dishka import Provider, Scope, make_async_container
 
 from integr8s_idem import Attempt, EventDispatcher, EventRouter, Settings
+from integr8s_idem.engine.steps import Once, Steps, mark_of
 from integr8s_idem.errors import StepInterruptedError
 from integr8s_idem.integrations.dishka import (
     STRICT_VALIDATION,
@@ -25,7 +26,6 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
 )
 from integr8s_idem.records import Completion, ReserveRequest, Verdict
-from integr8s_idem.steps import Once, Steps, mark_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.testing.crash_points import IN_FLIGHT_SECONDS, CrashingStore, CrashPlan, kill_myself
 from integr8s_idem.worker import EventPublisher

@@ -14,6 +14,7 @@ from sqlalchemy import BigInteger, Column, Integer, MetaData, String, Table, ins
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from integr8s_idem import Attempt, EventDispatcher, EventRouter, Outgoing, PermanentError, Settings
+from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.integrations.dishka import (
     STRICT_VALIDATION,
     FromDishka,
@@ -21,7 +22,6 @@ from integr8s_idem.integrations.dishka import (
     IdempotentDispatcherProvider,
     ServiceName,
 )
-from integr8s_idem.routing import Invoke
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import sql_engine
 from integr8s_idem.testing.crash_points import CrashingPublisher, CrashPlan, CrashPoint

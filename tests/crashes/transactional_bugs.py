@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
 
-from integr8s_idem import leases
+from integr8s_idem.engine import leases
 from integr8s_idem.events import Message
 from integr8s_idem.records import Completion
 from integr8s_idem.stores.outbox import Claim, Waiting

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any, ClassVar, TypeAlias
 
 from integr8s_idem import IdempotencyManager
+from integr8s_idem.engine.results import decode_result
 from integr8s_idem.errors import (
     IdempotencyConflictError,
     InProgressError,
@@ -26,7 +27,6 @@ from integr8s_idem.errors import (
     StoreUnavailableError,
 )
 from integr8s_idem.records import Completed
-from integr8s_idem.results import decode_result
 from tests.support.fault_proxy import FaultProxy
 from tests.support.gated import GatedWork, Run
 from tests.support.kafka import Kafka

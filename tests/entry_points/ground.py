@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 from redis.asyncio import Redis
 
 from integr8s_idem import IdempotencyConfig, IdempotencyManager
-from integr8s_idem.callers import own_loop
+from integr8s_idem.functions.sync_bridge import own_loop
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from tests.entry_points.callers import (
     BatchHandler,

@@ -15,9 +15,12 @@ import pytest
 from dishka.exceptions import ImplicitOverrideDetectedError
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, Settings
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.work import Executed, Work
 from integr8s_idem.errors import CorruptRecordError
 from integr8s_idem.events import BaseEvent, encode_event
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.integrations.dishka import (
     STRICT_VALIDATION,
     DispatcherProvider,
@@ -28,15 +31,12 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.keys import Key, KeyResolver, KeyStrategy
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import Completed, Corrupt, IdempotencyStatus, Reserved
-from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.work import Executed, Work
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.aging import age_records
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running

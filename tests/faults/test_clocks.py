@@ -20,18 +20,18 @@ import pytest
 from redis.asyncio import Redis
 
 from integr8s_idem.config import IdempotencyConfig
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.work import Work
 from integr8s_idem.errors import LeaseLostError, UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import Key, KeyResolver
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved
-from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_now, virtual_time
-from integr8s_idem.work import Work
 from tests.support.clocks import WrongClock
 from tests.support.conditions import eventually
 from tests.support.effects import Effects

@@ -15,12 +15,12 @@ import uvloop
 from redis.asyncio import Redis
 
 from integr8s_idem import Attempt, IdempotencyManager
+from integr8s_idem.engine.leases import RENEW_AFTER, LeaseKeeper
+from integr8s_idem.engine.work import Work
 from integr8s_idem.keys import Key
-from integr8s_idem.leases import RENEW_AFTER, LeaseKeeper
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.crash_points import CrashPlan, CrashPoint
-from integr8s_idem.work import Work
 from tests.crashes import points
 from tests.crashes.forks import Nursery
 from tests.crashes.ground import open_ground

@@ -105,7 +105,7 @@ async def test_answers_that_are_lost_repeat_no_effect(
 async def test_a_table_that_was_made_anew_is_noticed_and_counted(
     store: DynamoIdempotencyRepository, effects: Effects, table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("integr8s_idem.worker.gate.WATCH_SECONDS", 0.3)
+    monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)
     async with open_redis_shop(effects, store) as shop:
         events = shop.order(10)
         await shop.settled()

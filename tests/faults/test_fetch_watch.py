@@ -14,9 +14,9 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
 from integr8s_idem.config import KafkaSettings, ServiceSettings
-from integr8s_idem.dispatcher import EventDispatcher, EventRouter
-from integr8s_idem.worker import ServiceWorker, consumer, polling
-from integr8s_idem.worker.records import Consumer
+from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter
+from integr8s_idem.worker import ServiceWorker, consumer, poller
+from integr8s_idem.worker.kafka_protocols import Consumer
 from tests.kafka_faults import servers
 from tests.kafka_faults.tools import need_kafka
 from tests.kafka_faults.workload import Workload, open_workload
@@ -29,7 +29,7 @@ from tests.support.workers import OrderPlaced
 @pytest.fixture(autouse=True)
 def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consumer, "PATIENCE", 0.5)
-    monkeypatch.setattr(polling, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(poller, "WATCH_SECONDS", 0.1)
 
 
 class DeafConsumer(FakeConsumer):

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import pytest
 from aiokafka.errors import RequestTimedOutError
 
-from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.routing import EventRouter
+from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 

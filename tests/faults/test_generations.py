@@ -13,16 +13,16 @@ import pytest
 from redis.asyncio import Redis
 
 from integr8s_idem.config import IdempotencyConfig
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.events import BaseEvent, encode_event
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.keys import Key, KeyResolver
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import IdempotencyStatus
-from integr8s_idem.routing import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.deadletters import record_key_of, replay_of
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.dead_letters import record_key_of, replay_of
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.aging import age_records
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import FakePublisher, running

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from integr8s_idem import events as wire
-from integr8s_idem import keys, results
-from integr8s_idem.config import addresses, loading, words
+from integr8s_idem import keys
+from integr8s_idem.config import loading, message_text, urls
+from integr8s_idem.engine import results
 from integr8s_idem.stores.redis import codec
 from tests.campaigns.figures import Figures
 from tests.fuzz import events, settings, stored
@@ -47,9 +48,9 @@ def too_deep(message: object, file: object) -> tuple[str, str]:
         (key_fuzz.canonical, key_fuzz, "canonical_json", lambda value: json.dumps(value).encode(), AssertionError),
         (stored.recorded, codec, "_check", lambda *_: None, AssertionError),
         (stored.resulted, results, "ResultDecodeError", TypeError, TypeError),
-        (settings.configured, words, "shown", lambda text, longest: text, AssertionError),
+        (settings.configured, message_text, "shown", lambda text, longest: text, AssertionError),
         (settings.configured, loading, "_syntax", too_deep, RecursionError),
-        (settings.configured, addresses, "without_secret", lambda url: url, AssertionError),
+        (settings.configured, urls, "without_secret", lambda url: url, AssertionError),
     ],
     ids=["names twice", "unescaped", "unbounded", "no canon", "no checks", "type", "raw text", "traceback", "secret"],
 )

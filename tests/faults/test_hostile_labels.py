@@ -15,17 +15,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from integr8s_idem.config import IdempotencyConfig
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeyResolver, KeySpace, KeyStrategy
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import Reserved
-from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.telemetry import Gauge, Phase, Signal
 from integr8s_idem.telemetry.prometheus import MAX_LABELS, PrometheusObserver
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.faults.conftest import Telemetry
 from tests.fuzz.mutators import text
 from tests.support.fake_consumer import FakeBroker

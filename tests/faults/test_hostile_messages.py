@@ -18,14 +18,14 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.record.util import calc_crc32c
 
 from integr8s_idem.config import ReplaySettings
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder, encode_event
-from integr8s_idem.routing import EventRouter
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import EventPublisher
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.kafka_faults import servers
 from tests.kafka_faults.tools import need_kafka
 from tests.kafka_faults.workload import KEYS, open_workload

@@ -13,10 +13,11 @@ import pytest
 from redis.asyncio import Redis
 
 from integr8s_idem.config import IdempotencyConfig
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import Key
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import (
     Completed,
     Completion,
@@ -28,9 +29,8 @@ from integr8s_idem.records import (
     TraceLink,
     Verdict,
 )
-from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.stored import flips, settled_earlier, unchecked

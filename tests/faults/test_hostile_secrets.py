@@ -15,21 +15,21 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
-from integr8s_idem.cli.logging import log_as_json, log_as_text
+from integr8s_idem.cli.log_format import log_as_json, log_as_text
 from integr8s_idem.config import IdempotencyConfig, KafkaSettings, RedisStoreSettings, Settings, load_settings
-from integr8s_idem.config.addresses import redacted
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.config.urls import redacted
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.store_client import LONGEST_ERROR, describe_error
 from integr8s_idem.errors import PublishError, StoreError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import Key
-from integr8s_idem.ledger import LONGEST_ERROR, describe_error
-from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.stores.redis.client import redis_client
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import EventPublisher
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.faults.conftest import Telemetry
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running

@@ -23,7 +23,7 @@ _BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
 _LOADERS = frozenset({"load", "loads", "Unpickler", "unsafe_load", "full_load", "literal_eval"})
 
 
-_OF_NO_DATA = {"integr8s_idem/frozen.py": ["exec"], "services/k8s_worker/connection.py": ["yaml"]}
+_OF_NO_DATA = {"integr8s_idem/_util/fast_dataclass.py": ["exec"], "services/k8s_worker/connection.py": ["yaml"]}
 """The first makes functions of the names of a class's fields when that class is made, as `dataclasses` does it: no data
 is near.  The second names the error that the cluster's client raises for a broken kubeconfig, and reads nothing."""
 

@@ -16,15 +16,15 @@ import pytest
 from redis.asyncio import Redis
 
 from integr8s_idem.config import KafkaSettings, ServiceSettings
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.events import BaseEvent, encode_event
-from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.records import Reserved
-from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import ServiceWorker
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.campaigns import storm
 from tests.support.fake_consumer import FakeBroker, FakeConsumer, FakeRecord
 from tests.support.fake_worker import FakePublisher, RunningWorker, running
@@ -232,7 +232,7 @@ async def test_one_stuck_message_does_not_let_the_rest_of_its_partition_fill_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     router, most = EventRouter(), 2_000
-    monkeypatch.setattr("integr8s_idem.worker.pressure.MOST_UNCOMMITTED", most)
+    monkeypatch.setattr("integr8s_idem.worker.backpressure.MOST_UNCOMMITTED", most)
 
     @router.on(OrderPlaced)
     async def stuck_at_the_first(event: OrderPlaced) -> None:

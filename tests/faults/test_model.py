@@ -10,12 +10,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from integr8s_idem.engine.work import Executed, Work
 from integr8s_idem.errors import LeaseLostError
 from integr8s_idem.keys import Key
 from integr8s_idem.records import Completion, Failure, IdempotencyStatus, Previous, Reserved, ReserveRequest
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository, _Entry
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.work import Executed, Work
 from tests.model.campaign import CAMPAIGN
 from tests.model.delivery import StoreCall
 from tests.model.explorer import explore

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import PermanentError, StoreUnavailableError
 from integr8s_idem.stores.redis.scripts import RELEASE, RENEW, RESERVE, SCRIPTS, SETTLE
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.work import Attempt
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
 from tests.support.fault_proxy import Cut, Delay, Drip, FaultProxy, HalfOpen, Refuse, Stall, Way

@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 import pytest
 
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.work import Executed, HandlerFailed, Work
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.keys import Key, KeyResolver, KeyStrategy
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import Completed, Completion, InProgress, Reserved, StoredResult
-from integr8s_idem.routing import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.work import Executed, HandlerFailed, Work
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.campaigns import races
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import FakePublisher, running

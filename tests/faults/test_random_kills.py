@@ -19,8 +19,8 @@ from aiokafka import TopicPartition
 from redis.asyncio import Redis
 
 from integr8s_idem import EventPublisher, IdempotencyRecord, IdempotencyStatus
+from integr8s_idem.engine.work import SUSPECT_AFTER
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
-from integr8s_idem.work import SUSPECT_AFTER
 from tests.campaigns.figures import ViolationError
 from tests.crashes import random_kills, soak
 from tests.crashes.crew import Crew

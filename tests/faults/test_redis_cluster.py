@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("_quick_watch")
 
 @pytest.fixture
 def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.worker.gate.WATCH_SECONDS", 0.3)
+    monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from datetime import timedelta
 import pytest
 from redis.asyncio.sentinel import MasterNotFoundError
 
+from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_sentinel_client
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.work import Attempt
 from tests.redis_faults.campaign import CAMPAIGN
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("_quick_watch")
 
 @pytest.fixture
 def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.worker.gate.WATCH_SECONDS", 0.3)
+    monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.worker.gate import StoreGate
+from integr8s_idem.worker.store_circuit import StoreGate
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
 from tests.support.redis import DURABLE, RedisServer
@@ -31,7 +31,7 @@ COUNTED_LOSSES = {
 
 @pytest.fixture
 def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.worker.gate.WATCH_SECONDS", 0.3)
+    monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)
 
 
 # Away.

@@ -135,7 +135,7 @@ async def test_a_ping_says_that_replicas_are_missing(pair: Pair, store: RedisIde
 async def test_a_failover_loses_nothing_that_was_confirmed(
     pair: Pair, store: RedisIdempotencyRepository, effects: Effects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("integr8s_idem.worker.gate.WATCH_SECONDS", 0.3)
+    monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)
     async with open_redis_shop(effects, store) as shop:
         shop.order(20)
         await shop.settled()

@@ -15,9 +15,11 @@ from typing import Any, Literal
 import pytest
 
 from integr8s_idem import EventPublisher, IdempotencyConfig, Service, Settings
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.errors import PublishError
 from integr8s_idem.events import BaseEvent, encode_event
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.integrations.dishka import (
     STRICT_VALIDATION,
     AsyncContainer,
@@ -27,12 +29,10 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.keys import fingerprint_of
-from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.routing import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import ServiceGroup
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
 from tests.support.fake_consumer import FakeBroker, FakeRecord

@@ -106,7 +106,7 @@ async def test_a_file_that_another_process_holds_makes_all_wait(
 async def test_tables_that_were_made_anew_are_noticed_and_counted(
     store: SqlIdempotencyRepository, effects: Effects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("integr8s_idem.worker.gate.WATCH_SECONDS", 0.3)
+    monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)
     async with open_redis_shop(effects, store) as shop:
         events = shop.order(10)
         await shop.settled()

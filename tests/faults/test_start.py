@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from integr8s_idem import BaseEvent, EventRouter, Platform, Service
-from integr8s_idem.cli.run import Run
+from integr8s_idem.cli.run_command import Run
 from integr8s_idem.config import load_settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.worker import ServiceGroup

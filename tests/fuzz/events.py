@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from integr8s_idem.engine.store_client import LONGEST_ERROR
 from integr8s_idem.errors import InvalidKeyError, UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder, _read_carefully, encode_event, event_headers, read_json
 from integr8s_idem.keys import MAX_KEY_LENGTH, KeyResolver, KeySpace, KeyStrategy
-from integr8s_idem.ledger import LONGEST_ERROR
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
-from integr8s_idem.worker.deadletters import DeadLetter, claim_of
+from integr8s_idem.worker.dead_letters import DeadLetter, claim_of
 from tests.campaigns.figures import Figures
 from tests.fuzz.claims import must
 from tests.fuzz.mutators import TEXTS, damaged, document, text, value

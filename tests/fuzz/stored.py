@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from integr8s_idem.engine.results import decode_result, encode_result
 from integr8s_idem.errors import ResultDecodeError
 from integr8s_idem.records import (
     JSON,
@@ -20,7 +21,6 @@ from integr8s_idem.records import (
     StoredResult,
     TraceLink,
 )
-from integr8s_idem.results import decode_result, encode_result
 from integr8s_idem.stores.redis import codec
 from tests.campaigns.figures import Figures
 from tests.fuzz.claims import must

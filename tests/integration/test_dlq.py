@@ -18,8 +18,8 @@ import pytest
 
 from integr8s_idem import EventPublisher, IdempotencyManager, MemoryIdempotencyRepository, Settings
 from integr8s_idem.config import KafkaSettings
-from integr8s_idem.operations.letterbox import open_letter_box
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.operations.dead_letter_reader import open_letter_box
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.packaging.repository import code_blocks
 from tests.support.broken_shop import NoSuchCardError
 from tests.support.conditions import eventually

@@ -12,7 +12,7 @@ import pytest
 from aiokafka.protocol.metadata import MetadataRequest
 
 from integr8s_idem.errors import BrokerUnavailableError
-from integr8s_idem.operations.letterbox import open_letter_box
+from integr8s_idem.operations.dead_letter_reader import open_letter_box
 from tests.support.kafka.broker import Kafka
 from tests.support.workers import kafka_settings
 

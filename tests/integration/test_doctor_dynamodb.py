@@ -13,8 +13,8 @@ from uuid import uuid4
 import pytest
 
 from integr8s_idem.config import DynamodbStoreSettings, Settings
-from integr8s_idem.doctor.access import access_of
-from integr8s_idem.findings import Code, Finding, Severity
+from integr8s_idem.diagnostics import Code, Finding, Severity
+from integr8s_idem.doctor.permissions import access_of
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores.dynamodb import DynamoIdempotencyRepository, dynamo_client, migrate
 from integr8s_idem.testing.store_under_test import LEASE, RETENTION, new_key, wish

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from integr8s_idem.cli.app import app
-from integr8s_idem.findings import Code, Finding, Severity
+from integr8s_idem.diagnostics import Code, Finding, Severity
 from tests.support.doctor import KEPT_FOR_EIGHT_DAYS, codes, found_in
 from tests.support.kafka import Kafka
 from tests.support.redis import RedisServer

@@ -16,10 +16,10 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.config import MysqlStoreSettings, Settings
-from integr8s_idem.doctor.access import access_of
+from integr8s_idem.diagnostics import Code, Finding, Severity
+from integr8s_idem.doctor.permissions import access_of
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
-from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, settings_engine, sql_engine
 from integr8s_idem.stores.sql.outbox import put
 from tests.support.doctor import Typed, codes, found_in_store

@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from integr8s_idem.config import RedisStoreSettings
-from integr8s_idem.findings import Code, Finding, Severity
+from integr8s_idem.diagnostics import Code, Finding, Severity
 from integr8s_idem.stores.redis.access import acl_setuser
 from tests.support.doctor import codes, found_in_store
 from tests.support.redis import RedisServer

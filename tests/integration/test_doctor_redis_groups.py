@@ -16,8 +16,8 @@ import pytest
 from pydantic import SecretStr
 
 from integr8s_idem.config import RedisClusterStoreSettings, RedisSentinelStoreSettings, Settings
-from integr8s_idem.doctor.access import access_of
-from integr8s_idem.findings import Code, Finding, Severity
+from integr8s_idem.diagnostics import Code, Finding, Severity
+from integr8s_idem.doctor.permissions import access_of
 from integr8s_idem.stores.redis.buckets import BUCKET_SLOTS
 from tests.support.doctor import Typed, codes, found_in_store
 from tests.support.redis import RedisServer, bundled_binary, needs_newer_binary

@@ -19,12 +19,12 @@ from examples.bookings import DatabaseProvider, bookings
 from examples.bookings import platform as bookings_platform
 from integr8s_idem import Platform, Service
 from integr8s_idem.config import PostgresqlStoreSettings, Settings, SqliteStoreSettings
-from integr8s_idem.doctor.access import access_of
-from integr8s_idem.doctor.application import look_at_application
-from integr8s_idem.doctor.store import look_at_repository
+from integr8s_idem.diagnostics import Code, Finding, Severity
+from integr8s_idem.doctor.application_checks import look_at_application
+from integr8s_idem.doctor.permissions import access_of
+from integr8s_idem.doctor.store_checks import look_at_repository
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
-from integr8s_idem.findings import Code, Finding, Severity
 from integr8s_idem.integrations.dishka import (
     AsyncContainer,
     IdempotencyProvider,
@@ -33,7 +33,7 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     make_async_container,
 )
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, metadata, migrate, settings_engine, sql_engine
 from integr8s_idem.stores.sql.outbox import put
 from tests.support.doctor import codes, found_in, found_in_store

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import load_settings
 from integr8s_idem.records import Reserved
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 from integr8s_idem.testing.store_under_test import wish
 from tests.support.dynamodb.server import DynamoServer
 

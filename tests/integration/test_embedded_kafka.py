@@ -14,8 +14,8 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import IncompatibleBrokerVersion
 
 from integr8s_idem.embedded import EmbeddedKafka
-from integr8s_idem.embedded.front import Front
-from integr8s_idem.embedded.kafka import PARTITIONS
+from integr8s_idem.embedded.kafka_server import PARTITIONS
+from integr8s_idem.embedded.tcp_front import Front
 
 MEMBER = """
 import asyncio, sys

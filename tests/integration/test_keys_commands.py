@@ -11,10 +11,10 @@ import pytest
 from redis import Redis
 
 from integr8s_idem import IdempotencyManager
-from integr8s_idem.cli.keys_told import BEGINNING
+from integr8s_idem.cli.keys_format import BEGINNING
+from integr8s_idem.engine.steps import Steps
 from integr8s_idem.keys import Key, KeyResolver
 from integr8s_idem.records import IdempotencyStatus, Reserved
-from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository
 from tests.support.keys_desk import LONG, TRACE, Desk, event
 from tests.support.shop import OrderPlaced

@@ -14,7 +14,7 @@ from integr8s_idem import IdempotencyManager
 from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.worker.deadletters import GENERATION, REPLAY_GROUP, DeadLetter, replay_of
+from integr8s_idem.worker.dead_letters import GENERATION, REPLAY_GROUP, DeadLetter, replay_of
 from tests.support.fake_consumer import FakeRecord
 from tests.support.kafka.broker import Kafka
 from tests.support.keys_desk import Desk

@@ -20,7 +20,7 @@ from integr8s_idem.errors import (
     ResultDroppedError,
     StoreUnavailableError,
 )
-from integr8s_idem.integrations.loops import by_position
+from integr8s_idem.integrations.kafka_loops import by_position
 from integr8s_idem.keys import EntryPoint, Key
 from integr8s_idem.records import Reserved
 from integr8s_idem.testing.flaky_store import FlakyStore

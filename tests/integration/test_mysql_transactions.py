@@ -16,12 +16,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 from integr8s_idem import Attempt, EventRouter, IdempotencyConfig, IdempotencyManager, Settings
+from integr8s_idem.engine.work import Executed, HandlerFailed
 from integr8s_idem.errors import ApplicationError, StoreConfigurationError, TransactionAbortedError
 from integr8s_idem.integrations.dishka import FromDishka
 from integr8s_idem.records import Completed, Completion, InProgress, Reserved
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
 from integr8s_idem.testing.store_under_test import TTL, new_key, wish
-from integr8s_idem.work import Executed, HandlerFailed
 from tests.support.ledger_shop import OrderPlaced, charge, open_ledger_shop
 from tests.support.mariadb import MariadbServer, missing_programs
 

@@ -14,10 +14,10 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
 from integr8s_idem import EventRouter, IdempotencyManager
+from integr8s_idem.engine.work import Executed, HandlerFailed
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import FromDishka
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
-from integr8s_idem.work import Executed, HandlerFailed
 from tests.support.ledger_shop import OrderPlaced, charge, charges, open_ledger_shop, tables
 
 by_session, by_connection = EventRouter(), EventRouter()

@@ -10,8 +10,8 @@ import pytest
 
 from integr8s_idem import EventPublisher
 from integr8s_idem.errors import EventTooLargeError, PublishError
-from integr8s_idem.operations.letterbox import open_letter_box
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.operations.dead_letter_reader import open_letter_box
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.kafka.broker import Kafka
 from tests.support.workers import OrderPlaced, kafka_settings, open_shop
 

@@ -13,11 +13,11 @@ import pytest
 from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.records import Completion, Reserved, ReserveRequest
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 from integr8s_idem.stores.redis import RedisClusterIdempotencyRepository, redis_cluster_client
 from integr8s_idem.stores.redis import cluster as cluster_module
 from integr8s_idem.stores.redis.buckets import BUCKET_SLOTS, BUCKETS, TAGS, bucket_of, slot_of, stored_name
-from integr8s_idem.stores.redis.sending import all_of, send
+from integr8s_idem.stores.redis.round_trips import all_of, send
 from integr8s_idem.testing.store_under_test import LEASE, TTL, wish
 from tests.integration.test_redis_store_errors import SECRET, published
 from tests.support.redis import RedisServer, bundled_binary

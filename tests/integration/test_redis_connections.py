@@ -19,7 +19,7 @@ from integr8s_idem.records import Completion, Reserved, ReserveRequest
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, pools, redis_client
 from integr8s_idem.stores.redis.errors import TooFewReplicasError
 from integr8s_idem.stores.redis.pools import KEPT, QuickPool
-from integr8s_idem.stores.redis.sending import ReplicaWait, send
+from integr8s_idem.stores.redis.round_trips import ReplicaWait, send
 from tests.support.fault_proxy import Cut, FaultProxy
 from tests.support.redis import RedisServer, url_of
 

@@ -12,7 +12,7 @@ import pytest
 from integr8s_idem.config import RedisSentinelStoreSettings
 from integr8s_idem.errors import StoreConfigurationError, StoreError
 from integr8s_idem.records import Reserved
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 from integr8s_idem.testing.store_under_test import wish
 from tests.support.redis import RedisServer
 from tests.support.redis_sentinel import NAME, SentinelServer

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from integr8s_idem.config import KafkaSettings, MemoryStoreSettings, Settings, TelemetrySettings
-from integr8s_idem.doctor.broker import look_at_brokers
+from integr8s_idem.diagnostics import Code, Severity
+from integr8s_idem.doctor.broker_checks import look_at_brokers
 from integr8s_idem.embedded import EmbeddedKafka, embedded
 from integr8s_idem.errors import SettingsError
-from integr8s_idem.findings import Code, Severity
 from integr8s_idem.worker import ServiceGroup
-from integr8s_idem.worker.brokers import BrokersTellNothingError, read_facts
+from integr8s_idem.worker.broker_facts import BrokersTellNothingError, read_facts
 from integr8s_idem.worker.retention import Reading
 from integr8s_idem.worker.retention_check import check_retention
 from tests.support.conditions import eventually

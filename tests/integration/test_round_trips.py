@@ -12,10 +12,10 @@ import pytest
 from redis.asyncio import Redis
 
 from integr8s_idem import BaseEvent, EventRouter, IdempotencyManager
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.records import ReserveRequest, Verdict
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import RunningWorker, running
 

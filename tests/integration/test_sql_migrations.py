@@ -14,9 +14,9 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from integr8s_idem.diagnostics import Code, StoreWarning
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
-from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import Previous, Reserved
 from integr8s_idem.stores.sql import (
     SqlIdempotencyRepository,

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from integr8s_idem import Attempt, EventRouter, IdempotencyConfig, Outgoing, Settings
 from integr8s_idem.config import KafkaSettings, OnKeyReused, ServiceSettings
+from integr8s_idem.engine.work import Executed, HandlerFailed
 from integr8s_idem.errors import (
     ApplicationError,
     LeaseLostError,
@@ -24,7 +25,6 @@ from integr8s_idem.errors import (
 from integr8s_idem.integrations.dishka import FromDishka
 from integr8s_idem.records import Completed, Failed, IdempotencyStatus
 from integr8s_idem.stores.sql import migrate, sql_engine
-from integr8s_idem.work import Executed, HandlerFailed
 from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.consumer import ServiceWorker
 from tests.support.databases import KINDS, url_of

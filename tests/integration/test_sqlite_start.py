@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from integr8s_idem.config import SqliteStoreSettings
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 
 
 async def test_a_store_whose_tables_are_there_starts_while_another_process_writes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from integr8s_idem.config import (
 )
 from integr8s_idem.records import Completed, Completion, Failure, Reserved, ReserveRequest, StoredResult
 from integr8s_idem.stores import IdempotencyRepository, Purging
-from integr8s_idem.stores.opening import open_engine, open_store
+from integr8s_idem.stores.factory import open_engine, open_store
 from integr8s_idem.stores.redis import RedisClusterIdempotencyRepository, redis_cluster_client
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate
 from integr8s_idem.testing.store_under_test import LEASE, TTL, new_key, wish

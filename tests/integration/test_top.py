@@ -29,9 +29,9 @@ from examples.billing.handlers import OrderPlaced
 from integr8s_idem import EventPublisher
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import KafkaSettings
-from integr8s_idem.embedded.whereabouts import told_where
-from integr8s_idem.operations.addresses import address_of, endpoints_of
+from integr8s_idem.embedded.discovery import told_where
 from integr8s_idem.operations.fleet import Figures, Fleet, ServiceRow, WorkerLook
+from integr8s_idem.operations.worker_addresses import address_of, endpoints_of
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.worker.endpoints import Endpoints
@@ -233,7 +233,7 @@ async def test_what_is_no_worker_is_down_and_says_why(say: Say, why: str) -> Non
 
 
 async def test_no_page_is_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.operations.scraping.MOST_BYTES", 1_000)
+    monkeypatch.setattr("integr8s_idem.operations.metrics_scraper.MOST_BYTES", 1_000)
 
     async with saying(answer_of(b"HTTP/1.0 200 OK\r\n\r\n" + b"#" * 2_000)) as port:
         assert "more than 1,000 bytes" in (await only(watched(port))).reason

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from integr8s_idem.config import Settings, example
+from integr8s_idem.config.schema_shape import Shape, shape_of
 from integr8s_idem.config.sections import ServiceSettings
-from integr8s_idem.config.shape import Shape, shape_of
 from tests.packaging.markdown import MADE, cell, table
 
 _HEAD: Final = """\

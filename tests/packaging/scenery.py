@@ -9,6 +9,7 @@ from dishka import Provider
 
 from integr8s_idem import BaseEvent, EventDispatcher, EventRouter, Settings
 from integr8s_idem.config import MemoryStoreSettings
+from integr8s_idem.engine.work import Outcome
 from integr8s_idem.integrations.dishka import (
     AsyncContainer,
     IdempotencyProvider,
@@ -17,7 +18,6 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     make_async_container,
 )
-from integr8s_idem.work import Outcome
 from tests.support.conditions import eventually
 from tests.support.http_server import serving
 

@@ -160,13 +160,13 @@ def test_frames_are_named_by_what_one_would_import_and_imports_are_left_out() ->
     raw = "\n".join(
         [
             f"{looked}poll (/x/lib/python3.11/site-packages/aiokafka/consumer.py:7) 3",
-            f"{looked}poll ({ROOT}/integr8s_idem/worker/polling.py:1) 2",
+            f"{looked}poll ({ROOT}/integr8s_idem/worker/poller.py:1) 2",
             f"{looked}poll (aiokafka/consumer.py:9) 1",
             "_find_and_load (<frozen importlib._bootstrap>:1) 9",
         ]
     )
 
-    assert stacks(raw) == {("poll (aiokafka/consumer.py)",): 4, ("poll (integr8s_idem/worker/polling.py)",): 2}
+    assert stacks(raw) == {("poll (aiokafka/consumer.py)",): 4, ("poll (integr8s_idem/worker/poller.py)",): 2}
 
 
 def test_a_flame_is_as_wide_as_its_share_and_names_its_function() -> None:

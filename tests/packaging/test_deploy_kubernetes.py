@@ -14,10 +14,10 @@ import pytest
 import yaml
 from kubernetes_validate import utils as published
 
-from integr8s_idem.cli import run
+from integr8s_idem.cli import run_command
 from integr8s_idem.config import ServiceSettings, settings_warnings
 from integr8s_idem.config.loading import load_settings
-from integr8s_idem.worker import consumer, endpoints, running
+from integr8s_idem.worker import consumer, endpoints, service_group
 from providers import platform
 from providers.settings import PlatformSettings
 from services import events
@@ -143,8 +143,8 @@ def draining() -> dict[str, float]:
         "offsets": request,
         "the group": request,
         "the outbox": request,
-        "the service's container": running.CLOSE_SECONDS,
-        "the endpoints": endpoints.CLOSE_SECONDS + run._THREADS_SECONDS,
+        "the service's container": service_group.CLOSE_SECONDS,
+        "the endpoints": endpoints.CLOSE_SECONDS + run_command._THREADS_SECONDS,
     }
 
 

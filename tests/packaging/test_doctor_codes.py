@@ -12,8 +12,8 @@ from typing import get_args
 import pytest
 
 from integr8s_idem.config import Settings, StoreSettings
-from integr8s_idem.doctor.access import access_of
-from integr8s_idem.findings import Code, Severity
+from integr8s_idem.diagnostics import Code, Severity
+from integr8s_idem.doctor.permissions import access_of
 from tests.packaging.repository import ROOT
 
 PAGE = (ROOT / "docs" / "reference" / "doctor.md").read_text(encoding="utf-8")

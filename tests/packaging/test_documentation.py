@@ -20,7 +20,7 @@ from examples.dict_store import DictStore
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import settings_warnings
 from integr8s_idem.config.loading import load_settings
-from integr8s_idem.worker.deadletters import BODY_BYTES, BODY_SHA256, DROPPED, PREFIX, DeadLetter
+from integr8s_idem.worker.dead_letters import BODY_BYTES, BODY_SHA256, DROPPED, PREFIX, DeadLetter
 from tests.packaging import reference
 from tests.packaging.repository import ROOT, anchors, code_blocks, files, name_of, without_code
 from tests.support.batch_loop import one_batch

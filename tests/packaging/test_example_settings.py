@@ -12,7 +12,7 @@ import pytest
 
 from integr8s_idem.config import ServiceSettings, Settings, load_settings
 from integr8s_idem.config.example import example_settings
-from integr8s_idem.config.shape import shape_of
+from integr8s_idem.config.schema_shape import shape_of
 
 EXAMPLE = Path(__file__).parents[2] / "settings.example.toml"
 

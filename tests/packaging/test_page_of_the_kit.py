@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from integr8s_idem.testing.mishaps import MISHAPS
+from integr8s_idem.testing.faults import MISHAPS
 from tests.packaging.repository import ROOT, code_blocks
 
 PAGE = (ROOT / "docs" / "how-to" / "test-your-handlers.md").read_text(encoding="utf-8")

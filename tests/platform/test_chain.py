@@ -13,10 +13,10 @@ from dishka import Provider, Scope
 from sqlalchemy import select
 
 from integr8s_idem import EventDispatcher, EventPublisher
+from integr8s_idem.engine.work import HandlerFailed
 from integr8s_idem.errors import PublishError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.integrations.dishka import AsyncContainer
-from integr8s_idem.work import HandlerFailed
 from providers import containers, platform
 from providers.settings import PlatformSettings
 from services.database import Database, executions, results, sagas

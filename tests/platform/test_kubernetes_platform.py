@@ -16,7 +16,7 @@ from sqlalchemy import select, update
 from integr8s_idem import EventPublisher
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.embedded import embedded
-from integr8s_idem.work import Attempt
+from integr8s_idem.engine.work import Attempt
 from services.database import Database, pods, results
 from services.events import CreatePodCommand, DeletePodCommand, ExecutionFailed, ExecutionRequested
 from services.k8s_worker.runners import chosen_runner

@@ -8,12 +8,12 @@ from sqlalchemy.engine import make_url
 
 from integr8s_idem import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.config import PostgresqlStoreSettings, SqliteStoreSettings
+from integr8s_idem.engine.work import Executed
 from integr8s_idem.integrations.dishka import AsyncContainer
 from integr8s_idem.records import Completed
-from integr8s_idem.stores.opening import open_engine
+from integr8s_idem.stores.factory import open_engine
 from integr8s_idem.stores.sql import metadata, migrate
 from integr8s_idem.stores.sql.schema import outbox
-from integr8s_idem.work import Executed
 from providers import containers
 from providers.settings import PlatformSettings
 from services.database import Database, results

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 from unittest.mock import patch
 
+from integr8s_idem.engine.work import Attempt
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.redis import (
     RedisClusterIdempotencyRepository,
@@ -26,8 +27,7 @@ from integr8s_idem.stores.redis import (
 )
 from integr8s_idem.stores.redis.buckets import BUCKET_SLOTS
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.work import Attempt
-from integr8s_idem.worker import gate
+from integr8s_idem.worker import store_circuit
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
@@ -159,7 +159,7 @@ def run(first: int, count: int) -> Figures:
     logging.getLogger("integr8s_idem").addHandler(logging.NullHandler())
     figures = Figures()
     servers = Servers()
-    with servers.stack, patch.object(gate, "WATCH_SECONDS", 0.5):
+    with servers.stack, patch.object(store_circuit, "WATCH_SECONDS", 0.5):
         for number in range(first, first + count):
             try:
                 figures.update(asyncio.run(_run(number, servers)))

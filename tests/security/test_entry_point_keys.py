@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from integr8s_idem.config import IdempotencyConfig
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.integrations.asgi import key_of_request
 from integr8s_idem.integrations.faststream import key_of_message
-from integr8s_idem.integrations.loops import work_of
+from integr8s_idem.integrations.kafka_loops import work_of
 from integr8s_idem.keys import EntryPoint, Key, KeySpace
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from tests.support.http_shop import shop
 

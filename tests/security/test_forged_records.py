@@ -12,15 +12,15 @@ import pytest
 import redis
 
 from integr8s_idem.config import IdempotencyConfig, RedisStoreSettings
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.errors import CorruptRecordError
 from integr8s_idem.events import BaseEvent, encode_event
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import KeySpace
-from integr8s_idem.manager import IdempotencyManager
-from integr8s_idem.routing import EventRouter
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.fuzz.mutators import damaged
 from tests.fuzz.stored import request, stored
 from tests.support.fake_consumer import FakeBroker

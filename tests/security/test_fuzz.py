@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from integr8s_idem import keys
-from integr8s_idem.cli import lines
-from integr8s_idem.cli import logging as cli_logging
+from integr8s_idem.cli import log_format as cli_logging
+from integr8s_idem.cli import output as cli_output
 from integr8s_idem.integrations import asgi, http_responses
-from integr8s_idem.worker import replays
+from integr8s_idem.worker import replay_policy
 from tests.campaigns.figures import Figures
 from tests.security_fuzz import headers, output, requests, responses
 from tests.security_fuzz import keys as key_fuzz
@@ -42,16 +42,16 @@ def test_no_input_of_the_campaign_breaks_a_promise() -> None:
 @pytest.mark.parametrize(
     ("target", "module", "name", "broken"),
     [
-        (headers.forged, replays, "is_signed", lambda *_: True),
-        (headers.signed, replays, "is_signed", lambda *_: True),
-        (headers.signed, replays, "own_headers", lambda _: []),
+        (headers.forged, replay_policy, "is_signed", lambda *_: True),
+        (headers.signed, replay_policy, "is_signed", lambda *_: True),
+        (headers.signed, replay_policy, "own_headers", lambda _: []),
         (key_fuzz.apart, keys, "_RESERVED", ("nothing",)),
         (key_fuzz.apart, keys, "escaped", lambda component, **_: component),
         (responses.replayed, http_responses, "_VALUE", re.compile(r"(?s).*")),
         (responses.replayed, http_responses, "PER_CONNECTION", frozenset()),
         (requests.asked, asgi, "_host_of", lambda _: ""),
         (requests.asked, asgi, "fingerprint", lambda _: b"the same for all"),
-        (output.shown, lines, "printable_lines", str),
+        (output.shown, cli_output, "printable_lines", str),
         (output.shown, cli_logging, "printable", str),
     ],
     ids=[

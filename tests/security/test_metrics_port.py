@@ -18,8 +18,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from integr8s_idem.embedded import front as embedded_front
-from integr8s_idem.embedded.front import Front
+from integr8s_idem.embedded import tcp_front as embedded_front
+from integr8s_idem.embedded.tcp_front import Front
 from integr8s_idem.worker import endpoints as endpoints_module
 from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth

@@ -15,18 +15,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
 from integr8s_idem.cli.top_table import fleet_table
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.events import BaseEvent, encode_event
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import KeyResolver
 from integr8s_idem.operations.fleet import Figures, FleetLook, ServiceRow, WorkerLook
-from integr8s_idem.operations.scraping import numbers_in
+from integr8s_idem.operations.metrics_scraper import numbers_in
 from integr8s_idem.records import IdempotencyStatus
-from integr8s_idem.routing import EventRouter
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.deadletters import claim_of, replay_of
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.dead_letters import claim_of, replay_of
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded

@@ -18,10 +18,10 @@ from integr8s_idem import Settings, load_settings
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import KafkaSettings, settings_warnings
 from integr8s_idem.embedded import EmbeddedKafka, running_servers, settings_of_running
+from integr8s_idem.embedded.discovery import told_where
 from integr8s_idem.embedded.servers import EmbeddedServers
-from integr8s_idem.embedded.whereabouts import told_where
 from integr8s_idem.errors import SettingsError
-from integr8s_idem.worker.deadletters import REPLAY_SIGNATURE
+from integr8s_idem.worker.dead_letters import REPLAY_SIGNATURE
 from tests.support.dead_letters import Dlq, letter_of, post
 from tests.support.fake_consumer import FakeRecord
 from tests.support.replays import OTHER_SECRET, SECRET, SIGNED

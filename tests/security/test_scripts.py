@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError, SettingsError
-from integr8s_idem.work import Attempt
 from services.database import Database
 from services.events import CreatePodCommand
 from services.k8s_worker import supervisor

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from integr8s_idem.config import Settings
-from integr8s_idem.config.addresses import redacted, without_secret
+from integr8s_idem.config.urls import redacted, without_secret
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.audit import audited, store_place
 from services.settings import PlatformSection

@@ -18,8 +18,8 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import encode_event
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.deadletters import replay_of
-from integr8s_idem.worker.signatures import ReplayClaim, signature_of
+from integr8s_idem.worker.dead_letters import replay_of
+from integr8s_idem.worker.replay_signatures import ReplayClaim, signature_of
 from tests.security.test_replay_headers import DEAD, OrderPlaced, Till, consumed, put
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.replays import OTHER_SECRET, SECRET, SIGNED, TRUSTED, signed_by

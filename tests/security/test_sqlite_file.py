@@ -12,7 +12,7 @@ import pytest
 from integr8s_idem.config import SqliteStoreSettings
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.records import ReserveRequest
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 
 pytestmark = pytest.mark.scenario(134)
 

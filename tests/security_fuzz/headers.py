@@ -9,9 +9,9 @@ from typing import Final
 from pydantic import SecretStr
 
 from integr8s_idem.config import ReplaySettings
-from integr8s_idem.worker.deadletters import GENERATION, REPLAY_GROUP, REPLAY_HANDLER, REPLAY_SIGNATURE
-from integr8s_idem.worker.replays import Judgement, ReplayPolicy
-from integr8s_idem.worker.signatures import ReplayClaim, signature_of
+from integr8s_idem.worker.dead_letters import GENERATION, REPLAY_GROUP, REPLAY_HANDLER, REPLAY_SIGNATURE
+from integr8s_idem.worker.replay_policy import Judgement, ReplayPolicy
+from integr8s_idem.worker.replay_signatures import ReplayClaim, signature_of
 from tests.campaigns.figures import Figures
 from tests.fuzz.mutators import damaged, text
 from tests.support.fake_consumer import FakeRecord

@@ -9,11 +9,11 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from integr8s_idem.config import IdempotencyConfig
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.integrations.asgi import key_of_request
 from integr8s_idem.integrations.faststream import key_of_message
-from integr8s_idem.integrations.loops import work_of
+from integr8s_idem.integrations.kafka_loops import work_of
 from integr8s_idem.keys import Key, KeySpace
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from tests.campaigns.figures import Figures
 from tests.fuzz.mutators import text

@@ -11,18 +11,18 @@ from typing import Any, Final
 from typer.testing import CliRunner
 
 from integr8s_idem.cli.app import app
-from integr8s_idem.cli.keys_shown import Listing
-from integr8s_idem.cli.letters import Columns, Story, story_text, tally_lines
-from integr8s_idem.cli.lines import safe_console, say, write_error
-from integr8s_idem.cli.logging import TextFormatter
-from integr8s_idem.operations.keys.naming import Named
-from integr8s_idem.operations.letterbox import Stretch
-from integr8s_idem.operations.letters import Letter
-from integr8s_idem.operations.replaying import Decision, Fate
-from integr8s_idem.operations.tallying import Group
+from integr8s_idem.cli.dlq_output import Columns, Story, story_text, tally_lines
+from integr8s_idem.cli.keys_output import Listing
+from integr8s_idem.cli.log_format import TextFormatter
+from integr8s_idem.cli.output import safe_console, say, write_error
+from integr8s_idem.operations.dead_letter_counts import Group
+from integr8s_idem.operations.dead_letter_reader import Stretch
+from integr8s_idem.operations.dead_letter_replay import Decision, Fate
+from integr8s_idem.operations.dead_letters import Letter
+from integr8s_idem.operations.keys.key_parser import Named
 from integr8s_idem.records import Corrupt
-from integr8s_idem.worker.deadletters import GENERATION, PREFIX
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.dead_letters import GENERATION, PREFIX
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.campaigns.figures import Figures
 from tests.fuzz.mutators import text
 from tests.support.fake_consumer import FakeRecord

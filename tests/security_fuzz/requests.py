@@ -10,8 +10,8 @@ from random import Random
 from typing import Any, Final
 
 from integr8s_idem.config import IdempotencyConfig
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, by_authorization
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from tests.campaigns.figures import Figures
 from tests.fuzz.mutators import text

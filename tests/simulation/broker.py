@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiokafka.errors import CommitFailedError, UnknownMemberIdError
 
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.simulation.history import History
 from tests.simulation.network import Network
 

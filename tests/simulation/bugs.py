@@ -16,24 +16,24 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 from unittest import mock
 
+from integr8s_idem._util.deadlines import Deadline
 from integr8s_idem.config import OnInProgress
-from integr8s_idem.deadlines import Deadline
+from integr8s_idem.engine.executor import Passes
+from integr8s_idem.engine.leases import HeldLease, LeaseKeeper
+from integr8s_idem.engine.store_client import Ledger
+from integr8s_idem.engine.work import Executed
 from integr8s_idem.errors import StoreError
-from integr8s_idem.handling import GuardedHandling
-from integr8s_idem.leases import HeldLease, LeaseKeeper
-from integr8s_idem.ledger import Ledger
-from integr8s_idem.passes import Passes
+from integr8s_idem.handlers.handler import GuardedHandling
 from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved, ReserveRequest, Verdict
 from integr8s_idem.stores import memory
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.work import Executed
 from integr8s_idem.worker.assignments import Assignment, Delivery
-from integr8s_idem.worker.committing import OffsetCommitter
-from integr8s_idem.worker.crew import Crew
-from integr8s_idem.worker.holdings import Holdings
-from integr8s_idem.worker.offsets import Progress
-from integr8s_idem.worker.polling import Poller
-from integr8s_idem.worker.settling import Settler
+from integr8s_idem.worker.delivery_processor import Settler
+from integr8s_idem.worker.offset_committer import OffsetCommitter
+from integr8s_idem.worker.offset_progress import Progress
+from integr8s_idem.worker.partition_registry import Holdings
+from integr8s_idem.worker.pipeline import Crew
+from integr8s_idem.worker.poller import Poller
 from tests.simulation.store import Server, StoreClient
 
 Bug = Callable[[], AbstractContextManager[Any]]

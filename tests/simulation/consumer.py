@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from aiokafka.errors import IllegalStateError, KafkaConnectionError, RequestTimedOutError, UnknownMemberIdError
 
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.simulation.broker import HEARTBEAT, SESSION, Broker, Message
 from tests.simulation.network import Channel, SilenceError
 from tests.simulation.processes import PROCESS, Process

@@ -10,8 +10,8 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Final
 
+from integr8s_idem.engine.work import Attempt
 from integr8s_idem.telemetry import Signal, SilentObserver
-from integr8s_idem.work import Attempt
 from tests.simulation.processes import PROCESS, Process
 
 JUST_RESUMED: Final = 1.0

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
-from integr8s_idem import deadlines, ledger, pace, passes
-from integr8s_idem.worker import consumer, crew, deadletters, isolation, polling, retries
+from integr8s_idem._util import deadlines, loop_fairness
+from integr8s_idem.engine import executor, store_client
+from integr8s_idem.worker import backoff, consumer, dead_letters, isolation_gate, pipeline, poller
 from tests.simulation.processes import PROCESS
 
 POLL_SECONDS: Final = 1.0
@@ -36,7 +37,7 @@ def driven_by(random: Random) -> Iterator[None]:
     def pace_of(loop: asyncio.AbstractEventLoop) -> Any:
         process = PROCESS.get()
         if process not in paces:
-            paces[process] = pace.Pace(loop)
+            paces[process] = loop_fairness.Pace(loop)
         return paces[process]
 
     time = SimpleNamespace(monotonic=_now, time=lambda: WALL_CLOCK + _now())
@@ -44,18 +45,18 @@ def driven_by(random: Random) -> Iterator[None]:
     level = logger.level
     with ExitStack() as patches:
         for place, name, source in (
-            (passes, "random", chance),
-            (ledger, "new_token", lambda: random.randbytes(16)),
+            (executor, "random", chance),
+            (store_client, "new_token", lambda: random.randbytes(16)),
             # Processes share an event loop here, and a timer of the dead never rings.
             (deadlines, "_clock_of", lambda _: clocks[PROCESS.get()]),
-            (pace, "pace_of", pace_of),
-            (crew, "pace_of", pace_of),
-            (retries, "random", chance),
-            (isolation, "random", SimpleNamespace(randrange=random.randrange)),
+            (loop_fairness, "pace_of", pace_of),
+            (pipeline, "pace_of", pace_of),
+            (backoff, "random", chance),
+            (isolation_gate, "random", SimpleNamespace(randrange=random.randrange)),
             (consumer, "time", time),
-            (polling, "time", time),
-            (polling, "POLL_SECONDS", POLL_SECONDS),
-            (deadletters, "time", time),
+            (poller, "time", time),
+            (poller, "POLL_SECONDS", POLL_SECONDS),
+            (dead_letters, "time", time),
         ):
             patches.enter_context(mock.patch.object(place, name, source))
         patches.callback(logger.setLevel, level)

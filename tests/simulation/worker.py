@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from integr8s_idem.dispatcher import IdempotentEventDispatcher
-from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.worker import ServiceWorker
-from integr8s_idem.worker.records import Consumer
+from integr8s_idem.worker.kafka_protocols import Consumer
 from tests.simulation.consumer import SimulatedConsumer
 from tests.simulation.history import SimulatedObserver
 from tests.simulation.processes import Process, spawn

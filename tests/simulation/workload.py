@@ -14,7 +14,7 @@ from integr8s_idem.config import IdempotencyConfig, KafkaSettings, OnFailure, On
 from integr8s_idem.config.sections import ServiceSettings
 from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.routing import EventRouter, HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.router import EventRouter, HandlerCall, RegisteredHandler
 from tests.simulation.history import History, Run
 from tests.simulation.processes import PROCESS, Process
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.keys import Key, KeySpace
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.simulation.broker import SESSION, Broker, Message
 from tests.simulation.faults import wreak_havoc
 from tests.simulation.history import History

@@ -35,9 +35,10 @@ from starlette.routing import Route
 
 from integr8s_idem import Attempt, BaseEvent, EventRouter, IdempotencyManager, Settings
 from integr8s_idem.config import KafkaSettings, ServiceSettings
-from integr8s_idem.decorator import idempotent
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import IdempotencyConflictError, InProgressError, LeaseLostError, StoreError
+from integr8s_idem.functions.decorator import idempotent
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.router import BatchCall, HandlerCall, RegisteredHandler, call_with_event
 from integr8s_idem.integrations.aiokafka import by_header
 from integr8s_idem.integrations.aiokafka import guarded as guarded_by_aiokafka
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
@@ -52,7 +53,6 @@ from integr8s_idem.integrations.dishka import (
 )
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware
 from integr8s_idem.records import Completed, Reserved
-from integr8s_idem.routing import BatchCall, HandlerCall, RegisteredHandler, call_with_event
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, sql_engine
 from integr8s_idem.worker import EventPublisher, ServiceWorker
 from tests.crashes.orders import SERVICE

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from integr8s_idem import IdempotencyRecord, IdempotencyStatus, leases
+from integr8s_idem import IdempotencyRecord, IdempotencyStatus
+from integr8s_idem.engine import leases
 from tests.campaigns.figures import Figures, ViolationError
 from tests.stalled_starts.journal import Lines, Start
 

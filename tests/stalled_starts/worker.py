@@ -11,7 +11,8 @@ from typing import Any
 
 import uvloop
 
-from integr8s_idem import Attempt, IdempotencyManager, leases
+from integr8s_idem import Attempt, IdempotencyManager
+from integr8s_idem.engine import leases
 from integr8s_idem.records import Completion, Reserved
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal

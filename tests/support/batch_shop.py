@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from integr8s_idem import BaseEvent, EventRouter, Platform, Service, Settings
+from integr8s_idem.handlers.router import Batch
 from integr8s_idem.integrations.dishka import (
     STRICT_VALIDATION,
     AsyncContainer,
@@ -25,7 +26,6 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     make_async_container,
 )
-from integr8s_idem.routing import Batch
 
 SIZE = 5
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from integr8s_idem import Attempt, IdempotencyConfig, IdempotencyManager
+from integr8s_idem.engine.work import Work
 from integr8s_idem.keys import Key
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
-from integr8s_idem.work import Work
 from tests.support.effects import Effects
 
 

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.records import IdempotencyStatus
-from integr8s_idem.routing import EventRouter
 from integr8s_idem.worker import ServiceWorker
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import RunningWorker
 from tests.support.guarded import Guarded, guarded

@@ -18,7 +18,7 @@ from integr8s_idem.cli.app import app
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.keys import Key, KeySpace
-from integr8s_idem.worker.deadletters import GENERATION, DeadLetter
+from integr8s_idem.worker.dead_letters import GENERATION, DeadLetter
 from integr8s_idem.worker.publisher import Sendable
 from tests.support.fake_consumer import FakeRecord
 from tests.support.workers import OrderPlaced

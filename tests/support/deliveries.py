@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from integr8s_idem.worker.assignments import Assignment, Delivery
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeRecord
 
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 import integr8s_idem.doctor.examination as examination
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import Settings, StoreSettings
+from integr8s_idem.diagnostics import Finding, Severity
 from integr8s_idem.doctor import Asked, examined
-from integr8s_idem.doctor.broker import BrokerLook
-from integr8s_idem.doctor.store import look_at_store
-from integr8s_idem.findings import Finding, Severity
+from integr8s_idem.doctor.broker_checks import BrokerLook
+from integr8s_idem.doctor.store_checks import look_at_store
 from integr8s_idem.worker import Platform
 
 KEPT_FOR_EIGHT_DAYS = "[idempotency]\ndefault_ttl_seconds = 691_200\n"

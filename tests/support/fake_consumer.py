@@ -10,7 +10,7 @@ from typing import Any
 from aiokafka.errors import CorruptRecordException
 
 from integr8s_idem.events import BaseEvent, encode_event, event_headers
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from integr8s_idem.config.sections import KafkaSettings, ServiceSettings
-from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.errors import EventTooLargeError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.worker import EventPublisher, ServiceWorker
 from tests.support.fake_consumer import FakeBroker, FakeConsumer
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from integr8s_idem.config import IdempotencyConfig
-from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.work import Attempt
 from integr8s_idem.records import IdempotencyRecord
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_now
-from integr8s_idem.work import Attempt
 from tests.support.counting import CountingObserver
 
 LEASE = 30.0

@@ -25,7 +25,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from integr8s_idem.config import StoreSettings
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 from tests.support.dynamodb.server import CREDENTIALS, DynamoServer, missing_jars
 from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer

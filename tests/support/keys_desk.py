@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from typer.testing import CliRunner, Result
 
 from integr8s_idem import IdempotencyManager
+from integr8s_idem._util.tokens import new_token
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import load_settings
 from integr8s_idem.keys import Key
@@ -25,8 +26,7 @@ from integr8s_idem.records import (
     TraceLink,
 )
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.opening import open_store
-from integr8s_idem.tokens import new_token
+from integr8s_idem.stores.factory import open_store
 
 T = TypeVar("T")
 

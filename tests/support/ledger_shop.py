@@ -16,6 +16,7 @@ from sqlalchemy import Column, Integer, MetaData, String, Table, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from integr8s_idem import BaseEvent, EventDispatcher, EventRouter, IdempotentEventDispatcher, Settings
+from integr8s_idem.engine.work import Outcome
 from integr8s_idem.integrations.dishka import (
     STRICT_VALIDATION,
     AsyncContainer,
@@ -28,7 +29,6 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.schema import outbox
-from integr8s_idem.work import Outcome
 
 tables = MetaData()
 charges = Table(

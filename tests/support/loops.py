@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListen
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.integrations import aiokafka, confluent
-from integr8s_idem.integrations.loops import KeyOf, by_header
+from integr8s_idem.integrations.kafka_loops import KeyOf, by_header
 from tests.support.conditions import eventually
 from tests.support.gated import GatedWork, Run
 from tests.support.kafka import Kafka

@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from integr8s_idem.embedded.postgres import EmbeddedPostgres
+from integr8s_idem.embedded.postgres_server import EmbeddedPostgres
 
 
 class PostgresServer(EmbeddedPostgres):

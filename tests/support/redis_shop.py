@@ -17,12 +17,12 @@ from redis.asyncio import Redis
 
 from integr8s_idem import EventRouter, IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
 from integr8s_idem.config import RedisStoreSettings
-from integr8s_idem.routing import HandlerCall, RegisteredHandler
+from integr8s_idem.engine.work import Attempt
+from integr8s_idem.handlers.router import HandlerCall, RegisteredHandler
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.work import Attempt
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.campaigns.figures import Figures
 from tests.support.conditions import eventually
 from tests.support.counting import CountingObserver

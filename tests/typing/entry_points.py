@@ -29,14 +29,14 @@ from integr8s_idem import (
     Verdict,
     idempotent,
 )
-from integr8s_idem.envelopes import Codec, Headers
+from integr8s_idem._util.committable_offsets import committable_offsets
+from integr8s_idem.codecs import Codec, Headers
 from integr8s_idem.integrations import aiokafka as loops_of_aiokafka
 from integr8s_idem.integrations import confluent as loops_of_confluent
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware
 from integr8s_idem.integrations.httpx import BlockingRetryingTransport, RetryingTransport, idempotency_key
 from integr8s_idem.integrations.openapi import with_idempotency_keys
-from integr8s_idem.offsets import committable_offsets
 from integr8s_idem.records import Reserved
 
 

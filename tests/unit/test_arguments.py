@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integr8s_idem.arguments import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
 from integr8s_idem.errors import InvalidKeyError
+from integr8s_idem.functions.argument_keys import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
 
 
 class Colour(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.holdings import Holdings
+from integr8s_idem.worker.partition_registry import Holdings
 from tests.support.deliveries import assignment, delivery
 
 

@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import pytest
 
+from integr8s_idem._util.committable_offsets import committable_offsets
 from integr8s_idem.errors import ApplicationError, PartialFailureError, StoreUnavailableError
 from integr8s_idem.keys import Key
-from integr8s_idem.offsets import committable_offsets
 from integr8s_idem.records import Completed, InProgress, KeyReused, Reserved, Verdict
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import guarded

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integr8s_idem.batching import FEW, Coalescer
+from integr8s_idem.engine.coalescer import FEW, Coalescer
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
 

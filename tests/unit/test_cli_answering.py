@@ -8,7 +8,7 @@ from typing import Never
 
 import pytest
 
-from integr8s_idem.cli.answering import FAILURE, answered
+from integr8s_idem.cli.common import FAILURE, answered
 
 
 def raising(error: BaseException) -> Never:
@@ -18,7 +18,7 @@ def raising(error: BaseException) -> Never:
 @pytest.fixture(autouse=True)
 def _output_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The standard output of this process is not ours to turn away."""
-    monkeypatch.setattr("integr8s_idem.cli.answering.drop_output", lambda: None)
+    monkeypatch.setattr("integr8s_idem.cli.common.drop_output", lambda: None)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from integr8s_idem.cli.application import chosen_services, load_application
+from integr8s_idem.cli.application_loader import chosen_services, load_application
 from integr8s_idem.errors import ApplicationError
 
 PLATFORM = """

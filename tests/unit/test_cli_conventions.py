@@ -17,13 +17,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import integr8s_idem
-from integr8s_idem.cli.answering import FAILURE, answered
 from integr8s_idem.cli.app import app
-from integr8s_idem.cli.keys_shown import show_explanation
-from integr8s_idem.cli.lines import INTERRUPTED
-from integr8s_idem.cli.live import LiveTable
+from integr8s_idem.cli.common import FAILURE, answered
+from integr8s_idem.cli.keys_output import show_explanation
+from integr8s_idem.cli.live_table import LiveTable
+from integr8s_idem.cli.output import INTERRUPTED
 from integr8s_idem.errors import ApplicationError, IdempotencyConflictError
-from integr8s_idem.operations.keys.explaining import Explanation
+from integr8s_idem.operations.keys.explanation import Explanation
 from tests.packaging.reference_commands import commands
 
 SHOP = """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from integr8s_idem.cli.logging import REPEAT_SECONDS, ConsoleHandler, JsonFormatter, NotTheSameAgain, TextFormatter
+from integr8s_idem.cli.log_format import REPEAT_SECONDS, ConsoleHandler, JsonFormatter, NotTheSameAgain, TextFormatter
 
 
 def record(message: str = "handled %s", *args: Any, extra: dict[str, Any] | None = None) -> logging.LogRecord:

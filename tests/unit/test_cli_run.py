@@ -20,14 +20,14 @@ import pytest
 from dishka import AsyncContainer, make_async_container
 from rich.console import Console
 
-from integr8s_idem.cli.collecting import SELDOM
-from integr8s_idem.cli.run import Run, run
-from integr8s_idem.cli.table import report_table
+from integr8s_idem.cli.garbage_collection import SELDOM
+from integr8s_idem.cli.run_command import Run, run
+from integr8s_idem.cli.run_table import report_table
 from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings
-from integr8s_idem.embedded.overlay import merged
+from integr8s_idem.embedded.settings_overlay import merged
 from integr8s_idem.errors import SettingsError, StoreConfigurationError
 from integr8s_idem.worker import Platform, Service, ServiceReport
-from integr8s_idem.worker.settling import Tally
+from integr8s_idem.worker.delivery_processor import Tally
 
 REPORT = ServiceReport(
     "billing", "running", 3, 12, 90, Tally(handled=1_234, duplicates=56, retries=7, dead_letters=8), "[odd]"

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from integr8s_idem.cli.app import app
-from integr8s_idem.cli.embedding import found_by_others
+from integr8s_idem.cli.embedded_servers import found_by_others
 from integr8s_idem.config import load_settings
-from integr8s_idem.embedded.whereabouts import running_servers, told_where
+from integr8s_idem.embedded.discovery import running_servers, told_where
 from integr8s_idem.errors import SettingsError
 
 SHOP = """

@@ -20,7 +20,7 @@ import integr8s_idem.stores.sql
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import SqliteStoreSettings
 from integr8s_idem.records import Completion, Reserved
-from integr8s_idem.stores.opening import open_store
+from integr8s_idem.stores.factory import open_store
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata
 from integr8s_idem.testing.store_under_test import wish
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from integr8s_idem.cli.collecting import AS_IT_COMES, SELDOM, collect_seldom
+from integr8s_idem.cli.garbage_collection import AS_IT_COMES, SELDOM, collect_seldom
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from dishka import Provider, Scope, provide
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from integr8s_idem import EventRouter, IdempotencyManager, Platform, Service, Settings
-from integr8s_idem.doctor.application import look_at_application
+from integr8s_idem.doctor.application_checks import look_at_application
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import (
     STRICT_VALIDATION,

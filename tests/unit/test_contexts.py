@@ -8,7 +8,7 @@ from contextvars import Context, ContextVar, copy_context
 import pytest
 
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.contexts import in_context
+from integr8s_idem.worker.task_contexts import in_context
 
 NAME: ContextVar[str] = ContextVar("name", default="nobody")
 

@@ -14,11 +14,11 @@ import pytest
 
 from integr8s_idem import IdempotentEventDispatcher, Outgoing
 from integr8s_idem.config import IdempotencyConfig, KafkaSettings, ServiceSettings
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.manager import IdempotencyManager
+from integr8s_idem.handlers.router import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.records import Completed, Reserved, ReserveRequest
-from integr8s_idem.routing import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.crash_points import (
@@ -32,7 +32,7 @@ from integr8s_idem.testing.crash_points import (
 )
 from integr8s_idem.testing.virtual_time import virtual_now, virtual_time
 from integr8s_idem.worker import EventPublisher, ServiceWorker
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker, FakeConsumer
 
 TOPIC = Partition("order_placed", 0)

@@ -14,18 +14,18 @@ from typing import cast
 
 import pytest
 
+from integr8s_idem._util.deadlines import GRACE_TURNS
+from integr8s_idem._util.loop_fairness import LONGEST_TURN
 from integr8s_idem.config import OnStoreError
-from integr8s_idem.deadlines import GRACE_TURNS
-from integr8s_idem.dispatcher import Handling, IdempotentEventDispatcher
+from integr8s_idem.handlers.dispatcher import Handling, IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import Key
-from integr8s_idem.pace import LONGEST_TURN
 from integr8s_idem.records import Completion, IdempotencyStatus, Reserved, ReserveRequest, Verdict
-from integr8s_idem.routing import EventRouter
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Headers, Phase, Signal, SilentObserver, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.settling import Met
+from integr8s_idem.worker.delivery_processor import Met
 from tests.support.crews import (
     TOPIC,
     Depot,

@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 
 from integr8s_idem.config import OnKeyReused
-from integr8s_idem.dispatcher import EventDispatcher
+from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.records import ReserveRequest, Verdict
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import ServiceWorker
-from integr8s_idem.worker.crew import Crew
-from integr8s_idem.worker.settling import Settler
+from integr8s_idem.worker.delivery_processor import Settler
+from integr8s_idem.worker.pipeline import Crew
 from tests.support.crews import (
     TOPIC,
     Depot,

@@ -13,10 +13,10 @@ from dishka import AsyncContainer
 from integr8s_idem import Platform, Service, Settings
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.operations.choosing import Choice, moment
-from integr8s_idem.operations.letter_topics import dead_letter_topics, topics_of
-from integr8s_idem.operations.letters import Letter, Place
-from integr8s_idem.operations.tallying import MOST_GROUPS, OTHERS, Group, Tally
+from integr8s_idem.operations.dead_letter_counts import MOST_GROUPS, OTHERS, Group, Tally
+from integr8s_idem.operations.dead_letter_filter import Choice, moment
+from integr8s_idem.operations.dead_letter_topics import dead_letter_topics, topics_of
+from integr8s_idem.operations.dead_letters import Letter, Place
 from tests.support.dead_letters import letter_of
 from tests.support.fake_consumer import FakeRecord
 

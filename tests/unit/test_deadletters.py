@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from integr8s_idem.errors import ApplicationError, UndecodableEventError
-from integr8s_idem.worker.deadletters import PREFIX, DeadLetter, record_key_of, replay_of
+from integr8s_idem.worker.dead_letters import PREFIX, DeadLetter, record_key_of, replay_of
 from tests.support.fake_consumer import FakeRecord
 
 RECORD = FakeRecord("orders", 3, 42, b"k", b"body", [("event_id", b"\xff"), ("idempotency-dlq-reason", b"earlier")])

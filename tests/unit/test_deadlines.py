@@ -15,8 +15,8 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from integr8s_idem.deadlines import Deadline
-from integr8s_idem.pace import turn_of_the_loop
+from integr8s_idem._util.deadlines import Deadline
+from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
 
 

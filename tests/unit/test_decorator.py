@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.config import OnFailure, OnInProgress
-from integr8s_idem.decorator import idempotent
 from integr8s_idem.errors import (
     ApplicationError,
     IdempotencyConflictError,
@@ -24,6 +23,7 @@ from integr8s_idem.errors import (
     KeyReusedError,
     PreviouslyFailedError,
 )
+from integr8s_idem.functions.decorator import idempotent
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import guarded, plain_manager

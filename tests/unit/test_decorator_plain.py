@@ -12,10 +12,10 @@ import pytest
 from dishka import Provider, Scope, make_async_container
 
 from integr8s_idem import IdempotencyManager
-from integr8s_idem.decorator import idempotent
 from integr8s_idem.errors import (
     ApplicationError,
 )
+from integr8s_idem.functions.decorator import idempotent
 from tests.support.guarded import plain_manager
 
 

@@ -12,10 +12,14 @@ from dishka.exceptions import ExitError, ImplicitOverrideDetectedError, NoFactor
 
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.config.sections import MemoryStoreSettings
-from integr8s_idem.decorator import idempotent
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.steps import Steps
+from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.functions.decorator import idempotent
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter, Outgoing
 from integr8s_idem.integrations.dishka import (
     STRICT_VALIDATION,
     AsyncContainer,
@@ -30,13 +34,9 @@ from integr8s_idem.integrations.dishka import (
     setup_dishka,
 )
 from integr8s_idem.keys import KeyStrategy
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import Completed, Completion
-from integr8s_idem.routing import EventRouter, Outgoing
-from integr8s_idem.steps import Steps
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.work import Attempt, Executed, HandlerFailed
 from integr8s_idem.worker import EventPublisher
 
 SETTINGS = Settings(store=MemoryStoreSettings(kind="memory"), idempotency=IdempotencyConfig(max_attempts=2))

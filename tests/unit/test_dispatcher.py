@@ -10,13 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from integr8s_idem.config import OnKeyReused
-from integr8s_idem.dispatcher import (
-    EventDispatcher,
-    EventHandler,
-    IdempotentEventDispatcher,
-    IdempotentEventHandler,
-    with_idempotency,
-)
+from integr8s_idem.engine.work import Executed, HandlerFailed
 from integr8s_idem.errors import (
     ApplicationError,
     HandlerCancelledError,
@@ -28,11 +22,17 @@ from integr8s_idem.errors import (
     StoreUnavailableError,
 )
 from integr8s_idem.events import BaseEvent, EventMetadata
+from integr8s_idem.handlers.dispatcher import (
+    EventDispatcher,
+    EventHandler,
+    IdempotentEventDispatcher,
+    IdempotentEventHandler,
+    with_idempotency,
+)
+from integr8s_idem.handlers.router import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.records import Completed
-from integr8s_idem.routing import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.work import Executed, HandlerFailed
 from tests.support.guarded import LEASE, guarded
 
 

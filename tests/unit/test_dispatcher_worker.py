@@ -11,14 +11,14 @@ from typing import Any, Literal
 import pytest
 
 from integr8s_idem.config import OnFailure
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent, encode_event
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import Key, KeyResolver, KeyStrategy
-from integr8s_idem.routing import EventRouter
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker import consumer, polling
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker import consumer, poller
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import FakePublisher, running
 from tests.support.guarded import LEASE, Guarded, guarded
@@ -493,7 +493,7 @@ async def test_a_worker_that_waits_for_its_store_is_alive_however_long_it_takes(
     """To start its process anew would bring no store back."""
     here, loop = guarded(), asyncio.get_running_loop()
     here.store.down.add("ping")
-    for module in (consumer, polling):
+    for module in (consumer, poller):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=loop.time))
 
     async def handle(event: OrderPlaced) -> None: ...

@@ -21,14 +21,14 @@ import integr8s_idem.doctor.examination as examination
 from integr8s_idem import EventRouter, IdempotencyRepository
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import KafkaSettings, MemoryStoreSettings, RedisStoreSettings, Settings
+from integr8s_idem.diagnostics import Code, Finding, Severity, StoreWarning
 from integr8s_idem.doctor import as_json, as_text, status_of
-from integr8s_idem.doctor.broker import broker_findings
-from integr8s_idem.doctor.checking import findings_of
-from integr8s_idem.doctor.clocks import skew_findings
+from integr8s_idem.doctor.broker_checks import broker_findings
+from integr8s_idem.doctor.check_runner import findings_of
+from integr8s_idem.doctor.clock_skew import skew_findings
 from integr8s_idem.doctor.remedies import of_mistake, of_warning
-from integr8s_idem.doctor.store import is_too_old, look_at_repository, look_at_store, refusal, tried
+from integr8s_idem.doctor.store_checks import is_too_old, look_at_repository, look_at_store, refusal, tried
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
-from integr8s_idem.findings import Code, Finding, Severity, StoreWarning
 from integr8s_idem.integrations.dishka import (
     AsyncContainer,
     IdempotencyProvider,

@@ -18,7 +18,7 @@ from integr8s_idem import (
     RedisIdempotencyRepository,
     idempotent,
 )
-from integr8s_idem.durations import duration
+from integr8s_idem.config.durations import duration
 from integr8s_idem.errors import ApplicationError, IdempotencyConflictError
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.integrations.dishka import IdempotentDispatcherProvider

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from integr8s_idem.embedded.front import Front
+from integr8s_idem.embedded.tcp_front import Front
 from tests.support.accepting import Acceptor
 
 ROUNDS = 30

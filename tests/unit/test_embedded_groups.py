@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from integr8s_idem.embedded.groups import (
+from integr8s_idem.embedded.consumer_groups import (
     ILLEGAL_GENERATION,
     INCONSISTENT_PROTOCOL,
     REBALANCE_IN_PROGRESS,

@@ -14,7 +14,7 @@ import pytest
 
 from integr8s_idem.config import PostgresqlStoreSettings, RedisStoreSettings, SqliteStoreSettings
 from integr8s_idem.embedded import running_servers, settings_of_running
-from integr8s_idem.embedded.whereabouts import FOLDER, told_where
+from integr8s_idem.embedded.discovery import FOLDER, told_where
 from integr8s_idem.errors import ApplicationError
 
 SERVERS: Mapping[str, Mapping[str, Any]] = {
@@ -106,7 +106,7 @@ def test_one_that_ends_leaves_the_file_of_the_other() -> None:
 
 TELLS = """
 import sys
-from integr8s_idem.embedded.whereabouts import told_where
+from integr8s_idem.embedded.discovery import told_where
 with told_where({"kafka": {"bootstrap_servers": "localhost:9"}}):
     print("told", flush=True)
     sys.stdin.read()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from integr8s_idem import BaseEvent
-from integr8s_idem.envelopes import CloudEventsCodec, Codec, Headers, IdFromHeader, NativeCodec, WrappedCodec
+from integr8s_idem.codecs import CloudEventsCodec, Codec, Headers, IdFromHeader, NativeCodec, WrappedCodec
 from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.events import EventDecoder, encode_event, read_json
 

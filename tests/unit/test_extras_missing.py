@@ -64,7 +64,9 @@ def test_settings_check_reports_a_missing_extra(
     found = importlib.util.find_spec
     complete = CliRunner().invoke(app, ["settings", "check", "--settings", str(file)])
     monkeypatch.setattr(
-        "integr8s_idem.config.words.find_spec", lambda name: None if name == module else found(name), raising=False
+        "integr8s_idem.config.message_text.find_spec",
+        lambda name: None if name == module else found(name),
+        raising=False,
     )
 
     lacking = CliRunner().invoke(app, ["settings", "check", "--settings", str(file)])
@@ -79,7 +81,7 @@ def test_settings_check_reports_a_missing_extra(
 def test_settings_check_reports_all_missing_extras(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('[store]\nkind = "sqlite"\n[telemetry]\notlp_endpoint = "http://localhost:4317"\n')
-    monkeypatch.setattr("integr8s_idem.config.words.find_spec", lambda name: None)
+    monkeypatch.setattr("integr8s_idem.config.message_text.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
 
     checked = CliRunner().invoke(app, ["settings", "check", "--settings", str(file)])

@@ -15,9 +15,9 @@ from rich.console import Console
 from integr8s_idem.cli.top_table import fleet_table
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.operations.addresses import Address, Endpoint, address_in, address_of, endpoints_of
 from integr8s_idem.operations.fleet import ERRORS, Figures, FleetLook, ServiceRow, WorkerLook, _Worker, total
-from integr8s_idem.operations.scraping import NoAnswerError, Numbers, Readiness, Scrape, numbers_in
+from integr8s_idem.operations.metrics_scraper import NoAnswerError, Numbers, Readiness, Scrape, numbers_in
+from integr8s_idem.operations.worker_addresses import Address, Endpoint, address_in, address_of, endpoints_of
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
 

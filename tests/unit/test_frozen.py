@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from integr8s_idem.frozen import quick
+from integr8s_idem._util.fast_dataclass import quick
 
 
 @quick

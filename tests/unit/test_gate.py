@@ -11,7 +11,7 @@ from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.gate import StoreGate
+from integr8s_idem.worker.store_circuit import StoreGate
 from tests.support.counting import CountingObserver
 
 DOWN = StoreUnavailableError("reserve", "connection refused")

@@ -13,8 +13,10 @@ from dishka import FromDishka, Provider, Scope, provide
 from integr8s_idem import BaseEvent, EventRouter
 from integr8s_idem.config import Settings
 from integr8s_idem.config.sections import MemoryStoreSettings
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.engine.work import Executed, HandlerFailed, Outcome
 from integr8s_idem.errors import ApplicationError, PartialFailureError
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.router import Batch
 from integr8s_idem.integrations.dishka import (
     DispatcherProvider,
     IdempotencyProvider,
@@ -24,9 +26,7 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.records import Completed
-from integr8s_idem.routing import Batch
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.work import Executed, HandlerFailed, Outcome
 from tests.support.guarded import Guarded, guarded
 
 

@@ -24,7 +24,7 @@ from integr8s_idem.integrations.dishka import (
 )
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.testing import Mishap, NotReachedError, NotSettledError, WorkerHarness
-from integr8s_idem.testing.mishaps import MISHAPS
+from integr8s_idem.testing.faults import MISHAPS
 
 LEASE = 30.0
 
@@ -494,7 +494,7 @@ async def test_a_container_that_no_fake_can_be_put_into_is_refused() -> None:
 
 
 async def test_what_does_not_come_to_an_end_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.testing.running.PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("integr8s_idem.testing.harness_run.PATIENCE_SECONDS", 60.0)
 
     async with harness_of(FakePayments()) as harness:
         harness.store.down.add("reserve")

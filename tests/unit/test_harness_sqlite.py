@@ -26,7 +26,7 @@ from integr8s_idem.integrations.dishka import (
 )
 from integr8s_idem.stores.sql import sql_engine
 from integr8s_idem.testing import Mishap, WorkerHarness
-from integr8s_idem.testing.mishaps import MISHAPS
+from integr8s_idem.testing.faults import MISHAPS
 
 
 class Booked(BaseEvent):

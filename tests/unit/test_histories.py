@@ -8,7 +8,7 @@ import pytest
 
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.contract import HistorySize, SteppedClock
-from integr8s_idem.testing.histories import check_histories
+from integr8s_idem.testing.random_histories import check_histories
 
 SIZE = HistorySize(histories=20, steps=20)
 STALL = timedelta(seconds=7)

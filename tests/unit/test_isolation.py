@@ -8,7 +8,7 @@ import random
 import pytest
 
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.isolation import IsolationGate
+from integr8s_idem.worker.isolation_gate import IsolationGate
 
 SHARE = 0.5
 LONGEST = 30.0

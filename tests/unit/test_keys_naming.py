@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from integr8s_idem.keys import Key, KeySpace
-from integr8s_idem.operations.keys.messages import MessagePlace, place_of
-from integr8s_idem.operations.keys.naming import is_meant, named, parts_of, space_of
+from integr8s_idem.operations.keys.kafka_message import MessagePlace, place_of
+from integr8s_idem.operations.keys.key_parser import is_meant, named, parts_of, space_of
 
 SPACE = KeySpace("idempotency", "billing")
 WORDS = st.text(min_size=1, max_size=20)

@@ -11,11 +11,11 @@ import pytest
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.keys import Key, KeySpace
-from integr8s_idem.operations.keys.explaining import newest_after
-from integr8s_idem.operations.keys.filters import Wanted, checked_states, length_of
-from integr8s_idem.operations.keys.naming import named
-from integr8s_idem.operations.keys.outlook import Outlook, span
-from integr8s_idem.operations.keys.standing import Lease, Standing
+from integr8s_idem.operations.keys.explanation import newest_after
+from integr8s_idem.operations.keys.key_parser import named
+from integr8s_idem.operations.keys.next_delivery import Outlook, span
+from integr8s_idem.operations.keys.record_filter import Wanted, checked_states, length_of
+from integr8s_idem.operations.keys.record_state import Lease, Standing
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus, StoredResult
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)

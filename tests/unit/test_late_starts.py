@@ -30,12 +30,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from integr8s_idem import Attempt, BaseEvent, EventRouter, IdempotencyConfig, IdempotencyManager, Settings
-from integr8s_idem.callers import own_loop
+from integr8s_idem._util.loop_fairness import LONGEST_TURN
 from integr8s_idem.config import ServiceSettings
-from integr8s_idem.decorator import idempotent
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.engine.work import Executed
 from integr8s_idem.errors import LeaseLostError, StoreUnavailableError
-from integr8s_idem.handling import EventHandler
+from integr8s_idem.functions.decorator import idempotent
+from integr8s_idem.functions.sync_bridge import own_loop
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.handler import EventHandler
+from integr8s_idem.handlers.router import BatchCall, HandlerCall, RegisteredHandler, call_with_event
 from integr8s_idem.integrations.aiokafka import by_position
 from integr8s_idem.integrations.aiokafka import guarded as guarded_by_aiokafka
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
@@ -49,15 +52,12 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware
-from integr8s_idem.pace import LONGEST_TURN
 from integr8s_idem.records import Completed, Completion, Reserved, ReserveRequest, StoredResult, Verdict
-from integr8s_idem.routing import BatchCall, HandlerCall, RegisteredHandler, call_with_event
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.telemetry import Phase, Signal, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
-from integr8s_idem.work import Executed
 from integr8s_idem.worker import EventPublisher
 from tests.support.conditions import eventually
 from tests.support.counting import CountingObserver

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from integr8s_idem.engine.leases import fence_margin
 from integr8s_idem.errors import LeaseLostError
 from integr8s_idem.keys import Key
-from integr8s_idem.leases import fence_margin
 from integr8s_idem.records import IdempotencyStatus, Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal

@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from integr8s_idem.engine.local_cache import LARGEST, LocalMemory
 from integr8s_idem.errors import KeyReusedError
 from integr8s_idem.records import Completed, StoredResult
-from integr8s_idem.remembered import LARGEST, LocalMemory
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Job, guarded
@@ -70,7 +70,7 @@ async def test_a_failure_is_not_known_here() -> None:
 
 def test_it_ends_before_the_record_does(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("integr8s_idem.remembered.monotonic", lambda: now)
+    monkeypatch.setattr("integr8s_idem.engine.local_cache.monotonic", lambda: now)
     memory = LocalMemory(10)
     memory.keep(done("a"), None, begun=95.0, ttl=timedelta(seconds=10))
     assert memory.look("a", None) is not None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from integr8s_idem.config import OnFailure, OnInProgress, OnKeyReused
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.errors import (
     ApplicationError,
     InProgressError,
@@ -18,7 +19,6 @@ from integr8s_idem.errors import (
     PermanentError,
     PreviouslyFailedError,
 )
-from integr8s_idem.manager import IdempotencyManager
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from integr8s_idem.config import OnStoreError
+from integr8s_idem.engine.work import Executed, HandlerFailed, Work
 from integr8s_idem.errors import (
     PermanentError,
     ResultNotStoredError,
@@ -19,7 +20,6 @@ from integr8s_idem.keys import Key
 from integr8s_idem.records import Completed, IdempotencyStatus
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.work import Executed, HandlerFailed, Work
 from tests.support.guarded import LEASE, Guarded, Job, guarded
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import PostgresqlStoreSettings, RedisStoreSettings, SqliteStoreSettings, load_settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.operations.new import Store, application_files
+from integr8s_idem.operations.application_template import Store, application_files
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_what_is_not_installed_is_told_with_how_to_get_it(monkeypatch: pytest.Mo
     def found(name: str, package: str | None = None) -> ModuleSpec | None:
         return None if name in {"aiosqlite", "pytest_asyncio"} else there(name, package)
 
-    monkeypatch.setattr("integr8s_idem.operations.new.find_spec", found)
+    monkeypatch.setattr("integr8s_idem.operations.application_template.find_spec", found)
     told = "Not installed yet: install the extra"
 
     assert f'{told} testing,sql: pip install "integr8s-idem[testing,sql]"' in new("shop", "--store", "sqlite")[1]

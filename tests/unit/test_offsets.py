@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integr8s_idem.worker.offsets import Progress
+from integr8s_idem.worker.offset_progress import Progress
 
 
 @given(

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from integr8s_idem import pace
-from integr8s_idem.pace import LONGEST_TURN, pace_of, turn_of_the_loop
-from integr8s_idem.testing.leaping_time import leaping_time
+from integr8s_idem._util import loop_fairness
+from integr8s_idem._util.loop_fairness import LONGEST_TURN, pace_of, turn_of_the_loop
+from integr8s_idem.testing.fast_forward import leaping_time
 
 TURNS = 20
 """Turns of the event loop that a call of a store takes here: a transaction takes about ten."""
@@ -48,7 +48,7 @@ async def test_they_wait_for_a_call_that_never_ends_for_a_while_only() -> None:
 
 
 async def test_they_do_not_wait_for_calls_that_began_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "LONGEST_REST", 3600.0)
+    monkeypatch.setattr(loop_fairness, "LONGEST_REST", 3600.0)
     leaping_time()
     log: list[str] = []
 
@@ -67,7 +67,7 @@ async def test_they_do_not_wait_for_calls_that_began_later(monkeypatch: pytest.M
 
 
 async def test_a_call_that_fails_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "LONGEST_REST", 3600.0)
+    monkeypatch.setattr(loop_fairness, "LONGEST_REST", 3600.0)
     leaping_time()
     log: list[str] = []
     with pytest.raises(RuntimeError), pace_of(asyncio.get_running_loop()).call_of_a_store():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from integr8s_idem.per_loop import PerLoop
+from integr8s_idem._util.per_loop import PerLoop
 
 
 def test_each_loop_has_its_own_whichever_asked_last() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from integr8s_idem.testing.mishaps import CRASHES, MISHAPS
+from integr8s_idem.testing.faults import CRASHES, MISHAPS
 
 ROOT = Path(__file__).parents[2]
 

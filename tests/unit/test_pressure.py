@@ -6,8 +6,8 @@ import pytest
 
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Assignment
-from integr8s_idem.worker.pressure import MOST_UNCOMMITTED, Pressure
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.backpressure import MOST_UNCOMMITTED, Pressure
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.deliveries import assignment, delivery
 from tests.support.fake_consumer import FakeBroker, FakeConsumer
 

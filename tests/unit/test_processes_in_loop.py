@@ -10,8 +10,8 @@ from aiokafka import ConsumerRebalanceListener
 from aiokafka.errors import CommitFailedError
 
 from integr8s_idem.testing.memory_broker import MemoryBroker, MemoryConsumer
-from integr8s_idem.testing.processes import Process, processes_in_loop
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.testing.simulated_processes import Process, processes_in_loop
+from integr8s_idem.worker.kafka_protocols import Partition
 
 
 @pytest.fixture

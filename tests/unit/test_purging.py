@@ -17,8 +17,8 @@ from integr8s_idem.stores import Purging
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.gate import StoreGate
-from integr8s_idem.worker.purging import BATCH, REST, Purger
+from integr8s_idem.worker.purger import BATCH, REST, Purger
+from integr8s_idem.worker.store_circuit import StoreGate
 from tests.support.conditions import eventually
 from tests.support.counting import CountingObserver
 

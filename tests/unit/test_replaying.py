@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from integr8s_idem import MemoryIdempotencyRepository, Settings
-from integr8s_idem.cli.letters import report_text
+from integr8s_idem.cli.dlq_output import report_text
 from integr8s_idem.config import MemoryStoreSettings, RedisStoreSettings, SqliteStoreSettings
 from integr8s_idem.errors import ApplicationError, CorruptRecordError, EventTooLargeError, PublishError
-from integr8s_idem.operations.files import whole_file
-from integr8s_idem.operations.letter_records import LetterRecords, open_letter_records
-from integr8s_idem.operations.letters import Letter
-from integr8s_idem.operations.replaying import TOLD, Fate, Replayer, Report
+from integr8s_idem.operations.atomic_file import whole_file
+from integr8s_idem.operations.dead_letter_records import LetterRecords, open_letter_records
+from integr8s_idem.operations.dead_letter_replay import TOLD, Fate, Replayer, Report
+from integr8s_idem.operations.dead_letters import Letter
 from integr8s_idem.records import Completion, Failure, IdempotencyRecord, Reserved
 from integr8s_idem.testing.store_under_test import wish
 from tests.support.dead_letters import letter_of

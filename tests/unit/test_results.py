@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, computed_field
 
+from integr8s_idem.engine.results import decode_result, encode_result, return_type_of
 from integr8s_idem.errors import ResultDecodeError, ResultDroppedError
 from integr8s_idem.records import StoredResult
-from integr8s_idem.results import decode_result, encode_result, return_type_of
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Job, guarded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integr8s_idem.worker.retries import Backoff
+from integr8s_idem.worker.backoff import Backoff
 
 
 @given(st.integers(-1, 10**9))

@@ -40,14 +40,14 @@ from integr8s_idem import (
     idempotent,
     with_idempotency,
 )
+from integr8s_idem.engine.results import refuse_iterator, repeatable
+from integr8s_idem.engine.work import Executed, HandlerFailed
 from integr8s_idem.errors import ApplicationError, ResultDecodeError
+from integr8s_idem.handlers.router import BatchCall, BatchSize, HandlerCall, RegisteredHandler
 from integr8s_idem.integrations import aiokafka, confluent
 from integr8s_idem.integrations.dishka import FromDishka, make_async_container, setup_dishka
 from integr8s_idem.records import Completed, IdempotencyStatus, Reserved
-from integr8s_idem.results import refuse_iterator, repeatable
-from integr8s_idem.routing import BatchCall, BatchSize, HandlerCall, RegisteredHandler
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.work import Executed, HandlerFailed
 from tests.support.fake_consumer import FakeRecord
 from tests.support.guarded import Guarded, guarded
 

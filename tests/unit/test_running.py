@@ -13,7 +13,7 @@ from dishka import make_container
 from rich.console import Console
 
 from integr8s_idem import BaseEvent, EventRouter, Service, Settings
-from integr8s_idem.cli.table import report_table
+from integr8s_idem.cli.run_table import report_table
 from integr8s_idem.integrations.dishka import (
     STRICT_VALIDATION,
     AsyncContainer,

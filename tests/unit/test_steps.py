@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from integr8s_idem.config import OnKeyReused
+from integr8s_idem.engine.steps import Once, Steps
+from integr8s_idem.engine.work import Attempt, HandlerFailed, Outcome, Work
 from integr8s_idem.errors import (
     ApplicationError,
     LeaseLostError,
@@ -21,11 +23,9 @@ from integr8s_idem.errors import (
 )
 from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus
-from integr8s_idem.steps import Once, Steps
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.work import Attempt, HandlerFailed, Outcome, Work
 from tests.support.guarded import LEASE, guarded
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from integr8s_idem.handling import GuardedHandling
+from integr8s_idem.engine.active_runs import Suspected
+from integr8s_idem.engine.work import Executed, Outcome
+from integr8s_idem.handlers.handler import GuardedHandling
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Reserved, ReserveRequest
-from integr8s_idem.runs import Suspected
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.work import Executed, Outcome
-from integr8s_idem.worker.isolation import IsolationGate
-from integr8s_idem.worker.suspects import SuspectRunner
+from integr8s_idem.worker.isolation_gate import IsolationGate
+from integr8s_idem.worker.poison_events import SuspectRunner
 from tests.support.crews import Depot, ParcelSent, all_committed, dispatcher_of, leases_left, sent, whats_left
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running

@@ -22,7 +22,7 @@ from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.telemetry import Gauge, Phase, Signal, prometheus
 from integr8s_idem.telemetry.prometheus import BUCKETS, HELP, MAX_LABELS, MAX_REASONS, PrometheusObserver
-from integr8s_idem.worker import settling
+from integr8s_idem.worker import delivery_processor
 
 WITH_REASON = (Signal.DEAD_LETTER, Signal.UNDECODABLE, Signal.REPLAY_REFUSED)
 
@@ -104,7 +104,7 @@ def test_every_metric_says_what_it_is(named: Signal | Gauge) -> None:
     assert HELP[named].endswith(".")
 
 
-@pytest.mark.parametrize("reason", re.findall(r'DeadLetter\(\s*"(\w+)"', inspect.getsource(settling)))
+@pytest.mark.parametrize("reason", re.findall(r'DeadLetter\(\s*"(\w+)"', inspect.getsource(delivery_processor)))
 def test_the_first_dead_letter_of_an_event_type_is_an_increase_from_zero(
     registry: CollectorRegistry, reason: str
 ) -> None:

@@ -6,13 +6,13 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry
 
-from integr8s_idem.dispatcher import EventDispatcher
 from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.routing import EventRouter
+from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.records import Partition
+from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 

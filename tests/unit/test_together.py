@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from integr8s_idem.engine.active_runs import Returned
+from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Work
 from integr8s_idem.errors import LeaseLostError, StoreUnavailableError
 from integr8s_idem.keys import Key
 from integr8s_idem.records import Completed, IdempotencyStatus, InProgress, Previous, Reserved
-from integr8s_idem.runs import Returned
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.work import Attempt, Executed, HandlerFailed, Work
 from tests.support.crews import leases_left, turns
 from tests.support.guarded import LEASE, Guarded, Job, guarded
 

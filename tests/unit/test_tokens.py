@@ -8,8 +8,8 @@ from threading import Barrier
 
 import pytest
 
-from integr8s_idem import tokens
-from integr8s_idem.tokens import TOKEN_BYTES, new_token
+from integr8s_idem._util import tokens
+from integr8s_idem._util.tokens import TOKEN_BYTES, new_token
 
 
 def test_all_are_different_and_of_one_length() -> None:

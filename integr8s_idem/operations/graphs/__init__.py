@@ -16,13 +16,13 @@ from dishka.plotter.model import Group, Node, NodeType
 from dishka.plotter.transform import Transformer
 
 from integr8s_idem.config import Settings
-from integr8s_idem.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.integrations.dishka import name_of_needs
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.opening import as_it_is
+from integr8s_idem.stores.factory import as_it_is
 from integr8s_idem.worker import Platform, Service
-from integr8s_idem.worker.clients import bounded
+from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.containers import NO_DISPATCHER, call_factory, explained, not_a_container
 
 MAKE_SECONDS: Final = 15.0

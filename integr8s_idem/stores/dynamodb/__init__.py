@@ -1,6 +1,6 @@
 """Records in a table of DynamoDB, by aiobotocore."""
 
-from integr8s_idem.config.words import lacking
+from integr8s_idem.config.message_text import lacking
 
 try:
     from integr8s_idem.stores.dynamodb.client import dynamo_client

@@ -12,9 +12,9 @@ from typing import Any, Final
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from integr8s_idem.deadlines import Deadline
+from integr8s_idem._util.deadlines import Deadline
+from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.errors import StoreUnavailableError
-from integr8s_idem.pace import pace_of
 from integr8s_idem.stores.dynamodb.clock import ServerClock
 from integr8s_idem.stores.dynamodb.errors import CONDITION, StrangeAnswerError, code_of, of_driver, of_service, passes
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import Final
 
+from integr8s_idem._util.lease_clock import system_clock_ns
 from integr8s_idem.errors import StoreConfigurationError
-from integr8s_idem.lease_clock import system_clock_ns
 
 SECOND: Final = 1_000_000
 """All times here are microseconds."""

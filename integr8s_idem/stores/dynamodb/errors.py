@@ -20,9 +20,9 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 
-from integr8s_idem.config.addresses import redacted
+from integr8s_idem.config.urls import redacted
+from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
-from integr8s_idem.findings import Code
 
 MIGRATE: Final = "run: integr8s-idem store migrate"
 

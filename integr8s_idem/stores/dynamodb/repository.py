@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
-from integr8s_idem.durations import Duration, duration
+from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.errors import CorruptRecordError, StoreUnavailableError
 from integr8s_idem.records import (
     Completion,

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
+from integr8s_idem.diagnostics import Code, StoreWarning
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
-from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.dynamodb.calls import Calls
 from integr8s_idem.stores.dynamodb.clock import ServerClock

@@ -14,7 +14,7 @@ from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from integr8s_idem.config import RedisClusterStoreSettings, RedisSentinelStoreSettings, RedisStoreSettings
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.pools import QuickPool
-from integr8s_idem.stores.redis.sending import Address
+from integr8s_idem.stores.redis.round_trips import Address
 from integr8s_idem.stores.redis.sentinels import PrimaryPool, Sentinels
 from integr8s_idem.stores.redis.topology import Topology
 

@@ -22,8 +22,8 @@ from redis.exceptions import (
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.redis.buckets import BUCKETS, TAGS, bucket_of, key_of
 from integr8s_idem.stores.redis.health import Health, fresh_mark
+from integr8s_idem.stores.redis.round_trips import Address, ReplicaWait, all_of, send
 from integr8s_idem.stores.redis.scripts import LOADS, MARK, Command, Script, command_of
-from integr8s_idem.stores.redis.sending import Address, ReplicaWait, all_of, send
 from integr8s_idem.stores.redis.servers import Answered, Argument
 from integr8s_idem.stores.redis.topology import Topology, address_of
 

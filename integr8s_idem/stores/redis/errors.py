@@ -24,9 +24,9 @@ from redis.exceptions import (
     ConnectionError as RedisConnectionError,
 )
 
-from integr8s_idem.deadlines import Deadline
+from integr8s_idem._util.deadlines import Deadline
+from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
-from integr8s_idem.findings import Code
 
 _PASSING: Final = {
     "OOM": "Redis is out of memory (maxmemory) and refuses writes",

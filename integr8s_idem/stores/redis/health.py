@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
-from integr8s_idem.findings import Code, StoreWarning
+from integr8s_idem.diagnostics import Code, StoreWarning
 from integr8s_idem.records import StoreHealth
-from integr8s_idem.stores.redis.sending import Address, ReplicaWait, all_of
+from integr8s_idem.stores.redis.round_trips import Address, ReplicaWait, all_of
 
 _NO_INFO: Final = StoreWarning(
     Code.STORE_UNSEEN, "this Redis user may not run INFO", "settings that lose records stay unseen", "give it +info"

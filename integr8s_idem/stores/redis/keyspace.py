@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple, cast
 
 from redis.asyncio import Redis
 
+from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import StoreConfigurationError
-from integr8s_idem.findings import Code
 from integr8s_idem.stores.redis.errors import guarded
 from integr8s_idem.stores.redis.servers import Servers
 

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 from redis.asyncio import Redis
 from redis.exceptions import AskError, ResponseError, TryAgainError
 
-from integr8s_idem.durations import Duration, duration
+from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.errors import CorruptRecordError, StoreConfigurationError
 from integr8s_idem.records import (
     Completion,
@@ -26,7 +26,7 @@ from integr8s_idem.stores.redis import codec, keyspace, scripts
 from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
-from integr8s_idem.stores.redis.sending import ReplicaWait, send
+from integr8s_idem.stores.redis.round_trips import ReplicaWait, send
 from integr8s_idem.stores.redis.servers import Argument, Lazily, OneServer, Servers
 
 _ABSENT: Final = 0

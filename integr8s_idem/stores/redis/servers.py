@@ -11,8 +11,8 @@ from redis.exceptions import ResponseError
 
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.redis.health import Health
+from integr8s_idem.stores.redis.round_trips import ReplicaWait, run, run_all, send
 from integr8s_idem.stores.redis.scripts import Command, Script, command_of
-from integr8s_idem.stores.redis.sending import ReplicaWait, run, run_all, send
 
 Argument = bytes | int
 T_co = TypeVar("T_co", covariant=True)

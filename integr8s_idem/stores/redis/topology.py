@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ClusterDownError, RedisError, ResponseError
 
 from integr8s_idem.stores.redis.buckets import BUCKET_SLOTS
-from integr8s_idem.stores.redis.sending import Address
+from integr8s_idem.stores.redis.round_trips import Address
 
 _UNKNOWN_HOST: Final = ("", "?")
 

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias
 from sqlalchemy import BigInteger, ColumnElement, bindparam, literal_column
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
+from integr8s_idem._util.wall_clock import wall_time_ns
 from integr8s_idem.errors import StoreConfigurationError
-from integr8s_idem.wall_clock import wall_time_ns
 
 Changes: TypeAlias = dict[str, ColumnElement[Any]]
 """New values by column, in the order in which they may be written one after the other."""

@@ -11,7 +11,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings, SqliteStoreSettings
-from integr8s_idem.config.words import needing
+from integr8s_idem.config.message_text import needing
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.server_engines import BEGINS, mysql_engine, postgresql_engine

@@ -13,11 +13,11 @@ from typing import Final
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from integr8s_idem.config.addresses import redacted
-from integr8s_idem.deadlines import Deadline
+from integr8s_idem._util.deadlines import Deadline
+from integr8s_idem._util.loop_fairness import pace_of
+from integr8s_idem.config.urls import redacted
+from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError, TransactionAbortedError
-from integr8s_idem.findings import Code
-from integr8s_idem.pace import pace_of
 
 MIGRATE: Final = "run: integr8s-idem store migrate"
 

@@ -10,13 +10,13 @@ from typing import Any, Final
 from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from integr8s_idem.diagnostics import Code, StoreWarning
 from integr8s_idem.errors import StoreConfigurationError
-from integr8s_idem.findings import Code, StoreWarning
 from integr8s_idem.records import StoreHealth
-from integr8s_idem.stores.sql.completeness import missing_columns, missing_indexes
 from integr8s_idem.stores.sql.dialects import Dialect
 from integr8s_idem.stores.sql.errors import MIGRATE
 from integr8s_idem.stores.sql.schema import COMPATIBLE_VERSION, VERSION, store
+from integr8s_idem.stores.sql.schema_completeness import missing_columns, missing_indexes
 
 NO_VERSION: Final = f"no tables of the store are there that say of which version they are; {MIGRATE}"
 

@@ -18,14 +18,14 @@ from sqlalchemy import inspect, select, text, update
 from sqlalchemy.engine import Connection, Dialect
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import ApplicationError, StoreConfigurationError, StoreUnavailableError
-from integr8s_idem.findings import Code
-from integr8s_idem.stores.sql.completeness import missing_columns, missing_indexes, missing_tables, unmade
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import guarded
 from integr8s_idem.stores.sql.health import NO_VERSION, check_version, new_identity
 from integr8s_idem.stores.sql.schema import BUCKETS, COMPATIBLE_VERSION, VERSION, buckets, store
+from integr8s_idem.stores.sql.schema_completeness import missing_columns, missing_indexes, missing_tables, unmade
 
 _EMPTY: Final = {"mariadb": "x''", "mysql": "x''", "postgresql": "''::bytea", "sqlite": "x''"}
 """No bytes."""

@@ -19,9 +19,9 @@ from typing import Any, Final
 from sqlalchemy import Executable, Update, delete, exists, func, insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
-from integr8s_idem.findings import Code
 from integr8s_idem.stores.outbox import Claim, Waiting
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import alone, reading, writing

@@ -14,9 +14,9 @@ from sqlalchemy.engine import Engine, RootTransaction
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 
-from integr8s_idem.durations import Duration, duration
+from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import ApplicationError, CorruptRecordError, StoreConfigurationError
-from integr8s_idem.findings import Code
 from integr8s_idem.records import (
     Completion,
     Corrupt,
@@ -28,11 +28,10 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.stores import Surveyed
-from integr8s_idem.stores.sql import bulk, statements, tending
+from integr8s_idem.stores.sql import bulk_statements, record_admin, statements
 from integr8s_idem.stores.sql.batches import rounds, slices
-from integr8s_idem.stores.sql.begun import begun
-from integr8s_idem.stores.sql.cursors import Answer, Wording, say_alone, say_within
 from integr8s_idem.stores.sql.dialects import dialect_of
+from integr8s_idem.stores.sql.driver_cursors import Answer, Wording, say_alone, say_within
 from integr8s_idem.stores.sql.engine import alone, writing
 from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining, of_joined
 from integr8s_idem.stores.sql.health import health_of, look_at_tables
@@ -48,6 +47,7 @@ from integr8s_idem.stores.sql.rows import (
 from integr8s_idem.stores.sql.savepoints import Undo, uncommitted, undo, undoing
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
 from integr8s_idem.stores.sql.sqlite_engine import among_handlers
+from integr8s_idem.stores.sql.transaction_state import begun
 
 _Mark: TypeAlias = tuple[str, int]
 """Key and fence of a reservation."""
@@ -89,9 +89,9 @@ class SqlIdempotencyRepository:
         self.purge_every = duration(purge_every, "purge_every")
         self._timeout = duration(timeout, "timeout")
         self._dialect = dialect_of(engine.dialect.name)
-        self._reserving = bulk.reserving(self._dialect)
+        self._reserving = bulk_statements.reserving(self._dialect)
         self._reserving_new = Wording(statements.reserving_new(self._dialect)) if self._dialect.arrays else None
-        self._settling = {status: bulk.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
+        self._settling = {status: bulk_statements.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
         self._has_indexes = False
         # Engines of the application's that were found to lead to the database of this one.
         self._same: WeakSet[Engine] = WeakSet()
@@ -239,17 +239,17 @@ class SqlIdempotencyRepository:
 
     def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
         """As `scan`, in the order of keys, and with the records that cannot be read."""
-        return tending.survey(self._read, prefix, holding)
+        return record_admin.survey(self._read, prefix, holding)
 
     async def size(self) -> int | None:
         """About how many rows there are, those that have expired included; `None` until the database has counted."""
-        return await tending.size(self._read)
+        return await record_admin.size(self._read)
 
     async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        return await tending.end_leases(self._asking, self._dialect, seen)
+        return await record_admin.end_leases(self._asking, self._dialect, seen)
 
     async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        return await tending.forget(self._asking, self._dialect, seen)
+        return await record_admin.forget(self._asking, self._dialect, seen)
 
     async def count_active(self, prefix: str) -> int:
         ((count,),) = await self._read("count_active", statements.active, prefix)
@@ -292,7 +292,7 @@ class SqlIdempotencyRepository:
         async with self._asking(operation, reads_only=True) as connection:
             return (await connection.execute(ask(self._dialect, *arguments), self._dialect.times())).all()
 
-    async def _tell(self, operation: str, statement: bulk.Bulk, rows: bulk.Rows) -> Answer:
+    async def _tell(self, operation: str, statement: bulk_statements.Bulk, rows: bulk_statements.Rows) -> Answer:
         if len(rows) == 1 and statement.of_one is not None:
             return await self._say(operation, statement.of_one, rows[0])
         if statement.of_arrays is not None:

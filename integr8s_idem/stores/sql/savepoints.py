@@ -17,8 +17,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
 
 from integr8s_idem.errors import ApplicationError, StoreUnavailableError, TransactionAbortedError
-from integr8s_idem.stores.sql.commits import watching
-from integr8s_idem.stores.sql.cursors import has_said_nothing, roll_back
+from integr8s_idem.stores.sql.commit_listeners import watching
+from integr8s_idem.stores.sql.driver_cursors import has_said_nothing, roll_back
 from integr8s_idem.stores.sql.errors import gave_up, joining, savepoint_gone, translated
 
 MARK: Final = "SAVEPOINT integr8s_idem"

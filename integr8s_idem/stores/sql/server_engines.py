@@ -12,7 +12,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from integr8s_idem.stores.sql.idle import look_at_idle
+from integr8s_idem.stores.sql.idle_connections import look_at_idle
 from integr8s_idem.stores.sql.tls import refuse_plain
 
 LONGEST_CONNECT: Final = 10.0

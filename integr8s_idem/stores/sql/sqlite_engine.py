@@ -16,7 +16,7 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from integr8s_idem.current import SIMULATED_PROCESS
+from integr8s_idem._util.context_vars import SIMULATED_PROCESS
 from integr8s_idem.errors import ApplicationError, StoreConfigurationError
 
 READS_ONLY: Final = "integr8s_idem_reads_only"

@@ -31,7 +31,7 @@ from sqlalchemy import (
 from sqlalchemy.types import TypeEngine
 
 from integr8s_idem.records import Reserved
-from integr8s_idem.stores.sql import arrays
+from integr8s_idem.stores.sql import array_parameters
 from integr8s_idem.stores.sql.dialects import Changes, Dialect
 from integr8s_idem.stores.sql.schema import PROCESSING, records
 
@@ -47,7 +47,7 @@ def reserving(dialect: Dialect) -> Any:
     """
     if not dialect.arrays:
         return _answering(dialect, dialect.upsert(_of_one(dialect), _row.key, _taken_over))
-    wishes = arrays.told(_WISH)
+    wishes = array_parameters.told(_WISH)
     values = {
         name: value if isinstance(value, ColumnElement) else literal(value, _row[name].type)
         for name, value in _reservation(wishes.c.__getitem__, dialect.now).items()
@@ -224,18 +224,18 @@ def _in_order(dialect: Dialect, rows: ColumnElement[bool]) -> ColumnElement[bool
     """
     if not dialect.arrays:
         return rows
-    return arrays.chosen(_row.key, select(_row.key).where(rows).order_by(_row.key).with_for_update())
+    return array_parameters.chosen(_row.key, select(_row.key).where(rows).order_by(_row.key).with_for_update())
 
 
 def among(dialect: Dialect, keys: Sequence[str]) -> ColumnElement[bool]:
     """The rows of `keys`."""
-    return arrays.among(_row.key, keys) if dialect.arrays else _row.key.in_(keys)
+    return array_parameters.among(_row.key, keys) if dialect.arrays else _row.key.in_(keys)
 
 
 def marked(dialect: Dialect, marks: Sequence[tuple[Any, ...]], *columns: Column[Any]) -> ColumnElement[bool]:
     """The rows that have one of `marks` in these columns, the first of which is the key."""
     if dialect.arrays:
-        mark = arrays.rows_of({column.name: column.type for column in columns}, marks)
+        mark = array_parameters.rows_of({column.name: column.type for column in columns}, marks)
         return tuple_(*columns).in_(select(*mark.c))
     found = tuple_(*columns).in_(marks)
     return found if dialect.finds_tuples else and_(_row.key.in_([key for key, *_ in marks]), found)
@@ -260,7 +260,7 @@ def settling(dialect: Dialect, status: int) -> Update:
     """
     if not dialect.arrays:
         return settling_one(dialect, status)
-    of, again = (dict(arrays.told(OUTCOME).c) for _ in range(2))
+    of, again = (dict(array_parameters.told(OUTCOME).c) for _ in range(2))
     locked = _in_order(dialect, _ours(dialect, again))
     return update(records).where(locked, _row.key == of["of_key"]).values(_outcome(dialect, status, of))
 
@@ -362,7 +362,9 @@ def purging(dialect: Dialect, keys: Select[Any] | Sequence[str]) -> Executable:
     if not isinstance(keys, Select):
         return _deleting_by_key(dialect, keys, gone)
     # Asked first, and for itself: joined, PostgreSQL would read the whole table for the few rows that are found.
-    return delete(records).where(arrays.chosen(_row.key, keys) if dialect.arrays else _row.key.in_(keys), gone)
+    return delete(records).where(
+        array_parameters.chosen(_row.key, keys) if dialect.arrays else _row.key.in_(keys), gone
+    )
 
 
 def expired(dialect: Dialect, most: int) -> Select[Any]:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from integr8s_idem.config import DynamodbStoreSettings
-from integr8s_idem.embedded.child import ChildServer
+from integr8s_idem.embedded.child_server import ChildServer
 from tests.support.kafka.broker import ToolsMissingError, find_java, free_ports
 
 JARS: Final = Path(__file__).parents[3] / ".cache" / "dynamodb" / "libs"

@@ -16,7 +16,7 @@ from typing import Any
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from integr8s_idem.embedded.child import ChildServer
+from integr8s_idem.embedded.child_server import ChildServer
 
 JARS = Path(__file__).parents[3] / ".cache" / "kafka" / "libs"
 OLDEST_JAVA = 17

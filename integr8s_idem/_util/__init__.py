@@ -1,0 +1,1 @@
+"""Private building blocks that know nothing of idempotency."""

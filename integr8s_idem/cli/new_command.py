@@ -1,0 +1,54 @@
+"""`integr8s-idem new`: a small application that works, with tests that pass."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.tree import Tree
+
+from integr8s_idem.cli.common import answered
+from integr8s_idem.cli.output import safe_console, say
+from integr8s_idem.config.message_text import installing
+from integr8s_idem.operations.application_template import Store, application_files, missing_extras, write_application
+
+
+def new_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the application, and of its package: billing.")],
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="FOLDER", help="Where to; ./NAME if not given.")
+    ] = None,
+    store: Annotated[Store, typer.Option(help="Where its records are.")] = Store.REDIS,
+) -> None:
+    """Write a small application that works, with tests."""
+
+    def write() -> int:
+        folder = into or Path(name)
+        files = application_files(name, store)
+        write_application(folder, files)
+        _show(folder, list(files))
+        if missing := missing_extras(store):
+            say(f"\nNot installed yet: {installing(','.join(missing))}")
+        say("\nNext:")
+        for command in (
+            f"cd {shlex.quote(str(folder))}",
+            "python -m pytest",
+            f"integr8s-idem run {name}.workers:platform --embedded",
+        ):
+            say(f"    {command}")
+        return 0
+
+    raise typer.Exit(answered(write))
+
+
+def _show(folder: Path, files: list[Path]) -> None:
+    tree = Tree(f"{folder}/", guide_style="dim")
+    branches: dict[Path, Tree] = {Path(): tree}
+    for path in sorted(files, key=lambda path: (len(path.parts) == 1, path)):
+        for parent in reversed(path.parents[:-1]):
+            if parent not in branches:
+                branches[parent] = branches[parent.parent].add(f"{parent.name}/")
+        branches[path.parent].add(path.name)
+    safe_console().print(tree)

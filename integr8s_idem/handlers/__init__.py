@@ -1,0 +1,1 @@
+"""Route events to handlers, and run each handler once per event."""

@@ -1,0 +1,430 @@
+"""One event on its way through one handler.
+
+Order of one run: the handler returns, what it opened is closed (the business commit), its outgoing
+events are published, the record is completed.  Only then may the offset move.
+
+Order of one that is transactional: the handler returns, its outgoing events and its completed record are
+written in its transaction, which its scope commits.  Then the offset may move; a relay publishes the events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from integr8s_idem.config import OnInProgress
+from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.engine.active_runs import Returned, Suspected, run_of
+from integr8s_idem.engine.leases import HeldLease
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.results import repeatable
+from integr8s_idem.engine.transactions import Seal
+from integr8s_idem.engine.work import (
+    Attempt,
+    Executed,
+    HandlerFailed,
+    Isolation,
+    NotStarted,
+    Outcome,
+    Transaction,
+    WaitForStore,
+    Work,
+)
+from integr8s_idem.errors import (
+    ApplicationError,
+    HandlerCancelledError,
+    HandlerExitError,
+    HandlerTimeoutError,
+    PermanentError,
+    PublishError,
+)
+from integr8s_idem.events import BaseEvent, Message
+from integr8s_idem.handlers.batch_collector import Gatherer, Member
+from integr8s_idem.handlers.router import (
+    Batch,
+    BatchCall,
+    BatchSize,
+    HandlerCall,
+    HandlerFunction,
+    Invoke,
+    MessageMaker,
+    Outgoing,
+    Publisher,
+    RegisteredHandler,
+    async_function,
+    call_with_event,
+    name_of,
+    returned_by,
+)
+from integr8s_idem.keys import Key, KeyResolver, KeySpace
+from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, Reserved
+from integr8s_idem.stores.outbox import Outbox
+from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
+
+FIRST_PAUSE: Final = 0.1
+LONGEST_PAUSE: Final = 5.0
+"""Seconds between tries to publish what a handler has left behind."""
+
+
+class Handling:
+    """One event on its way through one handler; lives until that is settled, over all tries.
+
+    This one is unguarded and counts its tries in memory.
+    """
+
+    __slots__ = ("_tries", "event", "generation", "handler")
+
+    def __init__(self, handler: EventHandler, event: BaseEvent, generation: int = 0) -> None:
+        """`generation`: how often the event was replayed on purpose."""
+        self.handler = handler
+        self.event = event
+        self.generation = generation
+        self._tries = 0
+
+    @property
+    def on_in_progress(self) -> OnInProgress:
+        """What to do while another process is at it."""
+        return OnInProgress.WAIT
+
+    @property
+    def together(self) -> bool:
+        """Whether it can be reserved and remembered together with others."""
+        return True
+
+    @property
+    def label(self) -> str:
+        """What people read: type and id of the event."""
+        return f"{self.event.event_type}:{self.event.event_id}"
+
+    @property
+    def record_key(self) -> str:
+        """The full key of its record, in the first generation; empty without a guard."""
+        return ""
+
+    async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
+        """One try.  Arguments and errors as those of `IdempotencyManager.execute`; a caller that waits for
+        the store also waits for the broker to take what the handler publishes."""
+        self._tries += 1
+        handler = self.handler
+        key = handler.plain_key(self.event, self.generation)
+        attempt = Attempt(key, self._tries, 0, float("inf"), self.label, self.generation)
+        try:
+            with handler.observer.phase(Phase.HANDLE, self.event.event_type):
+                value = await handler.work(self.event, attempt, patient=wait_for_store is not None)
+        except Exception as error:  # noqa: BLE001  # handed on as the outcome
+            handler.observer.count(Signal.HANDLER_FAILED, self.event.event_type)
+            given_up = isinstance(error, PermanentError) or self._tries >= handler.max_attempts
+            return HandlerFailed(error, self._tries, given_up)
+        return Executed(value, self._tries)
+
+    async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Suspected:
+        """As `attempt`; an event that `isolate` was called for may come back reserved and not run."""
+        return await self.attempt(wait_for_store=wait_for_store)
+
+    async def wait(self, found: InProgress, looks: int) -> None:
+        """Return when another try makes sense."""
+        raise AssertionError("an unguarded handler is never in progress elsewhere")
+
+
+class GuardedHandling(Handling):
+    """The same behind a manager.  The key is computed here, once, before the handler can touch the event."""
+
+    __slots__ = ("_patient", "passes", "work")
+    handler: IdempotentEventHandler
+
+    def __init__(self, handler: IdempotentEventHandler, event: BaseEvent, generation: int = 0) -> None:
+        self.handler = handler
+        self.event = event
+        self.generation = generation
+        keyed = handler.resolver.resolve(handler.name, event, generation)
+        key, returns = handler.manager.space.key(keyed.key), handler.returns
+        self.work = Work(key, keyed.fingerprint, handler.ttl, event.event_type, returns=returns)
+        self.passes = handler.manager.passes
+        self._patient = False
+
+    @property
+    def on_in_progress(self) -> OnInProgress:
+        return self.handler.manager.config.on_in_progress
+
+    @property
+    def together(self) -> bool:
+        return self.handler.outbox is None
+
+    @property
+    def label(self) -> str:
+        return self.work.key.label
+
+    @property
+    def record_key(self) -> str:
+        return self.handler.manager.space.full(self.work.key.in_generation(0))
+
+    def isolate(self) -> None:
+        """Do not run the event if it may be what crashes its process: the caller has it run alone."""
+        if self.handler.manager.config.max_attempts > 1:  # otherwise it is not tried again, whatever crashed
+            self.work.isolation = Isolation.PENDING
+
+    def run_isolated(
+        self, suspect: Suspected, *, alone: bool, wait_for_store: WaitForStore
+    ) -> Coroutine[Any, Any, Outcome[Any] | Suspected]:
+        """One try of a suspect: alone, as its record then says, or beside others, since nothing else could be had."""
+        self.work.isolation = Isolation.ALONE if alone else Isolation.WAIVED
+        self.passes.reserve_again(self.work, suspect.lease)
+        return self.attempt_or_suspect(wait_for_store=wait_for_store)
+
+    def no_longer_alone(self) -> None:
+        """Let its record say that other handlers may run beside it; without waiting."""
+        self.passes.no_longer_alone(self.work)
+
+    async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
+        outcome = await self._attempt(wait_for_store)
+        assert not isinstance(outcome, Suspected), "nobody isolates it"
+        return outcome
+
+    async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Suspected:
+        return await self._attempt(wait_for_store)
+
+    async def _attempt(self, wait_for_store: WaitForStore | None) -> Outcome[Any] | Suspected:
+        self._patient = wait_for_store is not None
+        if self.handler.outbox is not None:
+            async with self.handler.outbox.turn():
+                return await self.passes.execute_sealed(self.work, self._sealed, wait_for_store=wait_for_store)
+        return await self.passes.execute_or_suspect(self.work, self._do, wait_for_store)
+
+    def is_known_here(self) -> bool:
+        """Whether this process has completed it, and knows that without asking the store."""
+        work = self.work
+        return self.passes.known_here(work.key, work.fingerprint, work.event_type) is not None
+
+    def hold(self, reserved: Reserved, asked_at: float) -> HeldLease:
+        """Hold the lease of a reservation that was asked for at `asked_at`, by the lease clock."""
+        return self.passes.hold(self.work, reserved, asked_at)
+
+    def perform(
+        self, lease: HeldLease, wait_for_store: WaitForStore
+    ) -> Coroutine[Any, Any, Returned[Any] | HandlerFailed | NotStarted]:
+        """Run the handler under a lease."""
+        self._patient = True
+        return self.passes.perform(self.work, self._do, lease, wait_for_store)
+
+    def not_started(self, lease: HeldLease) -> NotStarted:
+        """Prevent a start on a lease that is late."""
+        return self.passes.not_started(self.work, lease)
+
+    def decline(
+        self, verdict: InProgress | Completed | Failed | KeyReused | Corrupt
+    ) -> Coroutine[Any, Any, Outcome[Any]]:
+        """What comes of a verdict that lets no guarded handler run."""
+        self._patient = True
+        return self.passes.decline(self.work, self._do, verdict)
+
+    def release(self, lease: HeldLease) -> None:
+        """Release the key without waiting: the event is not handled after all."""
+        self.passes.release(self.work, lease)
+
+    def _do(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
+        return self.handler.work(self.event, attempt, patient=self._patient)
+
+    async def _sealed(self, attempt: Attempt, seal: Seal) -> Any:
+        return await self.handler.work_sealed(self.event, attempt, seal)
+
+    async def wait(self, found: InProgress, looks: int) -> None:
+        await self.passes.wait_for_change(found, looks=looks)
+
+    async def run(self) -> Any:
+        """The value, new or remembered; waits for a twin and raises as `IdempotencyManager.run` does."""
+        if self.handler.outbox is not None:
+            return await self.handler.manager.settled(self.work, self.attempt, self.handler.returns)
+        return await self.handler.manager.run_work(self.work, self._do, returns=self.handler.returns)
+
+
+class EventHandler:
+    """One handler with all it needs to run.  Awaiting a call of it makes one unguarded try."""
+
+    def __init__(
+        self,
+        function: HandlerFunction,
+        *,
+        name: str | None = None,
+        event: type[BaseEvent] = BaseEvent,
+        scope: str = "",
+        invoke: Invoke = call_with_event,
+        publisher: Publisher | None = None,
+        observer: Observer = SILENT,
+        timeout: Duration | None = None,
+        max_attempts: int = 5,
+        batch: BatchSize | None = None,
+    ) -> None:
+        self.function = async_function(function)
+        self.name = name or name_of(function)
+        self.scope = scope
+        self.observer = observer
+        self.max_attempts = max_attempts
+        self._registered = RegisteredHandler(event, self.name, function, batch)
+        self.returns = self._registered.returns
+        """The function whose return annotation types a result."""
+        self._gatherer = Gatherer(batch, self._call_batch, self.name) if batch is not None else None
+        self.invoke = invoke
+        self._publisher = publisher
+        self._timeout = duration(timeout, "timeout")
+
+    @property
+    def event_type(self) -> str:
+        """Of the events that it handles."""
+        return self._registered.event_type
+
+    def handling(self, event: BaseEvent, generation: int = 0) -> Handling:
+        """Begin to handle `event`; `generation` counts how often it was replayed on purpose."""
+        return Handling(self, event, generation)
+
+    async def __call__(self, event: BaseEvent) -> Any:
+        outcome = await self.handling(event).attempt()
+        if isinstance(outcome, HandlerFailed):
+            raise outcome.error
+        assert isinstance(outcome, Executed)
+        return outcome.value
+
+    def plain_key(self, event: BaseEvent, generation: int = 0) -> str:
+        """A key made of the event's id, for ids derived from it."""
+        key = Key.of_event(self.name, event.event_type, "id", event.event_id)
+        return KeySpace("plain", self.scope or "-").full(key.in_generation(generation))
+
+    async def work(self, event: BaseEvent, attempt: Attempt, *, patient: bool = False) -> Any:
+        """The handler, the closing of its scope, the publishing of what it leaves behind."""
+        outgoing = Outgoing()
+        if self._gatherer is not None:
+            result = await self._gatherer.join(Member(event, attempt, outgoing, run_of(attempt)))
+        else:
+            result = await self._call(HandlerCall(event, attempt, outgoing))
+        events = outgoing.finished(event, attempt.key, self.scope)
+        if events:
+            await self._publish(events, patient)
+        self.observer.count(Signal.HANDLED, event.event_type)
+        return result
+
+    async def _call_batch(self, members: Sequence[Member]) -> Any:
+        batch = Batch([member.attempt for member in members], [member.outgoing for member in members])
+        return await self._call(
+            BatchCall([member.event for member in members], batch, [member.run for member in members])
+        )
+
+    def _call(self, call: HandlerCall | BatchCall) -> Coroutine[Any, Any, Any]:
+        return self._invoke(call) if self._timeout is None else self._invoke_for(call, self._timeout)
+
+    async def _invoke_for(self, call: HandlerCall | BatchCall, longest: timedelta) -> Any:
+        try:
+            async with asyncio.timeout(longest.total_seconds()) as limit:
+                return await self._invoke(call)
+        except TimeoutError as error:
+            if limit.expired():
+                raise HandlerTimeoutError(self.name, longest) from error
+            raise
+
+    async def _invoke(self, call: HandlerCall | BatchCall) -> Any:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        try:
+            return returned_by(self._registered, await self.invoke(self._registered, call))
+        except asyncio.CancelledError as error:
+            if task is None or task.cancelling() > before:
+                raise
+            # Of the handler's own making: as a cancellation it would end our caller, who was not meant.
+            raise HandlerCancelledError(self.name) from error
+        except SystemExit as error:
+            # It would end the process, and all services in it, with deliveries under way.
+            raise HandlerExitError(self.name) from error
+
+    async def _publish(self, events: Sequence[BaseEvent], patient: bool) -> None:
+        if self._publisher is None:
+            raise ApplicationError(f"handler {self.name} publishes events, but nobody gave it a publisher")
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await self._publisher.publish(*events)
+            except PublishError:
+                # The handler has succeeded: running it again because of the broker would repeat its
+                # effects.  Patience ends with the lease, or when the worker is told to stop.
+                if not patient:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE)
+
+
+class IdempotentEventHandler(EventHandler):
+    """One handler behind a manager.  Awaiting a call of it gives the result, new or remembered."""
+
+    def __init__(
+        self,
+        function: HandlerFunction,
+        manager: IdempotencyManager,
+        *,
+        resolver: KeyResolver | None = None,
+        ttl: Duration | None = None,
+        name: str | None = None,
+        event: type[BaseEvent] = BaseEvent,
+        invoke: Invoke = call_with_event,
+        publisher: Publisher | None = None,
+        timeout: Duration | None = None,
+        outbox: Outbox | None = None,
+        batch: BatchSize | None = None,
+    ) -> None:
+        """What is guarded, and how.
+
+        Args:
+            resolver: How keys are made: by event id if not given.
+            ttl: How long outcomes are remembered.
+            outbox: `invoke` opens a transaction that holds what the handler writes, its events and its outcome.
+
+        Raises:
+            ApplicationError: It takes batches and has an outbox: both belong to one event.
+        """
+        super().__init__(
+            function,
+            name=name,
+            event=event,
+            scope=manager.scope,
+            invoke=invoke,
+            publisher=publisher,
+            observer=manager.observer,
+            timeout=timeout,
+            max_attempts=manager.config.max_attempts,
+            batch=batch,
+        )
+        if batch is not None and outbox is not None:
+            raise ApplicationError(
+                f"{self.name} takes batches, whose events settle one by one: it cannot commit with their outcomes. "
+                "Leave out transaction=…, or take the events one by one"
+            )
+        self.manager = manager
+        self.resolver = resolver or KeyResolver()
+        self.ttl = None if ttl is None else manager.checked_ttl(ttl)
+        self.outbox = outbox
+
+    async def work_sealed(self, event: BaseEvent, attempt: Attempt, seal: Seal) -> Any:
+        """The handler, what it leaves behind and its outcome, and the commit of all of them."""
+        outgoing = Outgoing()
+
+        remembered: list[Any] = []
+
+        async def before_commit(result: Any, transaction: Transaction) -> None:
+            value = repeatable(result, attempt.label, self.returns)
+            events = outgoing.finished(event, attempt.key, self.scope)
+            await seal.write(value, [self._message(one) for one in events], transaction)
+            remembered[:] = [value]
+
+        result = await self._call(HandlerCall(event, attempt, outgoing, before_commit))
+        self.observer.count(Signal.HANDLED, event.event_type)
+        # `invoke` still returns the iterator that was read for the record.
+        return remembered[0] if remembered else result
+
+    def _message(self, event: BaseEvent) -> Message:
+        if not isinstance(self._publisher, MessageMaker):
+            raise ApplicationError(f"handler {self.name} publishes events, but nobody gave it a publisher")
+        return self._publisher.message(event)
+
+    def handling(self, event: BaseEvent, generation: int = 0) -> GuardedHandling:
+        return GuardedHandling(self, event, generation)
+
+    async def __call__(self, event: BaseEvent) -> Any:
+        return await self.handling(event).run()

@@ -1,0 +1,313 @@
+"""Random histories of a store, each answer compared with `Model`.  Needs hypothesis."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from uuid import uuid4
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from integr8s_idem.records import (
+    Completed,
+    Completion,
+    Failed,
+    Failure,
+    InProgress,
+    KeyReused,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    Verdict,
+)
+from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.testing.reference_model import COMPLETED, FAILED, RESERVED, Model, ModelRecord, Owner
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+_Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+_SLACK = timedelta(seconds=4)
+"""Real time that may pass within one history: less than the smallest step between two times below.
+
+A history that takes longer, on a machine that stalls, is compared no further: whose lease is over is then open."""
+
+# Multiples of ten, passed by odd steps: no time comes to lie just after "now".
+_LEASES = st.sampled_from([10, 30, 50])
+_RETENTIONS = st.sampled_from([60, 200])
+_TTLS = st.sampled_from([40, 400])
+_STEPS = st.sampled_from([5, 10, 35, 100, 300])
+_KEYS = st.sampled_from(["a", "b", "c"])
+_FINGERPRINTS = st.sampled_from([None, None, b"1" * 16, b"2" * 16])
+_RESULTS = st.none() | st.builds(StoredResult, st.binary(max_size=60), st.sampled_from(["application/json", "text/x"]))
+
+
+@dataclass(frozen=True, slots=True)
+class HistorySize:
+    """How much to try."""
+
+    histories: int = 50
+    steps: int = 30
+
+
+async def check_histories(
+    repository: IdempotencyRepository,
+    advance: Callable[[timedelta], Awaitable[None]],
+    size: HistorySize,
+    stopwatch: Callable[[], float] = time.monotonic,
+) -> None:
+    """Compare random histories with the model.
+
+    Args:
+        repository: The store, empty or not: each history has keys of its own.
+        advance: Moves the clock of the store.
+        size: How much to try.
+        stopwatch: Seconds of real time.
+
+    Raises:
+        AssertionError: An answer differs from that of the model, shown with the shortest history that does so.  Or most
+            histories took longer than four seconds of real time, so that little was compared.
+    """
+    loop = asyncio.get_running_loop()
+    histories: list[_History] = []
+
+    def run(step: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(step, loop).result(timeout=60)
+
+    def machine() -> _History:
+        histories.append(_History(repository, advance, run, stopwatch))
+        return histories[-1]
+
+    # Hypothesis is not asynchronous: it runs beside the loop, and each step on it.
+    await asyncio.to_thread(
+        run_state_machine_as_test,
+        machine,  # type: ignore[arg-type]  # anything that makes one will do
+        settings=settings(
+            max_examples=size.histories,
+            stateful_step_count=size.steps,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    drawn_out = sum(history.drawn_out for history in histories)
+    assert drawn_out * 2 <= len(histories), (
+        f"{drawn_out} of {len(histories)} histories took longer than {_SLACK.total_seconds():g} s, "
+        "and were not compared to their ends: use a faster server, or fewer `steps` in HistorySize"
+    )
+
+
+class _DrawnOutError(Exception):
+    """So much real time has passed that the model does not know which leases are over."""
+
+
+def _in_time(
+    step: Callable[Concatenate[_History, _P], None],
+) -> Callable[Concatenate[_History, _P], None]:
+    """Do nothing more in a history that was drawn out.
+
+    It is not ended: Hypothesis takes histories that end here once and there another time for an error.
+    """
+
+    @functools.wraps(step)
+    def _step(self: _History, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if self.drawn_out:
+            return
+        try:
+            step(self, *args, **kwargs)
+        except _DrawnOutError:
+            self.drawn_out = True
+
+    return _step
+
+
+def _tokens() -> Iterator[bytes]:
+    return (number.to_bytes(16, "big") for number in itertools.count(1))
+
+
+class _History(RuleBasedStateMachine):
+    """One history: a handful of keys, wishes old and new, owners old and new."""
+
+    def __init__(
+        self,
+        repository: IdempotencyRepository,
+        advance: Callable[[timedelta], Awaitable[None]],
+        run: _Run,
+        stopwatch: Callable[[], float],
+    ) -> None:
+        super().__init__()
+        self.repository = repository
+        self.advance = advance
+        self._run = run
+        self._stopwatch = stopwatch
+        self._began = stopwatch()
+        self.drawn_out = False
+        self.root = f"histories:{uuid4().hex}:"
+        self.model = Model()
+        self.tokens = _tokens()
+        self.wishes: list[ReserveRequest] = []
+        self.reservations: dict[Owner, Reserved] = {}
+        self.highest: dict[str, int] = {}
+
+    def run(self, step: Coroutine[Any, Any, _T]) -> _T:
+        answer: _T = self._run(step)
+        if self._stopwatch() - self._began >= _SLACK.total_seconds():
+            raise _DrawnOutError
+        return answer
+
+    @rule(
+        wanted=st.lists(st.tuples(_KEYS, _FINGERPRINTS, st.booleans()), min_size=1, max_size=4),
+        lease=_LEASES,
+        life=_RETENTIONS,
+    )
+    @_in_time
+    def reserve(self, wanted: list[tuple[str, bytes | None, bool]], lease: int, life: int) -> None:
+        wishes = [
+            ReserveRequest(
+                key=self.root + key,
+                token=next(self.tokens),
+                lease=timedelta(seconds=lease),
+                retention=timedelta(seconds=life),
+                fingerprint=fingerprint,
+                alone=alone,
+            )
+            for key, fingerprint, alone in wanted
+        ]
+        self.wishes += wishes
+        self._reserve(wishes)
+
+    @rule(which=st.integers(0, 200))
+    @_in_time
+    def reserve_again_as_if_the_answer_was_lost(self, which: int) -> None:
+        if not self.wishes:
+            return
+        wish = self.wishes[which % len(self.wishes)]
+        found = self.model.record(wish.key)
+        # A wish repeated after its own release may be answered either way.
+        if found is None or not found.released or found.owner.token != wish.token:
+            self._reserve([wish])
+
+    def _reserve(self, wishes: list[ReserveRequest]) -> None:
+        verdicts = self.run(self.repository.reserve(wishes))
+        assert len(verdicts) == len(wishes)
+        for wish, verdict in zip(wishes, verdicts, strict=True):
+            turns = self.model.turns
+            name, record = self.model.reserve(
+                wish.key, wish.token, _seconds(wish.lease), _seconds(wish.retention), wish.fingerprint, wish.alone
+            )
+            assert type(verdict).__name__ == name
+            assert verdict.key == wish.key
+            self._compare(verdict, record, self.model.now)
+            if isinstance(verdict, Reserved):
+                self._remember(verdict, record.owner, new=self.model.turns > turns)
+
+    def _compare(self, verdict: Verdict, record: ModelRecord, now: int) -> None:
+        if isinstance(verdict, KeyReused):
+            assert verdict.stored == record.fingerprint
+            return
+        assert not isinstance(verdict, Reserved | InProgress | Completed | Failed) or verdict.attempt == record.attempt
+        if isinstance(verdict, Reserved):
+            assert verdict.previous.value == record.previous
+            assert (verdict.lapsed, verdict.lapsed_alone) == (record.lapsed, record.lapsed_alone)
+        if isinstance(verdict, InProgress):
+            left = timedelta(seconds=record.lease_until - now)
+            assert left - _SLACK < verdict.retry_after <= left
+        if isinstance(verdict, Completed):
+            assert (verdict.result, verdict.result_dropped) == record.outcome
+        if isinstance(verdict, Failed):
+            assert verdict.error == record.outcome
+
+    def _remember(self, verdict: Reserved, owner: Owner, *, new: bool) -> None:
+        if new:
+            assert verdict.fence > self.highest.get(verdict.key, 0)
+            self.highest[verdict.key] = verdict.fence
+            self.reservations[owner] = verdict
+        else:
+            assert verdict.fence == self.reservations[owner].fence
+
+    def _any(self, which: int) -> tuple[Owner, Reserved] | None:
+        if not self.reservations:
+            return None
+        # Counted from the newest: that is who most likely still owns its key.
+        owners = list(self.reservations)
+        owner = owners[-1 - which % len(owners)]
+        return owner, self.reservations[owner]
+
+    @rule(which=st.integers(0, 6), lease=_LEASES)
+    @_in_time
+    def renew(self, which: int, lease: int) -> None:
+        if chosen := self._any(which):
+            owner, reserved = chosen
+            answers = self.run(self.repository.renew([reserved], timedelta(seconds=lease)))
+            assert answers == [self.model.renew(owner, lease)]
+
+    @rule(which=st.integers(0, 6))
+    @_in_time
+    def release(self, which: int) -> None:
+        if chosen := self._any(which):
+            owner, reserved = chosen
+            assert self.run(self.repository.release([reserved])) == [self.model.release(owner)]
+
+    @rule(which=st.integers(0, 6), ttl=_TTLS, result=_RESULTS, dropped=st.booleans(), times=st.integers(1, 2))
+    @_in_time
+    def complete(self, which: int, ttl: int, result: StoredResult | None, dropped: bool, times: int) -> None:
+        if chosen := self._any(which):
+            owner, reserved = chosen
+            completion = Completion(
+                reservation=reserved, ttl=timedelta(seconds=ttl), result=result, result_dropped=dropped
+            )
+            answers = self.run(self.repository.complete([completion] * times))
+            assert answers == [self.model.settle(owner, COMPLETED, ttl, (result, dropped)) for _ in range(times)]
+
+    @rule(which=st.integers(0, 6), ttl=_TTLS, error=st.text(max_size=20))
+    @_in_time
+    def fail(self, which: int, ttl: int, error: str) -> None:
+        if chosen := self._any(which):
+            owner, reserved = chosen
+            failure = Failure(reservation=reserved, ttl=timedelta(seconds=ttl), error=error)
+            assert self.run(self.repository.fail([failure])) == [self.model.settle(owner, FAILED, ttl, error)]
+
+    @rule(key=_KEYS)
+    @_in_time
+    def delete(self, key: str) -> None:
+        full = self.root + key
+        assert self.run(self.repository.delete([full, full])) == self.model.delete(full)
+
+    @rule(seconds=_STEPS)
+    @_in_time
+    def time_passes(self, seconds: int) -> None:
+        self.run(_awaited(self.advance(timedelta(seconds=seconds))))
+        self.model.now += seconds
+
+    @invariant()
+    @_in_time
+    def the_records_are_those_of_the_model(self) -> None:
+        keys = [self.root + key for key in "abc"]
+        for key, record in zip(keys, self.run(self.repository.get(keys)), strict=True):
+            expected = self.model.record(key)
+            assert (record is None) == (expected is None)
+            if record is not None and expected is not None:
+                assert record.status.value == {RESERVED: "processing"}.get(expected.status, expected.status.lower())
+                assert (record.attempt, record.fingerprint) == (expected.attempt, expected.fingerprint)
+                assert record.expires_at is not None
+
+    @invariant()
+    @_in_time
+    def the_active_keys_are_those_of_the_model(self) -> None:
+        assert self.run(self.repository.count_active(self.root)) == self.model.active()
+
+
+async def _awaited(step: Awaitable[_T]) -> _T:
+    return await step
+
+
+def _seconds(duration: timedelta) -> int:
+    return int(duration.total_seconds())

@@ -1,0 +1,418 @@
+"""From a message to the point where its offset may move.
+
+A delivery is settled when every handler of its event has come to an end that will not be taken back:
+handled now, handled before, or dead-lettered.  Until then it is tried again, waits for a twin, or waits
+for the store; a closing assignment lets it go, to come again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from integr8s_idem.config import OnInProgress
+from integr8s_idem.engine.active_runs import Suspected
+from integr8s_idem.engine.store_client import describe_error
+from integr8s_idem.engine.work import Executed, HandlerFailed, NotStarted, Outcome
+from integr8s_idem.errors import (
+    CorruptRecordError,
+    EventTooLargeError,
+    KeyReusedError,
+    LeaseLostError,
+    PreviouslyFailedError,
+    PublishError,
+    StoreError,
+    UndecodableEventError,
+)
+from integr8s_idem.events import BaseEvent, EventDecoder
+from integr8s_idem.handlers.dispatcher import EventDispatcher, Handling
+from integr8s_idem.handlers.handler import GuardedHandling
+from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
+from integr8s_idem.telemetry import SILENT, Observer, Signal, Span, is_recorded
+from integr8s_idem.worker.assignments import AbandonedError, Delivery
+from integr8s_idem.worker.backoff import Backoff
+from integr8s_idem.worker.dead_letters import DeadLetter, Parcel, is_replay
+from integr8s_idem.worker.isolation_gate import IsolationGate
+from integr8s_idem.worker.kafka_protocols import Record
+from integr8s_idem.worker.poison_events import FirstOutcome, SuspectRunner, Try
+from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.replay_policy import (
+    NO_REPLAY,
+    OTHER_EVENT,
+    Judgement,
+    ReplayPolicy,
+    ReplayReporter,
+    asks_for,
+    follows_a_failure,
+)
+from integr8s_idem.worker.replay_signatures import ReplayClaim
+from integr8s_idem.worker.slots import Slots
+from integr8s_idem.worker.store_circuit import StoreGate
+
+logger = logging.getLogger(__name__)
+
+LONGEST_BODY_PAUSE = Backoff(initial=0.5, longest=10.0)
+"""Pauses while the dead-letter topic takes nothing."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a worker has done since it started."""
+
+    handled: int = 0
+    reruns: int = 0
+    """Handled at attempt 2 or later."""
+    duplicates: int = 0
+    """Answered by an earlier run's record."""
+    waits: int = 0
+    retries: int = 0
+    dead_letters: int = 0
+    leases_lost: int = 0
+    stale: int = 0
+    """Settled after the partition was gone: not committed by us."""
+
+
+_UNSEEN: Final = SILENT.processing("", "", ())
+
+
+@dataclass(slots=True, eq=False)
+class Met:
+    """What a delivery holds: the handlings of its event, or why there are none."""
+
+    handlings: Sequence[Handling] = ()
+    letter: DeadLetter | None = None
+    processing: AbstractContextManager[Span] = _UNSEEN
+    """To be entered around its handling."""
+
+    @property
+    def alone(self) -> Handling | None:
+        """Its one handling, if it can be reserved and remembered together with those of other deliveries."""
+        if len(self.handlings) != 1 or is_recorded(self.processing):
+            return None
+        handling = self.handlings[0]
+        return handling if handling.together else None
+
+
+@dataclass(slots=True, eq=False)
+class Unproven(Met):
+    """One whose replay headers count only if the store says that they replay failed work."""
+
+    claim: ReplayClaim = field(kw_only=True)
+
+    @property
+    def alone(self) -> None:
+        """The store is asked before it is reserved."""
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class Settler:
+    """Settles the deliveries of one service."""
+
+    service: str
+    group: str
+    dispatcher: EventDispatcher
+    decoder: EventDecoder
+    publisher: EventPublisher
+    gate: StoreGate
+    slots: Slots
+    """Handlers running at once.  Waiting deliveries hold none."""
+    backoff: Backoff
+    dead_letter_suffix: str
+    observer: Observer
+    replays: ReplayPolicy
+    """Whose replay headers are honored."""
+    isolation: IsolationGate = field(default_factory=IsolationGate)
+    """Shared by all services of the process."""
+    suspects: SuspectRunner | None = None
+    """Runs events alone that may have crashed workers; `None` to run all side by side."""
+    tally: Tally = field(default_factory=Tally)
+    _letters: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    """One for each dead-letter topic: a topic that is missing holds up no letters to others."""
+    _reporter: ReplayReporter = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_reporter", ReplayReporter(self.service, self.observer))
+
+    def meet(self, delivery: Delivery) -> Met:
+        """Decode `delivery`, and find its handlers and their keys."""
+        record, judgement = delivery.record, NO_REPLAY
+        try:
+            if is_replay(record):
+                judgement = self._judge(record)
+                if judgement.is_for_others:
+                    return Met()
+            event = self.decoder.decode(record.value, record.headers)
+        except UndecodableEventError as error:
+            self.observer.count(Signal.UNDECODABLE, reason=error.reason)
+            return Met(letter=DeadLetter(error.reason, error, generation=judgement.generation))
+        self.observer.count(Signal.DELIVERED, event.event_type)
+        processing = self.observer.processing(event.event_type, record.topic, record.headers)
+        if judgement is not NO_REPLAY:
+            return self._meet_replay(record, event, judgement, processing)
+        return self._met(event, judgement, processing)
+
+    def _judge(self, record: Record) -> Judgement:
+        judgement = self.replays.judge(record)
+        if judgement.is_for_others:
+            self._reporter.for_others(record)
+        elif judgement.refused:
+            self._reporter.refused(record, judgement.refused)
+        return judgement
+
+    def _meet_replay(
+        self, record: Record, event: BaseEvent, judgement: Judgement, processing: AbstractContextManager[Span]
+    ) -> Met:
+        if not judgement.fits(event.event_id):
+            judgement = OTHER_EVENT
+            self._reporter.refused(record, judgement.refused)
+        met = self._met(event, judgement, processing)
+        if judgement.unproven is None or met.letter is not None:
+            return met
+        return Unproven(met.handlings, None, processing, claim=judgement.unproven)
+
+    def _met(self, event: BaseEvent, judgement: Judgement, processing: AbstractContextManager[Span]) -> Met:
+        generation, only = judgement.generation, judgement.only
+        try:
+            handlings = self.dispatcher.handlings(event, generation, only)
+        except Exception as error:  # noqa: BLE001  # a key function is the user's code: its error goes with the letter
+            letter = DeadLetter(
+                "no_key", error, generation=generation, event_type=event.event_type, event_id=event.event_id
+            )
+            return Met((), letter, processing)
+        if only is not None and not handlings:
+            return Met((), _nobody(only, event, generation), processing)
+        if self.suspects is not None:
+            for handling in handlings:
+                if isinstance(handling, GuardedHandling):
+                    handling.isolate()
+        return Met(handlings, None, processing)
+
+    async def settle(self, delivery: Delivery, met: Met, begun: Try | None = None) -> None:
+        """Return once `delivery` may be acknowledged.
+
+        `begun`: what came of the first try of its only handler, if there was one.
+
+        Raises:
+            AbandonedError: Its assignment is closing; it will come again.
+        """
+        with met.processing:
+            if met.letter is not None:
+                await self._dead_letter(delivery, met.letter)
+                return
+            handlings = await self._proven(delivery, met) if isinstance(met, Unproven) else met.handlings
+            if len(handlings) == 1:
+                await self._settle(delivery, handlings[0], begun)
+            else:
+                await _all(*(self._settle(delivery, handling) for handling in handlings))
+
+    async def _proven(self, delivery: Delivery, met: Unproven) -> Sequence[Handling]:
+        """The handlings of `met`, those that replay failed work in the generation that it claims."""
+        generation, handlings = met.claim.generation, list[Handling]()
+        for first in met.handlings:
+            replayed = None
+            if isinstance(first, GuardedHandling) and asks_for(met.claim, first):
+                replayed = await self._replayed(delivery, first, generation)
+            handlings.append(replayed or first)
+        if all(handling.generation == 0 for handling in handlings):
+            self._reporter.refused(delivery.record, "not_failed")
+        return handlings
+
+    async def _replayed(self, delivery: Delivery, first: GuardedHandling, generation: int) -> Handling | None:
+        """`first` in its later `generation`; `None` if that is not known to replay failed work."""
+        while True:
+            await self._may_go_on(delivery)
+            try:
+                if not await follows_a_failure(first, generation):
+                    return None
+                break
+            except StoreError as error:
+                self.gate.close(error)
+        replayed = first.handler.handling(first.event, generation)
+        if self.suspects is not None:
+            replayed.isolate()
+        return replayed
+
+    async def go_on(self, delivery: Delivery, handling: Handling, begun: Try) -> None:
+        """As `settle`, after a first try."""
+        record = delivery.record
+        with self.observer.processing(handling.event.event_type, record.topic, record.headers):
+            await self._settle(delivery, handling, begun)
+
+    def handled(self, attempt: int) -> None:
+        """A handler has done its work, and that is remembered."""
+        self.tally.handled += 1
+        self.tally.reruns += attempt > 1
+
+    async def _settle(self, delivery: Delivery, handling: Handling, begun: Try | None = None) -> None:
+        """Try until one handler has come to an end."""
+        looks = 0
+        while True:
+            if begun is None:
+                await self._may_go_on(delivery)
+            outcome = await self._attempt(delivery, handling, begun)
+            begun = None
+            match outcome:
+                case None:
+                    continue
+                case Executed(attempt=attempt):
+                    self.handled(attempt)
+                    return None
+                case Completed():
+                    self.tally.duplicates += 1
+                    return None
+                case InProgress() if handling.on_in_progress is OnInProgress.SKIP:
+                    self.tally.duplicates += 1
+                    self.observer.count(Signal.DUPLICATE_BLOCKED, handling.event.event_type)
+                    return None
+                case InProgress() if handling.on_in_progress is OnInProgress.RAISE:
+                    looks += 1
+                    await self._pause(delivery, self.backoff.pause(looks))
+                case InProgress():
+                    self.tally.waits += looks == 0
+                    await handling.wait(outcome, looks)
+                    looks += 1
+                case HandlerFailed(given_up=False):
+                    await self._retry_later(delivery, handling, outcome)
+                case _:
+                    return await self._dead_letter(delivery, _letter(handling, outcome))
+
+    async def _may_go_on(self, delivery: Delivery) -> None:
+        await self.gate.wait(unless=delivery.assignment.closing)
+        if delivery.assignment.closed:
+            raise AbandonedError
+
+    async def _attempt(self, delivery: Delivery, handling: Handling, begun: Try | None = None) -> Outcome[Any] | None:
+        """One try; `None` if nothing is known and it should be repeated, which counts as no attempt."""
+        try:
+            if begun is None:
+                run = partial(handling.attempt_or_suspect, wait_for_store=self.gate.wait_out)
+                begun = partial(self._beside_others, delivery, run)
+            outcome = await begun()
+            if isinstance(outcome, Suspected):
+                outcome = await self._isolated(delivery, handling, outcome)
+            return None if isinstance(outcome, NotStarted | Suspected) else outcome
+        except StoreError as error:
+            self.gate.close(error)
+            return None
+        except LeaseLostError as error:
+            self.tally.leases_lost += 1
+            logger.warning("%s", error)
+        await self._pause(delivery, self.backoff.pause(1))
+        return None
+
+    async def _isolated(self, delivery: Delivery, handling: Handling, suspect: Suspected) -> FirstOutcome:
+        assert self.suspects is not None
+        assert isinstance(handling, GuardedHandling)
+        closing, beside_others = delivery.assignment.closing, partial(self._beside_others, delivery)
+        return await self.suspects.run(handling, suspect, closing, self.gate.wait_out, beside_others)
+
+    async def _beside_others(self, delivery: Delivery, run: Try) -> FirstOutcome:
+        async with self.slots:
+            await self.isolation.wait_until_open(unless=delivery.assignment.closing)
+            if delivery.assignment.closed:
+                raise AbandonedError
+            self.isolation.enter()
+            try:
+                return await run()
+            finally:
+                self.isolation.leave()
+
+    async def _retry_later(self, delivery: Delivery, handling: Handling, failed: HandlerFailed) -> None:
+        self.tally.retries += 1
+        self.observer.count(Signal.RETRY, handling.event.event_type)
+        pause = self.backoff.pause(failed.attempt)
+        logger.warning(
+            "%s: handler %s failed at attempt %d (%s), next try in %.1f s",
+            handling.label,
+            handling.handler.name,
+            failed.attempt,
+            describe_error(failed.error),
+            pause,
+            exc_info=failed.error if logger.isEnabledFor(logging.DEBUG) else None,
+        )
+        await self._pause(delivery, pause)
+
+    async def _pause(self, delivery: Delivery, seconds: float) -> None:
+        """Wait, holding no slot; a closing assignment cuts it short."""
+        await asyncio.wait({delivery.assignment.closing}, timeout=seconds)
+
+    async def _dead_letter(self, delivery: Delivery, letter: DeadLetter) -> None:
+        """Hand the message to the dead-letter topic.  Until that has it, the message is not settled."""
+        record = delivery.record
+        topic = record.topic + self.dead_letter_suffix
+        parcel, tries = Parcel(letter, record, self.service, self.group), 0
+        while True:
+            try:
+                # One at a time: a broker refuses all that share a batch, and those that fit would be cut as well.
+                async with self._letters[topic]:
+                    await self.publisher.send(topic, parcel.key, parcel.value, parcel.headers)
+                break
+            except (PublishError, EventTooLargeError) as error:
+                if isinstance(error, EventTooLargeError) and parcel.shed():
+                    continue
+                tries += 1
+                logger.error("dead-letter topic %s takes nothing, waiting: %s", topic, error)  # no bug of ours
+                await self._pause(delivery, LONGEST_BODY_PAUSE.pause(tries))
+                if delivery.assignment.closed:
+                    raise AbandonedError from error
+        self.tally.dead_letters += 1
+        self.observer.count(Signal.DEAD_LETTER, letter.event_type, reason=letter.reason)
+        logger.error(
+            "dead-lettered %s[%d]@%d to %s: %s",
+            record.topic,
+            record.partition,
+            record.offset,
+            topic,
+            describe_error(letter.error) if isinstance(letter.error, BaseException) else letter.error,
+            # Given up after tries: where it happened is what somebody will want to know.
+            exc_info=letter.error if letter.attempts and isinstance(letter.error, BaseException) else None,
+        )
+
+
+def _nobody(handler: str, event: BaseEvent, generation: int) -> DeadLetter:
+    told = f"it is a replay for handler {handler!r}, and no handler of {event.event_type} has that name"
+    return DeadLetter(
+        "no_handler", told, handler, generation=generation, event_type=event.event_type, event_id=event.event_id
+    )
+
+
+def _letter(handling: Handling, outcome: Outcome[Any]) -> DeadLetter:
+    label = handling.label
+    error: Exception
+    match outcome:
+        case HandlerFailed():
+            reason, error = "handler_failed", outcome.error
+        case Failed():
+            reason, error = "previously_failed", PreviouslyFailedError(label, outcome.attempt, outcome.error)
+        case KeyReused():
+            reason, error = "key_reused", KeyReusedError(label, outcome.stored, outcome.offered)
+        case Corrupt():
+            reason, error = "corrupt_record", CorruptRecordError(label, outcome.reason)
+        case _:
+            raise AssertionError(f"{outcome} is no reason for a dead letter")
+    attempts = outcome.attempt if isinstance(outcome, HandlerFailed | Failed) else 0
+    return DeadLetter(
+        reason,
+        error,
+        handling.handler.name,
+        label,
+        handling.record_key,
+        attempts,
+        handling.generation,
+        handling.event.event_type,
+        handling.event.event_id,
+    )
+
+
+async def _all(*settlings: Any) -> None:
+    """Each to its end; independent handlers do not stop each other.  Then the first error, if any."""
+    for end in await asyncio.gather(*settlings, return_exceptions=True):
+        if isinstance(end, BaseException):
+            raise end

@@ -1,0 +1,281 @@
+"""Runs services side by side in one process.
+
+One that fails does not stop the others; the process says so by its health, and by its exit status in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from typing import Final
+
+from dishka import AsyncContainer
+
+from integr8s_idem.config import ServiceSettings, Settings
+from integr8s_idem.errors import ApplicationError, IdempotencyError, StoreError
+from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.telemetry import Gauge
+from integr8s_idem.telemetry.setup import configure_telemetry
+from integr8s_idem.worker.background import run_background, run_worker, wait_forever
+from integr8s_idem.worker.broker_facts import reach_brokers
+from integr8s_idem.worker.client_options import bounded
+from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
+from integr8s_idem.worker.containers import get_dispatcher, get_publisher, make_container
+from integr8s_idem.worker.delivery_processor import Tally
+from integr8s_idem.worker.endpoints import Endpoints
+from integr8s_idem.worker.health import Health, ServiceHealth
+from integr8s_idem.worker.isolation_gate import IsolationGate
+from integr8s_idem.worker.platform import Service, check_groups
+from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.retention import TTL, Reading
+from integr8s_idem.worker.retention_check import check_retention
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS: Final = 15.0
+"""Longest time for a service's container to close."""
+
+
+class RunningService:
+    """One service from its container to its end."""
+
+    def __init__(self, service: Service, settings: Settings, isolation: IsolationGate) -> None:
+        self.service = service
+        self._isolation = isolation
+        self.error: Exception | None = None
+        self._settings = settings
+        self._worker: ServiceWorker | None = None
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Drain."""
+        self._stopping = True
+        if self._worker is not None:
+            self._worker.stop()
+
+    @property
+    def worker(self) -> ServiceWorker | None:
+        """Its worker, once there is one."""
+        return self._worker
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a handler ignores that it was cancelled."""
+        return self._worker is not None and self._worker.stuck
+
+    def report(self) -> ServiceReport:
+        """How it is doing."""
+        if self._worker is not None:
+            return self._worker.report()
+        state = "failed" if self.error is not None else "starting"
+        return ServiceReport(self.service.name, state, 0, 0, 0, Tally(), str(self.error or ""))
+
+    def health(self) -> ServiceHealth:
+        """Whether it lives and is ready."""
+        if self.error is not None:
+            return ServiceHealth(self.service.name, live=False, ready=False, reason=type(self.error).__name__)
+        if self._worker is None:
+            return ServiceHealth(self.service.name, live=True, ready=False, reason="starting")
+        return self._worker.health()
+
+    async def run(self) -> None:
+        """Run until stopped or broken; what broke it stays in `error`."""
+        try:
+            await self._run()
+        except IdempotencyError as error:
+            # A sentence that says what to do: only an error of the application's own code is worth a traceback.
+            self.error = error
+            cause = error.__cause__ if isinstance(error, ApplicationError) else None
+            logger.error("service %s failed: %s: %s", self.service.name, type(error).__name__, error, exc_info=cause)
+        except Exception as error:
+            self.error = error
+            logger.exception("service %s failed", self.service.name)
+
+    async def _run(self) -> None:
+        name = self.service.name
+        container = make_container(self.service, self._settings)
+        try:
+            dispatcher = await get_dispatcher(container, name)
+            self._check(dispatcher)
+            publisher = await get_publisher(container, name)
+            section = section_of(self.service, self._settings)
+            self._worker = ServiceWorker(
+                name,
+                dispatcher,
+                publisher,
+                self._settings.kafka,
+                section,
+                group=self.service.group_id,
+                isolation=self._isolation,
+                reach_brokers=reach_brokers,
+                replay=self._settings.replay,
+            )
+            reading = reading_of(dispatcher, self._worker.topics)
+            if self._settings.kafka.retention_check == "refuse":
+                await check_retention(name, self._settings.kafka, reading)
+            if self._stopping:
+                return
+            await self._work(container, self._worker, dispatcher, publisher, reading)
+        finally:
+            await _close(container, self.service.name)
+
+    def _check(self, dispatcher: EventDispatcher) -> None:
+        name = self.service.name
+        if dispatcher.scope and dispatcher.scope != name:
+            raise ApplicationError(
+                f"service {name} has the container of {dispatcher.scope}: with one name for two services they would "
+                f'share keys and swallow each other\'s events. Give it ServiceName("{name}")'
+            )
+
+    async def _work(
+        self,
+        container: AsyncContainer,
+        worker: ServiceWorker,
+        dispatcher: EventDispatcher,
+        publisher: EventPublisher,
+        reading: Reading,
+    ) -> None:
+        beside = [run_background(work, container) for work in self.service.background]
+        beside.append(self._count(dispatcher))
+        if self._settings.kafka.retention_check == "warn":
+            beside.append(self._compare(reading))
+        await run_worker(worker, dispatcher, publisher, self._settings.kafka, beside)
+
+    async def _compare(self, reading: Reading) -> None:
+        """Beside the work: brokers that are slow to answer hold nothing up."""
+        try:
+            await check_retention(self.service.name, self._settings.kafka, reading)
+        except Exception:  # a look at settings is no reason to stop what works
+            logger.exception("%s: the settings of its topics were not compared", self.service.name)
+        await wait_forever()
+
+    async def _count(self, dispatcher: EventDispatcher) -> None:
+        """Measured in the store, since a counter of ours would miss what other processes and crashes do."""
+        manager, outbox = dispatcher.manager, dispatcher.outbox
+        while True:
+            await asyncio.sleep(self._settings.telemetry.keys_active_interval_seconds if manager else 3600)
+            if manager is None:
+                continue
+            try:
+                dispatcher.observer.measure(Gauge.KEYS_ACTIVE, await manager.count_active())
+                if outbox is not None:
+                    dispatcher.observer.measure(Gauge.OUTBOX_WAITING, await outbox.count())
+            except StoreError as error:
+                logger.debug("active keys not counted: %s", error)
+
+
+def section_of(service: Service, settings: Settings) -> ServiceSettings:
+    """The settings of `service`, with the topics that it names itself where they name none."""
+    section = settings.service(service.name)
+    if section.topics is None and service.topics is not None:
+        section = section.model_copy(update={"topics": tuple(service.topics)})
+    return section
+
+
+def reading_of(dispatcher: EventDispatcher, topics: Sequence[str]) -> Reading:
+    """What a service with this dispatcher reads, and for how long it remembers."""
+    if dispatcher.ttl is None or dispatcher.manager is None:
+        return Reading(tuple(topics), None)
+    own = dispatcher.ttl != dispatcher.manager.config.ttl
+    return Reading(tuple(topics), dispatcher.ttl.total_seconds(), "the ttl of its dispatcher" if own else TTL)
+
+
+async def _close(container: AsyncContainer, name: str) -> None:
+    try:
+        await bounded(container.close(), CLOSE_SECONDS)
+    except TimeoutError as error:
+        logger.warning("%s: closing its container: %s", name, error)
+
+
+class ServiceGroup:
+    """The services of this process."""
+
+    def __init__(
+        self,
+        services: Sequence[Service],
+        settings: Settings,
+        on_metrics: Callable[[str, int], None] = lambda host, port: None,
+    ) -> None:
+        """Make a group of services; nothing runs yet.
+
+        Args:
+            services: What to run.
+            settings: Those of the process.
+            on_metrics: Called with the host and the port of the metrics, once they are served.
+
+        Raises:
+            ApplicationError: Two services share a consumer group.
+        """
+        self._on_metrics = on_metrics
+        check_groups(services, settings)
+        isolation = IsolationGate()
+        self._running = [RunningService(service, settings, isolation) for service in services]
+        self._settings = settings
+        self._stops = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def reports(self) -> list[ServiceReport]:
+        """How each service is doing."""
+        return [service.report() for service in self._running]
+
+    def health(self) -> Health:
+        """Whether each service lives and is ready."""
+        return Health(tuple(service.health() for service in self._running))
+
+    @property
+    def stuck(self) -> bool:
+        """Whether some handler ignores that it was cancelled: then the event loop never ends by itself."""
+        return any(service.stuck for service in self._running)
+
+    def stop(self) -> None:
+        """Drain at the first call; at the second stop at once: what was under way comes again."""
+        self._stops += 1
+        if self._stops == 1:
+            logger.info("stopping: running handlers may end; a second signal stops at once")
+            for service in self._running:
+                service.stop()
+        else:
+            logger.warning("stopping at once")
+            for task in self._tasks:
+                task.cancel()
+
+    async def run(self) -> int:
+        """Run until stopped; the exit status: 0, or 1 if a service failed or had to be stopped at once."""
+        telemetry = self._settings.telemetry
+        names = ",".join(service.service.name for service in self._running)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(configure_telemetry(telemetry, service_name=names))
+            if telemetry.metrics_enabled:
+                endpoints = Endpoints(telemetry.metrics_host, telemetry.metrics_port, health=self.health)
+                await stack.enter_async_context(endpoints)
+                self._on_metrics(telemetry.metrics_host, endpoints.port)
+                logger.info("metrics and health on http://%s:%d", telemetry.metrics_host, endpoints.port)
+            stack.enter_context(self._signals())
+            self._tasks = [asyncio.get_running_loop().create_task(service.run()) for service in self._running]
+            await asyncio.wait(self._tasks)
+        return 1 if self._stops > 1 or self.stuck or any(service.error for service in self._running) else 0
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        caught = (signal.SIGTERM, signal.SIGINT)
+        for number in caught:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in caught:
+                loop.remove_signal_handler(number)
+
+
+async def run_services(services: Sequence[Service], settings: Settings) -> int:
+    """Run `services` until SIGTERM or SIGINT; the exit status: 0, or 1 if one of them failed.
+
+    Raises:
+        ApplicationError: Two services share a consumer group.
+        SettingsError: An address to listen on is taken.
+    """
+    return await ServiceGroup(services, settings).run()
