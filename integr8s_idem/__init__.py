@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from integr8s_idem._util.committable_offsets import committable_offsets
 from integr8s_idem.config import IdempotencyConfig, Section, Settings, load_settings
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.steps import Once, Steps
@@ -62,6 +63,7 @@ __all__ = [
     "Settings",
     "Steps",
     "Verdict",
+    "committable_offsets",
     "derived_event_id",
     "idempotent",
     "load_settings",

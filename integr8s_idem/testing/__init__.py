@@ -47,13 +47,13 @@ __all__ = [
 
 _ROOMS: Final = {
     "CrashPoint": "crash_points",
-    "DeadLetterSeen": "seen",
+    "DeadLetterSeen": "observations",
     "EmbeddedHarness": "embedded_harness",
     "FlakyStore": "flaky_store",
-    "HandlerRun": "seen",
-    "Mishap": "mishaps",
+    "HandlerRun": "observations",
+    "Mishap": "faults",
     "NotReachedError": "harness",
-    "NotSettledError": "running",
+    "NotSettledError": "harness_run",
     "StoredMessage": "memory_broker",
     "WorkerHarness": "harness",
 }

@@ -25,12 +25,12 @@ FOLDER: Final = ROOT / "docs" / "reference" / "api"
 PACKAGE: Final = "integr8s_idem"
 PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "front": ("",),
-    "functions-and-loops": ("decorator", "offsets", "integrations.aiokafka", "integrations.confluent"),
+    "functions-and-loops": ("integrations.aiokafka", "integrations.confluent"),
     "http": ("integrations.asgi", "integrations.openapi", "integrations.httpx"),
     "faststream": ("integrations.faststream",),
     "dishka": ("integrations.dishka",),
-    "messages": ("envelopes",),
-    "records": ("records", "work"),
+    "messages": ("codecs",),
+    "records": ("records", "engine.work"),
     "stores": ("stores", "stores.memory", "stores.redis", "stores.sql", "stores.dynamodb"),
     "settings": ("config",),
     "worker": ("worker",),
@@ -40,7 +40,15 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The modules of each page, by their names within the package."""
 
-LEFT_OUT: Final = {"cli", "doctor", "dispatcher", "testing.contract", "testing.virtual_time", "worker.records"}
+LEFT_OUT: Final = {
+    "cli",
+    "doctor",
+    "functions.decorator",
+    "handlers.dispatcher",
+    "testing.contract",
+    "testing.virtual_time",
+    "worker.kafka_protocols",
+}
 """Modules with an `__all__` that users do not import: commands, and rooms whose public things stand elsewhere."""
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from integr8s_idem import IdempotencyConfig, IdempotencyManager
-from integr8s_idem._util.committable_offsets import committable_offsets
+from integr8s_idem import IdempotencyConfig, IdempotencyManager, committable_offsets
 from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.records import Completed, Reserved
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client

@@ -27,9 +27,9 @@ from integr8s_idem import (
     PartialFailureError,
     Steps,
     Verdict,
+    committable_offsets,
     idempotent,
 )
-from integr8s_idem._util.committable_offsets import committable_offsets
 from integr8s_idem.codecs import Codec, Headers
 from integr8s_idem.integrations import aiokafka as loops_of_aiokafka
 from integr8s_idem.integrations import confluent as loops_of_confluent

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from integr8s_idem._util.committable_offsets import committable_offsets
+from integr8s_idem import committable_offsets
 from integr8s_idem.errors import ApplicationError, PartialFailureError, StoreUnavailableError
 from integr8s_idem.keys import Key
 from integr8s_idem.records import Completed, InProgress, KeyReused, Reserved, Verdict

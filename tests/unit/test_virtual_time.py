@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from integr8s_idem._util.wall_clock import set_wall_clock, wall_time_ns
 from integr8s_idem.testing.virtual_time import EPOCH, DeadlockError, run_virtual, virtual_now, virtual_time
 
 
@@ -107,6 +108,15 @@ async def test_the_wall_clock_of_stores_follows_the_loop() -> None:
 
     assert before == EPOCH
     assert (virtual_now() - before).total_seconds() == 90
+
+
+def test_code_without_a_loop_reads_the_real_wall_clock_while_a_simulated_one_exists() -> None:
+    loop = asyncio.new_event_loop()
+    try:
+        set_wall_clock(loop, lambda: 0)
+        assert wall_time_ns() > 0
+    finally:
+        loop.close()
 
 
 @pytest.mark.parametrize("number", [1, 2])
