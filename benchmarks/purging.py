@@ -16,7 +16,7 @@ from integr8s_idem.stores.sql import SqlIdempotencyRepository, writing
 from integr8s_idem.stores.sql.schema import COMPLETED, records
 from integr8s_idem.telemetry import SILENT
 from integr8s_idem.worker.purger import Purger
-from integr8s_idem.worker.store_circuit import StoreGate
+from integr8s_idem.worker.store_circuit import StoreCircuit
 
 ROUNDS: Final = 5
 _ROWS_AT_ONCE: Final = 2_000
@@ -51,7 +51,7 @@ async def purged(store: SqlIdempotencyRepository, rows: int, seconds: float, tel
         gc.collect()
         alone = await rate(manager, "many", keys, for_seconds(seconds))
         watched = _Watched(store)
-        purger = Purger("bench", watched, StoreGate(None, SILENT), SILENT)
+        purger = Purger("bench", watched, StoreCircuit(None, SILENT), SILENT)
         purger.begin()
         await watched.begun.wait()
         start = time.perf_counter()

@@ -29,8 +29,8 @@ from integr8s_idem import (
 from integr8s_idem.engine.active_runs import Returned
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.events import BaseEvent, EventDecoder
-from integr8s_idem.handlers.dispatcher import Handling
-from integr8s_idem.handlers.handler import GuardedHandling
+from integr8s_idem.handlers.dispatcher import HandlerExecution
+from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.integrations.dishka import (
     IdempotencyProvider,
@@ -254,7 +254,7 @@ class Stages:
 async def _handled(clocks: Clocks, dispatcher: EventDispatcher, events: Sequence[BaseEvent]) -> None:
     with clocks.stage("key"):
         handlings = [dispatcher.handlings(event)[0] for event in events]
-    guarded = [handling for handling in handlings if isinstance(handling, GuardedHandling)]
+    guarded = [handling for handling in handlings if isinstance(handling, GuardedExecution)]
     passes = guarded[0].passes
     asked_at = passes.now()
     with clocks.stage("reserve"):
@@ -289,7 +289,7 @@ async def _called(
                 await call_of.handler.work(event, attempt)
 
 
-def _call_of(handling: Handling) -> tuple[Handling, BaseEvent, Attempt]:
+def _call_of(handling: HandlerExecution) -> tuple[HandlerExecution, BaseEvent, Attempt]:
     return handling, handling.event, Attempt("key", 1, 1, float("inf"), "label", 0)
 
 

@@ -26,7 +26,7 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.atomic_file import whole_file
 from integr8s_idem.operations.dead_letter_counts import Group, Tally
 from integr8s_idem.operations.dead_letter_filter import Choice, moment
-from integr8s_idem.operations.dead_letter_reader import LetterBox, open_letter_box
+from integr8s_idem.operations.dead_letter_reader import DeadLetterReader, open_letter_box
 from integr8s_idem.operations.dead_letter_records import open_letter_records
 from integr8s_idem.operations.dead_letter_replay import decided
 from integr8s_idem.operations.dead_letter_search import Found, Search, found_by, pages
@@ -261,7 +261,7 @@ def _answered(command: Callable[[], int], *, embedded: bool) -> int:
 
 
 @asynccontextmanager
-async def _opened(search: Search) -> AsyncIterator[tuple[LetterBox, Found]]:
+async def _opened(search: Search) -> AsyncIterator[tuple[DeadLetterReader, Found]]:
     async with open_letter_box(search.settings.kafka) as box:
         found = await found_by(search, box)
         tell_note(found)

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from integr8s_idem._util.escaping import printable, shown
 from integr8s_idem.operations.dead_letter_counts import Group
-from integr8s_idem.operations.dead_letter_reader import Stretch
+from integr8s_idem.operations.dead_letter_reader import OffsetRange
 from integr8s_idem.operations.dead_letter_replay import KNOWN_ALREADY, TOLD, Decision, Report
 from integr8s_idem.operations.dead_letters import Letter, encoded, written
 from integr8s_idem.records import Corrupt, IdempotencyRecord
@@ -25,7 +25,7 @@ _INDENT: Final = 14
 class Columns:
     """The lines of a list, which are printed as they come: how wide the places are is known before."""
 
-    def __init__(self, stretches: Iterable[Stretch]) -> None:
+    def __init__(self, stretches: Iterable[OffsetRange]) -> None:
         places = (f"{one.partition.topic}:{one.partition.partition}:{one.end}" for one in stretches)
         self._place = max(map(len, places), default=5)
 

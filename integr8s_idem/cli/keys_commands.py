@@ -26,7 +26,7 @@ from integr8s_idem.operations.keys.open_services import OpenService, open_servic
 from integr8s_idem.operations.keys.record_changes import Changer, Chosen, Counted
 from integr8s_idem.operations.keys.record_filter import Wanted, checked_states, length_of
 from integr8s_idem.operations.keys.record_reader import opened, size, wanted_records
-from integr8s_idem.stores import Tending
+from integr8s_idem.stores import RecordAdmin
 from integr8s_idem.worker import Platform
 
 keys_app = typer.Typer(help="Look up what was handled, and mend it.", no_args_is_help=True, rich_markup_mode=None)
@@ -87,7 +87,7 @@ async def _listed(settings: Settings, wanted: Wanted, limit: int | None, as_json
     quiet_clients()
     counted, listing = Counted(), Listing(as_json=as_json)
     async with opened(settings) as repository:
-        if not isinstance(repository, Tending):
+        if not isinstance(repository, RecordAdmin):
             write_error("records that cannot be read are not shown: this store shows no such thing")
         with progress("keys", await size(repository)) as advance:
             found_ones = wanted_records(repository, settings.idempotency.key_prefix, wanted, advance)

@@ -9,7 +9,7 @@ from typing import Final
 from integr8s_idem.config import KafkaSettings, Settings
 from integr8s_idem.diagnostics import Code, Finding, Severity
 from integr8s_idem.errors import BrokerUnavailableError
-from integr8s_idem.worker.broker_facts import BrokersTellNothingError, read_facts
+from integr8s_idem.worker.broker_facts import BrokerMetadataError, read_facts
 from integr8s_idem.worker.compression import unreadable_codecs
 from integr8s_idem.worker.retention import (
     PRODUCER,
@@ -40,7 +40,7 @@ async def look_at_brokers(settings: Settings, readings: Sequence[Reading]) -> Br
     topics = dict.fromkeys(name for reading in readings for name in reading.topics)
     try:
         facts = await read_facts(kafka, [*topics, *(name + kafka.dead_letter_suffix for name in topics)])
-    except BrokersTellNothingError as error:
+    except BrokerMetadataError as error:
         return BrokerLook([*_known(readings), _tell_nothing(str(error), topics)])
     except BrokerUnavailableError as error:
         told = f"no answer from {error.servers}: {error.reason}"

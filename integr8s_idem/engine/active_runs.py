@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Run:
     """One run of some work that is under way."""
 
-    among: Runs
+    among: ActiveRuns
     work: Work
     attempt: Attempt
     commits_itself: bool
@@ -88,7 +88,7 @@ def check_start(run: Run | None) -> None:
         raise LateStartError(run.lease)
 
 
-class Runs:
+class ActiveRuns:
     """Those of one manager."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from integr8s_idem.engine.work import Attempt, Outcome, Work
 from integr8s_idem.errors import ApplicationError
 
 
-class OpenRun:
+class DetachedRun:
     """One pass over some work that is done between two calls."""
 
     def __init__(self, manager: IdempotencyManager, work: Work) -> None:

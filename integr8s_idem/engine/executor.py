@@ -11,12 +11,12 @@ from typing import Any, Final, TypeVar, cast
 
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnKeyReused, OnStoreError
-from integr8s_idem.engine.active_runs import Returned, Run, Runs, Suspected
+from integr8s_idem.engine.active_runs import ActiveRuns, Returned, Run, Suspected
 from integr8s_idem.engine.leases import HeldLease, LateStartError, LeaseKeeper
-from integr8s_idem.engine.local_cache import LocalMemory
+from integr8s_idem.engine.local_cache import LocalCache
 from integr8s_idem.engine.results import repeatable
-from integr8s_idem.engine.store_client import Ledger, describe_error
-from integr8s_idem.engine.transactions import Seal, run_joined
+from integr8s_idem.engine.store_client import StoreClient, describe_error
+from integr8s_idem.engine.transactions import OutcomeWriter, run_joined
 from integr8s_idem.engine.work import (
     SUSPECT_AFTER,
     Attempt,
@@ -60,16 +60,16 @@ LONGEST_LOOK: Final = 1.0
 """Seconds between two looks at a key that another process works on, growing from the first to the longest."""
 
 
-class Passes:
+class Executor:
     """Makes passes on behalf of one manager, and knows which of them are under way in this process."""
 
-    def __init__(self, config: IdempotencyConfig, ledger: Ledger, leases: LeaseKeeper, observer: Observer) -> None:
+    def __init__(self, config: IdempotencyConfig, ledger: StoreClient, leases: LeaseKeeper, observer: Observer) -> None:
         self.config = config
         self.observer = observer
         self._ledger = ledger
         self._leases = leases
-        self.runs = Runs()
-        self.memory = LocalMemory(config.local_memory_keys) if config.local_memory_keys else None
+        self.runs = ActiveRuns()
+        self.memory = LocalCache(config.local_memory_keys) if config.local_memory_keys else None
         """What this process has completed itself, if a setting says so."""
 
     def known_here(
@@ -119,7 +119,7 @@ class Passes:
     def execute_sealed(
         self,
         work: Work,
-        function: Callable[[Attempt, Seal], Awaitable[T]],
+        function: Callable[[Attempt, OutcomeWriter], Awaitable[T]],
         *,
         wait_for_store: WaitForStore | None = None,
     ) -> Coroutine[Any, Any, Outcome[T] | Suspected]:
@@ -128,7 +128,7 @@ class Passes:
         What it wrote and its outcome commit together, or neither does.  The lease is not renewed: the record is
         written by that transaction alone, at any isolation level, and the function has one lease's time.
         """
-        seal = Seal(self._ledger, work)
+        seal = OutcomeWriter(self._ledger, work)
 
         async def sealed(attempt: Attempt) -> T:
             value = await function(attempt, seal)
@@ -164,7 +164,7 @@ class Passes:
         work: Work,
         function: Callable[[Attempt], Awaitable[T]],
         wait_for_store: WaitForStore | None,
-        seal: Seal | None,
+        seal: OutcomeWriter | None,
     ) -> Outcome[T] | Suspected:
         known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
         if known is not None:
@@ -403,7 +403,7 @@ class Passes:
         function: Callable[[Attempt], Awaitable[T]],
         lease: HeldLease,
         wait_for_store: WaitForStore | None,
-        seal: Seal | None,
+        seal: OutcomeWriter | None,
     ) -> Outcome[T] | NotStarted:
         try:
             await turn_of_the_loop()
@@ -424,7 +424,7 @@ class Passes:
         function: Callable[[Attempt], Awaitable[T]],
         lease: HeldLease,
         wait_for_store: WaitForStore | None,
-        seal: Seal | None = None,
+        seal: OutcomeWriter | None = None,
     ) -> Returned[T] | HandlerFailed | NotStarted:
         """Run `function` under its lease.  What it returned is to be remembered: by `conclude`, or with others.
 
@@ -508,7 +508,12 @@ class Passes:
         return Executed(done.value, run.attempt.number)
 
     async def _run_failed(
-        self, work: Work, lease: HeldLease, seal: Seal | None, error: Exception, wait_for_store: WaitForStore | None
+        self,
+        work: Work,
+        lease: HeldLease,
+        seal: OutcomeWriter | None,
+        error: Exception,
+        wait_for_store: WaitForStore | None,
     ) -> HandlerFailed | None:
         """What comes of a run that has raised `error`; `None` if the work has not failed: raise the error on."""
         refused = seal is not None and seal.refused

@@ -29,7 +29,7 @@ if sys.platform != "win32":
     os.register_at_fork(after_in_child=_count_fork)
 
 
-class HomeProcess:
+class ForkGuard:
     """The process in which a manager was used first."""
 
     def __init__(self, scope: str) -> None:

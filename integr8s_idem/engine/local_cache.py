@@ -17,7 +17,7 @@ LARGEST: Final = 1_024
 """Bytes of a result that is kept here; duplicates of work with a larger one ask the store."""
 
 
-class LocalMemory:
+class LocalCache:
     """The last keys that were completed, up to a number of them."""
 
     def __init__(self, most: int) -> None:

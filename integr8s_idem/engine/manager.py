@@ -23,11 +23,11 @@ from integr8s_idem._util.lease_clock import Clock
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, chosen
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import Run
-from integr8s_idem.engine.executor import Passes
+from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.leases import BatchLeases, LeaseKeeper
 from integr8s_idem.engine.results import decode_result, refuse_call, refuse_generator, refuse_iterator, return_type_of
 from integr8s_idem.engine.steps import Steps
-from integr8s_idem.engine.store_client import Ledger
+from integr8s_idem.engine.store_client import StoreClient
 from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Outcome, WaitForStore, Work
 from integr8s_idem.errors import (
     ApplicationError,
@@ -106,8 +106,8 @@ class IdempotencyManager:
         self._in_scopes: dict[str, IdempotencyManager] = {}
         self._leases = LeaseKeeper(repository, scope, observer, clock)
         self._batch_leases = BatchLeases()
-        self._ledger = Ledger(self.config, repository, observer, scope, self.owner)
-        self.passes = Passes(self.config, self._ledger, self._leases, observer)
+        self._ledger = StoreClient(self.config, repository, observer, scope, self.owner)
+        self.passes = Executor(self.config, self._ledger, self._leases, observer)
         """What makes one pass over some work: for those who settle deliveries."""
 
     @property
@@ -549,7 +549,7 @@ class IdempotencyManager:
         *,
         wait_for_store: WaitForStore | None = None,
     ) -> Outcome[T]:
-        """One pass of `work`, as `Passes.execute` makes it: for those who settle deliveries."""
+        """One pass of `work`, as `Executor.execute` makes it: for those who settle deliveries."""
         return await self.passes.execute(work, function, wait_for_store=wait_for_store)
 
     async def close(self) -> None:

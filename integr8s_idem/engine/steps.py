@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config import OnFailure, OnKeyReused, chosen
 from integr8s_idem.engine.active_runs import Run, check_start, run_of
-from integr8s_idem.engine.executor import FIRST_LOOK, Passes
+from integr8s_idem.engine.executor import FIRST_LOOK, Executor
 from integr8s_idem.engine.results import (
     decode_result,
     encode_result,
@@ -85,7 +85,7 @@ LONGEST_NAME: Final = 100
 class Steps:
     """The steps of one run.  `IdempotencyManager.steps()` gives those of the run that is under way."""
 
-    def __init__(self, space: KeySpace, passes: Passes, repository: IdempotencyRepository, run: Run) -> None:
+    def __init__(self, space: KeySpace, passes: Executor, repository: IdempotencyRepository, run: Run) -> None:
         self._space = space
         self._passes = passes
         self._repository = repository

@@ -19,7 +19,7 @@ from integr8s_idem.config import IdempotencyConfig, OnStoreError
 from integr8s_idem.config.message_text import text_of
 from integr8s_idem.config.urls import redacted
 from integr8s_idem.engine.coalescer import Coalescer
-from integr8s_idem.engine.fork_guard import HomeProcess
+from integr8s_idem.engine.fork_guard import ForkGuard
 from integr8s_idem.engine.results import NOT_KEPT, encode_result
 from integr8s_idem.engine.work import Isolation, WaitForStore, Work
 from integr8s_idem.errors import (
@@ -62,7 +62,7 @@ RETENTION_IN_LEASES: Final = 10
 """A record that nobody settles is kept for this many leases at least, so that attempts of a crashing event count."""
 
 
-class Ledger:
+class StoreClient:
     """Reserves and settles on behalf of one manager."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Ledger:
         self._completions = Coalescer(repository.complete)
         self._failures = Coalescer(repository.fail)
         self._releases = Coalescer(repository.release)
-        self.home = HomeProcess(scope)
+        self.home = ForkGuard(scope)
         """The process that it works in."""
         self._told_of_dropping: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()

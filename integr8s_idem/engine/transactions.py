@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from integr8s_idem.engine.store_client import Ledger
+from integr8s_idem.engine.store_client import StoreClient
 from integr8s_idem.engine.work import Attempt, Executed, Transaction, Work
 from integr8s_idem.errors import StoreError
 from integr8s_idem.events import Message
@@ -15,10 +15,10 @@ from integr8s_idem.stores import JoinedRepository
 T = TypeVar("T")
 
 
-class Seal:
+class OutcomeWriter:
     """Writes the outcome of one run beside what the run has written, before both commit."""
 
-    def __init__(self, ledger: Ledger, work: Work) -> None:
+    def __init__(self, ledger: StoreClient, work: Work) -> None:
         self._ledger = ledger
         self._work = work
         self.reserved: Reserved | None = None
@@ -56,7 +56,7 @@ class Seal:
 
 
 async def run_joined(
-    ledger: Ledger, records: JoinedRepository, work: Work, function: Callable[[Attempt], Awaitable[T]]
+    ledger: StoreClient, records: JoinedRepository, work: Work, function: Callable[[Attempt], Awaitable[T]]
 ) -> Executed[T] | Verdict:
     """Reserve, run and complete in one transaction of the caller's; nothing of it stays if `function` raises.
 

@@ -38,7 +38,7 @@ class Member:
 RunBatch = Callable[[Sequence[Member]], Awaitable[Any]]
 
 
-class Gatherer:
+class BatchCollector:
     """Gathers members until a batch is full, or has waited long enough."""
 
     def __init__(self, size: BatchSize, run: RunBatch, name: str) -> None:

@@ -15,7 +15,7 @@ from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.work import Outcome
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.handlers.handler import EventHandler, Handling, IdempotentEventHandler
+from integr8s_idem.handlers.handler import EventHandler, HandlerExecution, IdempotentEventHandler
 from integr8s_idem.handlers.router import (
     EventRouter,
     HandlerFunction,
@@ -33,7 +33,7 @@ __all__ = [
     "EventDispatcher",
     "EventHandler",
     "EventRouter",
-    "Handling",
+    "HandlerExecution",
     "IdempotentEventDispatcher",
     "IdempotentEventHandler",
     "Outgoing",
@@ -113,7 +113,7 @@ class EventDispatcher:
         """The service it works for."""
         return self._scope
 
-    def handlings(self, event: BaseEvent, generation: int = 0, only: str | None = None) -> list[Handling]:
+    def handlings(self, event: BaseEvent, generation: int = 0, only: str | None = None) -> list[HandlerExecution]:
         """Begin to handle `event`: one handling for each of its handlers.
 
         Args:

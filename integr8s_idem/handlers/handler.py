@@ -20,7 +20,7 @@ from integr8s_idem.engine.active_runs import Returned, Suspected, run_of
 from integr8s_idem.engine.leases import HeldLease
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import repeatable
-from integr8s_idem.engine.transactions import Seal
+from integr8s_idem.engine.transactions import OutcomeWriter
 from integr8s_idem.engine.work import (
     Attempt,
     Executed,
@@ -41,7 +41,7 @@ from integr8s_idem.errors import (
     PublishError,
 )
 from integr8s_idem.events import BaseEvent, Message
-from integr8s_idem.handlers.batch_collector import Gatherer, Member
+from integr8s_idem.handlers.batch_collector import BatchCollector, Member
 from integr8s_idem.handlers.router import (
     Batch,
     BatchCall,
@@ -68,7 +68,7 @@ LONGEST_PAUSE: Final = 5.0
 """Seconds between tries to publish what a handler has left behind."""
 
 
-class Handling:
+class HandlerExecution:
     """One event on its way through one handler; lives until that is settled, over all tries.
 
     This one is unguarded and counts its tries in memory.
@@ -128,7 +128,7 @@ class Handling:
         raise AssertionError("an unguarded handler is never in progress elsewhere")
 
 
-class GuardedHandling(Handling):
+class GuardedExecution(HandlerExecution):
     """The same behind a manager.  The key is computed here, once, before the handler can touch the event."""
 
     __slots__ = ("_patient", "passes", "work")
@@ -226,7 +226,7 @@ class GuardedHandling(Handling):
     def _do(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         return self.handler.work(self.event, attempt, patient=self._patient)
 
-    async def _sealed(self, attempt: Attempt, seal: Seal) -> Any:
+    async def _sealed(self, attempt: Attempt, seal: OutcomeWriter) -> Any:
         return await self.handler.work_sealed(self.event, attempt, seal)
 
     async def wait(self, found: InProgress, looks: int) -> None:
@@ -264,7 +264,7 @@ class EventHandler:
         self._registered = RegisteredHandler(event, self.name, function, batch)
         self.returns = self._registered.returns
         """The function whose return annotation types a result."""
-        self._gatherer = Gatherer(batch, self._call_batch, self.name) if batch is not None else None
+        self._gatherer = BatchCollector(batch, self._call_batch, self.name) if batch is not None else None
         self.invoke = invoke
         self._publisher = publisher
         self._timeout = duration(timeout, "timeout")
@@ -274,9 +274,9 @@ class EventHandler:
         """Of the events that it handles."""
         return self._registered.event_type
 
-    def handling(self, event: BaseEvent, generation: int = 0) -> Handling:
+    def handling(self, event: BaseEvent, generation: int = 0) -> HandlerExecution:
         """Begin to handle `event`; `generation` counts how often it was replayed on purpose."""
-        return Handling(self, event, generation)
+        return HandlerExecution(self, event, generation)
 
     async def __call__(self, event: BaseEvent) -> Any:
         outcome = await self.handling(event).attempt()
@@ -401,7 +401,7 @@ class IdempotentEventHandler(EventHandler):
         self.ttl = None if ttl is None else manager.checked_ttl(ttl)
         self.outbox = outbox
 
-    async def work_sealed(self, event: BaseEvent, attempt: Attempt, seal: Seal) -> Any:
+    async def work_sealed(self, event: BaseEvent, attempt: Attempt, seal: OutcomeWriter) -> Any:
         """The handler, what it leaves behind and its outcome, and the commit of all of them."""
         outgoing = Outgoing()
 
@@ -423,8 +423,8 @@ class IdempotentEventHandler(EventHandler):
             raise ApplicationError(f"handler {self.name} publishes events, but nobody gave it a publisher")
         return self._publisher.message(event)
 
-    def handling(self, event: BaseEvent, generation: int = 0) -> GuardedHandling:
-        return GuardedHandling(self, event, generation)
+    def handling(self, event: BaseEvent, generation: int = 0) -> GuardedExecution:
+        return GuardedExecution(self, event, generation)
 
     async def __call__(self, event: BaseEvent) -> Any:
         return await self.handling(event).run()

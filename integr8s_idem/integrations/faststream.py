@@ -37,7 +37,7 @@ from aiokafka.errors import KafkaError, MessageSizeTooLargeError, ProducerClosed
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.config.message_text import lacking
-from integr8s_idem.engine.detached_run import OpenRun
+from integr8s_idem.engine.detached_run import DetachedRun
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import decode_result, encode_result, repeatable
 from integr8s_idem.engine.work import HandlerFailed, Work
@@ -198,7 +198,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._settings = settings
         self._manager = settings.manager
         self._subscriber: Any = context.get_local("handler_")
-        self._runs: list[tuple[OpenRun, Any]] = []
+        self._runs: list[tuple[DetachedRun, Any]] = []
         """What this message has begun, with its records."""
         self._value: Any = None
         self._unit = ""
@@ -300,7 +300,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         loop = asyncio.get_running_loop()
         give_up_at, looks = loop.time() + self._manager.config.wait_timeout.total_seconds(), 0
         while True:
-            run = OpenRun(self._manager, work)
+            run = DetachedRun(self._manager, work)
             try:
                 outcome = await run.begin(owner)
             except StoreError as error:
@@ -317,7 +317,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             looks += 1
 
     async def _begin_again(
-        self, work: Work, run: OpenRun, record: Any, owner: asyncio.Task[Any] | None = None
+        self, work: Work, run: DetachedRun, record: Any, owner: asyncio.Task[Any] | None = None
     ) -> End | None:
         """As `_begin`, for a run that was not started and whose lease is late."""
         try:
@@ -394,7 +394,7 @@ class _Guard(BaseMiddleware[Any, Any]):
                 await self._again()
         return False
 
-    async def _finish(self, runs: Sequence[tuple[OpenRun, Any]]) -> None:
+    async def _finish(self, runs: Sequence[tuple[DetachedRun, Any]]) -> None:
         value = _stored(self._value) if len(runs) == 1 else None
         ends = await asyncio.gather(*(run.finish(value) for run, _ in runs), return_exceptions=True)
         for end in ends:
@@ -406,7 +406,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             await self._again()
         self._settings.failures.pop(self._subscriber, None)
 
-    async def _fail(self, runs: Sequence[tuple[OpenRun, Any]], error: Exception) -> None:
+    async def _fail(self, runs: Sequence[tuple[DetachedRun, Any]], error: Exception) -> None:
         ends = await asyncio.gather(*(run.fail(error) for run, _ in runs), return_exceptions=True)
         given_up = 0
         for (_, record), end in zip(runs, ends, strict=True):
@@ -473,7 +473,7 @@ def _is_the_brokers(error: BaseException) -> bool:
     return isinstance(error, KafkaError) and not isinstance(error, MessageSizeTooLargeError | ProducerClosed)
 
 
-def _lost(run: OpenRun) -> Exception | None:
+def _lost(run: DetachedRun) -> Exception | None:
     """Why a run has cancelled its handler's task, if it has."""
     try:
         run.raise_if_lost()

@@ -41,7 +41,7 @@ _AGAIN_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class OffsetRange:
     """Offsets of one partition, from `begin` up to, and without, `end`."""
 
     partition: Partition
@@ -62,7 +62,7 @@ class Page:
     passed: int
 
 
-class LetterBox:
+class DeadLetterReader:
     """The dead-letter topics of a cluster.  All methods raise `BrokerUnavailableError` for no answer, or a refusal."""
 
     def __init__(self, kafka: KafkaSettings, consumer: Any) -> None:
@@ -92,7 +92,9 @@ class LetterBox:
                     raise
             await asyncio.sleep(_AGAIN_SECONDS)
 
-    async def stretches(self, partitions: Sequence[Partition], since: datetime | None = None) -> tuple[Stretch, ...]:
+    async def stretches(
+        self, partitions: Sequence[Partition], since: datetime | None = None
+    ) -> tuple[OffsetRange, ...]:
         """What stands in `partitions` now, from `since` on.  What comes later is not in it."""
         ends = await self._asked(self._consumer.end_offsets(partitions))
         begins = dict(await self._asked(self._consumer.beginning_offsets(partitions)))
@@ -103,9 +105,11 @@ class LetterBox:
             # Who finds nothing for the oldest of all times knows none, as the embedded Kafka: then all is read.
             for each in (one for one in partitions if first[one] is not None):
                 begins[each] = ends[each] if found[each] is None else found[each].offset
-        return tuple(Stretch(each, begins[each], ends[each]) for each in partitions)
+        return tuple(OffsetRange(each, begins[each], ends[each]) for each in partitions)
 
-    async def stretches_of(self, places: Sequence[Place], there: Mapping[str, Collection[int]]) -> tuple[Stretch, ...]:
+    async def stretches_of(
+        self, places: Sequence[Place], there: Mapping[str, Collection[int]]
+    ) -> tuple[OffsetRange, ...]:
         """One for each place.  `there`: all partitions, by topic.
 
         Raises:
@@ -126,13 +130,13 @@ class LetterBox:
                 raise ApplicationError(f"there is no letter at {place}: its partition {told}", is_missing=True)
         return tuple(replace(held[place.at], begin=place.offset, end=place.offset + 1) for place in places)
 
-    async def pages(self, stretches: Iterable[Stretch]) -> AsyncGenerator[Page, None]:
+    async def pages(self, stretches: Iterable[OffsetRange]) -> AsyncGenerator[Page, None]:
         """Every message there is, once; those of one partition in their order."""
         for group in _side_by_side([one for one in stretches if one.length]):
             async for page in self._pages(group):
                 yield page
 
-    async def _pages(self, ends: Mapping[Partition, Stretch]) -> AsyncGenerator[Page, None]:
+    async def _pages(self, ends: Mapping[Partition, OffsetRange]) -> AsyncGenerator[Page, None]:
         self._consumer.assign(list(ends))
         for partition, stretch in ends.items():
             self._consumer.seek(partition, stretch.begin)
@@ -170,7 +174,7 @@ class LetterBox:
 
 
 @asynccontextmanager
-async def open_letter_box(kafka: KafkaSettings) -> AsyncIterator[LetterBox]:
+async def open_letter_box(kafka: KafkaSettings) -> AsyncIterator[DeadLetterReader]:
     """Connected; closed at the end of the block.
 
     Raises:
@@ -186,7 +190,7 @@ async def open_letter_box(kafka: KafkaSettings) -> AsyncIterator[LetterBox]:
         fetch_max_bytes=AT_ONCE * FETCH_BYTES,
         max_partition_fetch_bytes=FETCH_BYTES,
     )
-    box = LetterBox(kafka, consumer)
+    box = DeadLetterReader(kafka, consumer)
     try:
         await box._asked(consumer.start())  # noqa: SLF001  # its own maker
         yield box
@@ -201,9 +205,9 @@ async def _closed(closing: Coroutine[Any, Any, None]) -> None:
         return  # it had nothing to tell any more, and its connections end with it
 
 
-def _side_by_side(stretches: Sequence[Stretch]) -> Iterator[Mapping[Partition, Stretch]]:
+def _side_by_side(stretches: Sequence[OffsetRange]) -> Iterator[Mapping[Partition, OffsetRange]]:
     """Groups of few partitions, none of them twice."""
-    group: dict[Partition, Stretch] = {}
+    group: dict[Partition, OffsetRange] = {}
     for stretch in stretches:
         if len(group) >= AT_ONCE or stretch.partition in group:
             yield group

@@ -22,7 +22,7 @@ Known: TypeAlias = IdempotencyRecord | Corrupt | None
 
 
 @dataclass
-class LetterRecords:
+class DeadLetterRecords:
     """Reads records as long as the store answers.  It gives advice only: without it everything is as safe."""
 
     repository: IdempotencyRepository | None
@@ -64,22 +64,22 @@ class LetterRecords:
 
 
 @asynccontextmanager
-async def open_letter_records(settings: Settings, *, ask: bool = True) -> AsyncIterator[LetterRecords]:
+async def open_letter_records(settings: Settings, *, ask: bool = True) -> AsyncIterator[DeadLetterRecords]:
     """Of the store that the settings name, which is left as it is.  Never fails for the store's sake."""
     store = settings.store
     async with AsyncExitStack() as stack:
         if not ask or isinstance(store, MemoryStoreSettings):
-            yield LetterRecords(None)
+            yield DeadLetterRecords(None)
         elif isinstance(store, SqliteStoreSettings) and not await asyncio.to_thread(Path(store.path).exists):
-            yield LetterRecords(None, f"there is no file {store.path}, which [store] path names")
+            yield DeadLetterRecords(None, f"there is no file {store.path}, which [store] path names")
         else:
             yield await _opened(settings, stack)
 
 
-async def _opened(settings: Settings, stack: AsyncExitStack) -> LetterRecords:
+async def _opened(settings: Settings, stack: AsyncExitStack) -> DeadLetterRecords:
     stack.enter_context(as_it_is())
     try:
         opening = open_store(settings.store, key_prefix=settings.idempotency.key_prefix)
-        return LetterRecords(await stack.enter_async_context(opening))
+        return DeadLetterRecords(await stack.enter_async_context(opening))
     except StoreError as error:
-        return LetterRecords(None, str(error))
+        return DeadLetterRecords(None, str(error))

@@ -12,7 +12,7 @@ from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError, EventTooLargeError, PublishError, UndecodableEventError
 from integr8s_idem.keys import LAST_GENERATION
 from integr8s_idem.operations.dead_letter_counts import Group, Tally
-from integr8s_idem.operations.dead_letter_records import Known, LetterRecords
+from integr8s_idem.operations.dead_letter_records import DeadLetterRecords, Known
 from integr8s_idem.operations.dead_letters import Letter
 from integr8s_idem.records import Corrupt, IdempotencyStatus
 from integr8s_idem.worker import EventPublisher, Replay, replay_of
@@ -166,7 +166,7 @@ class Replayer:
     def __init__(
         self,
         topics: Collection[str],
-        records: LetterRecords,
+        records: DeadLetterRecords,
         publisher: EventPublisher | None,
         report: Report,
         settings: Settings | None = None,

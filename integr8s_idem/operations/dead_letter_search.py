@@ -9,7 +9,7 @@ from typing import Any
 
 from integr8s_idem.config import Settings
 from integr8s_idem.operations.dead_letter_filter import Choice
-from integr8s_idem.operations.dead_letter_reader import LetterBox, Page, Stretch
+from integr8s_idem.operations.dead_letter_reader import DeadLetterReader, OffsetRange, Page
 from integr8s_idem.operations.dead_letter_topics import dead_letter_topics, none_there, topics_of
 from integr8s_idem.operations.dead_letters import Place
 from integr8s_idem.worker import Platform
@@ -42,7 +42,7 @@ class Search:
 class Found:
     """Where there is something to be read.  Letters that come later are not in it, so that every search ends."""
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[OffsetRange, ...]
     topics: frozenset[str]
     """All topics of the cluster that we may see."""
     note: str = ""
@@ -59,7 +59,7 @@ class Found:
         return list(dict.fromkeys(stretch.partition.topic for stretch in self.stretches))
 
 
-async def found_by(search: Search, box: LetterBox) -> Found:
+async def found_by(search: Search, box: DeadLetterReader) -> Found:
     """Where there is something to be read.
 
     Raises:
@@ -77,7 +77,7 @@ async def found_by(search: Search, box: LetterBox) -> Found:
     return Found(await box.stretches(partitions, search.choice.since), frozenset(there))
 
 
-async def pages(search: Search, found: Found, box: LetterBox) -> AsyncGenerator[Page, None]:
+async def pages(search: Search, found: Found, box: DeadLetterReader) -> AsyncGenerator[Page, None]:
     """The letters that are meant.  A page may be empty: it tells how far the search has come."""
     left = search.limit
     async with aclosing(box.pages(found.stretches)) as everything:

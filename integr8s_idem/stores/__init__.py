@@ -18,7 +18,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 
-__all__ = ["IdempotencyRepository", "JoinedRepository", "JoiningRepository", "Purging", "Surveyed", "Tending"]
+__all__ = ["IdempotencyRepository", "JoinedRepository", "JoiningRepository", "PurgeSupport", "RecordAdmin", "Surveyed"]
 
 
 @runtime_checkable
@@ -125,7 +125,7 @@ class JoiningRepository(IdempotencyRepository, Protocol):
 
 
 @runtime_checkable
-class Purging(Protocol):
+class PurgeSupport(Protocol):
     """What a store can do besides, where its backend does not take expired records away by itself.
 
     A worker calls `purge` about every `purge_every`, in the background, until fewer records go than it asked for.
@@ -153,7 +153,7 @@ class Surveyed(NamedTuple):
 
 
 @runtime_checkable
-class Tending(Protocol):
+class RecordAdmin(Protocol):
     """What a store can do besides, for the people who look after it: `integr8s-idem keys` asks for it.
 
     They hold no token.  What they change is named by what they saw instead: one atomic step per key does it if the

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from integr8s_idem.testing.contract import (
         HistorySize,
+        RecordAdminContract,
         RepositoryContract,
         SteppedClock,
         StoreUnderTest,
-        TendingContract,
     )
     from integr8s_idem.testing.crash_points import CrashPoint
     from integr8s_idem.testing.embedded_harness import EmbeddedHarness
-    from integr8s_idem.testing.faults import Mishap
+    from integr8s_idem.testing.faults import Fault
     from integr8s_idem.testing.flaky_store import FlakyStore
     from integr8s_idem.testing.harness import NotReachedError, WorkerHarness
     from integr8s_idem.testing.harness_run import NotSettledError
@@ -31,17 +31,17 @@ __all__ = [
     "CrashPoint",
     "DeadLetterSeen",
     "EmbeddedHarness",
+    "Fault",
     "FlakyStore",
     "HandlerRun",
     "HistorySize",
-    "Mishap",
     "NotReachedError",
     "NotSettledError",
+    "RecordAdminContract",
     "RepositoryContract",
     "SteppedClock",
     "StoreUnderTest",
     "StoredMessage",
-    "TendingContract",
     "WorkerHarness",
 ]
 
@@ -51,7 +51,7 @@ _ROOMS: Final = {
     "EmbeddedHarness": "embedded_harness",
     "FlakyStore": "flaky_store",
     "HandlerRun": "observations",
-    "Mishap": "faults",
+    "Fault": "faults",
     "NotReachedError": "harness",
     "NotSettledError": "harness_run",
     "StoredMessage": "memory_broker",

@@ -32,12 +32,12 @@ pytest.register_assert_rewrite(
 
 from integr8s_idem.testing.contract_batches import BatchesContract  # noqa: E402
 from integr8s_idem.testing.contract_outcomes import SettlingContract  # noqa: E402
-from integr8s_idem.testing.contract_record_admin import TendingContract  # noqa: E402
+from integr8s_idem.testing.contract_record_admin import RecordAdminContract  # noqa: E402
 from integr8s_idem.testing.contract_reservations import ReservingContract  # noqa: E402
 from integr8s_idem.testing.random_histories import HistorySize, check_histories  # noqa: E402
 from integr8s_idem.testing.store_under_test import SteppedClock, StoreUnderTest  # noqa: E402
 
-__all__ = ["HistorySize", "RepositoryContract", "SteppedClock", "StoreUnderTest", "TendingContract"]
+__all__ = ["HistorySize", "RecordAdminContract", "RepositoryContract", "SteppedClock", "StoreUnderTest"]
 
 
 class RepositoryContract(ReservingContract, SettlingContract, BatchesContract):

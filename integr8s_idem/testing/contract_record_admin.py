@@ -1,4 +1,4 @@
-"""The contract of stores that people can look after: `Tending`."""
+"""The contract of stores that people can look after: `RecordAdmin`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 import pytest
 
 from integr8s_idem.records import Corrupt, IdempotencyRecord, Reserved
-from integr8s_idem.stores import IdempotencyRepository, Tending
+from integr8s_idem.stores import IdempotencyRepository, RecordAdmin
 from integr8s_idem.testing.store_under_test import (
     LEASE,
     SLACK,
@@ -23,12 +23,12 @@ from integr8s_idem.testing.store_under_test import (
 )
 
 
-class _Tended(IdempotencyRepository, Tending, Protocol):
+class _Tended(IdempotencyRepository, RecordAdmin, Protocol):
     """Both."""
 
 
 def _tended(store: StoreUnderTest) -> _Tended:
-    assert isinstance(store.repository, Tending)
+    assert isinstance(store.repository, RecordAdmin)
     return store.repository
 
 
@@ -42,8 +42,8 @@ async def _surveyed(store: StoreUnderTest, prefix: str, *holding: str) -> list[s
     return [found.key async for page in _tended(store).survey(prefix, holding) for found in page.found]
 
 
-class TendingContract:
-    """Inherit it beside `RepositoryContract`, with the same fixture, if the store is `Tending`."""
+class RecordAdminContract:
+    """Inherit it beside `RepositoryContract`, with the same fixture, if the store is `RecordAdmin`."""
 
     async def test_a_record_says_when_it_was_read(self, store: StoreUnderTest) -> None:
         key = new_key()

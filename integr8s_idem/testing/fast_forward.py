@@ -20,7 +20,7 @@ MOST_TURNS: Final = 100_000
 """Turns of the event loop without rest before something is taken to run for ever."""
 
 
-class LeapingTime:
+class FastForward:
     """The time of one event loop: real seconds, and all leaps so far.  It never goes back, and ends with the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -51,10 +51,10 @@ class LeapingTime:
         raise ApplicationError(f"the event loop does not come to rest within {MOST_TURNS} turns: something spins")
 
 
-_of_loop: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, LeapingTime]] = WeakKeyDictionary()
+_of_loop: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, FastForward]] = WeakKeyDictionary()
 
 
-def leaping_time() -> LeapingTime:
+def fast_forward() -> FastForward:
     """That of the running loop.
 
     Raises:
@@ -68,5 +68,5 @@ def leaping_time() -> LeapingTime:
                 f"a WorkerHarness lets time leap, which {type(loop).__module__} does not allow: "
                 "run its tests on asyncio's own event loop"
             )
-        time = _of_loop[loop] = LeapingTime(loop)
+        time = _of_loop[loop] = FastForward(loop)
     return time

@@ -32,7 +32,7 @@ CRASHES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Mishap:
+class Fault:
     """One thing that goes wrong."""
 
     kind: Literal["crash", "stall", "lost answer", "outage", "redelivery"]
@@ -44,14 +44,14 @@ class Mishap:
 
 
 MISHAPS: Final = (
-    *(Mishap("crash", point.value) for point in CRASHES),
-    Mishap("stall", CrashPoint.BEFORE_HANDLER.value),
-    Mishap("stall", CrashPoint.AFTER_HANDLER.value),
-    Mishap("lost answer", "reserve"),
-    Mishap("lost answer", "complete"),
-    Mishap("outage", "reserve"),
-    Mishap("outage", "complete"),
-    Mishap("redelivery"),
+    *(Fault("crash", point.value) for point in CRASHES),
+    Fault("stall", CrashPoint.BEFORE_HANDLER.value),
+    Fault("stall", CrashPoint.AFTER_HANDLER.value),
+    Fault("lost answer", "reserve"),
+    Fault("lost answer", "complete"),
+    Fault("outage", "reserve"),
+    Fault("outage", "complete"),
+    Fault("redelivery"),
 )
 """All that Kafka, a store and an orchestrator of processes do to a worker, one at a time."""
 

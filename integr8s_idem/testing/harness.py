@@ -29,7 +29,7 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.records import IdempotencyRecord
 from integr8s_idem.testing.crash_points import CrashPoint
-from integr8s_idem.testing.faults import Fate, Mishap
+from integr8s_idem.testing.faults import Fate, Fault
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.harness_run import Running
 from integr8s_idem.testing.memory_broker import StoredMessage
@@ -181,14 +181,14 @@ class WorkerHarness:
         """For fakes: the handler is at a point of its own, at which a test may let it crash."""
         await self._here.world.points.reached(name)
 
-    def suffer(self, mishap: Mishap) -> None:
+    def suffer(self, fault: Fault) -> None:
         """Let one of `MISHAPS` happen to what is delivered next."""
-        if mishap.kind in ("crash", "stall"):
-            self._here.world.points.fates.append(Fate("crash" if mishap.kind == "crash" else "stall", mishap.where))
-        elif mishap.kind == "lost answer":
-            self.store.lose_answer(mishap.where)
-        elif mishap.kind == "outage":
-            self.store.fail_next(mishap.where, times=3)
+        if fault.kind in ("crash", "stall"):
+            self._here.world.points.fates.append(Fate("crash" if fault.kind == "crash" else "stall", fault.where))
+        elif fault.kind == "lost answer":
+            self.store.lose_answer(fault.where)
+        elif fault.kind == "outage":
+            self.store.fail_next(fault.where, times=3)
         else:
             self._here.repeats_all = True
 

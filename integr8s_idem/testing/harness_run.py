@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 from integr8s_idem.config import Settings
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.testing.fast_forward import LeapingTime, leaping_time
+from integr8s_idem.testing.fast_forward import FastForward, fast_forward
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.memory_broker import MemoryBroker
 from integr8s_idem.testing.provider_overrides import Overrides
 from integr8s_idem.testing.simulated_processes import processes_in_loop
 from integr8s_idem.testing.virtual_time import EPOCH
-from integr8s_idem.testing.worker_run import Life, World
+from integr8s_idem.testing.worker_run import WorkerRun, World
 from integr8s_idem.worker import Service
 
 if TYPE_CHECKING:
@@ -61,23 +61,23 @@ class Running:
         inner = MemoryIdempotencyRepository(clock=now) if sqlite is None else sqlite.repository
         self.world = World(settings, broker, FlakyStore(inner), overrides, sqlite=sqlite)
         self.publisher = self.world.publisher()
-        self.lives: list[Life] = []
+        self.lives: list[WorkerRun] = []
         """The present one of each service last."""
         self.repeats_all = False
         """Everything is to be delivered once more when it is settled."""
         self._services = services
         self._loop = loop
-        self._time: LeapingTime
+        self._time: FastForward
         self._stack = ExitStack()
 
     async def begin(self) -> None:
         """Let every service join its group."""
-        self._time = leaping_time()
+        self._time = fast_forward()
         self._stack.enter_context(processes_in_loop())
         if self.world.sqlite is not None:
             self._stack.enter_context(self.world.sqlite.connections.watched())
         try:
-            self.lives += [Life(self.world, service, 1) for service in self._services]
+            self.lives += [WorkerRun(self.world, service, 1) for service in self._services]
             await self.until(lambda: all(life.joined for life in self.lives))
             self.world.overrides.check()
         except BaseException:
@@ -109,7 +109,7 @@ class Running:
         for message in [each for each in broker.messages() if not each.is_copy and each.topic in topics]:
             broker.repeat(message)
 
-    def present(self) -> list[Life]:
+    def present(self) -> list[WorkerRun]:
         """The life of each service that counts."""
         return list({life.service.name: life for life in self.lives}.values())
 
@@ -189,7 +189,7 @@ class Running:
         sqlite = self.world.sqlite
         return sqlite is not None and (sqlite.connections.is_in_use() or any(life.starting for life in self.lives))
 
-    async def _close_connections(self, life: Life) -> None:
+    async def _close_connections(self, life: WorkerRun) -> None:
         if self.world.sqlite is not None:
             await self.world.sqlite.connections.close_of(life.process)
 
@@ -215,10 +215,10 @@ class Running:
                 life.lose()
                 if life.process.dead:
                     await self._close_connections(life)
-                self.lives.append(Life(self.world, life.service, life.number + 1))
+                self.lives.append(WorkerRun(self.world, life.service, life.number + 1))
                 await self._time.rest()
 
-    def _is_ending(self, life: Life) -> bool:
+    def _is_ending(self, life: WorkerRun) -> bool:
         return life.told_to_stop or life.process.dead
 
     def _what_is_open(self) -> str:

@@ -18,15 +18,15 @@ import pytest
 
 from integr8s_idem.testing.crash_points import CrashPoint
 from integr8s_idem.testing.embedded_harness import EmbeddedHarness
-from integr8s_idem.testing.faults import CRASHES, MISHAPS, Mishap
+from integr8s_idem.testing.faults import CRASHES, MISHAPS, Fault
 from integr8s_idem.testing.harness import NotReachedError, WorkerHarness
 
 if TYPE_CHECKING:
     from integr8s_idem.embedded import EmbeddedServers
 
-__all__ = ["crash_point", "embedded_servers", "mishap"]
+__all__ = ["crash_point", "embedded_servers", "fault"]
 
-_ALL_OF_THEM: Final = frozenset({"crash_point", "mishap"})
+_ALL_OF_THEM: Final = frozenset({"crash_point", "fault"})
 """Fixtures that go through everything there is, whether a service gets there or not."""
 
 
@@ -41,12 +41,12 @@ def crash_point(request: pytest.FixtureRequest) -> CrashPoint:
 
 
 @pytest.fixture(params=MISHAPS, ids=str)
-def mishap(request: pytest.FixtureRequest) -> Mishap:
-    """Each thing that can go wrong, for `harness.suffer(mishap)`: crashes, stalls, lost answers, outages, redelivery.
+def fault(request: pytest.FixtureRequest) -> Fault:
+    """Each thing that can go wrong, for `harness.suffer(fault)`: crashes, stalls, lost answers, outages, redelivery.
 
     The test is skipped at points that its service does not get to.
     """
-    found: Mishap = request.param
+    found: Fault = request.param
     return found
 
 

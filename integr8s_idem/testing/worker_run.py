@@ -108,7 +108,7 @@ class World:
         return kind(self.settings.kafka, self.broker, self.points, self.events)
 
 
-class Life:
+class WorkerRun:
     """Begins when it is made; its successor is another one."""
 
     def __init__(self, world: World, service: Service, number: int) -> None:

@@ -16,7 +16,7 @@ MOST_UNCOMMITTED: Final = 10_000
 """Deliveries of one partition from its first unfinished one on: a stuck event must not fill the memory."""
 
 
-class Pressure:
+class Backpressure:
     """Knows the load, and decides which partitions rest."""
 
     def __init__(self, most: int, most_bytes: int) -> None:

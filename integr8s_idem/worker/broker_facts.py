@@ -24,7 +24,7 @@ _LEAST, _MOST, _CREATES = (
 _CLOSE_SECONDS: Final = 2.0
 
 
-class BrokersTellNothingError(Exception):
+class BrokerMetadataError(Exception):
     """The brokers answer, and know no question for what topics are set to."""
 
 
@@ -42,7 +42,7 @@ async def read_facts(kafka: KafkaSettings, topics: Collection[str]) -> BrokerFac
         return await bounded(_read(admin, topics), 2 * kafka.request_timeout_seconds)
     except IncompatibleBrokerVersion as error:
         told = f"{kafka.bootstrap_servers} answer, and know no DescribeConfigs: what topics are set to cannot be asked"
-        raise BrokersTellNothingError(told) from error
+        raise BrokerMetadataError(told) from error
     except (KafkaError, OSError, TimeoutError) as error:
         raise unavailable(kafka, error) from error
     finally:

@@ -26,24 +26,24 @@ from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.worker.assignments import Delivery
 from integr8s_idem.worker.backoff import Backoff
-from integr8s_idem.worker.backpressure import Pressure
+from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.batch_limits import limits_of_batches
 from integr8s_idem.worker.client_options import bounded, connection_options
-from integr8s_idem.worker.delivery_processor import Settler, Tally
-from integr8s_idem.worker.fetch_watchdog import MOST_RENEWALS, PATIENCE, FetchWatch
+from integr8s_idem.worker.delivery_processor import DeliveryProcessor, Tally
+from integr8s_idem.worker.fetch_watchdog import MOST_RENEWALS, PATIENCE, FetchWatchdog
 from integr8s_idem.worker.health import ServiceHealth
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
 from integr8s_idem.worker.offset_committer import OffsetCommitter
-from integr8s_idem.worker.partition_registry import Holdings
-from integr8s_idem.worker.pipeline import Crew
-from integr8s_idem.worker.poison_events import SuspectRunner
+from integr8s_idem.worker.partition_registry import PartitionRegistry
+from integr8s_idem.worker.pipeline import Pipeline
+from integr8s_idem.worker.poison_events import PoisonEventRunner
 from integr8s_idem.worker.poller import POLL_BACKOFF, POLL_RECORDS, WATCH_SECONDS, Poller
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.purger import Purger
 from integr8s_idem.worker.replay_policy import ReplayPolicy
 from integr8s_idem.worker.slots import Slots
-from integr8s_idem.worker.store_circuit import StoreGate
+from integr8s_idem.worker.store_circuit import StoreCircuit
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +143,10 @@ class ServiceWorker:
         self._make_consumer = consumer
         self._reach_brokers = reach_brokers
         manager = dispatcher.manager
-        self._gate = StoreGate(_ping_of(dispatcher), self.observer)
+        self._gate = StoreCircuit(_ping_of(dispatcher), self.observer)
         self._purger = Purger(name, manager.repository if manager is not None else None, self._gate, self.observer)
         isolation = isolation or IsolationGate()
-        self._settler = Settler(
+        self._settler = DeliveryProcessor(
             name,
             self.group,
             dispatcher,
@@ -159,13 +159,13 @@ class ServiceWorker:
             self.observer,
             ReplayPolicy(self.group, replay or ReplaySettings()),
             isolation,
-            SuspectRunner(isolation, service.isolation_share, service.isolation_seconds, self.observer)
+            PoisonEventRunner(isolation, service.isolation_share, service.isolation_seconds, self.observer)
             if service.isolation_share
             else None,
         )
-        self._holdings = Holdings(name, service.drain_timeout_seconds)
-        self._pressure = Pressure(service.max_in_flight, service.max_in_flight_bytes)
-        self._crew = Crew(
+        self._holdings = PartitionRegistry(name, service.drain_timeout_seconds)
+        self._pressure = Backpressure(service.max_in_flight, service.max_in_flight_bytes)
+        self._crew = Pipeline(
             self._settler, service.ordering, finish=self._finish, let_go=self._pressure.let_go, fail=self.fail
         )
         self._offsets = OffsetCommitter(name, kafka.request_timeout_seconds, self.observer)
@@ -348,7 +348,7 @@ class ServiceWorker:
             self._make_consumer(self._kafka, self.group),
             self._holdings,
             self._pressure,
-            FetchWatch(patience, self._kafka.request_timeout_seconds),
+            FetchWatchdog(patience, self._kafka.request_timeout_seconds),
             self.observer,
             put=self._put,
             hold=lambda: not self._gate.is_open,

@@ -247,7 +247,7 @@ class DeadLetter:
         return [*record.headers, *ours]
 
 
-class Parcel:
+class DeadLetterMessage:
     """A dead letter on its way to its topic, which may not take all of it."""
 
     def __init__(self, letter: DeadLetter, record: Record, service: str, group: str) -> None:

@@ -31,21 +31,21 @@ from integr8s_idem.errors import (
     UndecodableEventError,
 )
 from integr8s_idem.events import BaseEvent, EventDecoder
-from integr8s_idem.handlers.dispatcher import EventDispatcher, Handling
-from integr8s_idem.handlers.handler import GuardedHandling
+from integr8s_idem.handlers.dispatcher import EventDispatcher, HandlerExecution
+from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
 from integr8s_idem.telemetry import SILENT, Observer, Signal, Span, is_recorded
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.backoff import Backoff
-from integr8s_idem.worker.dead_letters import DeadLetter, Parcel, is_replay
+from integr8s_idem.worker.dead_letters import DeadLetter, DeadLetterMessage, is_replay
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.kafka_protocols import Record
-from integr8s_idem.worker.poison_events import FirstOutcome, SuspectRunner, Try
+from integr8s_idem.worker.poison_events import FirstOutcome, PoisonEventRunner, Try
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.replay_policy import (
     NO_REPLAY,
     OTHER_EVENT,
-    Judgement,
+    ReplayDecision,
     ReplayPolicy,
     ReplayReporter,
     asks_for,
@@ -53,7 +53,7 @@ from integr8s_idem.worker.replay_policy import (
 )
 from integr8s_idem.worker.replay_signatures import ReplayClaim
 from integr8s_idem.worker.slots import Slots
-from integr8s_idem.worker.store_circuit import StoreGate
+from integr8s_idem.worker.store_circuit import StoreCircuit
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +82,16 @@ _UNSEEN: Final = SILENT.processing("", "", ())
 
 
 @dataclass(slots=True, eq=False)
-class Met:
+class Decoded:
     """What a delivery holds: the handlings of its event, or why there are none."""
 
-    handlings: Sequence[Handling] = ()
+    handlings: Sequence[HandlerExecution] = ()
     letter: DeadLetter | None = None
     processing: AbstractContextManager[Span] = _UNSEEN
     """To be entered around its handling."""
 
     @property
-    def alone(self) -> Handling | None:
+    def alone(self) -> HandlerExecution | None:
         """Its one handling, if it can be reserved and remembered together with those of other deliveries."""
         if len(self.handlings) != 1 or is_recorded(self.processing):
             return None
@@ -100,7 +100,7 @@ class Met:
 
 
 @dataclass(slots=True, eq=False)
-class Unproven(Met):
+class UnverifiedReplay(Decoded):
     """One whose replay headers count only if the store says that they replay failed work."""
 
     claim: ReplayClaim = field(kw_only=True)
@@ -112,7 +112,7 @@ class Unproven(Met):
 
 
 @dataclass(frozen=True, slots=True)
-class Settler:
+class DeliveryProcessor:
     """Settles the deliveries of one service."""
 
     service: str
@@ -120,7 +120,7 @@ class Settler:
     dispatcher: EventDispatcher
     decoder: EventDecoder
     publisher: EventPublisher
-    gate: StoreGate
+    gate: StoreCircuit
     slots: Slots
     """Handlers running at once.  Waiting deliveries hold none."""
     backoff: Backoff
@@ -130,7 +130,7 @@ class Settler:
     """Whose replay headers are honored."""
     isolation: IsolationGate = field(default_factory=IsolationGate)
     """Shared by all services of the process."""
-    suspects: SuspectRunner | None = None
+    suspects: PoisonEventRunner | None = None
     """Runs events alone that may have crashed workers; `None` to run all side by side."""
     tally: Tally = field(default_factory=Tally)
     _letters: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
@@ -140,25 +140,25 @@ class Settler:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_reporter", ReplayReporter(self.service, self.observer))
 
-    def meet(self, delivery: Delivery) -> Met:
+    def meet(self, delivery: Delivery) -> Decoded:
         """Decode `delivery`, and find its handlers and their keys."""
         record, judgement = delivery.record, NO_REPLAY
         try:
             if is_replay(record):
                 judgement = self._judge(record)
                 if judgement.is_for_others:
-                    return Met()
+                    return Decoded()
             event = self.decoder.decode(record.value, record.headers)
         except UndecodableEventError as error:
             self.observer.count(Signal.UNDECODABLE, reason=error.reason)
-            return Met(letter=DeadLetter(error.reason, error, generation=judgement.generation))
+            return Decoded(letter=DeadLetter(error.reason, error, generation=judgement.generation))
         self.observer.count(Signal.DELIVERED, event.event_type)
         processing = self.observer.processing(event.event_type, record.topic, record.headers)
         if judgement is not NO_REPLAY:
             return self._meet_replay(record, event, judgement, processing)
         return self._met(event, judgement, processing)
 
-    def _judge(self, record: Record) -> Judgement:
+    def _judge(self, record: Record) -> ReplayDecision:
         judgement = self.replays.judge(record)
         if judgement.is_for_others:
             self._reporter.for_others(record)
@@ -167,17 +167,17 @@ class Settler:
         return judgement
 
     def _meet_replay(
-        self, record: Record, event: BaseEvent, judgement: Judgement, processing: AbstractContextManager[Span]
-    ) -> Met:
+        self, record: Record, event: BaseEvent, judgement: ReplayDecision, processing: AbstractContextManager[Span]
+    ) -> Decoded:
         if not judgement.fits(event.event_id):
             judgement = OTHER_EVENT
             self._reporter.refused(record, judgement.refused)
         met = self._met(event, judgement, processing)
         if judgement.unproven is None or met.letter is not None:
             return met
-        return Unproven(met.handlings, None, processing, claim=judgement.unproven)
+        return UnverifiedReplay(met.handlings, None, processing, claim=judgement.unproven)
 
-    def _met(self, event: BaseEvent, judgement: Judgement, processing: AbstractContextManager[Span]) -> Met:
+    def _met(self, event: BaseEvent, judgement: ReplayDecision, processing: AbstractContextManager[Span]) -> Decoded:
         generation, only = judgement.generation, judgement.only
         try:
             handlings = self.dispatcher.handlings(event, generation, only)
@@ -185,16 +185,16 @@ class Settler:
             letter = DeadLetter(
                 "no_key", error, generation=generation, event_type=event.event_type, event_id=event.event_id
             )
-            return Met((), letter, processing)
+            return Decoded((), letter, processing)
         if only is not None and not handlings:
-            return Met((), _nobody(only, event, generation), processing)
+            return Decoded((), _nobody(only, event, generation), processing)
         if self.suspects is not None:
             for handling in handlings:
-                if isinstance(handling, GuardedHandling):
+                if isinstance(handling, GuardedExecution):
                     handling.isolate()
-        return Met(handlings, None, processing)
+        return Decoded(handlings, None, processing)
 
-    async def settle(self, delivery: Delivery, met: Met, begun: Try | None = None) -> None:
+    async def settle(self, delivery: Delivery, met: Decoded, begun: Try | None = None) -> None:
         """Return once `delivery` may be acknowledged.
 
         `begun`: what came of the first try of its only handler, if there was one.
@@ -206,25 +206,25 @@ class Settler:
             if met.letter is not None:
                 await self._dead_letter(delivery, met.letter)
                 return
-            handlings = await self._proven(delivery, met) if isinstance(met, Unproven) else met.handlings
+            handlings = await self._proven(delivery, met) if isinstance(met, UnverifiedReplay) else met.handlings
             if len(handlings) == 1:
                 await self._settle(delivery, handlings[0], begun)
             else:
                 await _all(*(self._settle(delivery, handling) for handling in handlings))
 
-    async def _proven(self, delivery: Delivery, met: Unproven) -> Sequence[Handling]:
+    async def _proven(self, delivery: Delivery, met: UnverifiedReplay) -> Sequence[HandlerExecution]:
         """The handlings of `met`, those that replay failed work in the generation that it claims."""
-        generation, handlings = met.claim.generation, list[Handling]()
+        generation, handlings = met.claim.generation, list[HandlerExecution]()
         for first in met.handlings:
             replayed = None
-            if isinstance(first, GuardedHandling) and asks_for(met.claim, first):
+            if isinstance(first, GuardedExecution) and asks_for(met.claim, first):
                 replayed = await self._replayed(delivery, first, generation)
             handlings.append(replayed or first)
         if all(handling.generation == 0 for handling in handlings):
             self._reporter.refused(delivery.record, "not_failed")
         return handlings
 
-    async def _replayed(self, delivery: Delivery, first: GuardedHandling, generation: int) -> Handling | None:
+    async def _replayed(self, delivery: Delivery, first: GuardedExecution, generation: int) -> HandlerExecution | None:
         """`first` in its later `generation`; `None` if that is not known to replay failed work."""
         while True:
             await self._may_go_on(delivery)
@@ -239,7 +239,7 @@ class Settler:
             replayed.isolate()
         return replayed
 
-    async def go_on(self, delivery: Delivery, handling: Handling, begun: Try) -> None:
+    async def go_on(self, delivery: Delivery, handling: HandlerExecution, begun: Try) -> None:
         """As `settle`, after a first try."""
         record = delivery.record
         with self.observer.processing(handling.event.event_type, record.topic, record.headers):
@@ -250,7 +250,7 @@ class Settler:
         self.tally.handled += 1
         self.tally.reruns += attempt > 1
 
-    async def _settle(self, delivery: Delivery, handling: Handling, begun: Try | None = None) -> None:
+    async def _settle(self, delivery: Delivery, handling: HandlerExecution, begun: Try | None = None) -> None:
         """Try until one handler has come to an end."""
         looks = 0
         while True:
@@ -288,7 +288,9 @@ class Settler:
         if delivery.assignment.closed:
             raise AbandonedError
 
-    async def _attempt(self, delivery: Delivery, handling: Handling, begun: Try | None = None) -> Outcome[Any] | None:
+    async def _attempt(
+        self, delivery: Delivery, handling: HandlerExecution, begun: Try | None = None
+    ) -> Outcome[Any] | None:
         """One try; `None` if nothing is known and it should be repeated, which counts as no attempt."""
         try:
             if begun is None:
@@ -307,9 +309,9 @@ class Settler:
         await self._pause(delivery, self.backoff.pause(1))
         return None
 
-    async def _isolated(self, delivery: Delivery, handling: Handling, suspect: Suspected) -> FirstOutcome:
+    async def _isolated(self, delivery: Delivery, handling: HandlerExecution, suspect: Suspected) -> FirstOutcome:
         assert self.suspects is not None
-        assert isinstance(handling, GuardedHandling)
+        assert isinstance(handling, GuardedExecution)
         closing, beside_others = delivery.assignment.closing, partial(self._beside_others, delivery)
         return await self.suspects.run(handling, suspect, closing, self.gate.wait_out, beside_others)
 
@@ -324,7 +326,7 @@ class Settler:
             finally:
                 self.isolation.leave()
 
-    async def _retry_later(self, delivery: Delivery, handling: Handling, failed: HandlerFailed) -> None:
+    async def _retry_later(self, delivery: Delivery, handling: HandlerExecution, failed: HandlerFailed) -> None:
         self.tally.retries += 1
         self.observer.count(Signal.RETRY, handling.event.event_type)
         pause = self.backoff.pause(failed.attempt)
@@ -347,7 +349,7 @@ class Settler:
         """Hand the message to the dead-letter topic.  Until that has it, the message is not settled."""
         record = delivery.record
         topic = record.topic + self.dead_letter_suffix
-        parcel, tries = Parcel(letter, record, self.service, self.group), 0
+        parcel, tries = DeadLetterMessage(letter, record, self.service, self.group), 0
         while True:
             try:
                 # One at a time: a broker refuses all that share a batch, and those that fit would be cut as well.
@@ -383,7 +385,7 @@ def _nobody(handler: str, event: BaseEvent, generation: int) -> DeadLetter:
     )
 
 
-def _letter(handling: Handling, outcome: Outcome[Any]) -> DeadLetter:
+def _letter(handling: HandlerExecution, outcome: Outcome[Any]) -> DeadLetter:
     label = handling.label
     error: Exception
     match outcome:

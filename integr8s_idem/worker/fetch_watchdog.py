@@ -23,7 +23,7 @@ MOST_RENEWALS: Final = 3
 """Clients given up in a row, without one message between them, before the service gives up."""
 
 
-class FetchWatch:
+class FetchWatchdog:
     """Looks at one consumer from time to time."""
 
     def __init__(self, patience: float, answer_seconds: float) -> None:

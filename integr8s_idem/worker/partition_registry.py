@@ -13,7 +13,7 @@ from integr8s_idem.worker.kafka_protocols import Consumer, Partition
 logger = logging.getLogger(__name__)
 
 
-class Holdings:
+class PartitionRegistry:
     """Assignments by partition; they begin, close, end and begin anew here."""
 
     def __init__(self, service: str, drain_seconds: float) -> None:

@@ -25,10 +25,10 @@ from integr8s_idem.engine.active_runs import Returned, Suspected
 from integr8s_idem.engine.leases import HeldLease
 from integr8s_idem.engine.work import Executed, NotStarted, Outcome
 from integr8s_idem.errors import StoreError
-from integr8s_idem.handlers.handler import GuardedHandling, Handling
+from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
 from integr8s_idem.records import Completed, KeyReused, Reserved, Verdict
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
-from integr8s_idem.worker.delivery_processor import Met, Settler
+from integr8s_idem.worker.delivery_processor import Decoded, DeliveryProcessor
 from integr8s_idem.worker.lanes import Lanes, Ordering
 from integr8s_idem.worker.poison_events import FirstOutcome
 from integr8s_idem.worker.task_contexts import in_context
@@ -46,12 +46,12 @@ TURN: Final = 50
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class ReservedDelivery:
     """A delivery that is to be handled now."""
 
     delivery: Delivery
-    met: Met
-    handling: Handling
+    met: Decoded
+    handling: HandlerExecution
     lease: HeldLease | None
     """`None` for one that is not guarded."""
 
@@ -62,25 +62,25 @@ class Held:
     def release(self) -> None:
         """It is not handled after all."""
         if self.lease is not None:
-            assert isinstance(self.handling, GuardedHandling)
+            assert isinstance(self.handling, GuardedExecution)
             self.handling.release(self.lease)
 
 
 @dataclass(slots=True, eq=False)
-class Done:
+class CompletedDelivery:
     """A delivery that was handled, and is to be remembered."""
 
     delivery: Delivery
-    handling: GuardedHandling
+    handling: GuardedExecution
     returned: Returned[Any]
 
 
-class Crew:
+class Pipeline:
     """Settles deliveries, and tells when each has come to its end."""
 
     def __init__(
         self,
-        settler: Settler,
+        settler: DeliveryProcessor,
         ordering: Ordering,
         *,
         finish: Callable[[Delivery], None],
@@ -103,8 +103,8 @@ class Crew:
         self._let_go = let_go
         self._fail = fail
         self._ready: deque[Delivery] = deque()
-        self._held: deque[Held] = deque()
-        self._done: list[Done] = []
+        self._held: deque[ReservedDelivery] = deque()
+        self._done: list[CompletedDelivery] = []
         self._waves = 0
         self._stirred = self._remembering = False
         self._spare: Coroutine[Any, Any, None] | None = None
@@ -221,14 +221,14 @@ class Crew:
         self._stir()
 
     async def _wave(self, taken: deque[Delivery]) -> None:
-        asked: list[tuple[Delivery, Met, GuardedHandling]] = []
+        asked: list[tuple[Delivery, Decoded, GuardedExecution]] = []
         while taken:
             self._meet(taken.popleft(), asked)
         self._begin_hands()
         if asked:
             await self._reserve(asked)
 
-    def _meet(self, delivery: Delivery, asked: list[tuple[Delivery, Met, GuardedHandling]]) -> None:
+    def _meet(self, delivery: Delivery, asked: list[tuple[Delivery, Decoded, GuardedExecution]]) -> None:
         try:
             met = self._settler.meet(delivery)
         except Exception as error:  # noqa: BLE001  # told to the service
@@ -238,15 +238,15 @@ class Crew:
         handling = met.alone
         if handling is None or not self._settler.gate.is_open:
             self._go_alone(delivery, met)
-        elif not isinstance(handling, GuardedHandling):
-            self._held.append(Held(delivery, met, handling, None))
+        elif not isinstance(handling, GuardedExecution):
+            self._held.append(ReservedDelivery(delivery, met, handling, None))
         elif handling.is_known_here():
             with met.processing:
                 self._duplicate(delivery)
         else:
             asked.append((delivery, met, handling))
 
-    async def _reserve(self, asked: list[tuple[Delivery, Met, GuardedHandling]]) -> None:
+    async def _reserve(self, asked: list[tuple[Delivery, Decoded, GuardedExecution]]) -> None:
         passes = asked[0][2].passes
         asked_at = passes.now()
         try:
@@ -270,13 +270,15 @@ class Crew:
             self._sort(delivery, met, handling, verdict, asked_at)
         self._begin_hands()
 
-    def _sort(self, delivery: Delivery, met: Met, handling: GuardedHandling, verdict: Verdict, asked_at: float) -> None:
+    def _sort(
+        self, delivery: Delivery, met: Decoded, handling: GuardedExecution, verdict: Verdict, asked_at: float
+    ) -> None:
         if isinstance(verdict, Reserved):
             lease = handling.hold(verdict, asked_at)
             if handling.passes.is_suspect(handling.work, verdict):
                 self._go_isolated(delivery, met, handling, lease)
             else:
-                self._held.append(Held(delivery, met, handling, lease))
+                self._held.append(ReservedDelivery(delivery, met, handling, lease))
         elif isinstance(verdict, Completed):
             with met.processing:
                 handling.passes.blocked(handling.work, verdict)
@@ -328,24 +330,24 @@ class Crew:
             await self._handle(held)
             done += 1
 
-    async def _reserve_again(self, held: Held) -> None:
+    async def _reserve_again(self, held: ReservedDelivery) -> None:
         """Reserve again, in one round trip, all that wait with too little of their leases left.
 
         A reservation that is still ours is found by its token, and goes on as the same attempt.
         """
         waiting, self._held = self._held, deque()
-        asked: list[tuple[Delivery, Met, GuardedHandling]] = []
+        asked: list[tuple[Delivery, Decoded, GuardedExecution]] = []
         for each in (held, *waiting):
             if each is not held and not each.is_late():
                 self._held.append(each)
                 continue
             assert each.lease is not None
-            assert isinstance(each.handling, GuardedHandling)
+            assert isinstance(each.handling, GuardedExecution)
             each.handling.not_started(each.lease)
             asked.append((each.delivery, each.met, each.handling))
         await self._reserve(asked)
 
-    async def _handle(self, held: Held) -> None:
+    async def _handle(self, held: ReservedDelivery) -> None:
         delivery, handling = held.delivery, held.handling
         self._isolation.enter()
         try:
@@ -359,8 +361,8 @@ class Crew:
             raise
         else:
             if isinstance(outcome, Returned):
-                assert isinstance(handling, GuardedHandling)
-                self._remember(Done(delivery, handling, outcome))
+                assert isinstance(handling, GuardedExecution)
+                self._remember(CompletedDelivery(delivery, handling, outcome))
             elif isinstance(outcome, Executed):
                 self._settler.handled(outcome.attempt)
                 self._settled(delivery)
@@ -370,7 +372,7 @@ class Crew:
             self._isolation.leave()
             self._slots.give()
 
-    async def _perform(self, held: Held) -> Outcome[Any] | Returned[Any] | NotStarted:
+    async def _perform(self, held: ReservedDelivery) -> Outcome[Any] | Returned[Any] | NotStarted:
         """Run its handler, in this task."""
         delivery, handling, wait = held.delivery, held.handling, self._settler.gate.wait_out
         if delivery.assignment.closed:
@@ -379,7 +381,7 @@ class Crew:
         delivery.task = asyncio.current_task()
         try:
             with held.met.processing:
-                if isinstance(handling, GuardedHandling):
+                if isinstance(handling, GuardedExecution):
                     assert held.lease is not None
                     return await handling.perform(held.lease, wait)
                 return await handling.attempt(wait_for_store=wait)
@@ -388,7 +390,7 @@ class Crew:
 
     # Remembering.
 
-    def _remember(self, done: Done) -> None:
+    def _remember(self, done: CompletedDelivery) -> None:
         self._done.append(done)
         if not self._remembering:
             self._remembering = True
@@ -413,7 +415,7 @@ class Crew:
             each.handling.passes.complete_later(each.returned)
             self._end(each.delivery)
 
-    async def _remember_together(self, done: list[Done]) -> None:
+    async def _remember_together(self, done: list[CompletedDelivery]) -> None:
         try:
             written = await done[0].handling.passes.complete_together([each.returned for each in done])
         except StoreError:
@@ -433,7 +435,7 @@ class Crew:
             else:
                 self._conclude_alone(each)
 
-    def _conclude_alone(self, done: Done) -> None:
+    def _conclude_alone(self, done: CompletedDelivery) -> None:
         async def conclude() -> FirstOutcome:
             return await done.handling.passes.conclude(done.returned, self._settler.gate.wait_out)
 
@@ -447,13 +449,13 @@ class Crew:
     # One by one.
 
     def _go_alone(
-        self, delivery: Delivery, met: Met, begun: Callable[[], Coroutine[Any, Any, FirstOutcome]] | None = None
+        self, delivery: Delivery, met: Decoded, begun: Callable[[], Coroutine[Any, Any, FirstOutcome]] | None = None
     ) -> None:
         """By a task of its own, from the beginning; its slot is free for others meanwhile."""
         self._slots.give()
         self._alone(delivery, self._settler.settle(delivery, met, begun))
 
-    def _go_isolated(self, delivery: Delivery, met: Met, handling: GuardedHandling, lease: HeldLease) -> None:
+    def _go_isolated(self, delivery: Delivery, met: Decoded, handling: GuardedExecution, lease: HeldLease) -> None:
         """By a task of its own, which waits until the event may run alone; its slot is free for others meanwhile."""
 
         def ended(_: asyncio.Task[None]) -> None:
@@ -464,7 +466,7 @@ class Crew:
         suspected = _returning(Suspected(lease))
         self._alone(delivery, self._settler.settle(delivery, met, suspected)).add_done_callback(ended)
 
-    def _go_on(self, held: Held, begun: Callable[[], Coroutine[Any, Any, FirstOutcome]]) -> None:
+    def _go_on(self, held: ReservedDelivery, begun: Callable[[], Coroutine[Any, Any, FirstOutcome]]) -> None:
         self._alone(held.delivery, self._settler.go_on(held.delivery, held.handling, begun))
 
     def _alone(self, delivery: Delivery, settling: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

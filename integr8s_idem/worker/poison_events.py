@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from integr8s_idem.engine.active_runs import Suspected
 from integr8s_idem.engine.work import NotStarted, Outcome, WaitForStore
-from integr8s_idem.handlers.handler import GuardedHandling
+from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.telemetry import Observer, Signal
 from integr8s_idem.worker.assignments import AbandonedError
 from integr8s_idem.worker.isolation_gate import IsolationGate, Turn
@@ -26,7 +26,7 @@ Try: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
 
 
 @dataclass(frozen=True, slots=True)
-class SuspectRunner:
+class PoisonEventRunner:
     """Runs the suspects of one service."""
 
     isolation: IsolationGate
@@ -38,7 +38,7 @@ class SuspectRunner:
 
     async def run(
         self,
-        handling: GuardedHandling,
+        handling: GuardedExecution,
         suspect: Suspected,
         closing: asyncio.Future[None],
         wait_for_store: WaitForStore,
@@ -65,7 +65,7 @@ class SuspectRunner:
                 handling.release(suspect.lease)
             handling.isolate()  # the next try, too
 
-    def _report(self, turn: Turn, handling: GuardedHandling, lapsed: int) -> None:
+    def _report(self, turn: Turn, handling: GuardedExecution, lapsed: int) -> None:
         if turn.is_alone:
             self.observer.count(Signal.ISOLATED, handling.event.event_type)
             what = f"it runs alone in this process for up to {self.longest:g} s, to find out whether it crashes workers"
@@ -76,7 +76,7 @@ class SuspectRunner:
             )
         logger.warning("%s: %d attempts have lapsed; %s", handling.label, lapsed, what)
 
-    async def _alone(self, handling: GuardedHandling, turn: Turn, run: Try) -> FirstOutcome:
+    async def _alone(self, handling: GuardedExecution, turn: Turn, run: Try) -> FirstOutcome:
         """A try that is alone until its turn ends."""
         after = asyncio.get_running_loop().create_task(self._go_on_beside_others(handling, turn))
         try:
@@ -84,6 +84,6 @@ class SuspectRunner:
         finally:
             after.cancel()
 
-    async def _go_on_beside_others(self, handling: GuardedHandling, turn: Turn) -> None:
+    async def _go_on_beside_others(self, handling: GuardedExecution, turn: Turn) -> None:
         await asyncio.wait({turn.ended})  # which the cancellation of this task must not cancel
         handling.no_longer_alone()

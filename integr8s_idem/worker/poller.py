@@ -13,11 +13,11 @@ from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRa
 from integr8s_idem.telemetry import Observer, Signal
 from integr8s_idem.worker.assignments import Assignment, Delivery
 from integr8s_idem.worker.backoff import Backoff
-from integr8s_idem.worker.backpressure import Pressure
+from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.client_options import bounded
-from integr8s_idem.worker.fetch_watchdog import FetchWatch
+from integr8s_idem.worker.fetch_watchdog import FetchWatchdog
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
-from integr8s_idem.worker.partition_registry import Holdings
+from integr8s_idem.worker.partition_registry import PartitionRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ class Poller:
         self,
         service: str,
         consumer: Consumer,
-        holdings: Holdings,
-        pressure: Pressure,
-        watch: FetchWatch,
+        holdings: PartitionRegistry,
+        pressure: Backpressure,
+        watch: FetchWatchdog,
         observer: Observer,
         *,
         put: Callable[[Delivery], None],

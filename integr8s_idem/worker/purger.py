@@ -8,9 +8,9 @@ import random
 from typing import Final
 
 from integr8s_idem.errors import StoreError
-from integr8s_idem.stores import Purging
+from integr8s_idem.stores import PurgeSupport
 from integr8s_idem.telemetry import Observer, Signal
-from integr8s_idem.worker.store_circuit import StoreGate
+from integr8s_idem.worker.store_circuit import StoreCircuit
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ SHORTEST_REST: Final = 0.05
 class Purger:
     """Calls `purge` of a store that has it, from `begin` to `stop`; of any other store it leaves alone."""
 
-    def __init__(self, service: str, store: object, gate: StoreGate, observer: Observer) -> None:
+    def __init__(self, service: str, store: object, gate: StoreCircuit, observer: Observer) -> None:
         """`store`: any, or `None`."""
         self._service = service
-        self._store = store if isinstance(store, Purging) and store.purge_every else None
+        self._store = store if isinstance(store, PurgeSupport) and store.purge_every else None
         self._gate = gate
         self._observer = observer
         self._task: asyncio.Task[None] | None = None
@@ -46,7 +46,7 @@ class Purger:
             self._task.cancel()
             await asyncio.wait({self._task})
 
-    async def _purge_for_ever(self, store: Purging) -> None:
+    async def _purge_for_ever(self, store: PurgeSupport) -> None:
         every = store.purge_every.total_seconds()
         while True:
             # Around its time, not at it: workers that start together need not purge together.
@@ -62,7 +62,7 @@ class Purger:
                 self._observer.count(Signal.STORE_ERROR)
                 logger.exception("%s: expired records not purged", self._service)
 
-    async def _purge(self, store: Purging) -> None:
+    async def _purge(self, store: PurgeSupport) -> None:
         """All that has expired, as long as the store answers."""
         loop = asyncio.get_running_loop()
         more = True

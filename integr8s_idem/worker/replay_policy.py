@@ -14,7 +14,7 @@ from typing import Final
 
 from integr8s_idem.config import ReplaySettings
 from integr8s_idem.errors import CorruptRecordError, UndecodableEventError
-from integr8s_idem.handlers.handler import GuardedHandling
+from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.keys import generation_key
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.telemetry import Observer, Signal
@@ -29,7 +29,7 @@ LOG_INTERVAL: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ReplayDecision:
     """What the replay headers of one message come to."""
 
     generation: int = 0
@@ -49,10 +49,10 @@ class Judgement:
         return not self.event or self.event == event_hash(event_id)
 
 
-NO_REPLAY: Final = Judgement()
+NO_REPLAY: Final = ReplayDecision()
 """Of a message without replay headers."""
 
-OTHER_EVENT: Final = Judgement(refused="other_event")
+OTHER_EVENT: Final = ReplayDecision(refused="other_event")
 
 
 class ReplayPolicy:
@@ -63,7 +63,7 @@ class ReplayPolicy:
         self._keys = settings.keys
         self._unsigned = settings.unsigned_policy
 
-    def judge(self, record: Record) -> Judgement:
+    def judge(self, record: Record) -> ReplayDecision:
         """What the replay headers of `record` come to.
 
         Raises:
@@ -74,7 +74,7 @@ class ReplayPolicy:
         except UndecodableEventError:
             if self._unsigned == "trust":
                 raise
-            return Judgement(refused="malformed")
+            return ReplayDecision(refused="malformed")
         if claim is None:
             return NO_REPLAY
         signature = replay_header(record, REPLAY_SIGNATURE)
@@ -83,22 +83,22 @@ class ReplayPolicy:
         if self._unsigned == "trust":
             return self._honored(claim, b"")
         if self._unsigned == "failed_only" and claim.generation and claim.group in (b"", self._group):
-            return Judgement(unproven=claim)
-        return Judgement(refused="bad_signature" if signature else "unsigned")
+            return ReplayDecision(unproven=claim)
+        return ReplayDecision(refused="bad_signature" if signature else "unsigned")
 
-    def _honored(self, claim: ReplayClaim, event: bytes) -> Judgement:
+    def _honored(self, claim: ReplayClaim, event: bytes) -> ReplayDecision:
         if claim.group and claim.group != self._group:
-            return Judgement(is_for_others=True)
+            return ReplayDecision(is_for_others=True)
         only = claim.handler.decode("utf-8", "backslashreplace") if claim.handler else None
-        return Judgement(claim.generation, only, event=event)
+        return ReplayDecision(claim.generation, only, event=event)
 
 
-def asks_for(claim: ReplayClaim, handling: GuardedHandling) -> bool:
+def asks_for(claim: ReplayClaim, handling: GuardedExecution) -> bool:
     """Whether `claim` names the handler of `handling`, or none."""
     return not claim.handler or claim.handler == handling.handler.name.encode("utf-8", "backslashreplace")
 
 
-async def follows_a_failure(handling: GuardedHandling, generation: int) -> bool:
+async def follows_a_failure(handling: GuardedExecution, generation: int) -> bool:
     """Whether `generation` of this work is the replay of a run that was given up, as far as the store knows.
 
     The generation before it is FAILED, with the same payload, and no older one is COMPLETED or PROCESSING.

@@ -7,7 +7,7 @@ import logging
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.diagnostics import Code, Finding
 from integr8s_idem.errors import BrokerUnavailableError, SettingsError, SettingsMistake
-from integr8s_idem.worker.broker_facts import BrokersTellNothingError, read_facts
+from integr8s_idem.worker.broker_facts import BrokerMetadataError, read_facts
 from integr8s_idem.worker.retention import Reading, retention_findings
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ async def check_retention(service: str, kafka: KafkaSettings, reading: Reading) 
     try:
         topics = [name for topic in reading.topics for name in (topic, topic + kafka.dead_letter_suffix)]
         facts = await read_facts(kafka, topics)
-    except (BrokerUnavailableError, BrokersTellNothingError) as error:
+    except (BrokerUnavailableError, BrokerMetadataError) as error:
         logger.warning("%s: the settings of its topics were not compared with ttl and limits: %s", service, error)
         return
     found = retention_findings(kafka, [reading], facts)

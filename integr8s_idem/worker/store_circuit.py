@@ -20,7 +20,7 @@ WATCH_SECONDS = 5.0
 """Time between two looks at a store that is up, to notice that it has lost its data."""
 
 
-class StoreGate:
+class StoreCircuit:
     """Open while the store answers.  Whoever finds it silent closes the gate; a probe opens it again."""
 
     def __init__(self, ping: Callable[[], Awaitable[StoreHealth]] | None, observer: Observer) -> None:

@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 
 from integr8s_idem.stores.dynamodb import DynamoIdempotencyRepository
-from integr8s_idem.testing.contract import HistorySize, RepositoryContract, StoreUnderTest, TendingContract
+from integr8s_idem.testing.contract import HistorySize, RecordAdminContract, RepositoryContract, StoreUnderTest
 from tests.support.dynamodb.clocks import VirtualClock
 from tests.support.dynamodb.fixtures import Table
 
 
-class TestDynamoDB(RepositoryContract, TendingContract):
+class TestDynamoDB(RepositoryContract, RecordAdminContract):
     # Each key is a request of some milliseconds.
     histories = HistorySize(histories=6)
     large_batch = 100

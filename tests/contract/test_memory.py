@@ -7,14 +7,14 @@ import pytest
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.contract import (
     HistorySize,
+    RecordAdminContract,
     RepositoryContract,
     SteppedClock,
     StoreUnderTest,
-    TendingContract,
 )
 
 
-class TestMemoryStore(RepositoryContract, TendingContract):
+class TestMemoryStore(RepositoryContract, RecordAdminContract):
     histories = HistorySize(histories=200, steps=40)
     # Its records are objects: none can be unreadable.
     test_an_unreadable_record_spoils_no_batch = None  # type: ignore[assignment]

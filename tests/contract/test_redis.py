@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
-from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest, TendingContract
+from integr8s_idem.testing.contract import RecordAdminContract, RepositoryContract, StoreUnderTest
 from tests.support.aging import age_records
 from tests.support.redis import NO_VALKEY, RedisServer, bundled_binary, needs_newer_binary, valkey_binary
 
@@ -51,21 +51,21 @@ async def _store_on(server: RedisServer) -> AsyncIterator[StoreUnderTest]:
     await client.aclose()
 
 
-class TestOldestRedis(RepositoryContract, TendingContract):
+class TestOldestRedis(RepositoryContract, RecordAdminContract):
     @pytest.fixture
     async def store(self, oldest_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
         async with _store_on(oldest_server) as store:
             yield store
 
 
-class TestNewerRedis(RepositoryContract, TendingContract):
+class TestNewerRedis(RepositoryContract, RecordAdminContract):
     @pytest.fixture
     async def store(self, newer_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
         async with _store_on(newer_server) as store:
             yield store
 
 
-class TestValkey(RepositoryContract, TendingContract):
+class TestValkey(RepositoryContract, RecordAdminContract):
     @pytest.fixture
     async def store(self, valkey_server: RedisServer) -> AsyncIterator[StoreUnderTest]:
         async with _store_on(valkey_server) as store:

@@ -10,7 +10,7 @@ import pytest
 
 from integr8s_idem.stores.redis import RedisClusterIdempotencyRepository, redis_cluster_client
 from integr8s_idem.stores.redis.buckets import stored_name
-from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest, TendingContract
+from integr8s_idem.testing.contract import RecordAdminContract, RepositoryContract, StoreUnderTest
 from tests.support.aging import age_records
 from tests.support.redis_cluster import RedisCluster
 
@@ -21,7 +21,7 @@ def cluster() -> Iterator[RedisCluster]:
         yield cluster
 
 
-class TestRedisCluster(RepositoryContract, TendingContract):
+class TestRedisCluster(RepositoryContract, RecordAdminContract):
     @pytest.fixture
     async def store(self, cluster: RedisCluster) -> AsyncIterator[StoreUnderTest]:
         await asyncio.to_thread(cluster.flush)

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_sentinel_client
-from integr8s_idem.testing.contract import RepositoryContract, StoreUnderTest, TendingContract
+from integr8s_idem.testing.contract import RecordAdminContract, RepositoryContract, StoreUnderTest
 from tests.support.aging import age_records
 from tests.support.redis_sentinel import RedisGroup
 
@@ -19,7 +19,7 @@ def group() -> Iterator[RedisGroup]:
         yield group
 
 
-class TestRedisBySentinel(RepositoryContract, TendingContract):
+class TestRedisBySentinel(RepositoryContract, RecordAdminContract):
     @pytest.fixture
     async def store(self, group: RedisGroup) -> AsyncIterator[StoreUnderTest]:
         group.primary().flush()

@@ -16,7 +16,7 @@ from integr8s_idem.records import Corrupt, Reserved
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import writing
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, records
-from integr8s_idem.testing.contract import HistorySize, RepositoryContract, StoreUnderTest, TendingContract
+from integr8s_idem.testing.contract import HistorySize, RecordAdminContract, RepositoryContract, StoreUnderTest
 from integr8s_idem.testing.store_under_test import take, wish
 from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
@@ -43,7 +43,7 @@ LOOSELY_TYPED = {
 """What SQLite takes whatever the type of the column."""
 
 
-class SqlContract(RepositoryContract, TendingContract):
+class SqlContract(RepositoryContract, RecordAdminContract):
     """And what is damaged in a column only."""
 
     @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)

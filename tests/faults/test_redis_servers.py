@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.worker.store_circuit import StoreGate
+from integr8s_idem.worker.store_circuit import StoreCircuit
 from tests.support.conditions import eventually
 from tests.support.effects import Effects
 from tests.support.redis import DURABLE, RedisServer
@@ -195,7 +195,7 @@ async def test_work_whose_records_went_with_the_power_is_done_again_and_the_rest
 ) -> None:
     with RedisServer(config=EVERY_SECOND) as server:
         async with open_redis_shop(effects, server.address) as shop:
-            gate = StoreGate(shop.store.ping, shop.observer)
+            gate = StoreCircuit(shop.store.ping, shop.observer)
             await gate.check()
             kept = shop.order(3)
             await shop.settled()

@@ -13,7 +13,7 @@ from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from integr8s_idem.records import Completion, Reserved
-from integr8s_idem.stores import Purging
+from integr8s_idem.stores import PurgeSupport
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine, statements
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.schema import records
@@ -77,7 +77,7 @@ async def rows(store: SqlIdempotencyRepository) -> int:
 async def test_a_worker_takes_away_what_has_expired_and_nothing_else(
     store: SqlIdempotencyRepository, effects: Effects
 ) -> None:
-    assert isinstance(store, Purging)
+    assert isinstance(store, PurgeSupport)
     before = await rows(store)
     kept = await fill(store, expired=1_200, kept=3)
 

@@ -15,7 +15,7 @@ from integr8s_idem.doctor.broker_checks import look_at_brokers
 from integr8s_idem.embedded import EmbeddedKafka, embedded
 from integr8s_idem.errors import SettingsError
 from integr8s_idem.worker import ServiceGroup
-from integr8s_idem.worker.broker_facts import BrokersTellNothingError, read_facts
+from integr8s_idem.worker.broker_facts import BrokerMetadataError, read_facts
 from integr8s_idem.worker.retention import Reading
 from integr8s_idem.worker.retention_check import check_retention
 from tests.support.conditions import eventually
@@ -122,7 +122,7 @@ async def test_brokers_that_know_no_such_question_stop_nothing() -> None:
     async with embedded() as servers:
         kafka = KafkaSettings(bootstrap_servers=servers.settings()["kafka"]["bootstrap_servers"])
 
-        with pytest.raises(BrokersTellNothingError, match="answer, and know no DescribeConfigs"):
+        with pytest.raises(BrokerMetadataError, match="answer, and know no DescribeConfigs"):
             await read_facts(kafka, ["orders"])
 
 

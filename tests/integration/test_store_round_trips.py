@@ -21,7 +21,7 @@ from integr8s_idem.config import (
     StoreSettings,
 )
 from integr8s_idem.records import Completed, Completion, Failure, Reserved, ReserveRequest, StoredResult
-from integr8s_idem.stores import IdempotencyRepository, Purging
+from integr8s_idem.stores import IdempotencyRepository, PurgeSupport
 from integr8s_idem.stores.factory import open_engine, open_store
 from integr8s_idem.stores.redis import RedisClusterIdempotencyRepository, redis_cluster_client
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate
@@ -76,7 +76,7 @@ async def costs(store: IdempotencyRepository, count: Count) -> dict[str, int]:
     await counted("ping", store.ping())
     held = await counted("100 reserved", taken(store, many))
     assert all(await counted("100 completed", store.complete([_done(one) for one in held])))
-    if isinstance(store, Purging):
+    if isinstance(store, PurgeSupport):
         await store.complete([_done(one, ttl=timedelta(0)) for one in await taken(store, [wish(new_key())])])
         assert await counted("purge", store.purge()) == 1
     return found

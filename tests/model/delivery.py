@@ -1,4 +1,5 @@
-"""What a worker does with one delivery: `Settler._settle`, `IdempotencyManager.execute` and `Ledger.settle` as steps.
+"""What a worker does with one delivery: `DeliveryProcessor._settle`, `IdempotencyManager.execute` and
+`StoreClient.settle` as steps.
 
 Between any two steps anything else may happen.  A call of the store is one step, with its answer; what
 can go wrong with a call is in `_call`.

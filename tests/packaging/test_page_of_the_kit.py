@@ -52,4 +52,4 @@ def run(folder: Path, *arguments: str) -> str:
 
 def test_the_page_counts_the_mishaps_rightly() -> None:
     assert len(MISHAPS) == 18
-    assert "`mishap` makes this eighteen tests" in PAGE
+    assert "`fault` makes this eighteen tests" in PAGE

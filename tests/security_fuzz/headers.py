@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from integr8s_idem.config import ReplaySettings
 from integr8s_idem.worker.dead_letters import GENERATION, REPLAY_GROUP, REPLAY_HANDLER, REPLAY_SIGNATURE
-from integr8s_idem.worker.replay_policy import Judgement, ReplayPolicy
+from integr8s_idem.worker.replay_policy import ReplayDecision, ReplayPolicy
 from integr8s_idem.worker.replay_signatures import ReplayClaim, signature_of
 from tests.campaigns.figures import Figures
 from tests.fuzz.mutators import damaged, text
@@ -44,7 +44,7 @@ def _value(random: Random) -> bytes:
     return text(random).encode("utf-8", "backslashreplace") if random.random() < 0.5 else random.randbytes(32)
 
 
-def _changes_nothing(judged: Judgement) -> None:
+def _changes_nothing(judged: ReplayDecision) -> None:
     assert judged.generation == 0, judged
     assert judged.only is None, judged
     assert not judged.is_for_others, judged

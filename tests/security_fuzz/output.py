@@ -16,7 +16,7 @@ from integr8s_idem.cli.keys_output import Listing
 from integr8s_idem.cli.log_format import TextFormatter
 from integr8s_idem.cli.output import safe_console, say, write_error
 from integr8s_idem.operations.dead_letter_counts import Group
-from integr8s_idem.operations.dead_letter_reader import Stretch
+from integr8s_idem.operations.dead_letter_reader import OffsetRange
 from integr8s_idem.operations.dead_letter_replay import Decision, Fate
 from integr8s_idem.operations.dead_letters import Letter
 from integr8s_idem.operations.keys.key_parser import Named
@@ -40,7 +40,7 @@ EVIL: Final = (
     "\udc9b",
     "\0",
 )
-_COLUMNS: Final = Columns([Stretch(Partition("orders.dlq", 0), 0, 10)])
+_COLUMNS: Final = Columns([OffsetRange(Partition("orders.dlq", 0), 0, 10)])
 _TOLD: Final = (
     "topic",
     "reason",

@@ -18,23 +18,23 @@ from unittest import mock
 
 from integr8s_idem._util.deadlines import Deadline
 from integr8s_idem.config import OnInProgress
-from integr8s_idem.engine.executor import Passes
+from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.leases import HeldLease, LeaseKeeper
-from integr8s_idem.engine.store_client import Ledger
+from integr8s_idem.engine.store_client import StoreClient
 from integr8s_idem.engine.work import Executed
 from integr8s_idem.errors import StoreError
-from integr8s_idem.handlers.handler import GuardedHandling
+from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved, ReserveRequest, Verdict
 from integr8s_idem.stores import memory
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker.assignments import Assignment, Delivery
-from integr8s_idem.worker.delivery_processor import Settler
+from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.offset_committer import OffsetCommitter
 from integr8s_idem.worker.offset_progress import Progress
-from integr8s_idem.worker.partition_registry import Holdings
-from integr8s_idem.worker.pipeline import Crew
+from integr8s_idem.worker.partition_registry import PartitionRegistry
+from integr8s_idem.worker.pipeline import Pipeline
 from integr8s_idem.worker.poller import Poller
-from tests.simulation.store import Server, StoreClient
+from tests.simulation.store import Server, SimulatedStoreClient
 
 Bug = Callable[[], AbstractContextManager[Any]]
 
@@ -122,9 +122,9 @@ def reserve_not_repeatable() -> AbstractContextManager[Any]:
 
 def check_then_act() -> AbstractContextManager[Any]:
     """A takeover reads, thinks and writes."""
-    right = StoreClient.reserve
+    right = SimulatedStoreClient.reserve
 
-    async def reserve(self: StoreClient, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+    async def reserve(self: SimulatedStoreClient, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         server = self.server
         before = await self._call("get", lambda: [server.seen(request.key) for request in requests])
         now = server.now()
@@ -142,7 +142,7 @@ def check_then_act() -> AbstractContextManager[Any]:
 
         return await self._call("set", lambda: [take(*pair) for pair in zip(requests, before, strict=True)])
 
-    return _instead(StoreClient, "reserve", reserve)
+    return _instead(SimulatedStoreClient, "reserve", reserve)
 
 
 # The manager and its leases.
@@ -171,10 +171,10 @@ def no_check_before_a_start() -> AbstractContextManager[Any]:
 def every_crash_counts() -> AbstractContextManager[Any]:
     """Whatever runs beside an event that kills its process is taken for the culprit as well."""
 
-    def crashed_too_often(self: Passes, work: Any, reserved: Reserved) -> bool:
+    def crashed_too_often(self: Executor, work: Any, reserved: Reserved) -> bool:
         return reserved.previous is Previous.LAPSED and reserved.attempt > self.config.max_attempts
 
-    return _instead(Passes, "_crashed_too_often", crashed_too_often)
+    return _instead(Executor, "_crashed_too_often", crashed_too_often)
 
 
 def no_renewal() -> AbstractContextManager[Any]:
@@ -194,36 +194,36 @@ def no_renewal() -> AbstractContextManager[Any]:
 
 def key_made_again() -> AbstractContextManager[Any]:
     """The key is made of the event at every try, after the handler has had it."""
-    right = GuardedHandling._attempt
+    right = GuardedExecution._attempt
 
-    async def attempt(self: GuardedHandling, *told: Any) -> Any:
+    async def attempt(self: GuardedExecution, *told: Any) -> Any:
         handler: Any = self.handler
         self.work.key = handler.resolver.resolve(handler.name, self.event, self.generation).key
         return await right(self, *told)
 
-    return _instead(GuardedHandling, "_attempt", attempt)
+    return _instead(GuardedExecution, "_attempt", attempt)
 
 
 def completed_before_the_handler() -> AbstractContextManager[Any]:
     """The outcome is written first, as with an offset committed before the work."""
-    performed = Passes.perform
+    performed = Executor.perform
 
-    async def perform(self: Passes, work: Any, function: Any, lease: HeldLease, *told: Any, **more: Any) -> Any:
+    async def perform(self: Executor, work: Any, function: Any, lease: HeldLease, *told: Any, **more: Any) -> Any:
         completion = self._ledger.completion(lease.reservation, "done", work.ttl)
         await self._ledger.complete(completion)
         return await performed(self, work, function, lease, *told, **more)
 
-    return _instead(Passes, "perform", perform)
+    return _instead(Executor, "perform", perform)
 
 
 def token_of_the_process() -> AbstractContextManager[Any]:
     """All runs of one process have one token: a second run of a key there takes the first one's reservation."""
-    right = Ledger.request
+    right = StoreClient.request
 
-    def request(self: Ledger, work: Any, trace: Any = None) -> ReserveRequest:
+    def request(self: StoreClient, work: Any, trace: Any = None) -> ReserveRequest:
         return replace(right(self, work, trace), token=self._owner.encode().ljust(16)[:16])
 
-    return _instead(Ledger, "request", request)
+    return _instead(StoreClient, "request", request)
 
 
 # The worker.
@@ -231,7 +231,7 @@ def token_of_the_process() -> AbstractContextManager[Any]:
 
 def acknowledge_in_progress() -> AbstractContextManager[Any]:
     """A duplicate of what is being worked on is acknowledged."""
-    return _instead(GuardedHandling, "on_in_progress", property(lambda _: OnInProgress.SKIP))
+    return _instead(GuardedExecution, "on_in_progress", property(lambda _: OnInProgress.SKIP))
 
 
 def watermark_off_by_one() -> AbstractContextManager[Any]:
@@ -257,21 +257,21 @@ def highest_finished() -> AbstractContextManager[Any]:
 
 def epoch_ignored() -> AbstractContextManager[Any]:
     """A partition that comes back goes on where it was when it was lost."""
-    end, begin = Holdings.end, Holdings.begin
+    end, begin = PartitionRegistry.end, PartitionRegistry.begin
     lost: dict[tuple[int, Any], Progress] = {}
 
-    def remembering(self: Holdings, assignment: Assignment) -> None:
+    def remembering(self: PartitionRegistry, assignment: Assignment) -> None:
         lost[id(self), assignment.partition] = assignment.progress
         end(self, assignment)
 
-    def going_on(self: Holdings, partitions: Iterable[Any]) -> None:
+    def going_on(self: PartitionRegistry, partitions: Iterable[Any]) -> None:
         ours = list(partitions)
         begin(self, ours)
         for partition in ours:
             if (id(self), partition) in lost:
                 self.assignments[partition].progress = lost[id(self), partition]
 
-    return mock.patch.multiple(Holdings, end=remembering, begin=going_on)
+    return mock.patch.multiple(PartitionRegistry, end=remembering, begin=going_on)
 
 
 def no_seek_after_a_failed_poll() -> AbstractContextManager[Any]:
@@ -315,20 +315,20 @@ def position_past_what_runs() -> AbstractContextManager[Any]:
 
 def abandoned_is_finished() -> AbstractContextManager[Any]:
     """What is let go in a rebalance counts as done."""
-    right = Crew._end
+    right = Pipeline._end
 
-    def end(self: Crew, delivery: Delivery) -> None:
+    def end(self: Pipeline, delivery: Delivery) -> None:
         if delivery.assignment.closed:
             self._finish(delivery)
         right(self, delivery)
 
-    return _instead(Crew, "_end", end)
+    return _instead(Pipeline, "_end", end)
 
 
 def acknowledged_in_an_outage() -> AbstractContextManager[Any]:
     """A delivery that meets a silent store is acknowledged."""
 
-    async def attempt(self: Settler, delivery: Delivery, handling: Any, begun: Any = None) -> Any:
+    async def attempt(self: DeliveryProcessor, delivery: Delivery, handling: Any, begun: Any = None) -> Any:
         if begun is not None:
             return await begun()
         async with self.slots:
@@ -337,22 +337,22 @@ def acknowledged_in_an_outage() -> AbstractContextManager[Any]:
             except StoreError:
                 return Executed(None, 1)
 
-    return _instead(Settler, "_attempt", attempt)
+    return _instead(DeliveryProcessor, "_attempt", attempt)
 
 
 def failed_without_a_letter() -> AbstractContextManager[Any]:
     """What is given up is acknowledged, and nobody is told."""
 
-    async def nothing(self: Settler, *_: Any) -> None: ...
+    async def nothing(self: DeliveryProcessor, *_: Any) -> None: ...
 
-    return _instead(Settler, "_dead_letter", nothing)
+    return _instead(DeliveryProcessor, "_dead_letter", nothing)
 
 
 def letter_after_the_offset() -> AbstractContextManager[Any]:
     """The dead letter is sent beside, while the offset moves."""
-    right = Settler._dead_letter
+    right = DeliveryProcessor._dead_letter
 
-    async def beside(self: Settler, *told: Any) -> None:
+    async def beside(self: DeliveryProcessor, *told: Any) -> None:
         async def later() -> None:
             await asyncio.sleep(1.5)
             await right(self, *told)
@@ -360,19 +360,19 @@ def letter_after_the_offset() -> AbstractContextManager[Any]:
         delivery: Delivery = told[0]
         delivery.task = asyncio.get_running_loop().create_task(later())
 
-    return _instead(Settler, "_dead_letter", beside)
+    return _instead(DeliveryProcessor, "_dead_letter", beside)
 
 
 def offset_first() -> AbstractContextManager[Any]:
     """A delivery counts as finished when it begins."""
-    right = Crew._wave
+    right = Pipeline._wave
 
-    async def wave(self: Crew, taken: deque[Delivery]) -> None:
+    async def wave(self: Pipeline, taken: deque[Delivery]) -> None:
         for delivery in taken:
             self._finish(delivery)
         await right(self, taken)
 
-    return _instead(Crew, "_wave", wave)
+    return _instead(Pipeline, "_wave", wave)
 
 
 BUGS: Final[dict[str, Bug]] = {

@@ -163,7 +163,7 @@ def _own(before: Seen, token: bytes) -> bool:
     return before.open and before.token == token
 
 
-class StoreClient:
+class SimulatedStoreClient:
     """`IdempotencyRepository` of one process."""
 
     def __init__(self, server: Server, network: Network, ahead: float) -> None:

@@ -14,7 +14,7 @@ from tests.simulation.consumer import SimulatedConsumer
 from tests.simulation.history import SimulatedObserver
 from tests.simulation.processes import Process, spawn
 from tests.simulation.producer import SimulatedPublisher
-from tests.simulation.store import StoreClient
+from tests.simulation.store import SimulatedStoreClient
 from tests.simulation.workload import ROUTER, SCOPE
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Worker:
     def __init__(self, world: World, name: str, ahead: float) -> None:
         self.process = Process(name)
         self.consumer: SimulatedConsumer | None = None
-        self.client: StoreClient | None = None
+        self.client: SimulatedStoreClient | None = None
         self.ended = False
         self.at_once = False
         """It ended without leaving its group."""
@@ -57,7 +57,7 @@ class Worker:
     async def _run(self) -> None:
         world, setup = self._world, self._world.setup
         observer = SimulatedObserver(world.history)
-        client = self.client = StoreClient(world.server, world.store_network, self._ahead)
+        client = self.client = SimulatedStoreClient(world.server, world.store_network, self._ahead)
         manager = IdempotencyManager(setup.config, client, observer, scope=SCOPE, owner=self.process.name)
         publisher = SimulatedPublisher(setup.kafka, observer, world.broker)
         dispatcher = IdempotentEventDispatcher(ROUTER, manager, invoke=world.handlers, publisher=publisher)

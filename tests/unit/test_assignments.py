@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.partition_registry import Holdings
+from integr8s_idem.worker.partition_registry import PartitionRegistry
 from tests.support.deliveries import assignment, delivery
 
 
@@ -48,7 +48,7 @@ async def test_it_is_busy_again_when_something_more_begins() -> None:
 
 @virtual_time
 async def test_closing_waits_for_what_is_on_its_way_as_long_as_it_may() -> None:
-    holdings = Holdings("billing", drain_seconds=5)
+    holdings = PartitionRegistry("billing", drain_seconds=5)
     partition = assignment().partition
     (here,) = holdings.begin([partition])
     one, other = delivery(here, 0), delivery(here, 1)
@@ -67,7 +67,7 @@ async def test_closing_waits_for_what_is_on_its_way_as_long_as_it_may() -> None:
 
 @virtual_time
 async def test_handlers_of_partitions_that_are_gone_stay_in_sight_until_they_end() -> None:
-    holdings = Holdings("billing", drain_seconds=5)
+    holdings = PartitionRegistry("billing", drain_seconds=5)
     (here,) = holdings.begin([assignment().partition])
     one = delivery(here, 0)
     here.began(one)
@@ -84,7 +84,7 @@ async def test_handlers_of_partitions_that_are_gone_stay_in_sight_until_they_end
 
 @virtual_time
 async def test_all_that_is_ours_can_be_closed_at_once() -> None:
-    holdings = Holdings("billing", drain_seconds=5)
+    holdings = PartitionRegistry("billing", drain_seconds=5)
     ours = holdings.begin([assignment(partition=0).partition, assignment(partition=1).partition])
 
     holdings.close_at_once()

@@ -17,7 +17,7 @@ import pytest
 from integr8s_idem._util.deadlines import GRACE_TURNS
 from integr8s_idem._util.loop_fairness import LONGEST_TURN
 from integr8s_idem.config import OnStoreError
-from integr8s_idem.handlers.dispatcher import Handling, IdempotentEventDispatcher
+from integr8s_idem.handlers.dispatcher import HandlerExecution, IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import Key
 from integr8s_idem.records import Completion, IdempotencyStatus, Reserved, ReserveRequest, Verdict
@@ -25,7 +25,7 @@ from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Headers, Phase, Signal, SilentObserver, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.delivery_processor import Met
+from integr8s_idem.worker.delivery_processor import Decoded
 from tests.support.crews import (
     TOPIC,
     Depot,
@@ -351,15 +351,15 @@ class Way:
 
 
 def test_what_settles_in_a_transaction_of_its_own_or_is_recorded_goes_alone() -> None:
-    together, sealed = cast(Handling, Way(True)), cast(Handling, Way(False))
+    together, sealed = cast(HandlerExecution, Way(True)), cast(HandlerExecution, Way(False))
 
-    alone = Met((together,)).alone
+    alone = Decoded((together,)).alone
 
     assert alone is together
-    assert Met((sealed,)).alone is None
-    assert Met((together, together)).alone is None
-    assert Met(()).alone is None
-    assert Met((together,), None, RecordedSpan(Recorded())).alone is None
+    assert Decoded((sealed,)).alone is None
+    assert Decoded((together, together)).alone is None
+    assert Decoded(()).alone is None
+    assert Decoded((together,), None, RecordedSpan(Recorded())).alone is None
 
 
 # A store that fails.

@@ -15,8 +15,8 @@ from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.records import ReserveRequest, Verdict
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import ServiceWorker
-from integr8s_idem.worker.delivery_processor import Settler
-from integr8s_idem.worker.pipeline import Crew
+from integr8s_idem.worker.delivery_processor import DeliveryProcessor
+from integr8s_idem.worker.pipeline import Pipeline
 from tests.support.crews import (
     TOPIC,
     Depot,
@@ -169,14 +169,14 @@ async def test_a_store_that_answers_too_few_stops_the_service_and_loses_nothing(
 @virtual_time
 async def test_a_bug_in_meeting_a_delivery_stops_the_service_and_loses_nothing() -> None:
     here, depot, broker = guarded(), Depot(), sent(10, keys=5)
-    dispatcher, right = dispatcher_of(depot.handle, here), Settler.meet
+    dispatcher, right = dispatcher_of(depot.handle, here), DeliveryProcessor.meet
 
-    def meet(self: Settler, delivery: Any) -> Any:
+    def meet(self: DeliveryProcessor, delivery: Any) -> Any:
         if delivery.record.offset == 3:
             raise RuntimeError("a bug")
         return right(self, delivery)
 
-    with mock.patch.object(Settler, "meet", meet):
+    with mock.patch.object(DeliveryProcessor, "meet", meet):
         worker, why = await failure_of(dispatcher, broker, ordering="none")
 
     assert why == "a bug"
@@ -192,7 +192,7 @@ async def test_a_bug_in_meeting_a_delivery_stops_the_service_and_loses_nothing()
 async def test_a_bug_in_a_task_of_the_crew_stops_the_service() -> None:
     broker = sent(3)
 
-    with mock.patch.object(Crew, "_sort", side_effect=RuntimeError("a bug")):
+    with mock.patch.object(Pipeline, "_sort", side_effect=RuntimeError("a bug")):
         _, why = await failure_of(dispatcher_of(Depot().handle, guarded()), broker, drain_timeout_seconds=1)
 
     assert why == "a bug"

@@ -11,7 +11,7 @@ from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.store_circuit import StoreGate
+from integr8s_idem.worker.store_circuit import StoreCircuit
 from tests.support.counting import CountingObserver
 
 DOWN = StoreUnavailableError("reserve", "connection refused")
@@ -49,7 +49,7 @@ def never() -> asyncio.Future[None]:
 
 @virtual_time
 async def test_an_open_gate_holds_nobody() -> None:
-    gate = StoreGate(Store().ping, CountingObserver())
+    gate = StoreCircuit(Store().ping, CountingObserver())
 
     await gate.wait(unless=never())
 
@@ -60,7 +60,7 @@ async def test_an_open_gate_holds_nobody() -> None:
 @virtual_time
 async def test_a_closed_gate_opens_for_all_within_two_seconds_of_the_stores_return() -> None:
     store, observer = Store(), CountingObserver()
-    gate, store.error = StoreGate(store.ping, observer), DOWN
+    gate, store.error = StoreCircuit(store.ping, observer), DOWN
     gate.close(DOWN)
     assert (gate.is_open, observer.gauges[Gauge.STORE_UP]) == (False, 0)
     assert "connection refused" in gate.reason
@@ -79,7 +79,7 @@ async def test_a_closed_gate_opens_for_all_within_two_seconds_of_the_stores_retu
 @virtual_time
 async def test_a_closing_assignment_lets_its_deliveries_go() -> None:
     store, closing = Store(), never()
-    gate, store.error = StoreGate(store.ping, CountingObserver()), DOWN
+    gate, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
     gate.close(DOWN)
     waiting = asyncio.create_task(gate.wait(unless=closing))
     await asyncio.sleep(1)
@@ -94,7 +94,7 @@ async def test_a_closing_assignment_lets_its_deliveries_go() -> None:
 @virtual_time
 async def test_a_bug_in_ping_does_not_keep_the_gate_closed_for_ever() -> None:
     store = Store()
-    gate, store.error = StoreGate(store.ping, CountingObserver()), ZeroDivisionError()
+    gate, store.error = StoreCircuit(store.ping, CountingObserver()), ZeroDivisionError()
     gate.close(DOWN)
     await asyncio.sleep(10)
     assert gate.reason == "ZeroDivisionError"
@@ -108,7 +108,7 @@ async def test_a_bug_in_ping_does_not_keep_the_gate_closed_for_ever() -> None:
 @virtual_time
 async def test_many_who_close_it_start_one_probe() -> None:
     store = Store()
-    gate, store.error = StoreGate(store.ping, CountingObserver()), DOWN
+    gate, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
 
     for _ in range(50):
         gate.close(DOWN)
@@ -121,7 +121,7 @@ async def test_many_who_close_it_start_one_probe() -> None:
 @virtual_time
 async def test_work_that_is_done_waits_out_the_outage() -> None:
     store = Store()
-    gate, store.error = StoreGate(store.ping, CountingObserver()), DOWN
+    gate, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
     asyncio.get_running_loop().call_later(60, setattr, store, "error", None)
 
     await gate.wait_out(DOWN)
@@ -131,7 +131,7 @@ async def test_work_that_is_done_waits_out_the_outage() -> None:
 
 @virtual_time
 async def test_a_gate_without_a_store_never_closes() -> None:
-    gate = StoreGate(None, CountingObserver())
+    gate = StoreCircuit(None, CountingObserver())
 
     gate.close(DOWN)
     await gate.check()
@@ -142,7 +142,7 @@ async def test_a_gate_without_a_store_never_closes() -> None:
 @virtual_time
 async def test_a_check_tells_what_the_store_says() -> None:
     store = Store()
-    gate, store.error = StoreGate(store.ping, CountingObserver()), StoreConfigurationError("ping", "NOAUTH")
+    gate, store.error = StoreCircuit(store.ping, CountingObserver()), StoreConfigurationError("ping", "NOAUTH")
 
     with pytest.raises(StoreConfigurationError):
         await gate.check()
@@ -151,7 +151,7 @@ async def test_a_check_tells_what_the_store_says() -> None:
 @virtual_time
 async def test_a_stopped_gate_looks_no_longer() -> None:
     store = Store()
-    gate, store.error = StoreGate(store.ping, CountingObserver()), DOWN
+    gate, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
     gate.close(DOWN)
 
     await gate.stop()
@@ -165,7 +165,7 @@ async def test_a_stopped_gate_looks_no_longer() -> None:
 @virtual_time
 async def test_a_store_that_lost_its_data_is_noticed_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
     store, observer = Store(), CountingObserver()
-    gate, store.identity = StoreGate(store.ping, observer), "first"
+    gate, store.identity = StoreCircuit(store.ping, observer), "first"
     await gate.check()
     await asyncio.sleep(60)
     assert observer.counts[Signal.STORE_DATA_LOST] == 0
@@ -196,7 +196,7 @@ async def test_a_start_anew_is_counted_once_as_the_worst_that_it_may_have_cost(
     identity: str, lineage: tuple[str, str], start: str, keeps_all: bool, counted: Signal | None
 ) -> None:
     store, observer = Store(), CountingObserver()
-    gate, store.keeps_all = StoreGate(store.ping, observer), keeps_all
+    gate, store.keeps_all = StoreCircuit(store.ping, observer), keeps_all
     store.identity, store.lineage, store.start = "data", ("a", ""), "first"
     await gate.check()
 
@@ -211,7 +211,7 @@ async def test_a_start_anew_is_counted_once_as_the_worst_that_it_may_have_cost(
 @virtual_time
 async def test_data_lost_in_an_outage_are_noticed_at_its_end() -> None:
     store, observer = Store(), CountingObserver()
-    gate, store.identity = StoreGate(store.ping, observer), "first"
+    gate, store.identity = StoreCircuit(store.ping, observer), "first"
     await gate.check()
     store.error = DOWN
     gate.close(DOWN)
@@ -227,7 +227,7 @@ async def test_data_lost_in_an_outage_are_noticed_at_its_end() -> None:
 @virtual_time
 async def test_a_store_that_is_silent_to_the_watch_closes_nothing_and_is_told() -> None:
     store, observer = Store(), CountingObserver()
-    gate, store.identity = StoreGate(store.ping, observer), "first"
+    gate, store.identity = StoreCircuit(store.ping, observer), "first"
     await gate.check()
 
     store.error = DOWN
@@ -243,7 +243,7 @@ async def test_a_store_that_is_silent_to_the_watch_closes_nothing_and_is_told() 
 @virtual_time
 async def test_a_store_that_cannot_tell_is_not_watched() -> None:
     store = Store()
-    gate = StoreGate(store.ping, CountingObserver())
+    gate = StoreCircuit(store.ping, CountingObserver())
 
     await gate.check()
     await asyncio.sleep(60)
@@ -255,7 +255,7 @@ async def test_a_store_that_cannot_tell_is_not_watched() -> None:
 async def test_a_bug_in_ping_does_not_end_the_watch_over_a_stores_data() -> None:
     store, observer = Store(), CountingObserver()
     store.identity = "before"
-    gate = StoreGate(store.ping, observer)
+    gate = StoreCircuit(store.ping, observer)
     await gate.check()
     store.error = ZeroDivisionError()
     await asyncio.sleep(60)

@@ -23,7 +23,7 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus
-from integr8s_idem.testing import Mishap, NotReachedError, NotSettledError, WorkerHarness
+from integr8s_idem.testing import Fault, NotReachedError, NotSettledError, WorkerHarness
 from integr8s_idem.testing.faults import MISHAPS
 
 LEASE = 30.0
@@ -319,12 +319,12 @@ async def test_time_does_not_leap_over_a_handler_that_waits_for_the_world() -> N
         assert harness.attempts == [1]
 
 
-@pytest.mark.parametrize("mishap", MISHAPS, ids=str)
-async def test_a_repeatable_handler_survives(mishap: Mishap) -> None:
+@pytest.mark.parametrize("fault", MISHAPS, ids=str)
+async def test_a_repeatable_handler_survives(fault: Fault) -> None:
     payments = FakePayments(knows_keys=True)
 
     async with harness_of(payments) as harness:
-        harness.suffer(mishap)
+        harness.suffer(fault)
         await harness.publish(Placed())
 
         assert payments.charges == ["1"]
@@ -333,13 +333,13 @@ async def test_a_repeatable_handler_survives(mishap: Mishap) -> None:
 
 async def test_one_that_is_not_repeatable_is_found_by_those_that_strike_between_its_effect_and_its_record() -> None:
     found = []
-    for mishap in MISHAPS:
+    for fault in MISHAPS:
         payments = FakePayments()
         async with harness_of(payments) as harness:
-            harness.suffer(mishap)
+            harness.suffer(fault)
             await harness.publish(Placed())
         if payments.charges != ["1"]:
-            found.append(str(mishap))
+            found.append(str(fault))
 
     assert found == [
         "crash-after_handler",

@@ -25,7 +25,7 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.stores.sql import sql_engine
-from integr8s_idem.testing import Mishap, WorkerHarness
+from integr8s_idem.testing import Fault, WorkerHarness
 from integr8s_idem.testing.faults import MISHAPS
 
 
@@ -167,10 +167,10 @@ async def test_what_a_failed_handler_wrote_is_rolled_back(harness: WorkerHarness
     assert await booked(tmp_path) == ["unlucky"]
 
 
-@pytest.mark.parametrize("mishap", MISHAPS, ids=str)
-async def test_whatever_happens_books_once(harness: WorkerHarness, tmp_path: Path, mishap: Mishap) -> None:
+@pytest.mark.parametrize("fault", MISHAPS, ids=str)
+async def test_whatever_happens_books_once(harness: WorkerHarness, tmp_path: Path, fault: Fault) -> None:
     async with harness:
-        harness.suffer(mishap)
+        harness.suffer(fault)
         await harness.publish(Booked(account="1"))
         if harness.unreached:
             pytest.fail(f"never reached: {harness.unreached}")

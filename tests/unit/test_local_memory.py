@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from integr8s_idem.engine.local_cache import LARGEST, LocalMemory
+from integr8s_idem.engine.local_cache import LARGEST, LocalCache
 from integr8s_idem.errors import KeyReusedError
 from integr8s_idem.records import Completed, StoredResult
 from integr8s_idem.telemetry import Signal
@@ -71,7 +71,7 @@ async def test_a_failure_is_not_known_here() -> None:
 def test_it_ends_before_the_record_does(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("integr8s_idem.engine.local_cache.monotonic", lambda: now)
-    memory = LocalMemory(10)
+    memory = LocalCache(10)
     memory.keep(done("a"), None, begun=95.0, ttl=timedelta(seconds=10))
     assert memory.look("a", None) is not None
 
@@ -81,7 +81,7 @@ def test_it_ends_before_the_record_does(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_it_keeps_the_last_keys_up_to_a_number() -> None:
-    memory = LocalMemory(2)
+    memory = LocalCache(2)
     for key in "abc":
         memory.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
 
@@ -89,7 +89,7 @@ def test_it_keeps_the_last_keys_up_to_a_number() -> None:
 
 
 def test_what_is_kept_anew_stands_last_and_puts_out_nobody() -> None:
-    memory = LocalMemory(2)
+    memory = LocalCache(2)
     for key in "abaca":
         memory.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
 
@@ -97,7 +97,7 @@ def test_what_is_kept_anew_stands_last_and_puts_out_nobody() -> None:
 
 
 def test_a_large_result_is_left_to_the_store() -> None:
-    memory = LocalMemory(2)
+    memory = LocalCache(2)
     memory.keep(done("a", b"x" * (LARGEST + 1)), None, begun=0.0, ttl=timedelta(days=36_500))
 
     assert memory.look("a", None) is None

@@ -8,7 +8,7 @@ import pytest
 
 from integr8s_idem._util import loop_fairness
 from integr8s_idem._util.loop_fairness import LONGEST_TURN, pace_of, turn_of_the_loop
-from integr8s_idem.testing.fast_forward import leaping_time
+from integr8s_idem.testing.fast_forward import fast_forward
 
 TURNS = 20
 """Turns of the event loop that a call of a store takes here: a transaction takes about ten."""
@@ -17,7 +17,7 @@ TURNS = 20
 async def block(name: str, log: list[str]) -> None:
     await turn_of_the_loop()
     log.append(name)
-    leaping_time().leap(2 * LONGEST_TURN)
+    fast_forward().leap(2 * LONGEST_TURN)
 
 
 async def call_store(name: str, log: list[str], turns: int = TURNS) -> None:
@@ -28,7 +28,7 @@ async def call_store(name: str, log: list[str], turns: int = TURNS) -> None:
 
 
 async def test_functions_wait_for_a_call_of_a_store_that_is_under_way() -> None:
-    leaping_time()
+    fast_forward()
     log: list[str] = []
 
     await asyncio.gather(call_store("call", log), block("first", log), block("second", log))
@@ -37,7 +37,7 @@ async def test_functions_wait_for_a_call_of_a_store_that_is_under_way() -> None:
 
 
 async def test_they_wait_for_a_call_that_never_ends_for_a_while_only() -> None:
-    leaping_time()
+    fast_forward()
     log: list[str] = []
     call = asyncio.create_task(call_store("call", log, turns=10**9))
 
@@ -49,7 +49,7 @@ async def test_they_wait_for_a_call_that_never_ends_for_a_while_only() -> None:
 
 async def test_they_do_not_wait_for_calls_that_began_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_fairness, "LONGEST_REST", 3600.0)
-    leaping_time()
+    fast_forward()
     log: list[str] = []
 
     async def call_again_and_again() -> None:
@@ -68,7 +68,7 @@ async def test_they_do_not_wait_for_calls_that_began_later(monkeypatch: pytest.M
 
 async def test_a_call_that_fails_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_fairness, "LONGEST_REST", 3600.0)
-    leaping_time()
+    fast_forward()
     log: list[str] = []
     with pytest.raises(RuntimeError), pace_of(asyncio.get_running_loop()).call_of_a_store():
         raise RuntimeError("no answer")

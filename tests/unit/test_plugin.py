@@ -78,13 +78,13 @@ class TestInAClass:
     async def test_redelivery(self, harness, payments):
         await test_redelivery(harness, payments)
 
-async def test_mishaps(harness, payments, mishap):
-    harness.suffer(mishap)
+async def test_mishaps(harness, payments, fault):
+    harness.suffer(fault)
     await harness.publish(ORDER)
     assert payments.charges == ["1"]
 
-async def test_careless_mishaps(harness, payments, mishap):
-    await test_mishaps(harness, payments, mishap)
+async def test_careless_mishaps(harness, payments, fault):
+    await test_mishaps(harness, payments, fault)
 
 async def test_crashes(silent, crash_point):
     silent.crash_at(crash_point)

@@ -6,7 +6,7 @@ import pytest
 
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Assignment
-from integr8s_idem.worker.backpressure import MOST_UNCOMMITTED, Pressure
+from integr8s_idem.worker.backpressure import MOST_UNCOMMITTED, Backpressure
 from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.deliveries import assignment, delivery
 from tests.support.fake_consumer import FakeBroker, FakeConsumer
@@ -19,7 +19,7 @@ def consumer_of(*assignments: Assignment) -> tuple[FakeConsumer, dict[Partition,
     return consumer, {place.partition: place for place in assignments}
 
 
-def load(pressure: Pressure, deliveries: int) -> None:
+def load(pressure: Backpressure, deliveries: int) -> None:
     """Let so many be in flight, of a byte each."""
     one = delivery(assignment(), 0)
     while pressure.in_flight < deliveries:
@@ -31,7 +31,7 @@ def load(pressure: Pressure, deliveries: int) -> None:
 @virtual_time
 async def test_fetching_stops_at_the_limit_and_goes_on_at_half_of_it() -> None:
     consumer, ours = consumer_of(assignment())
-    pressure, paused = Pressure(100, 10**9), list[bool]()
+    pressure, paused = Backpressure(100, 10**9), list[bool]()
 
     for in_flight in (99, 100, 99, 51, 50, 99):
         load(pressure, in_flight)
@@ -44,7 +44,7 @@ async def test_fetching_stops_at_the_limit_and_goes_on_at_half_of_it() -> None:
 @virtual_time
 async def test_bytes_count_like_messages() -> None:
     consumer, ours = consumer_of(assignment())
-    pressure, paused = Pressure(100, 1_000), list[bool]()
+    pressure, paused = Backpressure(100, 1_000), list[bool]()
 
     for size in (999, 1_000, 501, 500):
         body = delivery(assignment(), 0, value=b"x" * size)
@@ -59,7 +59,7 @@ async def test_bytes_count_like_messages() -> None:
 @virtual_time
 async def test_a_closed_gate_rests_everything_and_an_open_one_wakes_it() -> None:
     consumer, ours = consumer_of(assignment(partition=0), assignment(partition=1))
-    pressure = Pressure(100, 10**9)
+    pressure = Backpressure(100, 10**9)
 
     pressure.apply(consumer, ours, hold=True)
     assert consumer.paused == set(ours)
@@ -72,7 +72,7 @@ async def test_a_closed_gate_rests_everything_and_an_open_one_wakes_it() -> None
 @virtual_time
 async def test_pauses_that_a_rebalance_cleared_are_set_again() -> None:
     consumer, ours = consumer_of(assignment())
-    pressure = Pressure(100, 10**9)
+    pressure = Backpressure(100, 10**9)
     load(pressure, 100)
     pressure.apply(consumer, ours, hold=False)
 
@@ -91,7 +91,7 @@ async def test_one_partition_that_is_stuck_rests_alone() -> None:
         other.progress.deliver(offset)
         other.progress.finish(offset)
 
-    Pressure(10**9, 10**9).apply(consumer, ours, hold=False)
+    Backpressure(10**9, 10**9).apply(consumer, ours, hold=False)
 
     assert consumer.paused == {stuck.partition}
 
@@ -102,6 +102,6 @@ async def test_a_closing_partition_rests_and_one_that_is_gone_is_left_alone() ->
     consumer, ours = consumer_of(closing)
     closing.close()
 
-    Pressure(100, 10**9).apply(consumer, {**ours, gone.partition: gone}, hold=False)
+    Backpressure(100, 10**9).apply(consumer, {**ours, gone.partition: gone}, hold=False)
 
     assert consumer.paused == {closing.partition}

@@ -13,12 +13,12 @@ from typing import Any, cast
 import pytest
 
 from integr8s_idem.errors import StoreUnavailableError
-from integr8s_idem.stores import Purging
+from integr8s_idem.stores import PurgeSupport
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.purger import BATCH, REST, Purger
-from integr8s_idem.worker.store_circuit import StoreGate
+from integr8s_idem.worker.store_circuit import StoreCircuit
 from tests.support.conditions import eventually
 from tests.support.counting import CountingObserver
 
@@ -47,9 +47,9 @@ class Store(MemoryIdempotencyRepository):
 
 
 @asynccontextmanager
-async def purging(store: MemoryIdempotencyRepository) -> AsyncIterator[tuple[CountingObserver, StoreGate]]:
+async def purging(store: MemoryIdempotencyRepository) -> AsyncIterator[tuple[CountingObserver, StoreCircuit]]:
     observer = CountingObserver()
-    gate = StoreGate(store.ping, observer)
+    gate = StoreCircuit(store.ping, observer)
     purger = Purger("billing", store, gate, observer)
     purger.begin()
     yield observer, gate
@@ -84,7 +84,7 @@ async def test_most_of_the_time_belongs_to_the_work() -> None:
 async def test_a_hundred_workers_do_not_purge_at_one_moment() -> None:
     stores = [Store() for _ in range(100)]
     observer = CountingObserver()
-    purgers = [Purger("billing", store, StoreGate(store.ping, observer), observer) for store in stores]
+    purgers = [Purger("billing", store, StoreCircuit(store.ping, observer), observer) for store in stores]
     for purger in purgers:
         purger.begin()
 
@@ -141,7 +141,7 @@ async def test_a_store_that_is_not_to_be_purged_is_left_alone(store: MemoryIdemp
     async with purging(store):
         await asyncio.sleep(3_600)
 
-    assert not isinstance(store, Purging) or cast(Store, store).calls == []
+    assert not isinstance(store, PurgeSupport) or cast(Store, store).calls == []
 
 
 @virtual_time

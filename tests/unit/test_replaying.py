@@ -14,7 +14,7 @@ from integr8s_idem.cli.dlq_output import report_text
 from integr8s_idem.config import MemoryStoreSettings, RedisStoreSettings, SqliteStoreSettings
 from integr8s_idem.errors import ApplicationError, CorruptRecordError, EventTooLargeError, PublishError
 from integr8s_idem.operations.atomic_file import whole_file
-from integr8s_idem.operations.dead_letter_records import LetterRecords, open_letter_records
+from integr8s_idem.operations.dead_letter_records import DeadLetterRecords, open_letter_records
 from integr8s_idem.operations.dead_letter_replay import TOLD, Fate, Replayer, Report
 from integr8s_idem.operations.dead_letters import Letter
 from integr8s_idem.records import Completion, Failure, IdempotencyRecord, Reserved
@@ -66,7 +66,7 @@ def record_of(number: int, generation: int) -> str:
 
 async def taken(letters: Sequence[FakeRecord], store: Any = None, publisher: Any = None) -> Report:
     report = Report()
-    await Replayer(TOPICS, LetterRecords(store), publisher, report).take([Letter(letter) for letter in letters])
+    await Replayer(TOPICS, DeadLetterRecords(store), publisher, report).take([Letter(letter) for letter in letters])
     return report
 
 
@@ -137,7 +137,7 @@ async def test_what_cannot_be_replayed_is_counted_by_its_reason_and_stops_nothin
 async def test_a_topic_that_takes_nothing_is_tried_no_more_and_the_others_get_theirs() -> None:
     refused = {"order_placed": PublishError("order_placed", "not authorised")}
     publisher, report = FakePublisher(refused), Report()
-    replayer = Replayer({"order_placed", "order_paid"}, LetterRecords(None), publisher, report)  # type: ignore[arg-type]
+    replayer = Replayer({"order_placed", "order_paid"}, DeadLetterRecords(None), publisher, report)  # type: ignore[arg-type]
 
     for start in (0, 2):
         await replayer.take([Letter(letter_of(number)) for number in range(start, start + 2)])

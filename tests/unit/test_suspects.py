@@ -11,12 +11,12 @@ import pytest
 
 from integr8s_idem.engine.active_runs import Suspected
 from integr8s_idem.engine.work import Executed, Outcome
-from integr8s_idem.handlers.handler import GuardedHandling
+from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Reserved, ReserveRequest
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.isolation_gate import IsolationGate
-from integr8s_idem.worker.poison_events import SuspectRunner
+from integr8s_idem.worker.poison_events import PoisonEventRunner
 from tests.support.crews import Depot, ParcelSent, all_committed, dispatcher_of, leases_left, sent, whats_left
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
@@ -196,13 +196,13 @@ async def test_a_suspect_that_is_cancelled_before_its_try_releases_its_lease() -
     await crashed(here, 0, times=2)
     handler = dispatcher_of(Depot().handle, here)
     handling = handler.handlings(ParcelSent(number=0, event_id="parcel-0"))[0]
-    assert isinstance(handling, GuardedHandling)
+    assert isinstance(handling, GuardedExecution)
     handling.isolate()
     suspect = await handling.attempt_or_suspect(wait_for_store=never_down)
     assert isinstance(suspect, Suspected)
     isolation = IsolationGate()
     isolation._overdue = 1  # nobody can be alone
-    runner = SuspectRunner(isolation, 0.5, 30, here.observer)
+    runner = PoisonEventRunner(isolation, 0.5, 30, here.observer)
 
     async def cancelled(_: object) -> Outcome[object]:
         raise asyncio.CancelledError
@@ -220,7 +220,7 @@ async def test_the_log_says_why_a_suspect_runs_beside_others_without_blaming_a_h
     here = guarded()
     await crashed(here, 0, times=2)
     [handling] = dispatcher_of(Depot().handle, here).handlings(ParcelSent(number=0, event_id="parcel-0"))
-    assert isinstance(handling, GuardedHandling)
+    assert isinstance(handling, GuardedExecution)
     handling.isolate()
     suspect = await handling.attempt_or_suspect(wait_for_store=never_down)
     assert isinstance(suspect, Suspected)
@@ -230,7 +230,7 @@ async def test_the_log_says_why_a_suspect_runs_beside_others_without_blaming_a_h
     async def beside_others(_: object) -> Outcome[object]:
         return Executed(None, 1)
 
-    runner = SuspectRunner(isolation, 0.5, 30, here.observer)
+    runner = PoisonEventRunner(isolation, 0.5, 30, here.observer)
     await runner.run(handling, suspect, asyncio.get_running_loop().create_future(), never_down, beside_others)
 
     [said] = [each.getMessage() for each in caplog.records if "attempts have lapsed" in each.getMessage()]

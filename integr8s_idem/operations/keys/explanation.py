@@ -8,7 +8,7 @@ from typing import Final
 
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.errors import ApplicationError, IdempotencyError, UndecodableEventError
-from integr8s_idem.handlers.handler import GuardedHandling
+from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.keys import KeySpace, KeyStrategy, generation_key
 from integr8s_idem.operations.keys.kafka_message import Identity, MessagePlace, identities, message_at, place_of
 from integr8s_idem.operations.keys.key_parser import (
@@ -26,7 +26,7 @@ from integr8s_idem.operations.keys.record_reader import Advance, Found, read, st
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.worker.dead_letters import record_key_of
 from integr8s_idem.worker.kafka_protocols import Record
-from integr8s_idem.worker.replay_policy import OTHER_EVENT, Judgement, ReplayPolicy, asks_for, follows_a_failure
+from integr8s_idem.worker.replay_policy import OTHER_EVENT, ReplayDecision, ReplayPolicy, asks_for, follows_a_failure
 
 MOST_TOLD: Final = 20
 """Records of one answer: more are no screen, but a list."""
@@ -261,7 +261,7 @@ class Explainer:
                 f"{service.name} refuses its replay headers ({judgement.refused}), and handles it as if it had none"
             )
         for handling in service.dispatcher.handlings(event, judgement.generation, judgement.only):
-            if not isinstance(handling, GuardedHandling):
+            if not isinstance(handling, GuardedExecution):
                 answer.absent.append(self._unguarded(service.name, handling.handler.name, event.event_type))
                 continue
             generation = await _generation(handling, judgement)
@@ -326,7 +326,7 @@ class Explainer:
         return Absent(service, handler, event_type, "", "it would be handled: this handler is not guarded")
 
 
-async def _generation(handling: GuardedHandling, judgement: Judgement) -> int:
+async def _generation(handling: GuardedExecution, judgement: ReplayDecision) -> int:
     """The generation in which a service would handle a message with these replay headers."""
     claim = judgement.unproven
     if claim is None or not asks_for(claim, handling):

@@ -14,7 +14,7 @@ from integr8s_idem.keys import KeySpace
 from integr8s_idem.operations.keys.key_parser import Named, named
 from integr8s_idem.operations.keys.record_filter import Wanted
 from integr8s_idem.records import Corrupt, IdempotencyRecord
-from integr8s_idem.stores import IdempotencyRepository, Tending
+from integr8s_idem.stores import IdempotencyRepository, RecordAdmin
 from integr8s_idem.stores.factory import as_it_is, open_store
 
 Found = IdempotencyRecord | Corrupt
@@ -85,9 +85,9 @@ async def survey(
 ) -> AsyncIterator[Found]:
     """Every record under `prefix` whose key holds these parts, one page of the store in memory at a time.
 
-    A store that is not `Tending` shows no damaged ones.
+    A store that is not `RecordAdmin` shows no damaged ones.
     """
-    if isinstance(repository, Tending):
+    if isinstance(repository, RecordAdmin):
         async for page in repository.survey(prefix, holding):
             for found in page.found:
                 if _holds(found, holding):
@@ -112,20 +112,20 @@ async def wanted_records(
 
 async def size(repository: IdempotencyRepository) -> int | None:
     """About how many keys a survey goes by; `None` if the store cannot tell."""
-    return await repository.size() if isinstance(repository, Tending) else None
+    return await repository.size() if isinstance(repository, RecordAdmin) else None
 
 
-def tended(repository: IdempotencyRepository) -> Tending:
+def tended(repository: IdempotencyRepository) -> RecordAdmin:
     """`repository`, if people can change what they see in it.
 
     Raises:
         ApplicationError: It is a store that offers no such thing.
     """
-    if isinstance(repository, Tending):
+    if isinstance(repository, RecordAdmin):
         return repository
     raise ApplicationError(
         f"{type(repository).__name__} can change a record for its owner only: a store that people can look after "
-        "has the methods of integr8s_idem.stores.Tending"
+        "has the methods of integr8s_idem.stores.RecordAdmin"
     )
 
 
