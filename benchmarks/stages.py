@@ -255,10 +255,10 @@ async def _handled(clocks: Clocks, dispatcher: EventDispatcher, events: Sequence
     with clocks.stage("key"):
         handlings = [dispatcher.handlings(event)[0] for event in events]
     guarded = [handling for handling in handlings if isinstance(handling, GuardedExecution)]
-    passes = guarded[0].passes
-    asked_at = passes.now()
+    executor = guarded[0].executor
+    asked_at = executor.now()
     with clocks.stage("reserve"):
-        verdicts = await passes.reserve_together([handling.work for handling in guarded])
+        verdicts = await executor.reserve_together([handling.work for handling in guarded])
     done: list[Returned[Any]] = []
     with clocks.stage("run"):
         for handling, verdict in zip(guarded, verdicts, strict=True):
@@ -267,7 +267,7 @@ async def _handled(clocks: Clocks, dispatcher: EventDispatcher, events: Sequence
             assert isinstance(returned, Returned)
             done.append(returned)
     with clocks.stage("settle"):
-        written = await passes.complete_together(done)
+        written = await executor.complete_together(done)
     must(all(written), "an outcome was refused")
 
 

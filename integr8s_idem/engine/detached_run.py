@@ -54,7 +54,7 @@ class DetachedRun:
         self._owner = owner or asyncio.current_task()
 
         async def work(_: Attempt) -> Any:
-            self._run = self._manager.passes.runs.current()
+            self._run = self._manager.executor.runs.current()
             self._begun.set_result(None)
             return await self._end
 
@@ -110,7 +110,7 @@ class DetachedRun:
     def within(self) -> Iterator[None]:
         """The code in the block is part of the run: it may ask for its steps, and not for its own key."""
         assert self._run is not None, "the run has begun"
-        with self._manager.passes.runs.within(self._run):
+        with self._manager.executor.runs.within(self._run):
             yield
 
     def raise_if_lost(self) -> None:

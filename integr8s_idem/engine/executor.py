@@ -63,10 +63,10 @@ LONGEST_LOOK: Final = 1.0
 class Executor:
     """Makes passes on behalf of one manager, and knows which of them are under way in this process."""
 
-    def __init__(self, config: IdempotencyConfig, ledger: StoreClient, leases: LeaseKeeper, observer: Observer) -> None:
+    def __init__(self, config: IdempotencyConfig, client: StoreClient, leases: LeaseKeeper, observer: Observer) -> None:
         self.config = config
         self.observer = observer
-        self._ledger = ledger
+        self._client = client
         self._leases = leases
         self.runs = ActiveRuns()
         self.memory = LocalCache(config.local_memory_keys) if config.local_memory_keys else None
@@ -81,7 +81,7 @@ class Executor:
         """
         if self.memory is None:
             return None
-        done = self.memory.look(self._ledger.space.full(key), fingerprint)
+        done = self.memory.look(self._client.space.full(key), fingerprint)
         if done is not None:
             if not looked:
                 self.observer.count(Signal.CACHE_HIT, event_type)
@@ -116,7 +116,7 @@ class Executor:
         """As `execute`, for work whose isolation may be pending: then it may come back reserved and not run."""
         return self._pass(work, function, wait_for_store, None)
 
-    def execute_sealed(
+    def execute_writing(
         self,
         work: Work,
         function: Callable[[Attempt, OutcomeWriter], Awaitable[T]],
@@ -128,15 +128,15 @@ class Executor:
         What it wrote and its outcome commit together, or neither does.  The lease is not renewed: the record is
         written by that transaction alone, at any isolation level, and the function has one lease's time.
         """
-        seal = OutcomeWriter(self._ledger, work)
+        writer = OutcomeWriter(self._client, work)
 
-        async def sealed(attempt: Attempt) -> T:
-            value = await function(attempt, seal)
-            if not seal.written:
-                raise ApplicationError(f"{work.key.label} has returned without writing its outcome by its seal")
+        async def with_writer(attempt: Attempt) -> T:
+            value = await function(attempt, writer)
+            if not writer.written:
+                raise ApplicationError(f"{work.key.label} has returned without writing its outcome")
             return value
 
-        return self._pass(work, sealed, wait_for_store, seal)
+        return self._pass(work, with_writer, wait_for_store, writer)
 
     async def execute_joined(
         self, records: JoinedRepository, work: Work, function: Callable[[Attempt], Awaitable[T]]
@@ -153,7 +153,7 @@ class Executor:
                 self.runs.leave(run)
                 self.runs.over(run)
 
-        outcome = await run_joined(self._ledger, records, work, under_way)
+        outcome = await run_joined(self._client, records, work, under_way)
         if isinstance(outcome, Executed):
             return outcome
         assert not isinstance(outcome, Reserved)
@@ -164,7 +164,7 @@ class Executor:
         work: Work,
         function: Callable[[Attempt], Awaitable[T]],
         wait_for_store: WaitForStore | None,
-        seal: OutcomeWriter | None,
+        writer: OutcomeWriter | None,
     ) -> Outcome[T] | Suspected:
         known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
         if known is not None:
@@ -178,13 +178,13 @@ class Executor:
                 self.observer.count(Signal.STORE_ERROR, work.event_type)
                 if self.config.on_store_error is OnStoreError.CLOSED:
                     raise
-                return await self._unguarded(work, function, self._ledger.space.full(work.key))
+                return await self._unguarded(work, function, self._client.space.full(work.key))
             if not isinstance(verdict, Reserved):
                 return await self.decline(work, function, verdict)
-            lease = self.hold(work, verdict, asked_at, renewed=seal is None)
+            lease = self.hold(work, verdict, asked_at, renewed=writer is None)
             if self.is_suspect(work, verdict):
                 return Suspected(lease)
-            outcome = await self._perform(work, function, lease, wait_for_store, seal)
+            outcome = await self._perform(work, function, lease, wait_for_store, writer)
             if not isinstance(outcome, NotStarted):
                 return outcome
             # What lies between the reservation and the start may take longer than the lease each time.
@@ -198,7 +198,7 @@ class Executor:
     def hold(self, work: Work, reserved: Reserved, asked_at: float, *, renewed: bool = True) -> HeldLease:
         """Hold the lease of a reservation that was asked for at `asked_at`, by the lease clock, until it is dropped."""
         return self._leases.hold(
-            reserved, asked_at, reserve_anew=lambda: self._ledger.reserved_anew(work), renewed=renewed
+            reserved, asked_at, reserve_anew=lambda: self._client.reserved_anew(work), renewed=renewed
         )
 
     def not_started(self, work: Work, lease: HeldLease) -> NotStarted:
@@ -225,11 +225,11 @@ class Executor:
 
     def no_longer_alone(self, work: Work) -> None:
         """Let the record of `work`, which is under way, say that it runs alone no longer; without waiting."""
-        run = self.runs.of(self._ledger.space.full(work.key))
+        run = self.runs.of(self._client.space.full(work.key))
         if run is None or run.work is not work or run.lease is None or run.commits_itself:
             return  # where the handler's transaction is open, its record is nobody else's to write
         work.isolation = Isolation.WAIVED
-        self._ledger.unmark_later(work, run.lease.reservation)
+        self._client.unmark_later(work, run.lease.reservation)
 
     async def wait_for_change(self, found: InProgress, *, at_most: float = 3600.0, looks: int = 0) -> None:
         """Return when it is worth asking again: the run in this process ended, or a while has passed.
@@ -251,9 +251,9 @@ class Executor:
     async def _reserve(self, work: Work) -> Verdict:
         with self.observer.phase(Phase.RESERVE, work.event_type) as span:
             span.annotate("idempotency.key", work.key.label)
-            request = self._ledger.request(work, span.trace())
+            request = self._client.request(work, span.trace())
             try:
-                verdict = await self._ledger.reserve(request)
+                verdict = await self._client.reserve(request)
             except asyncio.CancelledError:
                 # It is given back under this token: the next try must not find it and run into that.
                 work.token = b""
@@ -271,7 +271,7 @@ class Executor:
             StoreError: As for every verb; nothing was done.
         """
         with self.observer.together(Phase.RESERVE, [work.event_type for work in works]):
-            verdicts = await self._ledger.reserve_together(list(map(self._ledger.request, works)))
+            verdicts = await self._client.reserve_together(list(map(self._client.request, works)))
         for work, verdict in zip(works, verdicts, strict=True):
             self._told(work, verdict)
         return verdicts
@@ -286,7 +286,7 @@ class Executor:
         try:
             with self.observer.together(Phase.COMPLETE, [each.run.work.event_type for each in done]):
                 outcomes = [each.outcome for each in done if each.outcome is not None]
-                written = await self._ledger.complete_together(outcomes)
+                written = await self._client.complete_together(outcomes)
         except StoreError:
             raise  # concluded one by one
         except BaseException:
@@ -319,7 +319,7 @@ class Executor:
     def complete_later(self, done: Returned[Any]) -> None:
         """Write an outcome without waiting: we are being cancelled."""
         assert done.outcome is not None
-        self._ledger.complete_later(done.outcome)
+        self._client.complete_later(done.outcome)
         self.runs.over(done.run)
 
     def _told(self, work: Work, verdict: Verdict) -> None:
@@ -368,7 +368,7 @@ class Executor:
     def release(self, work: Work, lease: HeldLease) -> None:
         """Release a key without waiting: no run comes of its reservation."""
         lease.drop()
-        self._ledger.release_later(work, lease.reservation)
+        self._client.release_later(work, lease.reservation)
 
     async def _unguarded(self, work: Work, function: Callable[[Attempt], Awaitable[T]], key: str) -> Outcome[T]:
         """Run without a reservation, because a policy says so."""
@@ -403,17 +403,17 @@ class Executor:
         function: Callable[[Attempt], Awaitable[T]],
         lease: HeldLease,
         wait_for_store: WaitForStore | None,
-        seal: OutcomeWriter | None,
+        writer: OutcomeWriter | None,
     ) -> Outcome[T] | NotStarted:
         try:
             await turn_of_the_loop()
         except asyncio.CancelledError:
             self.release(work, lease)
             raise
-        done = await self.perform(work, function, lease, wait_for_store, seal)
+        done = await self.perform(work, function, lease, wait_for_store, writer)
         if isinstance(done, HandlerFailed | NotStarted):
             return done
-        if seal is not None:
+        if writer is not None:
             self.runs.over(done.run)
             return Executed(done.value, done.run.attempt.number)
         return await self.conclude(done, wait_for_store)
@@ -424,7 +424,7 @@ class Executor:
         function: Callable[[Attempt], Awaitable[T]],
         lease: HeldLease,
         wait_for_store: WaitForStore | None,
-        seal: OutcomeWriter | None = None,
+        writer: OutcomeWriter | None = None,
     ) -> Returned[T] | HandlerFailed | NotStarted:
         """Run `function` under its lease.  What it returned is to be remembered: by `conclude`, or with others.
 
@@ -440,30 +440,30 @@ class Executor:
             )
         if lease.is_late():
             return self.not_started(work, lease)
-        if seal is not None:
-            seal.reserved = reserved
+        if writer is not None:
+            writer.reserved = reserved
         key = work.key
         attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, key.label, key.generation)
-        run = self.runs.begin(Run(self.runs, work, attempt, seal is not None, lease))
+        run = self.runs.begin(Run(self.runs, work, attempt, writer is not None, lease))
         try:
             try:
                 with lease, self.observer.phase(Phase.HANDLE, work.event_type):
                     value: T = repeatable(await function(attempt), work.key.label, work.returns)
             except asyncio.CancelledError:
-                self._ledger.release_later(work, lease.reservation)
+                self._client.release_later(work, lease.reservation)
                 raise
             except Exception as error:
                 if isinstance(error, LateStartError) and error.lease is lease:
                     self.runs.over(run)
                     return self.not_started(work, lease)
-                failed = await self._run_failed(work, lease, seal, error, wait_for_store)
+                failed = await self._run_failed(work, lease, writer, error, wait_for_store)
                 if failed is None:
                     raise
                 self.runs.over(run)
                 return failed
             for tell in run.at_end:
                 tell()
-            return Returned(run, value, None if seal else self._ledger.outcome_of(work, lease.reservation, value))
+            return Returned(run, value, None if writer else self._client.outcome_of(work, lease.reservation, value))
         except BaseException:
             self.runs.over(run)
             raise
@@ -501,7 +501,7 @@ class Executor:
         begun = monotonic()
         try:
             with self.observer.phase(Phase.COMPLETE, run.work.event_type):
-                await self._ledger.settle(run.work, done.outcome, run.lease.deadline, wait_for_store)
+                await self._client.settle(run.work, done.outcome, run.lease.deadline, wait_for_store)
             self._keep(done, begun)
         finally:
             self.runs.over(run)
@@ -511,27 +511,27 @@ class Executor:
         self,
         work: Work,
         lease: HeldLease,
-        seal: OutcomeWriter | None,
+        writer: OutcomeWriter | None,
         error: Exception,
         wait_for_store: WaitForStore | None,
     ) -> HandlerFailed | None:
         """What comes of a run that has raised `error`; `None` if the work has not failed: raise the error on."""
-        refused = seal is not None and seal.refused
-        if lease.lost and seal is not None and not refused:
+        refused = writer is not None and writer.refused
+        if lease.lost and writer is not None and not refused:
             # It had one lease's time, and was too slow: like any failure, or it would run for ever.
-            slow = self._ledger.lost(work, lease.reservation)
+            slow = self._client.lost(work, lease.reservation)
             slow.__cause__ = error
             return await self._handler_failed(work, lease, slow, wait_for_store)
         if lease.lost or refused:
             self.observer.count(Signal.RESERVATION_LOST, work.event_type)
             owner = "another worker" if refused else ""
-            raise self._ledger.lost(work, lease.reservation, owner, withdrawn=lease.withdrawn) from error
+            raise self._client.lost(work, lease.reservation, owner, withdrawn=lease.withdrawn) from error
         if isinstance(error, LeaseLostError) and error.late:
             self.observer.count(Signal.STALE_START_PREVENTED, work.event_type)
-            await self._ledger.try_to_release(work, lease.reservation)
+            await self._client.try_to_release(work, lease.reservation)
             return None
-        if seal is not None and error is seal.store_error:
-            await self._ledger.try_to_release(work, lease.reservation)
+        if writer is not None and error is writer.store_error:
+            await self._client.try_to_release(work, lease.reservation)
             return None
         return await self._handler_failed(work, lease, error, wait_for_store)
 
@@ -542,16 +542,16 @@ class Executor:
         reserved = lease.reservation
         if self._hopeless(work, error, reserved.attempt, reserved):
             return await self._fail(work, reserved, error, lease.deadline, wait_for_store)
-        await self._ledger.try_to_release(work, reserved, wait_for_store, lease.deadline)
+        await self._client.try_to_release(work, reserved, wait_for_store, lease.deadline)
         return HandlerFailed(error, reserved.attempt, given_up=False)
 
     async def _fail(
         self, work: Work, reserved: Reserved, error: Exception, deadline: float, wait_for_store: WaitForStore | None
     ) -> HandlerFailed:
-        failure = self._ledger.failure(reserved, describe_error(error), work.ttl)
+        failure = self._client.failure(reserved, describe_error(error), work.ttl)
         with self.observer.phase(Phase.FAIL, work.event_type):
             try:
-                await self._ledger.settle(work, failure, deadline, wait_for_store)
+                await self._client.settle(work, failure, deadline, wait_for_store)
             except ResultNotStoredError:
                 # Nothing was done: the caller's answer is the handler's error, and the lease ends by itself.
                 return HandlerFailed(error, reserved.attempt, given_up=False)

@@ -106,14 +106,14 @@ class IdempotencyManager:
         self._in_scopes: dict[str, IdempotencyManager] = {}
         self._leases = LeaseKeeper(repository, scope, observer, clock)
         self._batch_leases = BatchLeases()
-        self._ledger = StoreClient(self.config, repository, observer, scope, self.owner)
-        self.passes = Executor(self.config, self._ledger, self._leases, observer)
+        self._store_client = StoreClient(self.config, repository, observer, scope, self.owner)
+        self.executor = Executor(self.config, self._store_client, self._leases, observer)
         """What makes one pass over some work: for those who settle deliveries."""
 
     @property
     def space(self) -> KeySpace:
         """Where its keys live in the store."""
-        return self._ledger.space
+        return self._store_client.space
 
     @property
     def running_loop(self) -> asyncio.AbstractEventLoop | None:
@@ -124,13 +124,13 @@ class IdempotencyManager:
         """
         if self._loop is None:
             return None
-        self._ledger.home.check()  # a loop of the parent's says that it runs, but its thread is not here
+        self._store_client.home.check()  # a loop of the parent's says that it runs, but its thread is not here
         return self._loop if self._loop.is_running() else None
 
     @property
     def _store(self) -> IdempotencyRepository:
         """The repository, to be used now."""
-        self._ledger.home.check()
+        self._store_client.home.check()
         return self.repository
 
     def in_scope(self, scope: str) -> IdempotencyManager:
@@ -139,7 +139,7 @@ class IdempotencyManager:
             return self
         if scope not in self._in_scopes:
             sibling = IdempotencyManager(self.config, self.repository, self.observer, scope=scope, clock=self._clock)
-            sibling._ledger.home = self._ledger.home
+            sibling._store_client.home = self._store_client.home
             self._in_scopes[scope] = sibling
         return self._in_scopes[scope]
 
@@ -168,7 +168,7 @@ class IdempotencyManager:
             CorruptRecordError: Its record cannot be read.
             StoreError: As for every verb.
         """
-        verdict = await self._ledger.reserve(self._ledger.request(Work(self.space.key(key), fingerprint)))
+        verdict = await self._store_client.reserve(self._store_client.request(Work(self.space.key(key), fingerprint)))
         if isinstance(verdict, Corrupt):
             raise CorruptRecordError(verdict.key, verdict.reason)
         return verdict
@@ -178,7 +178,7 @@ class IdempotencyManager:
 
         An unreadable record is `Corrupt` in its place.
         """
-        return await self._store.reserve([self._ledger.request(Work(self.space.key(key))) for key in keys])
+        return await self._store.reserve([self._store_client.request(Work(self.space.key(key))) for key in keys])
 
     async def renew(self, *reservations: Reserved) -> list[bool]:
         """Let their leases begin anew, with the configured length; an answer for each, in their order.
@@ -197,7 +197,7 @@ class IdempotencyManager:
             ApplicationError: As `completion`.
         """
         self._batch_leases.settle([reserved])
-        return await self._ledger.complete(self.completion(reserved, result, ttl))
+        return await self._store_client.complete(self.completion(reserved, result, ttl))
 
     async def complete_many(self, completions: Sequence[Completion]) -> list[bool]:
         """As `complete`, many in one round trip, an answer for each, in their order; `completion` makes them."""
@@ -206,15 +206,15 @@ class IdempotencyManager:
 
     async def fail(self, reserved: Reserved, error: str, *, ttl: Duration | None = None) -> bool:
         """Remember that the work was given up.  `False`: the reservation is no longer ours."""
-        self._ledger.home.check()
+        self._store_client.home.check()
         self._batch_leases.settle([reserved])
-        return await self._ledger.fail(self._ledger.failure(reserved, error, duration(ttl, "ttl")))
+        return await self._store_client.fail(self._store_client.failure(reserved, error, duration(ttl, "ttl")))
 
     async def release(self, *reservations: Reserved) -> list[bool]:
         """Give keys back undone, in one round trip; the attempts stay counted.  An answer for each, in their order."""
-        self._ledger.home.check()
+        self._store_client.home.check()
         self._batch_leases.settle(reservations)
-        return await self._ledger.release_together(reservations)
+        return await self._store_client.release_together(reservations)
 
     async def get(self, key: str | Key) -> IdempotencyRecord | None:
         """The record of `key`, if there is one."""
@@ -243,8 +243,8 @@ class IdempotencyManager:
         """Forget `key`, whatever its state: the next caller does the work again."""
         record_key = self.space.full(self.space.key(key))
         deleted = await self._store.delete([record_key]) == 1
-        if self.passes.memory is not None:
-            self.passes.memory.forget(record_key)
+        if self.executor.memory is not None:
+            self.executor.memory.forget(record_key)
         return deleted
 
     async def count_active(self) -> int:
@@ -279,7 +279,7 @@ class IdempotencyManager:
         asked = list(dict.fromkeys(keys))
         works = [Work(self.space.key(key), fingerprint(key) if fingerprint else None) for key in asked]
         asked_at = self._leases.now()
-        verdicts = await self._ledger.reserve_together(list(map(self._ledger.request, works)))
+        verdicts = await self._store_client.reserve_together(list(map(self._store_client.request, works)))
         self._batch_leases.add((verdict for verdict in verdicts if isinstance(verdict, Reserved)), asked_at)
         return dict(zip(asked, verdicts, strict=True))
 
@@ -329,7 +329,7 @@ class IdempotencyManager:
         if ttl is not None:
             self.checked_ttl(ttl)
         completions = [self.completion(reserved, result, ttl) for reserved, result in results.items()]
-        written = await self._ledger.complete_together(completions)
+        written = await self._store_client.complete_together(completions)
         self._batch_leases.settle(results)
         return written
 
@@ -352,9 +352,9 @@ class IdempotencyManager:
         Raises:
             ApplicationError: The result is an iterator or a file, or holds an iterator, which storing it would use up.
         """
-        self._ledger.home.check()
+        self._store_client.home.check()
         refuse_iterator(result, reserved.key)
-        return self._ledger.completion(reserved, result, duration(ttl, "ttl"))
+        return self._store_client.completion(reserved, result, duration(ttl, "ttl"))
 
     # Doing work once.
 
@@ -377,14 +377,14 @@ class IdempotencyManager:
         """
         manager, run = self._under_way()
         if run.steps is None:
-            run.steps = Steps(manager.space, manager.passes, manager.repository, run)
+            run.steps = Steps(manager.space, manager.executor, manager.repository, run)
         assert isinstance(run.steps, Steps)
         return run.steps
 
     def _under_way(self) -> tuple[IdempotencyManager, Run]:
         """The run that calls, and whose it is: ours, or that of the same manager in another scope."""
         for manager in (self, *self._in_scopes.values()):
-            if (run := manager.passes.runs.current()) is not None:
+            if (run := manager.executor.runs.current()) is not None:
                 return manager, run
         raise ApplicationError(
             f"nothing that the manager of {self.scope} guards is under way here: ask within manager.run(…), or within "
@@ -458,7 +458,7 @@ class IdempotencyManager:
         block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
         wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
         of = self.space.key(key)
-        if (known := self.passes.known_here(of, fingerprint)) is not None:
+        if (known := self.executor.known_here(of, fingerprint)) is not None:
             return replayed_value(of.label, known, function)  # type: ignore[no-any-return]
         work = Work(of, fingerprint, checked, on_failure=block)
 
@@ -486,9 +486,9 @@ class IdempotencyManager:
         joined = _JOINED.get()
         one_pass: Callable[[], Awaitable[Outcome[T]]]
         if joined is not None and joined[0] is self:
-            one_pass = partial(self.passes.execute_joined, joined[1], work, function)
+            one_pass = partial(self.executor.execute_joined, joined[1], work, function)
         else:
-            one_pass = partial(self.passes.execute, work, function)
+            one_pass = partial(self.executor.execute, work, function)
         return self.settled(work, one_pass, returns, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
 
     async def settled(
@@ -530,7 +530,7 @@ class IdempotencyManager:
             if policy is OnInProgress.SKIP:
                 self.observer.count(Signal.DUPLICATE_BLOCKED)
                 return outcome
-            self.passes.runs.refuse_to_wait_for_itself(outcome, work)
+            self.executor.runs.refuse_to_wait_for_itself(outcome, work)
             if policy is OnInProgress.RAISE:
                 raise InProgressError(work.key.label, outcome.attempt, outcome.retry_after, outcome.owner)
             longest = self.config.wait_timeout if wait_timeout is None else wait_timeout
@@ -539,7 +539,7 @@ class IdempotencyManager:
                 raise IdempotencyConflictError(
                     work.key.label, outcome.attempt, outcome.retry_after, outcome.owner, longest
                 )
-            await self.passes.wait_for_change(outcome, at_most=left, looks=looks)
+            await self.executor.wait_for_change(outcome, at_most=left, looks=looks)
             looks += 1
 
     async def execute(
@@ -550,13 +550,13 @@ class IdempotencyManager:
         wait_for_store: WaitForStore | None = None,
     ) -> Outcome[T]:
         """One pass of `work`, as `Executor.execute` makes it: for those who settle deliveries."""
-        return await self.passes.execute(work, function, wait_for_store=wait_for_store)
+        return await self.executor.execute(work, function, wait_for_store=wait_for_store)
 
     async def close(self) -> None:
         """Let writes that are under way end, and stop renewing."""
         for sibling in self._in_scopes.values():
             await sibling.close()
-        await self._ledger.close()
+        await self._store_client.close()
         self._leases.close()
 
     def _value_of(self, outcome: Outcome[T], work: Work, function: Callable[..., object] | None) -> T:

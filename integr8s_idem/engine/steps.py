@@ -85,9 +85,9 @@ LONGEST_NAME: Final = 100
 class Steps:
     """The steps of one run.  `IdempotencyManager.steps()` gives those of the run that is under way."""
 
-    def __init__(self, space: KeySpace, passes: Executor, repository: IdempotencyRepository, run: Run) -> None:
+    def __init__(self, space: KeySpace, executor: Executor, repository: IdempotencyRepository, run: Run) -> None:
         self._space = space
-        self._passes = passes
+        self._executor = executor
         self._repository = repository
         self._run = run
         self._places = _Places(space, repository, run)
@@ -167,7 +167,7 @@ class Steps:
             self._refuse_if_over(step)
             await self._refuse_if_lost()
             try:
-                outcome = await self._passes.execute(
+                outcome = await self._executor.execute(
                     work, lambda attempt: self._do(step, attempt), wait_for_store=_pause
                 )
             except StoreUnavailableError as error:
@@ -176,8 +176,8 @@ class Steps:
             if not isinstance(outcome, InProgress):
                 return outcome
             # A run before this one is at it still; its lease ends soon, or it does.
-            self._passes.runs.refuse_to_wait_for_itself(outcome, work)
-            await self._passes.wait_for_change(outcome, looks=looks)
+            self._executor.runs.refuse_to_wait_for_itself(outcome, work)
+            await self._executor.wait_for_change(outcome, looks=looks)
             looks += 1
 
     async def _do(self, step: _Step, attempt: Attempt) -> object:
@@ -218,7 +218,7 @@ class Steps:
         lease, attempt = self._run.lease, self._run.attempt
         while lease is not None and lease.is_late():
             try:
-                is_ours = await self._passes.renew_late(lease)
+                is_ours = await self._executor.renew_late(lease)
             except StoreUnavailableError as error:
                 await _pause(error)  # an outage is no failure of the step
                 continue
@@ -253,7 +253,7 @@ class Steps:
         orphans = self._places.not_among({mark_of(name) for name in self._asked})
         if not orphans:
             return
-        self._passes.observer.count(Signal.STEP_ORPHANED, self._run.work.event_type, len(orphans))
+        self._executor.observer.count(Signal.STEP_ORPHANED, self._run.work.event_type, len(orphans))
         logger.warning(
             "%s: attempt %d has ended without asking for what an earlier run has done as step %s.  If the step has "
             "another name now, it was done twice",

@@ -18,8 +18,8 @@ T = TypeVar("T")
 class OutcomeWriter:
     """Writes the outcome of one run beside what the run has written, before both commit."""
 
-    def __init__(self, ledger: StoreClient, work: Work) -> None:
-        self._ledger = ledger
+    def __init__(self, store_client: StoreClient, work: Work) -> None:
+        self._client = store_client
         self._work = work
         self.reserved: Reserved | None = None
         """`None` for a run without a reservation, of which nothing is remembered."""
@@ -50,13 +50,13 @@ class OutcomeWriter:
 
     async def _complete(self, value: object, reserved: Reserved, transaction: Transaction) -> None:
         work = self._work
-        if not await transaction.complete(self._ledger.outcome_of(work, reserved, value)):
+        if not await transaction.complete(self._client.outcome_of(work, reserved, value)):
             self.refused = True
-            raise self._ledger.lost(work, reserved, "another worker")
+            raise self._client.lost(work, reserved, "another worker")
 
 
 async def run_joined(
-    ledger: StoreClient, records: JoinedRepository, work: Work, function: Callable[[Attempt], Awaitable[T]]
+    store_client: StoreClient, records: JoinedRepository, work: Work, function: Callable[[Attempt], Awaitable[T]]
 ) -> Executed[T] | Verdict:
     """Reserve, run and complete in one transaction of the caller's; nothing of it stays if `function` raises.
 
@@ -69,12 +69,12 @@ async def run_joined(
         Exception: Whatever `function` raises, unchanged.
     """
     async with records.savepoint():
-        [verdict] = await records.reserve([ledger.request(work)])
+        [verdict] = await records.reserve([store_client.request(work)])
         if not isinstance(verdict, Reserved):
             return verdict
         generation = work.key.generation
         attempt = Attempt(verdict.key, verdict.attempt, verdict.fence, float("inf"), work.key.label, generation)
         value = await function(attempt)
-        if not (await records.complete([ledger.outcome_of(work, verdict, value)]))[0]:
-            raise ledger.lost(work, verdict)
+        if not (await records.complete([store_client.outcome_of(work, verdict, value)]))[0]:
+            raise store_client.lost(work, verdict)
     return Executed(value, verdict.attempt)

@@ -131,7 +131,7 @@ class HandlerExecution:
 class GuardedExecution(HandlerExecution):
     """The same behind a manager.  The key is computed here, once, before the handler can touch the event."""
 
-    __slots__ = ("_patient", "passes", "work")
+    __slots__ = ("_patient", "executor", "work")
     handler: IdempotentEventHandler
 
     def __init__(self, handler: IdempotentEventHandler, event: BaseEvent, generation: int = 0) -> None:
@@ -141,7 +141,7 @@ class GuardedExecution(HandlerExecution):
         keyed = handler.resolver.resolve(handler.name, event, generation)
         key, returns = handler.manager.space.key(keyed.key), handler.returns
         self.work = Work(key, keyed.fingerprint, handler.ttl, event.event_type, returns=returns)
-        self.passes = handler.manager.passes
+        self.executor = handler.manager.executor
         self._patient = False
 
     @property
@@ -170,12 +170,12 @@ class GuardedExecution(HandlerExecution):
     ) -> Coroutine[Any, Any, Outcome[Any] | Suspected]:
         """One try of a suspect: alone, as its record then says, or beside others, since nothing else could be had."""
         self.work.isolation = Isolation.ALONE if alone else Isolation.WAIVED
-        self.passes.reserve_again(self.work, suspect.lease)
+        self.executor.reserve_again(self.work, suspect.lease)
         return self.attempt_or_suspect(wait_for_store=wait_for_store)
 
     def no_longer_alone(self) -> None:
         """Let its record say that other handlers may run beside it; without waiting."""
-        self.passes.no_longer_alone(self.work)
+        self.executor.no_longer_alone(self.work)
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
         outcome = await self._attempt(wait_for_store)
@@ -189,48 +189,48 @@ class GuardedExecution(HandlerExecution):
         self._patient = wait_for_store is not None
         if self.handler.outbox is not None:
             async with self.handler.outbox.turn():
-                return await self.passes.execute_sealed(self.work, self._sealed, wait_for_store=wait_for_store)
-        return await self.passes.execute_or_suspect(self.work, self._do, wait_for_store)
+                return await self.executor.execute_writing(self.work, self._with_writer, wait_for_store=wait_for_store)
+        return await self.executor.execute_or_suspect(self.work, self._do, wait_for_store)
 
     def is_known_here(self) -> bool:
         """Whether this process has completed it, and knows that without asking the store."""
         work = self.work
-        return self.passes.known_here(work.key, work.fingerprint, work.event_type) is not None
+        return self.executor.known_here(work.key, work.fingerprint, work.event_type) is not None
 
     def hold(self, reserved: Reserved, asked_at: float) -> HeldLease:
         """Hold the lease of a reservation that was asked for at `asked_at`, by the lease clock."""
-        return self.passes.hold(self.work, reserved, asked_at)
+        return self.executor.hold(self.work, reserved, asked_at)
 
     def perform(
         self, lease: HeldLease, wait_for_store: WaitForStore
     ) -> Coroutine[Any, Any, Returned[Any] | HandlerFailed | NotStarted]:
         """Run the handler under a lease."""
         self._patient = True
-        return self.passes.perform(self.work, self._do, lease, wait_for_store)
+        return self.executor.perform(self.work, self._do, lease, wait_for_store)
 
     def not_started(self, lease: HeldLease) -> NotStarted:
         """Prevent a start on a lease that is late."""
-        return self.passes.not_started(self.work, lease)
+        return self.executor.not_started(self.work, lease)
 
     def decline(
         self, verdict: InProgress | Completed | Failed | KeyReused | Corrupt
     ) -> Coroutine[Any, Any, Outcome[Any]]:
         """What comes of a verdict that lets no guarded handler run."""
         self._patient = True
-        return self.passes.decline(self.work, self._do, verdict)
+        return self.executor.decline(self.work, self._do, verdict)
 
     def release(self, lease: HeldLease) -> None:
         """Release the key without waiting: the event is not handled after all."""
-        self.passes.release(self.work, lease)
+        self.executor.release(self.work, lease)
 
     def _do(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         return self.handler.work(self.event, attempt, patient=self._patient)
 
-    async def _sealed(self, attempt: Attempt, seal: OutcomeWriter) -> Any:
-        return await self.handler.work_sealed(self.event, attempt, seal)
+    async def _with_writer(self, attempt: Attempt, writer: OutcomeWriter) -> Any:
+        return await self.handler.work_with_writer(self.event, attempt, writer)
 
     async def wait(self, found: InProgress, looks: int) -> None:
-        await self.passes.wait_for_change(found, looks=looks)
+        await self.executor.wait_for_change(found, looks=looks)
 
     async def run(self) -> Any:
         """The value, new or remembered; waits for a twin and raises as `IdempotencyManager.run` does."""
@@ -401,7 +401,7 @@ class IdempotentEventHandler(EventHandler):
         self.ttl = None if ttl is None else manager.checked_ttl(ttl)
         self.outbox = outbox
 
-    async def work_sealed(self, event: BaseEvent, attempt: Attempt, seal: OutcomeWriter) -> Any:
+    async def work_with_writer(self, event: BaseEvent, attempt: Attempt, writer: OutcomeWriter) -> Any:
         """The handler, what it leaves behind and its outcome, and the commit of all of them."""
         outgoing = Outgoing()
 
@@ -410,7 +410,7 @@ class IdempotentEventHandler(EventHandler):
         async def before_commit(result: Any, transaction: Transaction) -> None:
             value = repeatable(result, attempt.label, self.returns)
             events = outgoing.finished(event, attempt.key, self.scope)
-            await seal.write(value, [self._message(one) for one in events], transaction)
+            await writer.write(value, [self._message(one) for one in events], transaction)
             remembered[:] = [value]
 
         result = await self._call(HandlerCall(event, attempt, outgoing, before_commit))

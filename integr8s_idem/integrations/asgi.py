@@ -419,7 +419,7 @@ class IdempotencyKeyMiddleware:
 
     async def _answer(self, manager: IdempotencyManager, request: _Request, work: Work) -> None:
         async def one_pass() -> Outcome[object]:
-            return await manager.passes.execute(work, lambda attempt: self._run(request, manager, work, attempt))
+            return await manager.executor.execute(work, lambda attempt: self._run(request, manager, work, attempt))
 
         policy = OnInProgress.RAISE if self._wait is None else OnInProgress.WAIT
         try:

@@ -357,7 +357,7 @@ def _transactional_invoker(
         assert isinstance(call, HandlerCall), "a batch handler has no transaction: it is refused when it is made"
         async with transactions.scope(container(_context(call)), call) as begun:
             result = await _call(begun.request, needs, handler, call)
-            await begun.seal(result)
+            await begun.writer(result)
         return result
 
     return invoke

@@ -313,7 +313,7 @@ class _Guard(BaseMiddleware[Any, Any]):
                 return end_of(work, outcome)
             if loop.time() > give_up_at:
                 await self._again()
-            await self._manager.passes.wait_for_change(outcome, looks=looks)
+            await self._manager.executor.wait_for_change(outcome, looks=looks)
             looks += 1
 
     async def _begin_again(

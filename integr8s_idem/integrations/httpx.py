@@ -81,7 +81,7 @@ class _Tries:
 
     def next_pause(self, response: httpx.Response | None = None) -> float | None:
         """Seconds before the next try, after `response` or none; `None`: there is no next one."""
-        if self.left == 0 or (response is not None and not _passes(response)):
+        if self.left == 0 or (response is not None and not _executor(response)):
             return None
         pause = self.pause * random.uniform(0.75, 1.25)  # noqa: S311  # jitter
         if response is not None:
@@ -90,7 +90,7 @@ class _Tries:
         return pause if time.monotonic() + pause <= self.until else None
 
 
-def _passes(response: httpx.Response) -> bool:
+def _executor(response: httpx.Response) -> bool:
     """Whether to ask again may bring another answer: a conflict that passes says when."""
     return response.status_code in _TRY_AGAIN and (response.status_code != 409 or "retry-after" in response.headers)
 

@@ -27,7 +27,7 @@ class Begun:
     transaction: SqlTransaction
     call: HandlerCall
 
-    async def seal(self, result: object) -> None:
+    async def writer(self, result: object) -> None:
         """Write the outcome beside what the handler wrote."""
         assert self.call.before_commit is not None
         await self.call.before_commit(result, self.transaction)

@@ -247,10 +247,10 @@ class Pipeline:
             asked.append((delivery, met, handling))
 
     async def _reserve(self, asked: list[tuple[Delivery, Decoded, GuardedExecution]]) -> None:
-        passes = asked[0][2].passes
-        asked_at = passes.now()
+        executor = asked[0][2].executor
+        asked_at = executor.now()
         try:
-            verdicts = await passes.reserve_together([handling.work for _, _, handling in asked])
+            verdicts = await executor.reserve_together([handling.work for _, _, handling in asked])
         except StoreError:
             # Each finds out by itself what a store that does not answer means.
             for delivery, met, _ in asked:
@@ -275,13 +275,13 @@ class Pipeline:
     ) -> None:
         if isinstance(verdict, Reserved):
             lease = handling.hold(verdict, asked_at)
-            if handling.passes.is_suspect(handling.work, verdict):
+            if handling.executor.is_suspect(handling.work, verdict):
                 self._go_isolated(delivery, met, handling, lease)
             else:
                 self._held.append(ReservedDelivery(delivery, met, handling, lease))
         elif isinstance(verdict, Completed):
             with met.processing:
-                handling.passes.blocked(handling.work, verdict)
+                handling.executor.blocked(handling.work, verdict)
             self._duplicate(delivery)
         elif isinstance(verdict, KeyReused):
             # It may be that it is run all the same, which takes a slot: it asks once more when it has one.
@@ -412,12 +412,12 @@ class Pipeline:
         """What is done stays done, though nobody is left to wait for that."""
         done, self._done = self._done, []
         for each in done:
-            each.handling.passes.complete_later(each.returned)
+            each.handling.executor.complete_later(each.returned)
             self._end(each.delivery)
 
     async def _remember_together(self, done: list[CompletedDelivery]) -> None:
         try:
-            written = await done[0].handling.passes.complete_together([each.returned for each in done])
+            written = await done[0].handling.executor.complete_together([each.returned for each in done])
         except StoreError:
             written = [False] * len(done)
         except Exception as error:  # noqa: BLE001  # told to the service
@@ -437,11 +437,11 @@ class Pipeline:
 
     def _conclude_alone(self, done: CompletedDelivery) -> None:
         async def conclude() -> FirstOutcome:
-            return await done.handling.passes.conclude(done.returned, self._settler.gate.wait_out)
+            return await done.handling.executor.conclude(done.returned, self._settler.gate.wait_out)
 
         def ended(_: asyncio.Task[None]) -> None:
             if not done.returned.run.over:  # it was cancelled before it began
-                done.handling.passes.complete_later(done.returned)
+                done.handling.executor.complete_later(done.returned)
 
         task = self._alone(done.delivery, self._settler.go_on(done.delivery, done.handling, conclude))
         task.add_done_callback(ended)

@@ -73,7 +73,7 @@ class Till:
 
     async def enter(self, session: AsyncSession, work: str) -> None:
         """One row for `work`.  Its attempt is 0 where there is none: a batch has as many as messages."""
-        run = self.manager.passes.runs.current()
+        run = self.manager.executor.runs.current()
         told = {} if run is None else {"key": run.attempt.key, "fence": run.attempt.fence}
         number = 0 if run is None else run.attempt.number
         self.plan.reached(CrashPoint.IN_HANDLER_BEFORE_EFFECT)

@@ -68,11 +68,11 @@ def test_the_list_names_them_on_a_terminal_too(desk: Desk) -> None:
 
 
 def test_commands_print_by_one_way_alone() -> None:
-    """That of `cli/lines.py`, which escapes."""
+    """That of `cli/output.py`, which escapes."""
     by_themselves = [
         f"{file.name}:{node.lineno}"
         for file in (ROOT / "integr8s_idem" / "cli").glob("*.py")
-        if file.name != "lines.py"
+        if file.name != "output.py"
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"typer.echo", "click.echo", "print", "Console"}
     ]

@@ -209,8 +209,8 @@ def completed_before_the_handler() -> AbstractContextManager[Any]:
     performed = Executor.perform
 
     async def perform(self: Executor, work: Any, function: Any, lease: HeldLease, *told: Any, **more: Any) -> Any:
-        completion = self._ledger.completion(lease.reservation, "done", work.ttl)
-        await self._ledger.complete(completion)
+        completion = self._client.completion(lease.reservation, "done", work.ttl)
+        await self._client.complete(completion)
         return await performed(self, work, function, lease, *told, **more)
 
     return _instead(Executor, "perform", perform)

@@ -419,7 +419,7 @@ def _is_acknowledged(message: StreamMessage[Any] | None) -> bool:
 
 async def run_faststream_batch(bench: Bench) -> None:
     """A subscriber of FastStream that takes batches."""
-    runs = bench.manager.passes.runs
+    runs = bench.manager.executor.runs
 
     async def handle(bodies: list[str]) -> None:
         attempts = {run.work.key.label.split()[-1]: run.attempt for run in map(runs.of, runs.keys()) if run is not None}

@@ -117,7 +117,7 @@ async def leases_left(here: Guarded) -> list[str]:
     """Keys that somebody still holds, once all that is written in the background is written."""
     await here.manager.close()
     held = [record.key async for record in here.store.scan("") if await here.store.count_active(record.key)]
-    return held + here.manager.passes.runs.keys()
+    return held + here.manager.executor.runs.keys()
 
 
 async def remembered(here: Guarded) -> set[int]:

@@ -317,7 +317,7 @@ class RecordedSpan(AbstractContextManager[Span]):
 @virtual_time
 async def test_deliveries_that_are_recorded_have_all_their_phases_in_their_own_span() -> None:
     here, depot, broker, observer = guarded(), Depot(), sent(5), Recorded()
-    here.manager.observer = here.manager.passes.observer = observer
+    here.manager.observer = here.manager.executor.observer = observer
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
         await worker.until(lambda: all_committed(worker))
@@ -330,7 +330,7 @@ async def test_deliveries_that_are_recorded_have_all_their_phases_in_their_own_s
 async def test_every_delivery_is_measured_once_those_of_duplicates_too() -> None:
     broker, observer = sent(5), Recorded(recorded=False)
     here = guarded(local_memory_keys=2)
-    here.manager.observer = here.manager.passes.observer = observer
+    here.manager.observer = here.manager.executor.observer = observer
     dispatcher = dispatcher_of(Depot().handle, here)
     async with running(dispatcher, broker, ordering="none") as worker:
         await worker.until(lambda: all_committed(worker))
@@ -351,12 +351,12 @@ class Way:
 
 
 def test_what_settles_in_a_transaction_of_its_own_or_is_recorded_goes_alone() -> None:
-    together, sealed = cast(HandlerExecution, Way(True)), cast(HandlerExecution, Way(False))
+    together, with_writer = cast(HandlerExecution, Way(True)), cast(HandlerExecution, Way(False))
 
     alone = Decoded((together,)).alone
 
     assert alone is together
-    assert Decoded((sealed,)).alone is None
+    assert Decoded((with_writer,)).alone is None
     assert Decoded((together, together)).alone is None
     assert Decoded(()).alone is None
     assert Decoded((together,), None, RecordedSpan(Recorded())).alone is None

@@ -243,7 +243,7 @@ async def test_a_cancelled_remembering_leaves_no_run_that_others_would_wait_for(
         await worker.until(lambda: here.store.calls["complete"] == 1)
         await stopped_at_once(worker)
 
-        assert here.manager.passes.runs.keys() == []
+        assert here.manager.executor.runs.keys() == []
         here.store.held["complete"].set()
 
     assert await remembered(here) == {0}

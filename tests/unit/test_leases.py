@@ -229,7 +229,7 @@ async def test_leases_that_were_given_up_leave_nothing_behind() -> None:
     await asyncio.gather(*(here.manager.run(f"order:{number}", job) for number in range(100)))
 
     assert len(here.manager._leases) == 0
-    assert not here.manager.passes.runs.keys()
+    assert not here.manager.executor.runs.keys()
     assert await here.store.count_active(here.manager.space.root) == 0
 
 

@@ -281,7 +281,7 @@ async def test_a_run_that_was_taken_over_begins_no_more_steps() -> None:
         reservation = await steps.run("reserve", effects.reserve, "1")
         zombie.here.store.held = {"renew": asyncio.Event()}
         # As a process does that is stopped as a whole: no clock of its own ends it.
-        lease = zombie.here.manager.passes.runs.current().lease  # type: ignore[union-attr]
+        lease = zombie.here.manager.executor.runs.current().lease  # type: ignore[union-attr]
         lease.reschedule(None)  # type: ignore[union-attr]
         stalled.set()
         await go_on.wait()

@@ -29,7 +29,7 @@ async def never_down(error: Exception) -> None:
 
 
 async def reserved(here: Guarded, together: list[Work]) -> list[Reserved]:
-    verdicts = await here.manager.passes.reserve_together(together)
+    verdicts = await here.manager.executor.reserve_together(together)
     return [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
 
 
@@ -37,8 +37,8 @@ async def performed(here: Guarded, work: Work, reservation: Reserved, value: obj
     async def function(attempt: Attempt) -> object:
         return value
 
-    passes = here.manager.passes
-    returned = await passes.perform(work, function, passes.hold(work, reservation, passes.now()), never_down)
+    executor = here.manager.executor
+    returned = await executor.perform(work, function, executor.hold(work, reservation, executor.now()), never_down)
     assert isinstance(returned, Returned)
     return returned
 
@@ -55,7 +55,7 @@ async def test_each_gets_its_own_verdict_in_one_call_and_each_is_counted() -> No
     await here.manager.run("order:1", Job())
     here.store.calls.clear()
 
-    verdicts = await here.manager.passes.reserve_together([*works(3), *works(1)])
+    verdicts = await here.manager.executor.reserve_together([*works(3), *works(1)])
 
     assert [type(verdict) for verdict in verdicts] == [Reserved, Completed, Reserved, InProgress]
     assert here.store.calls == {"reserve": 1}
@@ -66,11 +66,11 @@ async def test_each_gets_its_own_verdict_in_one_call_and_each_is_counted() -> No
 @virtual_time
 async def test_nothing_is_asked_of_the_store_for_nothing() -> None:
     here = guarded()
-    ledger = here.manager._ledger
+    store_client = here.manager._store_client
 
-    assert await ledger.reserve_together([]) == []
-    assert await ledger.complete_together([]) == []
-    assert await ledger.release_together([]) == []
+    assert await store_client.reserve_together([]) == []
+    assert await store_client.complete_together([]) == []
+    assert await store_client.release_together([]) == []
     assert here.store.calls == {}
 
 
@@ -78,7 +78,7 @@ async def test_nothing_is_asked_of_the_store_for_nothing() -> None:
 @virtual_time
 async def test_reservations_of_one_who_is_cancelled_at_any_step_are_given_back(steps: int) -> None:
     here = guarded()
-    asking = asyncio.create_task(here.manager.passes.reserve_together(works(5)))
+    asking = asyncio.create_task(here.manager.executor.reserve_together(works(5)))
     await turns(steps)
     asking.cancel()
     await asyncio.wait({asking})
@@ -94,7 +94,7 @@ async def test_reservations_of_one_who_is_cancelled_at_any_step_are_given_back(s
 async def test_reservations_whose_asker_is_gone_before_the_answer_are_given_back() -> None:
     here = guarded()
     here.store.held["reserve"] = asyncio.Event()
-    asking = asyncio.create_task(here.manager.passes.reserve_together(works(5)))
+    asking = asyncio.create_task(here.manager.executor.reserve_together(works(5)))
     await turns(3)
     asking.cancel()
     await asyncio.wait({asking})
@@ -112,9 +112,9 @@ async def test_an_error_that_comes_when_the_asker_is_gone_is_nobody_s(
     done = await all_performed(here, 2)
     here.store.held[verb], here.store.down = asyncio.Event(), {verb}
     calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
-        "reserve": lambda: here.manager.passes.reserve_together(works(2)),
-        "complete": lambda: here.manager.passes.complete_together(done),
-        "release": lambda: here.manager._ledger.release_together([each.outcome.reservation for each in done]),  # type: ignore[union-attr]
+        "reserve": lambda: here.manager.executor.reserve_together(works(2)),
+        "complete": lambda: here.manager.executor.complete_together(done),
+        "release": lambda: here.manager._store_client.release_together([each.outcome.reservation for each in done]),  # type: ignore[union-attr]
     }
     asking = asyncio.create_task(calls[verb]())
     await turns(3)
@@ -133,7 +133,7 @@ async def test_an_error_that_comes_when_the_asker_is_gone_is_nobody_s(
 async def test_outcomes_are_written_though_the_writer_is_cancelled_at_any_step(steps: int) -> None:
     here = guarded()
     done = await all_performed(here, 4)
-    writing = asyncio.create_task(here.manager.passes.complete_together(done))
+    writing = asyncio.create_task(here.manager.executor.complete_together(done))
     await turns(steps + 1)
     writing.cancel()
     await asyncio.wait({writing})
@@ -147,7 +147,7 @@ async def test_outcomes_are_written_though_the_writer_is_cancelled_at_any_step(s
 async def test_reservations_are_released_together_though_the_caller_is_cancelled() -> None:
     here = guarded()
     found = await reserved(here, works(4))
-    releasing = asyncio.create_task(here.manager._ledger.release_together(found))
+    releasing = asyncio.create_task(here.manager._store_client.release_together(found))
     await turns(1)
     releasing.cancel()
     await asyncio.wait({releasing})
@@ -163,10 +163,10 @@ async def test_a_run_is_over_when_its_outcome_is_written_and_not_before() -> Non
     ended = done.run.ended()
     assert (done.run.over, ended.done()) == (False, False)
 
-    assert await here.manager.passes.complete_together([done]) == [True]
+    assert await here.manager.executor.complete_together([done]) == [True]
 
     assert (done.run.over, ended.done()) == (True, True)
-    assert here.manager.passes.runs.keys() == []
+    assert here.manager.executor.runs.keys() == []
 
 
 @virtual_time
@@ -176,7 +176,7 @@ async def test_another_of_this_process_is_told_when_a_run_is_over() -> None:
     again: asyncio.Task[Any] = asyncio.create_task(here.manager.run("order:0", Job()))
     await asyncio.sleep(0.01)
 
-    await here.manager.passes.complete_together([done])
+    await here.manager.executor.complete_together([done])
     before = asyncio.get_running_loop().time()
 
     assert await again == "done"
@@ -189,11 +189,11 @@ async def test_one_that_is_not_ours_any_more_is_concluded_alone_and_its_neighbou
     done = await all_performed(here, 3)
     key = done[1].run.attempt.key
     await here.store.delete([key])
-    passes = here.manager.passes
+    executor = here.manager.executor
 
-    assert await passes.complete_together(done) == [True, False, True]
+    assert await executor.complete_together(done) == [True, False, True]
     assert [each.run.over for each in done] == [True, False, True]
-    assert await passes.conclude(done[1], never_down) == Executed("done", 1)
+    assert await executor.conclude(done[1], never_down) == Executed("done", 1)
 
     assert all(each.run.over for each in done)
     assert here.observer.counts[Signal.RECORD_VANISHED] == 1
@@ -205,14 +205,14 @@ async def test_one_that_somebody_else_has_by_now_is_lost_to_us() -> None:
     (done,) = await all_performed(here, 1)
     await here.store.delete([done.run.attempt.key])
     await here.manager.reserve("order:0")
-    passes = here.manager.passes
+    executor = here.manager.executor
 
-    assert await passes.complete_together([done]) == [False]
+    assert await executor.complete_together([done]) == [False]
     with pytest.raises(LeaseLostError):
-        await passes.conclude(done, never_down)
+        await executor.conclude(done, never_down)
 
     assert done.run.over
-    assert passes.runs.keys() == []
+    assert executor.runs.keys() == []
 
 
 @virtual_time
@@ -220,11 +220,11 @@ async def test_outcomes_whose_answer_is_lost_are_concluded_one_by_one() -> None:
     here = guarded()
     done = await all_performed(here, 3)
     here.store.lose_answers["complete"] = 1
-    passes = here.manager.passes
+    executor = here.manager.executor
 
     with pytest.raises(StoreUnavailableError):
-        await passes.complete_together(done)
-    ends = [await passes.conclude(each, never_down) for each in done]
+        await executor.complete_together(done)
+    ends = [await executor.conclude(each, never_down) for each in done]
 
     assert ends == [Executed("done", 1)] * 3
     assert await leases_left(here) == []
@@ -236,7 +236,7 @@ async def test_an_outcome_that_nobody_waits_for_is_written_by_the_time_the_manag
     done = await all_performed(here, 3)
 
     for each in done:
-        here.manager.passes.complete_later(each)
+        here.manager.executor.complete_later(each)
 
     assert all(each.run.over for each in done)
     assert await leases_left(here) == []
@@ -246,7 +246,7 @@ async def test_an_outcome_that_nobody_waits_for_is_written_by_the_time_the_manag
 @virtual_time
 async def test_a_run_that_fails_or_is_cancelled_is_over_and_gives_its_key_back() -> None:
     here = guarded()
-    passes, (first, second) = here.manager.passes, works(2)
+    executor, (first, second) = here.manager.executor, works(2)
     one, two = await reserved(here, [first, second])
 
     async def fails(attempt: Attempt) -> None:
@@ -255,8 +255,8 @@ async def test_a_run_that_fails_or_is_cancelled_is_over_and_gives_its_key_back()
     async def waits(attempt: Attempt) -> None:
         await asyncio.sleep(100)
 
-    failed = await passes.perform(first, fails, passes.hold(first, one, 0.0), never_down)
-    waiting = asyncio.create_task(passes.perform(second, waits, passes.hold(second, two, 0.0), never_down))
+    failed = await executor.perform(first, fails, executor.hold(first, one, 0.0), never_down)
+    waiting = asyncio.create_task(executor.perform(second, waits, executor.hold(second, two, 0.0), never_down))
     await asyncio.sleep(LEASE * 2)  # it is renewed meanwhile
     waiting.cancel()
     await asyncio.wait({waiting})
@@ -265,4 +265,4 @@ async def test_a_run_that_fails_or_is_cancelled_is_over_and_gives_its_key_back()
     assert not failed.given_up
     assert waiting.cancelled()
     assert await leases_left(here) == []
-    assert passes.runs.current() is None
+    assert executor.runs.current() is None
