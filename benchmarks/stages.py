@@ -26,7 +26,7 @@ from integr8s_idem import (
     IdempotentEventDispatcher,
     Settings,
 )
-from integr8s_idem.engine.active_runs import Returned
+from integr8s_idem.engine.run import Returned, RunOptions
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.handlers.dispatcher import HandlerExecution
@@ -256,14 +256,14 @@ async def _handled(clocks: Clocks, dispatcher: EventDispatcher, events: Sequence
         handlings = [dispatcher.handlings(event)[0] for event in events]
     guarded = [handling for handling in handlings if isinstance(handling, GuardedExecution)]
     executor = guarded[0].executor
-    asked_at = executor.now()
+    asked_at, options = executor.now(), RunOptions(_never)
     with clocks.stage("reserve"):
         verdicts = await executor.reserve_together([handling.work for handling in guarded])
     done: list[Returned[Any]] = []
     with clocks.stage("run"):
         for handling, verdict in zip(guarded, verdicts, strict=True):
             assert isinstance(verdict, Reserved)
-            returned = await handling.perform(handling.hold(verdict, asked_at), _never)
+            returned = await handling.reserved(verdict, asked_at, options).call(handling.call_patiently)
             assert isinstance(returned, Returned)
             done.append(returned)
     with clocks.stage("settle"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from integr8s_idem._util.per_loop import PerLoop
 
@@ -49,6 +49,22 @@ class Deadline:
     def entered(self) -> bool:
         """Whether the block that it limits runs now."""
         return self._clock is not None
+
+    def enter(self, task: asyncio.Task[Any]) -> None:
+        """Limit what `task` does, until `leave`."""
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._clock = _clock_of(asyncio.get_running_loop())
+        self._clock.heed(self)
+
+    def leave(self) -> bool:
+        """End what `enter` began.  Whether the task was cancelled; that cancellation is withdrawn."""
+        assert self._clock is not None, "it was entered"
+        self._clock.forget(self)
+        self._clock = None
+        if self.expired:
+            self._task.uncancel()
+        return self.expired
 
     def __enter__(self) -> Deadline:
         task = asyncio.current_task()

@@ -119,6 +119,10 @@ class HeldLease(Deadline):
         self.renew_at = began + until_renewal
         return began + until_margin
 
+    def leave(self) -> bool:
+        self._keeper.drop(self)
+        return super().leave()
+
     def __enter__(self) -> HeldLease:
         super().__enter__()
         return self

@@ -22,20 +22,18 @@ from typing import Any, Literal, TypeVar
 from integr8s_idem._util.lease_clock import Clock
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, chosen
 from integr8s_idem.config.durations import Duration, duration
-from integr8s_idem.engine.active_runs import Run
+from integr8s_idem.engine.active_runs import ActiveRun
 from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.leases import BatchLeases, LeaseKeeper
+from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.results import decode_result, refuse_call, refuse_generator, refuse_iterator, return_type_of
+from integr8s_idem.engine.run import RunOptions
 from integr8s_idem.engine.steps import Steps
 from integr8s_idem.engine.store_client import StoreClient
-from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Outcome, WaitForStore, Work
+from integr8s_idem.engine.work import Attempt, Executed, Outcome, WaitForStore, Work
 from integr8s_idem.errors import (
     ApplicationError,
     CorruptRecordError,
-    IdempotencyConflictError,
-    InProgressError,
-    KeyReusedError,
-    PreviouslyFailedError,
     ResultDroppedError,
 )
 from integr8s_idem.keys import LAST_GENERATION, Key, KeySpace, generation_key
@@ -43,10 +41,8 @@ from integr8s_idem.records import (
     Completed,
     Completion,
     Corrupt,
-    Failed,
     IdempotencyRecord,
     InProgress,
-    KeyReused,
     Reserved,
     Verdict,
 )
@@ -97,12 +93,12 @@ class IdempotencyManager:
             raise ApplicationError("a manager needs a scope: who does the work, usually the service's name")
         self.config = config or IdempotencyConfig()
         self.checked_ttl(self.config.ttl)
+        self._wait_timeout = self.config.wait_timeout
         self.repository = repository
         self.observer = observer
         self.scope = scope
         self.owner = (owner or f"{scope}@{socket.gethostname()}:{os.getpid()}")[:128]
         self._clock = clock
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._in_scopes: dict[str, IdempotencyManager] = {}
         self._leases = LeaseKeeper(repository, scope, observer, clock)
         self._batch_leases = BatchLeases()
@@ -122,10 +118,11 @@ class IdempotencyManager:
         Raises:
             ApplicationError: It was used before this process was forked.
         """
-        if self._loop is None:
+        loop = self.executor.loop
+        if loop is None:
             return None
         self._store_client.home.check()  # a loop of the parent's says that it runs, but its thread is not here
-        return self._loop if self._loop.is_running() else None
+        return loop if loop.is_running() else None
 
     @property
     def _store(self) -> IdempotencyRepository:
@@ -243,8 +240,8 @@ class IdempotencyManager:
         """Forget `key`, whatever its state: the next caller does the work again."""
         record_key = self.space.full(self.space.key(key))
         deleted = await self._store.delete([record_key]) == 1
-        if self.executor.memory is not None:
-            self.executor.memory.forget(record_key)
+        if self.executor.cache is not None:
+            self.executor.cache.forget(record_key)
         return deleted
 
     async def count_active(self) -> int:
@@ -381,7 +378,7 @@ class IdempotencyManager:
         assert isinstance(run.steps, Steps)
         return run.steps
 
-    def _under_way(self) -> tuple[IdempotencyManager, Run]:
+    def _under_way(self) -> tuple[IdempotencyManager, ActiveRun]:
         """The run that calls, and whose it is: ours, or that of the same manager in another scope."""
         for manager in (self, *self._in_scopes.values()):
             if (run := manager.executor.runs.current()) is not None:
@@ -504,43 +501,26 @@ class IdempotencyManager:
         outcome = await self.outcome(work, one_pass, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
         return outcome.value if type(outcome) is Executed else self._value_of(outcome, work, returns)
 
-    async def outcome(
+    def outcome(
         self,
         work: Work,
         one_pass: Callable[[], Awaitable[Outcome[T]]],
         *,
         on_in_progress: OnInProgress | None = None,
         wait_timeout: timedelta | None = None,
-    ) -> Outcome[T]:
+    ) -> Coroutine[Any, Any, Outcome[T]]:
         """What comes of `work`, by as many passes as it takes.  `InProgress` only where the policy is to skip.
 
         Raises:
             InProgressError: Somebody else is at it, and a wait was not wanted, or too long.
             LeaseLostError, StoreError, ApplicationError: As `run`.
         """
-        loop = self._loop = asyncio.get_running_loop()
-        begun, looks = loop.time(), 0
-        while True:
-            outcome = await one_pass()
-            if work.forgotten and isinstance(outcome, Completed):
-                outcome = _on_its_way_out(outcome)
-            if not isinstance(outcome, InProgress):
-                return outcome
-            policy = on_in_progress or self.config.on_in_progress
-            if policy is OnInProgress.SKIP:
-                self.observer.count(Signal.DUPLICATE_BLOCKED)
-                return outcome
-            self.executor.runs.refuse_to_wait_for_itself(outcome, work)
-            if policy is OnInProgress.RAISE:
-                raise InProgressError(work.key.label, outcome.attempt, outcome.retry_after, outcome.owner)
-            longest = self.config.wait_timeout if wait_timeout is None else wait_timeout
-            left = begun + longest.total_seconds() - loop.time()
-            if left <= 0:
-                raise IdempotencyConflictError(
-                    work.key.label, outcome.attempt, outcome.retry_after, outcome.owner, longest
-                )
-            await self.executor.wait_for_change(outcome, at_most=left, looks=looks)
-            looks += 1
+        return self.executor.await_outcome(
+            work,
+            one_pass,
+            on_in_progress=on_in_progress or self.config.on_in_progress,
+            wait_timeout=self._wait_timeout if wait_timeout is None else wait_timeout,
+        )
 
     async def execute(
         self,
@@ -550,7 +530,7 @@ class IdempotencyManager:
         wait_for_store: WaitForStore | None = None,
     ) -> Outcome[T]:
         """One pass of `work`, as `Executor.execute` makes it: for those who settle deliveries."""
-        return await self.executor.execute(work, function, wait_for_store=wait_for_store)
+        return await self.executor.execute(work, function, RunOptions(wait_for_store))
 
     async def close(self) -> None:
         """Let writes that are under way end, and stop renewing."""
@@ -560,22 +540,16 @@ class IdempotencyManager:
         self._leases.close()
 
     def _value_of(self, outcome: Outcome[T], work: Work, function: Callable[..., object] | None) -> T:
-        label = work.key.label
         match outcome:
             case Executed():
                 return outcome.value
-            case HandlerFailed():
-                raise outcome.error
             case Completed():
-                return replayed_value(label, outcome, function)  # type: ignore[no-any-return]
-            case Failed():
-                raise PreviouslyFailedError(label, outcome.attempt, outcome.error)
-            case KeyReused():
-                raise KeyReusedError(label, outcome.stored, outcome.offered)
-            case Corrupt():
-                raise CorruptRecordError(label, outcome.reason)
+                return replayed_value(work.key.label, outcome, function)  # type: ignore[no-any-return]
             case InProgress():
                 return None  # type: ignore[return-value]  # what `skip` asks for
+        error = error_of(work.key.label, outcome)
+        assert error is not None, "the work is not done"
+        raise error
 
 
 def _not_awaitable(work: Work, function: Callable[..., object], returned: object) -> ApplicationError:
@@ -594,13 +568,6 @@ def _refuse_what_is_not_ours(verb: str, given: Iterable[object]) -> None:
                 f"{verb} takes what acquire_batch has Reserved for us, and {type(each).__name__} is none of that: "
                 "write [verdict for verdict in verdicts.values() if isinstance(verdict, Reserved)]"
             )
-
-
-def _on_its_way_out(done: Completed) -> InProgress:
-    """Work that is not remembered, just over: its record goes within a moment, unless others keep theirs."""
-    return InProgress(
-        key=done.key, attempt=done.attempt, retry_after=timedelta(seconds=1), owner="a run that has just ended"
-    )
 
 
 def replayed_value(label: str, completed: Completed, function: Callable[..., object] | None) -> Any:

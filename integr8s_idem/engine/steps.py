@@ -24,9 +24,10 @@ from typing import Any, Final, Literal, TypeVar, cast
 from urllib.parse import quote, unquote
 
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
-from integr8s_idem.config import OnFailure, OnKeyReused, chosen
-from integr8s_idem.engine.active_runs import Run, check_start, run_of
+from integr8s_idem.config import OnFailure, OnInProgress, OnKeyReused, chosen
+from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
 from integr8s_idem.engine.executor import FIRST_LOOK, Executor
+from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.results import (
     decode_result,
     encode_result,
@@ -35,12 +36,11 @@ from integr8s_idem.engine.results import (
     repeatable,
     return_type_of,
 )
-from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Outcome, Work
+from integr8s_idem.engine.run import RunOptions
+from integr8s_idem.engine.work import Attempt, Executed, Outcome, Work
 from integr8s_idem.errors import (
     ApplicationError,
-    CorruptRecordError,
     LeaseLostError,
-    PreviouslyFailedError,
     ResultDroppedError,
     StepInterruptedError,
     StoreUnavailableError,
@@ -48,11 +48,9 @@ from integr8s_idem.errors import (
 from integr8s_idem.keys import FINGERPRINT_BYTES, KeySpace, first_generation_key, generation_key
 from integr8s_idem.records import (
     Completed,
-    Corrupt,
     Failed,
     IdempotencyRecord,
     IdempotencyStatus,
-    InProgress,
     KeyReused,
     StoredResult,
 )
@@ -85,7 +83,7 @@ LONGEST_NAME: Final = 100
 class Steps:
     """The steps of one run.  `IdempotencyManager.steps()` gives those of the run that is under way."""
 
-    def __init__(self, space: KeySpace, executor: Executor, repository: IdempotencyRepository, run: Run) -> None:
+    def __init__(self, space: KeySpace, executor: Executor, repository: IdempotencyRepository, run: ActiveRun) -> None:
         self._space = space
         self._executor = executor
         self._repository = repository
@@ -162,23 +160,18 @@ class Steps:
 
     async def _settled(self, work: Work, step: _Step) -> Outcome[Any]:
         """One end of the step.  Patience, with a store that is down, too, lasts as long as the unit's lease does."""
-        looks = 0
-        while True:
-            self._refuse_if_over(step)
-            await self._refuse_if_lost()
-            try:
-                outcome = await self._executor.execute(
-                    work, lambda attempt: self._do(step, attempt), wait_for_store=_pause
-                )
-            except StoreUnavailableError as error:
-                await _pause(error)
-                continue
-            if not isinstance(outcome, InProgress):
-                return outcome
-            # A run before this one is at it still; its lease ends soon, or it does.
-            self._executor.runs.refuse_to_wait_for_itself(outcome, work)
-            await self._executor.wait_for_change(outcome, looks=looks)
-            looks += 1
+
+        async def one_pass() -> Outcome[Any]:
+            while True:
+                self._refuse_if_over(step)
+                await self._refuse_if_lost()
+                try:
+                    return await self._executor.execute(work, lambda attempt: self._do(step, attempt), _PATIENT)
+                except StoreUnavailableError as error:
+                    await _pause(error)
+
+        # A run before this one may be at it still; its lease ends soon, or it does.
+        return await self._executor.await_outcome(work, one_pass, on_in_progress=OnInProgress.WAIT)
 
     async def _do(self, step: _Step, attempt: Attempt) -> object:
         if step.once is Once.AT_MOST_ONCE and attempt.number > 1:
@@ -192,7 +185,7 @@ class Steps:
 
     def _refuse_if_over(self, step: _Step) -> None:
         """A step that was left behind must not begin when its unit has failed, or a later run is at it."""
-        if self._run.over:
+        if self._run.is_over:
             raise ApplicationError(
                 f"step {step.name} of {self._run.attempt.label} had not begun when its run ended: wait for all steps, "
                 "as asyncio.gather(…, return_exceptions=True) does"
@@ -226,22 +219,16 @@ class Steps:
                 raise LeaseLostError(attempt.label, attempt.number, lease.reservation.lease, self._space.scope)
 
     def _value(self, step: _Step, work: Work, outcome: Outcome[Any]) -> Any:
-        label = work.key.label
         match outcome:
             case Executed():
                 return step.value
-            case HandlerFailed():
-                raise outcome.error
             case Completed():
                 return self._remembered(step.name, outcome, step.function)
             case Failed() if step.once is Once.AT_MOST_ONCE:
                 raise StepInterruptedError(step.name, self._run.attempt.label, outcome.error)
-            case Failed():
-                raise PreviouslyFailedError(label, outcome.attempt, outcome.error)
-            case Corrupt():
-                raise CorruptRecordError(label, outcome.reason)
-            case _:
-                raise AssertionError(f"{outcome} is no end of a step")
+        error = error_of(work.key.label, outcome)
+        assert error is not None, "the step is not done"
+        raise error
 
     def _remembered(self, name: str, done: Completed | IdempotencyRecord, function: Callable[..., object]) -> Any:
         label = f"{self._run.attempt.label} step {name}"
@@ -291,7 +278,7 @@ class _Step:
 class _Places:
     """Where the steps of one unit lie."""
 
-    def __init__(self, space: KeySpace, repository: IdempotencyRepository, run: Run) -> None:
+    def __init__(self, space: KeySpace, repository: IdempotencyRepository, run: ActiveRun) -> None:
         self._space = space
         self._repository = repository
         self._run = run
@@ -372,6 +359,9 @@ def mark_of(name: str) -> bytes:
 
 async def _pause(_: object) -> None:
     await asyncio.sleep(FIRST_LOOK * 4)
+
+
+_PATIENT: Final = RunOptions(_pause)
 
 
 def _with_name(value: object, name: str) -> object:

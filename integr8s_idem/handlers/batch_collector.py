@@ -13,7 +13,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
-from integr8s_idem.engine.active_runs import Run, check_start
+from integr8s_idem.engine.active_runs import ActiveRun, check_start
 from integr8s_idem.engine.leases import LateStartError
 from integr8s_idem.engine.results import materialized
 from integr8s_idem.engine.work import Attempt
@@ -29,7 +29,7 @@ class Member:
     event: BaseEvent
     attempt: Attempt
     outgoing: Outgoing
-    run: Run | None = None
+    run: ActiveRun | None = None
     """Its run; `None` without a guard."""
     end: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """What the batch has returned for it, or raised."""

@@ -16,10 +16,11 @@ from typing import Any, Final
 
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.config.durations import Duration, duration
-from integr8s_idem.engine.active_runs import Returned, Suspected, run_of
-from integr8s_idem.engine.leases import HeldLease
+from integr8s_idem.engine.active_runs import run_of
+from integr8s_idem.engine.executor import Declined
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import repeatable
+from integr8s_idem.engine.run import Run, RunOptions
 from integr8s_idem.engine.transactions import OutcomeWriter
 from integr8s_idem.engine.work import (
     Attempt,
@@ -59,7 +60,7 @@ from integr8s_idem.handlers.router import (
     returned_by,
 )
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
-from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, Reserved
+from integr8s_idem.records import InProgress, Reserved
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 
@@ -119,7 +120,7 @@ class HandlerExecution:
             return HandlerFailed(error, self._tries, given_up)
         return Executed(value, self._tries)
 
-    async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Suspected:
+    async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Run:
         """As `attempt`; an event that `isolate` was called for may come back reserved and not run."""
         return await self.attempt(wait_for_store=wait_for_store)
 
@@ -131,7 +132,7 @@ class HandlerExecution:
 class GuardedExecution(HandlerExecution):
     """The same behind a manager.  The key is computed here, once, before the handler can touch the event."""
 
-    __slots__ = ("_patient", "executor", "work")
+    __slots__ = ("executor", "work")
     handler: IdempotentEventHandler
 
     def __init__(self, handler: IdempotentEventHandler, event: BaseEvent, generation: int = 0) -> None:
@@ -142,7 +143,6 @@ class GuardedExecution(HandlerExecution):
         key, returns = handler.manager.space.key(keyed.key), handler.returns
         self.work = Work(key, keyed.fingerprint, handler.ttl, event.event_type, returns=returns)
         self.executor = handler.manager.executor
-        self._patient = False
 
     @property
     def on_in_progress(self) -> OnInProgress:
@@ -166,11 +166,11 @@ class GuardedExecution(HandlerExecution):
             self.work.isolation = Isolation.PENDING
 
     def run_isolated(
-        self, suspect: Suspected, *, alone: bool, wait_for_store: WaitForStore
-    ) -> Coroutine[Any, Any, Outcome[Any] | Suspected]:
+        self, suspect: Run, *, alone: bool, wait_for_store: WaitForStore
+    ) -> Coroutine[Any, Any, Outcome[Any] | Run]:
         """One try of a suspect: alone, as its record then says, or beside others, since nothing else could be had."""
         self.work.isolation = Isolation.ALONE if alone else Isolation.WAIVED
-        self.executor.reserve_again(self.work, suspect.lease)
+        suspect.reserve_again()
         return self.attempt_or_suspect(wait_for_store=wait_for_store)
 
     def no_longer_alone(self) -> None:
@@ -179,52 +179,44 @@ class GuardedExecution(HandlerExecution):
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
         outcome = await self._attempt(wait_for_store)
-        assert not isinstance(outcome, Suspected), "nobody isolates it"
+        assert not isinstance(outcome, Run), "nobody isolates it"
         return outcome
 
-    async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Suspected:
+    async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Run:
         return await self._attempt(wait_for_store)
 
-    async def _attempt(self, wait_for_store: WaitForStore | None) -> Outcome[Any] | Suspected:
-        self._patient = wait_for_store is not None
+    async def _attempt(self, wait_for_store: WaitForStore | None) -> Outcome[Any] | Run:
         if self.handler.outbox is not None:
             async with self.handler.outbox.turn():
-                return await self.executor.execute_writing(self.work, self._with_writer, wait_for_store=wait_for_store)
-        return await self.executor.execute_or_suspect(self.work, self._do, wait_for_store)
+                return await self.executor.execute_writing(self.work, self._with_writer, wait_for_store)
+        function = self.call if wait_for_store is None else self.call_patiently
+        return await self.executor.execute_or_suspect(self.work, function, RunOptions(wait_for_store))
 
     def is_known_here(self) -> bool:
         """Whether this process has completed it, and knows that without asking the store."""
         work = self.work
         return self.executor.known_here(work.key, work.fingerprint, work.event_type) is not None
 
-    def hold(self, reserved: Reserved, asked_at: float) -> HeldLease:
-        """Hold the lease of a reservation that was asked for at `asked_at`, by the lease clock."""
-        return self.executor.hold(self.work, reserved, asked_at)
+    def reserved(self, verdict: Reserved, asked_at: float, options: RunOptions) -> Run:
+        """The run of a reservation that was asked for at `asked_at`, by the lease clock."""
+        return self.executor.reserved(self.work, verdict, asked_at, options)
 
-    def perform(
-        self, lease: HeldLease, wait_for_store: WaitForStore
-    ) -> Coroutine[Any, Any, Returned[Any] | HandlerFailed | NotStarted]:
-        """Run the handler under a lease."""
-        self._patient = True
-        return self.executor.perform(self.work, self._do, lease, wait_for_store)
+    async def declined(self, verdict: Declined) -> Outcome[Any]:
+        """What follows from a verdict that lets no guarded handler run."""
+        declined = self.executor.declined(self.work, verdict)
+        if not isinstance(declined, Run):
+            return declined
+        outcome = await declined.perform(self.call_patiently)
+        assert not isinstance(outcome, NotStarted), "it has no lease that could be late"
+        return outcome
 
-    def not_started(self, lease: HeldLease) -> NotStarted:
-        """Prevent a start on a lease that is late."""
-        return self.executor.not_started(self.work, lease)
+    def call(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
+        """Run the handler; a broker that does not take its events is an error."""
+        return self.handler.work(self.event, attempt)
 
-    def decline(
-        self, verdict: InProgress | Completed | Failed | KeyReused | Corrupt
-    ) -> Coroutine[Any, Any, Outcome[Any]]:
-        """What comes of a verdict that lets no guarded handler run."""
-        self._patient = True
-        return self.executor.decline(self.work, self._do, verdict)
-
-    def release(self, lease: HeldLease) -> None:
-        """Release the key without waiting: the event is not handled after all."""
-        self.executor.release(self.work, lease)
-
-    def _do(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
-        return self.handler.work(self.event, attempt, patient=self._patient)
+    def call_patiently(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
+        """Run the handler, and wait for the broker to take its events."""
+        return self.handler.work(self.event, attempt, patient=True)
 
     async def _with_writer(self, attempt: Attempt, writer: OutcomeWriter) -> Any:
         return await self.handler.work_with_writer(self.event, attempt, writer)
@@ -236,7 +228,7 @@ class GuardedExecution(HandlerExecution):
         """The value, new or remembered; waits for a twin and raises as `IdempotencyManager.run` does."""
         if self.handler.outbox is not None:
             return await self.handler.manager.settled(self.work, self.attempt, self.handler.returns)
-        return await self.handler.manager.run_work(self.work, self._do, returns=self.handler.returns)
+        return await self.handler.manager.run_work(self.work, self.call, returns=self.handler.returns)
 
 
 class EventHandler:

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, run
 from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config.durations import Duration, duration
-from integr8s_idem.engine.active_runs import Run, check_start, run_of
+from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
 from integr8s_idem.engine.results import materialized, refuse_generator
 from integr8s_idem.engine.work import Attempt, Transaction
 from integr8s_idem.errors import ApplicationError
@@ -111,7 +111,7 @@ class BatchCall:
     events: Sequence[BaseEvent]
     batch: Batch
 
-    runs: Sequence[Run | None] = ()
+    runs: Sequence[ActiveRun | None] = ()
     """The runs of its events."""
 
     @property

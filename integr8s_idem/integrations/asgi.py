@@ -35,7 +35,7 @@ from integr8s_idem._util.context_vars import Container
 from integr8s_idem._util.escaping import printable
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.config.durations import Duration, duration
-from integr8s_idem.engine.active_runs import Run, run_of
+from integr8s_idem.engine.active_runs import ActiveRun, run_of
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import NOT_KEPT
 from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Outcome, Work
@@ -490,7 +490,7 @@ def _was_refused(outcome: Outcome[object], manager: IdempotencyManager) -> bool:
 class _LeaseCheck:
     """The check of one run of the application.  Leaving the block raises its refusal, if there was one."""
 
-    def __init__(self, run: Run | None, scope: str) -> None:
+    def __init__(self, run: ActiveRun | None, scope: str) -> None:
         self._run = run
         self._scope = scope
         self._refusal: LeaseLostError | None = None
@@ -504,7 +504,7 @@ class _LeaseCheck:
         run = self._run
         if run is None or run.lease is None:
             return  # a policy lets it run without a lease
-        if run.over or run.lease.is_late():
+        if run.is_over or run.lease.is_late():
             held = run.attempt
             lease = run.lease.reservation.lease
             self._refusal = LeaseLostError(held.label, held.number, lease, self._scope, late=True)

@@ -29,21 +29,24 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, ProducerClosed
 
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
+from integr8s_idem.config import OnInProgress
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.config.message_text import lacking
-from integr8s_idem.engine.detached_run import DetachedRun
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import decode_result, encode_result, repeatable
-from integr8s_idem.engine.work import HandlerFailed, Work
+from integr8s_idem.engine.run import Run
+from integr8s_idem.engine.work import HandlerFailed, Outcome, Work
 from integr8s_idem.errors import (
     ApplicationError,
     IdempotencyError,
+    InProgressError,
     InvalidKeyError,
     LeaseLostError,
     ResultDecodeError,
@@ -53,7 +56,7 @@ from integr8s_idem.errors import (
 from integr8s_idem.events import derived_event_id
 from integr8s_idem.integrations.kafka_loops import End, KeyOf, by_header, by_position, end_of, pause_after
 from integr8s_idem.keys import EntryPoint, Key, fingerprint
-from integr8s_idem.records import Completed, InProgress, StoredResult
+from integr8s_idem.records import Completed, StoredResult
 
 try:
     from faststream import AckPolicy, BaseMiddleware
@@ -198,7 +201,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._settings = settings
         self._manager = settings.manager
         self._subscriber: Any = context.get_local("handler_")
-        self._runs: list[tuple[DetachedRun, Any]] = []
+        self._runs: list[tuple[Run, Any]] = []
         """What this message has begun, with its records."""
         self._value: Any = None
         self._unit = ""
@@ -222,12 +225,13 @@ class _Guard(BaseMiddleware[Any, Any]):
         ended = await self._begin(work, msg.raw_message)
         await turn_of_the_loop()
         while ended is None and isinstance(work, Work) and self._runs[0][0].is_late():
-            ended = await self._begin_again(work, *self._runs[0])
+            ended = await self._begin_again(*self._runs[0])
         if ended is not None and isinstance(ended.done, Completed):
             return _replayed(ended.done)
         if ended is not None:
             await self._give_up(msg.raw_message, ended.error)
             await self._pass_by()
+        self._start()
         self._value = await self._work(call_next, msg)
         return self._value
 
@@ -250,6 +254,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         places = _places_of_different_work(works)
         ends = await self._begin_all([(works[at], records[at]) for at in places])
         ours = [at for at, end in zip(places, ends, strict=True) if end is None]
+        self._start()
         for at, end in zip(places, ends, strict=True):
             if end is not None and end.error is not None:
                 await self._give_up(records[at], end.error)
@@ -265,19 +270,25 @@ class _Guard(BaseMiddleware[Any, Any]):
 
     async def _begin_all(self, asked: Sequence[tuple[Work | End, Any]]) -> list[End | None]:
         """As `_begin`, of each.  If one cannot be asked for, none is begun."""
-        owner = asyncio.current_task()
-        ends = await asyncio.gather(*(self._begin(*each, owner) for each in asked), return_exceptions=True)
+        ends = await asyncio.gather(*(self._begin(*each) for each in asked), return_exceptions=True)
         begun = await self._ends_or_abandon(ends)
         await turn_of_the_loop()
         # While the last of them was reserved, the lease of the first may have run out.
         while late := [(run, record) for run, record in self._runs if run.is_late()]:
             places = [next(at for at, (_, asked_for) in enumerate(asked) if asked_for is record) for _, record in late]
             again = await asyncio.gather(
-                *(self._begin_again(run.work, run, record, owner) for run, record in late), return_exceptions=True
+                *(self._begin_again(run, record) for run, record in late), return_exceptions=True
             )
             for at, end in zip(places, await self._ends_or_abandon(again), strict=True):
                 begun[at] = end
         return begun
+
+    def _start(self) -> None:
+        """Begin the time of what is ours to do.  Nothing may be awaited since it was found not to be late."""
+        task = asyncio.current_task()
+        assert task is not None, "FastStream handles messages in tasks"
+        for run, _ in self._runs:
+            run.start(task)
 
     async def _ends_or_abandon(self, ends: Sequence[End | BaseException | None]) -> list[End | None]:
         for end in ends:
@@ -293,42 +304,35 @@ class _Guard(BaseMiddleware[Any, Any]):
         except InvalidKeyError as error:
             return End(True, error=error)
 
-    async def _begin(self, work: Work | End, record: Any, owner: asyncio.Task[Any] | None = None) -> End | None:
+    async def _begin(self, work: Work | End, record: Any) -> End | None:
         """`None`: it is ours to do.  Otherwise how it has ended."""
         if isinstance(work, End):
             return work
-        loop = asyncio.get_running_loop()
-        give_up_at, looks = loop.time() + self._manager.config.wait_timeout.total_seconds(), 0
-        while True:
-            run = DetachedRun(self._manager, work)
-            try:
-                outcome = await run.begin(owner)
-            except StoreError as error:
-                logger.warning("%s", error)
-                await self._again()
-            if outcome is None:
-                self._runs.append((run, record))
-                return None
-            if not isinstance(outcome, InProgress):
-                return end_of(work, outcome)
-            if loop.time() > give_up_at:
-                await self._again()
-            await self._manager.executor.wait_for_change(outcome, looks=looks)
-            looks += 1
-
-    async def _begin_again(
-        self, work: Work, run: DetachedRun, record: Any, owner: asyncio.Task[Any] | None = None
-    ) -> End | None:
-        """As `_begin`, for a run that was not started and whose lease is late."""
+        executor = self._manager.executor
         try:
-            outcome = await run.begin_again()
-        except (LeaseLostError, StoreError) as error:
+            opened: Run | Outcome[Any] = await executor.await_outcome(
+                work,
+                partial(executor.open, work),
+                on_in_progress=OnInProgress.WAIT,
+                wait_timeout=self._manager.config.wait_timeout,
+            )
+        except (InProgressError, StoreError) as error:
             logger.warning("%s", error)
             await self._again()
-        if outcome is None:
-            return None
+        if not isinstance(opened, Run):
+            return end_of(work, opened)
+        self._runs.append((opened, record))
+        return None
+
+    async def _begin_again(self, run: Run, record: Any) -> End | None:
+        """As `_begin`, for a run that was not started and whose lease is late."""
         self._runs.remove((run, record))
-        return await self._begin(work, record, owner) if isinstance(outcome, InProgress) else end_of(work, outcome)
+        run.not_started()
+        try:
+            return await self._begin(run.work, record)
+        except BaseException:
+            run.release()  # it may be ours still: the message must not wait for the end of its lease
+            raise
 
     async def publish_scope(self, call_next: Callable[[Any], Awaitable[Any]], cmd: Any) -> Any:
         """Name what is sent: the same at every run and replay, so that the next service knows it again."""
@@ -394,7 +398,7 @@ class _Guard(BaseMiddleware[Any, Any]):
                 await self._again()
         return False
 
-    async def _finish(self, runs: Sequence[tuple[DetachedRun, Any]]) -> None:
+    async def _finish(self, runs: Sequence[tuple[Run, Any]]) -> None:
         value = _stored(self._value) if len(runs) == 1 else None
         ends = await asyncio.gather(*(run.finish(value) for run, _ in runs), return_exceptions=True)
         for end in ends:
@@ -406,7 +410,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             await self._again()
         self._settings.failures.pop(self._subscriber, None)
 
-    async def _fail(self, runs: Sequence[tuple[DetachedRun, Any]], error: Exception) -> None:
+    async def _fail(self, runs: Sequence[tuple[Run, Any]], error: Exception) -> None:
         ends = await asyncio.gather(*(run.fail(error) for run, _ in runs), return_exceptions=True)
         given_up = 0
         for (_, record), end in zip(runs, ends, strict=True):
@@ -442,7 +446,8 @@ class _Guard(BaseMiddleware[Any, Any]):
     async def _abandon(self) -> None:
         """Give back what is begun."""
         runs, self._runs = self._runs, []
-        await asyncio.gather(*(run.abandon() for run, _ in runs))
+        for run, _ in runs:
+            run.release()
 
     async def _again(self) -> NoReturn:
         """Have the message come again, after a pause: FastStream itself makes none."""
@@ -473,7 +478,7 @@ def _is_the_brokers(error: BaseException) -> bool:
     return isinstance(error, KafkaError) and not isinstance(error, MessageSizeTooLargeError | ProducerClosed)
 
 
-def _lost(run: DetachedRun) -> Exception | None:
+def _lost(run: Run) -> Exception | None:
     """Why a run has cancelled its handler's task, if it has."""
     try:
         run.raise_if_lost()

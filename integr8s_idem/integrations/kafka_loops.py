@@ -19,18 +19,16 @@ from typing import Any, Final, Protocol, TypeAlias
 from integr8s_idem._util.committable_offsets import Placed
 from integr8s_idem.codecs import header
 from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.results import encode_result, refuse_generator
 from integr8s_idem.engine.work import Executed, HandlerFailed, Outcome, Work
 from integr8s_idem.errors import (
     ApplicationError,
-    CorruptRecordError,
     InvalidKeyError,
-    KeyReusedError,
-    PreviouslyFailedError,
 )
 from integr8s_idem.functions.sync_bridge import is_async, named
 from integr8s_idem.keys import EntryPoint, Key, fingerprint, given_text
-from integr8s_idem.records import Completed, Corrupt, Failed, KeyReused
+from integr8s_idem.records import Completed
 
 FIRST_PAUSE: Final = 0.2
 LONGEST_PAUSE: Final = 30.0
@@ -103,20 +101,10 @@ class End:
 
 def end_of(work: Work, outcome: Outcome[Any]) -> End:
     """What an outcome means to a loop; `InProgress` is none."""
-    label = work.key.label
-    match outcome:
-        case Executed() | Completed():
-            return End(True, done=outcome)
-        case HandlerFailed():
-            return End(outcome.given_up, error=outcome.error)
-        case Failed():
-            return End(True, error=PreviouslyFailedError(label, outcome.attempt, outcome.error))
-        case KeyReused():
-            return End(True, error=KeyReusedError(label, outcome.stored, outcome.offered))
-        case Corrupt():
-            return End(True, error=CorruptRecordError(label, outcome.reason))
-        case _:
-            raise AssertionError(f"{outcome} is no end")
+    if isinstance(outcome, Executed | Completed):
+        return End(True, done=outcome)
+    settled = outcome.given_up if isinstance(outcome, HandlerFailed) else True
+    return End(settled, error=error_of(work.key.label, outcome))
 
 
 def refuse_async(function: Callable[..., Any]) -> None:

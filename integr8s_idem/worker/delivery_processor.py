@@ -10,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 from integr8s_idem.config import OnInProgress
-from integr8s_idem.engine.active_runs import Suspected
+from integr8s_idem.engine.outcomes import error_of
+from integr8s_idem.engine.run import Run
 from integr8s_idem.engine.store_client import describe_error
 from integr8s_idem.engine.work import Executed, HandlerFailed, NotStarted, Outcome
 from integr8s_idem.errors import (
-    CorruptRecordError,
     EventTooLargeError,
-    KeyReusedError,
     LeaseLostError,
-    PreviouslyFailedError,
     PublishError,
     StoreError,
     UndecodableEventError,
@@ -297,9 +295,9 @@ class DeliveryProcessor:
                 run = partial(handling.attempt_or_suspect, wait_for_store=self.gate.wait_out)
                 begun = partial(self._beside_others, delivery, run)
             outcome = await begun()
-            if isinstance(outcome, Suspected):
+            if isinstance(outcome, Run):
                 outcome = await self._isolated(delivery, handling, outcome)
-            return None if isinstance(outcome, NotStarted | Suspected) else outcome
+            return None if isinstance(outcome, NotStarted | Run) else outcome
         except StoreError as error:
             self.gate.close(error)
             return None
@@ -309,7 +307,7 @@ class DeliveryProcessor:
         await self._pause(delivery, self.backoff.pause(1))
         return None
 
-    async def _isolated(self, delivery: Delivery, handling: HandlerExecution, suspect: Suspected) -> FirstOutcome:
+    async def _isolated(self, delivery: Delivery, handling: HandlerExecution, suspect: Run) -> FirstOutcome:
         assert self.suspects is not None
         assert isinstance(handling, GuardedExecution)
         closing, beside_others = delivery.assignment.closing, partial(self._beside_others, delivery)
@@ -385,26 +383,24 @@ def _nobody(handler: str, event: BaseEvent, generation: int) -> DeadLetter:
     )
 
 
+_REASONS: Final[Mapping[type[Outcome[Any]], str]] = {
+    HandlerFailed: "handler_failed",
+    Failed: "previously_failed",
+    KeyReused: "key_reused",
+    Corrupt: "corrupt_record",
+}
+"""Why an outcome is dead-lettered."""
+
+
 def _letter(handling: HandlerExecution, outcome: Outcome[Any]) -> DeadLetter:
-    label = handling.label
-    error: Exception
-    match outcome:
-        case HandlerFailed():
-            reason, error = "handler_failed", outcome.error
-        case Failed():
-            reason, error = "previously_failed", PreviouslyFailedError(label, outcome.attempt, outcome.error)
-        case KeyReused():
-            reason, error = "key_reused", KeyReusedError(label, outcome.stored, outcome.offered)
-        case Corrupt():
-            reason, error = "corrupt_record", CorruptRecordError(label, outcome.reason)
-        case _:
-            raise AssertionError(f"{outcome} is no reason for a dead letter")
+    error = error_of(handling.label, outcome)
+    assert error is not None, f"{outcome} is no reason for a dead letter"
     attempts = outcome.attempt if isinstance(outcome, HandlerFailed | Failed) else 0
     return DeadLetter(
-        reason,
+        _REASONS[type(outcome)],
         error,
         handling.handler.name,
-        label,
+        handling.label,
         handling.record_key,
         attempts,
         handling.generation,

@@ -21,8 +21,7 @@ from functools import partial
 from typing import Any, Final
 
 from integr8s_idem._util.loop_fairness import pace_of
-from integr8s_idem.engine.active_runs import Returned, Suspected
-from integr8s_idem.engine.leases import HeldLease
+from integr8s_idem.engine.run import Returned, Run, RunOptions
 from integr8s_idem.engine.work import Executed, NotStarted, Outcome
 from integr8s_idem.errors import StoreError
 from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
@@ -52,18 +51,17 @@ class ReservedDelivery:
     delivery: Delivery
     met: Decoded
     handling: HandlerExecution
-    lease: HeldLease | None
+    run: Run | None
     """`None` for one that is not guarded."""
 
     def is_late(self) -> bool:
         """Whether too little of its lease is left to start its handler."""
-        return self.lease is not None and self.lease.is_late()
+        return self.run is not None and self.run.is_late()
 
     def release(self) -> None:
         """It is not handled after all."""
-        if self.lease is not None:
-            assert isinstance(self.handling, GuardedExecution)
-            self.handling.release(self.lease)
+        if self.run is not None:
+            self.run.release()
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +92,7 @@ class Pipeline:
             fail: Told of a bug of ours: better a stopped service than a lost event.
         """
         self._settler = settler
+        self._options = RunOptions(settler.gate.wait_out)
         self._slots = settler.slots
         self._isolation = settler.isolation
         self._isolation.when_opened.append(self._resume)
@@ -274,11 +273,13 @@ class Pipeline:
         self, delivery: Delivery, met: Decoded, handling: GuardedExecution, verdict: Verdict, asked_at: float
     ) -> None:
         if isinstance(verdict, Reserved):
-            lease = handling.hold(verdict, asked_at)
-            if handling.executor.is_suspect(handling.work, verdict):
-                self._go_isolated(delivery, met, handling, lease)
+            run = handling.reserved(verdict, asked_at, self._options)
+            if run.is_suspect:
+                self._go_reserved(delivery, met, run, _returning(run))
+            elif run.has_crashed_too_often:
+                self._go_reserved(delivery, met, run, run.give_up)
             else:
-                self._held.append(ReservedDelivery(delivery, met, handling, lease))
+                self._held.append(ReservedDelivery(delivery, met, handling, run))
         elif isinstance(verdict, Completed):
             with met.processing:
                 handling.executor.blocked(handling.work, verdict)
@@ -287,7 +288,7 @@ class Pipeline:
             # It may be that it is run all the same, which takes a slot: it asks once more when it has one.
             self._go_alone(delivery, met)
         else:
-            self._go_alone(delivery, met, lambda: handling.decline(verdict))
+            self._go_alone(delivery, met, lambda: handling.declined(verdict))
 
     def _duplicate(self, delivery: Delivery) -> None:
         self._slots.give()
@@ -341,9 +342,9 @@ class Pipeline:
             if each is not held and not each.is_late():
                 self._held.append(each)
                 continue
-            assert each.lease is not None
+            assert each.run is not None
             assert isinstance(each.handling, GuardedExecution)
-            each.handling.not_started(each.lease)
+            each.run.not_started()
             asked.append((each.delivery, each.met, each.handling))
         await self._reserve(asked)
 
@@ -374,7 +375,7 @@ class Pipeline:
 
     async def _perform(self, held: ReservedDelivery) -> Outcome[Any] | Returned[Any] | NotStarted:
         """Run its handler, in this task."""
-        delivery, handling, wait = held.delivery, held.handling, self._settler.gate.wait_out
+        delivery, handling = held.delivery, held.handling
         if delivery.assignment.closed:
             held.release()
             raise AbandonedError
@@ -382,9 +383,9 @@ class Pipeline:
         try:
             with held.met.processing:
                 if isinstance(handling, GuardedExecution):
-                    assert held.lease is not None
-                    return await handling.perform(held.lease, wait)
-                return await handling.attempt(wait_for_store=wait)
+                    assert held.run is not None
+                    return await held.run.call(handling.call_patiently)
+                return await handling.attempt(wait_for_store=self._settler.gate.wait_out)
         finally:
             delivery.task = None
 
@@ -412,7 +413,7 @@ class Pipeline:
         """What is done stays done, though nobody is left to wait for that."""
         done, self._done = self._done, []
         for each in done:
-            each.handling.executor.complete_later(each.returned)
+            each.returned.run.complete_later(each.returned)
             self._end(each.delivery)
 
     async def _remember_together(self, done: list[CompletedDelivery]) -> None:
@@ -437,11 +438,11 @@ class Pipeline:
 
     def _conclude_alone(self, done: CompletedDelivery) -> None:
         async def conclude() -> FirstOutcome:
-            return await done.handling.executor.conclude(done.returned, self._settler.gate.wait_out)
+            return await done.returned.run.complete(done.returned)
 
         def ended(_: asyncio.Task[None]) -> None:
-            if not done.returned.run.over:  # it was cancelled before it began
-                done.handling.executor.complete_later(done.returned)
+            if not done.returned.run.is_over:  # it was cancelled before it began
+                done.returned.run.complete_later(done.returned)
 
         task = self._alone(done.delivery, self._settler.go_on(done.delivery, done.handling, conclude))
         task.add_done_callback(ended)
@@ -455,16 +456,17 @@ class Pipeline:
         self._slots.give()
         self._alone(delivery, self._settler.settle(delivery, met, begun))
 
-    def _go_isolated(self, delivery: Delivery, met: Decoded, handling: GuardedExecution, lease: HeldLease) -> None:
-        """By a task of its own, which waits until the event may run alone; its slot is free for others meanwhile."""
+    def _go_reserved(
+        self, delivery: Delivery, met: Decoded, run: Run, begun: Callable[[], Coroutine[Any, Any, FirstOutcome]]
+    ) -> None:
+        """As `_go_alone`, for one that is reserved and does not run beside others."""
 
         def ended(_: asyncio.Task[None]) -> None:
-            if lease.is_held and not lease.entered:  # it was cancelled before it began
-                handling.release(lease)
+            if run.lease is not None and run.lease.is_held and not run.lease.entered:  # cancelled before it began
+                run.release()
 
         self._slots.give()
-        suspected = _returning(Suspected(lease))
-        self._alone(delivery, self._settler.settle(delivery, met, suspected)).add_done_callback(ended)
+        self._alone(delivery, self._settler.settle(delivery, met, begun)).add_done_callback(ended)
 
     def _go_on(self, held: ReservedDelivery, begun: Callable[[], Coroutine[Any, Any, FirstOutcome]]) -> None:
         self._alone(held.delivery, self._settler.go_on(held.delivery, held.handling, begun))

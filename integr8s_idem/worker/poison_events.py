@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from integr8s_idem.engine.active_runs import Suspected
+from integr8s_idem.engine.run import Run
 from integr8s_idem.engine.work import NotStarted, Outcome, WaitForStore
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.telemetry import Observer, Signal
@@ -18,7 +18,7 @@ from integr8s_idem.worker.isolation_gate import IsolationGate, Turn
 
 logger = logging.getLogger(__name__)
 
-FirstOutcome: TypeAlias = Outcome[Any] | NotStarted | Suspected
+FirstOutcome: TypeAlias = Outcome[Any] | NotStarted | Run
 """What came of a first try."""
 
 Try: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
@@ -39,7 +39,7 @@ class PoisonEventRunner:
     async def run(
         self,
         handling: GuardedExecution,
-        suspect: Suspected,
+        suspect: Run,
         closing: asyncio.Future[None],
         wait_for_store: WaitForStore,
         beside_others: Callable[[Try], Awaitable[FirstOutcome]],
@@ -53,16 +53,18 @@ class PoisonEventRunner:
         Raises:
             AbandonedError: The event is to be released.
         """
+        lease = suspect.lease
+        assert lease is not None, "a suspect is reserved"
         try:
             async with self.isolation.turn(self.share, self.longest, unless=closing) as turn:
                 if turn is None:
                     raise AbandonedError
-                self._report(turn, handling, suspect.lease.reservation.lapsed)
+                self._report(turn, handling, lease.reservation.lapsed)
                 run = partial(handling.run_isolated, suspect, alone=turn.is_alone, wait_for_store=wait_for_store)
                 return await (self._alone(handling, turn, run) if turn.is_alone else beside_others(run))
         finally:
-            if suspect.lease.is_held:  # it has not come to a try
-                handling.release(suspect.lease)
+            if lease.is_held:  # it has not come to a try
+                suspect.release()
             handling.isolate()  # the next try, too
 
     def _report(self, turn: Turn, handling: GuardedExecution, lapsed: int) -> None:

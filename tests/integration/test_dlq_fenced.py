@@ -78,5 +78,5 @@ async def test_one_that_never_names_any_is_an_error(kafka: Kafka, topic_prefix: 
     settings = kafka_settings(kafka, topic_prefix).model_copy(update={"request_timeout_seconds": 0.5})
     async with open_letter_box(settings) as box, Fenced(kafka, 10_000).serve() as bootstrap:
         box._kafka = settings.model_copy(update={"bootstrap_servers": bootstrap})  # this call only
-        with pytest.raises(BrokerUnavailableError, match="cluster metadata"):
+        with pytest.raises(BrokerUnavailableError):
             await box.partitions()

@@ -18,8 +18,8 @@ from unittest import mock
 
 from integr8s_idem._util.deadlines import Deadline
 from integr8s_idem.config import OnInProgress
-from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.leases import HeldLease, LeaseKeeper
+from integr8s_idem.engine.run import Run
 from integr8s_idem.engine.store_client import StoreClient
 from integr8s_idem.engine.work import Executed
 from integr8s_idem.errors import StoreError
@@ -171,10 +171,10 @@ def no_check_before_a_start() -> AbstractContextManager[Any]:
 def every_crash_counts() -> AbstractContextManager[Any]:
     """Whatever runs beside an event that kills its process is taken for the culprit as well."""
 
-    def crashed_too_often(self: Executor, work: Any, reserved: Reserved) -> bool:
-        return reserved.previous is Previous.LAPSED and reserved.attempt > self.config.max_attempts
+    def crashed_too_often(self: Run, reserved: Reserved) -> bool:
+        return reserved.previous is Previous.LAPSED and reserved.attempt > self._services.config.max_attempts
 
-    return _instead(Executor, "_crashed_too_often", crashed_too_often)
+    return _instead(Run, "_crashed_too_often", crashed_too_often)
 
 
 def no_renewal() -> AbstractContextManager[Any]:
@@ -206,14 +206,15 @@ def key_made_again() -> AbstractContextManager[Any]:
 
 def completed_before_the_handler() -> AbstractContextManager[Any]:
     """The outcome is written first, as with an offset committed before the work."""
-    performed = Executor.perform
+    right = Run.call
 
-    async def perform(self: Executor, work: Any, function: Any, lease: HeldLease, *told: Any, **more: Any) -> Any:
-        completion = self._client.completion(lease.reservation, "done", work.ttl)
-        await self._client.complete(completion)
-        return await performed(self, work, function, lease, *told, **more)
+    async def call(self: Run, function: Any) -> Any:
+        assert self.lease is not None
+        client = self._services.client
+        await client.complete(client.completion(self.lease.reservation, "done", self.work.ttl))
+        return await right(self, function)
 
-    return _instead(Executor, "perform", perform)
+    return _instead(Run, "call", call)
 
 
 def token_of_the_process() -> AbstractContextManager[Any]:

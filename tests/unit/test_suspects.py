@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from integr8s_idem.engine.active_runs import Suspected
+from integr8s_idem.engine.run import Run
 from integr8s_idem.engine.work import Executed, Outcome
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Reserved, ReserveRequest
@@ -199,7 +199,7 @@ async def test_a_suspect_that_is_cancelled_before_its_try_releases_its_lease() -
     assert isinstance(handling, GuardedExecution)
     handling.isolate()
     suspect = await handling.attempt_or_suspect(wait_for_store=never_down)
-    assert isinstance(suspect, Suspected)
+    assert isinstance(suspect, Run)
     isolation = IsolationGate()
     isolation._overdue = 1  # nobody can be alone
     runner = PoisonEventRunner(isolation, 0.5, 30, here.observer)
@@ -223,7 +223,7 @@ async def test_the_log_says_why_a_suspect_runs_beside_others_without_blaming_a_h
     assert isinstance(handling, GuardedExecution)
     handling.isolate()
     suspect = await handling.attempt_or_suspect(wait_for_store=never_down)
-    assert isinstance(suspect, Suspected)
+    assert isinstance(suspect, Run)
     isolation = IsolationGate()
     isolation.enter()  # an event whose handler has returned while the store is down is still being handled
 

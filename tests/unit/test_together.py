@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from integr8s_idem.engine.active_runs import Returned
+from integr8s_idem.engine.run import Returned, RunOptions
 from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Work
 from integr8s_idem.errors import LeaseLostError, StoreUnavailableError
 from integr8s_idem.keys import Key
@@ -28,6 +28,9 @@ async def never_down(error: Exception) -> None:
     raise AssertionError("the store answers") from error
 
 
+PATIENT = RunOptions(never_down)
+
+
 async def reserved(here: Guarded, together: list[Work]) -> list[Reserved]:
     verdicts = await here.manager.executor.reserve_together(together)
     return [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
@@ -38,7 +41,7 @@ async def performed(here: Guarded, work: Work, reservation: Reserved, value: obj
         return value
 
     executor = here.manager.executor
-    returned = await executor.perform(work, function, executor.hold(work, reservation, executor.now()), never_down)
+    returned = await executor.reserved(work, reservation, executor.now(), PATIENT).call(function)
     assert isinstance(returned, Returned)
     return returned
 
@@ -114,7 +117,7 @@ async def test_an_error_that_comes_when_the_asker_is_gone_is_nobody_s(
     calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
         "reserve": lambda: here.manager.executor.reserve_together(works(2)),
         "complete": lambda: here.manager.executor.complete_together(done),
-        "release": lambda: here.manager._store_client.release_together([each.outcome.reservation for each in done]),  # type: ignore[union-attr]
+        "release": lambda: here.manager._store_client.release_together([each.completion.reservation for each in done]),  # type: ignore[union-attr]
     }
     asking = asyncio.create_task(calls[verb]())
     await turns(3)
@@ -161,11 +164,11 @@ async def test_a_run_is_over_when_its_outcome_is_written_and_not_before() -> Non
     here = guarded()
     (done,) = await all_performed(here, 1)
     ended = done.run.ended()
-    assert (done.run.over, ended.done()) == (False, False)
+    assert (done.run.is_over, ended.done()) == (False, False)
 
     assert await here.manager.executor.complete_together([done]) == [True]
 
-    assert (done.run.over, ended.done()) == (True, True)
+    assert (done.run.is_over, ended.done()) == (True, True)
     assert here.manager.executor.runs.keys() == []
 
 
@@ -192,10 +195,10 @@ async def test_one_that_is_not_ours_any_more_is_concluded_alone_and_its_neighbou
     executor = here.manager.executor
 
     assert await executor.complete_together(done) == [True, False, True]
-    assert [each.run.over for each in done] == [True, False, True]
-    assert await executor.conclude(done[1], never_down) == Executed("done", 1)
+    assert [each.run.is_over for each in done] == [True, False, True]
+    assert await done[1].run.complete(done[1]) == Executed("done", 1)
 
-    assert all(each.run.over for each in done)
+    assert all(each.run.is_over for each in done)
     assert here.observer.counts[Signal.RECORD_VANISHED] == 1
 
 
@@ -209,9 +212,9 @@ async def test_one_that_somebody_else_has_by_now_is_lost_to_us() -> None:
 
     assert await executor.complete_together([done]) == [False]
     with pytest.raises(LeaseLostError):
-        await executor.conclude(done, never_down)
+        await done.run.complete(done)
 
-    assert done.run.over
+    assert done.run.is_over
     assert executor.runs.keys() == []
 
 
@@ -224,7 +227,7 @@ async def test_outcomes_whose_answer_is_lost_are_concluded_one_by_one() -> None:
 
     with pytest.raises(StoreUnavailableError):
         await executor.complete_together(done)
-    ends = [await executor.conclude(each, never_down) for each in done]
+    ends = [await each.run.complete(each) for each in done]
 
     assert ends == [Executed("done", 1)] * 3
     assert await leases_left(here) == []
@@ -236,9 +239,9 @@ async def test_an_outcome_that_nobody_waits_for_is_written_by_the_time_the_manag
     done = await all_performed(here, 3)
 
     for each in done:
-        here.manager.executor.complete_later(each)
+        each.run.complete_later(each)
 
-    assert all(each.run.over for each in done)
+    assert all(each.run.is_over for each in done)
     assert await leases_left(here) == []
     assert (await here.record("order:2")).status is IdempotencyStatus.COMPLETED
 
@@ -255,8 +258,8 @@ async def test_a_run_that_fails_or_is_cancelled_is_over_and_gives_its_key_back()
     async def waits(attempt: Attempt) -> None:
         await asyncio.sleep(100)
 
-    failed = await executor.perform(first, fails, executor.hold(first, one, 0.0), never_down)
-    waiting = asyncio.create_task(executor.perform(second, waits, executor.hold(second, two, 0.0), never_down))
+    failed = await executor.reserved(first, one, 0.0, PATIENT).call(fails)
+    waiting = asyncio.create_task(executor.reserved(second, two, 0.0, PATIENT).call(waits))
     await asyncio.sleep(LEASE * 2)  # it is renewed meanwhile
     waiting.cancel()
     await asyncio.wait({waiting})

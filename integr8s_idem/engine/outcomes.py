@@ -1,0 +1,30 @@
+"""What an outcome means to a caller who wants the value of the work, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from integr8s_idem.engine.work import Executed, HandlerFailed, Outcome
+from integr8s_idem.errors import CorruptRecordError, InProgressError, KeyReusedError, PreviouslyFailedError
+from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
+
+
+def error_of(label: str, outcome: Outcome[Any]) -> Exception | None:
+    """Return the error that stands for `outcome`; `None` if the work is done.
+
+    Args:
+        label: The key of the work as people read it.
+    """
+    match outcome:
+        case Executed() | Completed():
+            return None
+        case HandlerFailed():
+            return outcome.error
+        case Failed():
+            return PreviouslyFailedError(label, outcome.attempt, outcome.error)
+        case KeyReused():
+            return KeyReusedError(label, outcome.stored, outcome.offered)
+        case Corrupt():
+            return CorruptRecordError(label, outcome.reason)
+        case InProgress():
+            return InProgressError(label, outcome.attempt, outcome.retry_after, outcome.owner)

@@ -1,0 +1,458 @@
+"""One run of some work: from its reservation to its outcome, or to its release.
+
+    opened = await executor.open(work)              # a `Run`, or the outcome that makes one unnecessary
+    outcome = await opened.perform(function)        # calls `function` and records what it returned
+
+Where the work happens between two calls of a framework:
+
+    opened.start(task)                              # cancels `task` if the lease is lost
+    …
+    outcome = await opened.finish(value)            # or `fail(error)`, or `release()`
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context, copy_context
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+from integr8s_idem._util.loop_fairness import turn_of_the_loop
+from integr8s_idem.config import IdempotencyConfig, OnFailure
+from integr8s_idem.engine.active_runs import ActiveRun, ActiveRuns
+from integr8s_idem.engine.leases import HeldLease, LateStartError
+from integr8s_idem.engine.local_cache import LocalCache
+from integr8s_idem.engine.results import repeatable
+from integr8s_idem.engine.store_client import StoreClient, describe_error
+from integr8s_idem.engine.transactions import OutcomeWriter
+from integr8s_idem.engine.work import (
+    SUSPECT_AFTER,
+    Attempt,
+    Executed,
+    HandlerFailed,
+    Isolation,
+    NotStarted,
+    Outcome,
+    WaitForStore,
+    Work,
+    is_crash_limit_reached,
+)
+from integr8s_idem.errors import (
+    CrashedTooOftenError,
+    LeaseLostError,
+    PermanentError,
+    ResultNotStoredError,
+    TransactionAbortedError,
+)
+from integr8s_idem.records import Completed, Completion, Previous, Reserved
+from integr8s_idem.telemetry import Observer, Phase, Signal, Span
+
+T = TypeVar("T")
+
+
+class RunServices:
+    """What all runs of one manager use."""
+
+    def __init__(self, config: IdempotencyConfig, client: StoreClient, observer: Observer) -> None:
+        self.config = config
+        self.client = client
+        self.observer = observer
+        self.runs = ActiveRuns()
+        self.cache = LocalCache(config.local_memory_keys) if config.local_memory_keys else None
+        """What this process has completed itself, if a setting says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How some work is run."""
+
+    wait_for_store: WaitForStore | None = None
+    """Awaited when the store does not answer after the work is done; then the outcome is written again, as often as it
+    takes.  `None`: until the lease ends."""
+    writes_outcome: bool = False
+    """The work records its outcome itself, in a transaction of its own.  Its lease is not renewed then: the record is
+    written by that transaction alone, at any isolation level, and the work has one lease's time."""
+
+
+@dataclass(slots=True, eq=False)
+class Returned(Generic[T]):
+    """A run whose function has returned, and whose outcome is not recorded yet."""
+
+    run: Run
+    value: T
+    completion: Completion | None
+    """`None` if the function has recorded it itself, or if there is no reservation."""
+
+
+class Run(ActiveRun):
+    """One run of some work, with or without a reservation."""
+
+    __slots__ = ("_context", "_phase", "_services", "options", "writer")
+    _context: Context
+    _phase: AbstractContextManager[Span]
+
+    def __init__(self, services: RunServices, work: Work, lease: HeldLease | None, options: RunOptions) -> None:
+        """`lease`: `None` to run without a reservation, because a policy says so; then the caller sets `attempt`."""
+        super().__init__(services.runs, work, lease, options.writes_outcome)
+        self._services = services
+        self.options = options
+        self.writer = OutcomeWriter(services.client, work) if options.writes_outcome else None
+
+    def is_late(self) -> bool:
+        """Whether too little of its lease is left to start the work now."""
+        return self.lease is not None and self.lease.is_late()
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the work is to run alone, since it may be what crashes its process."""
+        work, lease = self.work, self.lease
+        return (
+            work.isolation is Isolation.PENDING
+            and lease is not None
+            and lease.reservation.lapsed >= SUSPECT_AFTER
+            and not self._crashed_too_often(lease.reservation)
+        )
+
+    @property
+    def has_crashed_too_often(self) -> bool:
+        """Whether it must not start, since too many earlier runs of the work have crashed: `give_up`."""
+        return self.lease is not None and self._crashed_too_often(self.lease.reservation)
+
+    async def give_up(self) -> HandlerFailed:
+        """Record that the work has crashed too often to be tried again."""
+        lease = self.lease
+        assert lease is not None, "a run without a reservation has crashed nowhere"
+        lease.drop()
+        return await self._record_failure(lease, CrashedTooOftenError(self._crashes(lease.reservation)))
+
+    # The work as a function.
+
+    async def perform(self, function: Callable[[Attempt], Awaitable[T]]) -> Outcome[T] | NotStarted:
+        """Call `function` and record its outcome.
+
+        Returns:
+            `NotStarted` if too little of the lease was left: reserve the work again.
+
+        Raises:
+            ResultNotStoredError: Only without `wait_for_store`: the work is done, and the store does not know.
+            LeaseLostError: The reservation was lost on the way.
+            StoreError: The function could not record its outcome itself.
+            CancelledError: The caller was cancelled; the key has been released.
+        """
+        try:
+            await turn_of_the_loop()
+        except asyncio.CancelledError:
+            self.release()
+            raise
+        returned = await self.call(function)
+        if not isinstance(returned, Returned):
+            return returned
+        return await self.complete(returned)
+
+    async def call(self, function: Callable[[Attempt], Awaitable[T]]) -> Returned[T] | HandlerFailed | NotStarted:
+        """Call `function`.  What it returned is to be recorded by `complete`, or together with others.
+
+        Raises: As `perform`.
+        """
+        services, work, lease, runs = self._services, self.work, self.lease, self.among
+        if lease is None:
+            return await self._call_unguarded(function)
+        if lease.is_late():
+            return self.not_started()
+        attempt = self._begin_attempt(lease)
+        runs.enter(self)
+        try:
+            try:
+                with lease, services.observer.phase(Phase.HANDLE, work.event_type):
+                    value: T = repeatable(await function(attempt), work.key.label, work.returns)
+            except asyncio.CancelledError:
+                services.client.release_later(work, lease.reservation)
+                raise
+            except Exception as error:
+                if isinstance(error, LateStartError) and error.lease is lease:
+                    self._end()
+                    return self.not_started()
+                failed = await self._failed(lease, error)
+                if failed is None:
+                    raise
+                self._end()
+                return failed
+            return self._returned(lease, value)
+        except BaseException:
+            runs.remove(self)
+            raise
+        finally:
+            runs.leave(self)
+
+    async def complete(self, returned: Returned[T]) -> Executed[T]:
+        """Record what the function returned.
+
+        Raises:
+            LeaseLostError, ResultNotStoredError: As `perform`.
+        """
+        lease, completion = self.lease, returned.completion
+        try:
+            if lease is not None and completion is not None:
+                began_at = monotonic()
+                services, wait = self._services, self.options.wait_for_store
+                with services.observer.phase(Phase.COMPLETE, self.work.event_type):
+                    await services.client.settle(self.work, completion, lease.deadline, wait)
+                if services.cache is not None:
+                    self.keep(completion, began_at)
+        finally:
+            self.among.remove(self)
+        return Executed(returned.value, self.attempt.number)
+
+    def keep(self, completion: Completion, began_at: float) -> None:
+        """Let this process answer duplicates by itself from now on, if a setting says so.
+
+        `began_at`: when the store was asked to record it, by `time.monotonic`.
+        """
+        cache, work = self._services.cache, self.work
+        if cache is None or work.forgotten:
+            return
+        reserved = completion.reservation
+        completed = Completed(
+            key=reserved.key,
+            attempt=reserved.attempt,
+            completed_at=datetime.now(UTC),
+            result=completion.result,
+            result_dropped=completion.result_dropped,
+        )
+        cache.keep(completed, work.fingerprint, began_at, completion.ttl)
+
+    def complete_later(self, returned: Returned[Any]) -> None:
+        """Record what the function returned without waiting: the caller is being cancelled."""
+        assert returned.completion is not None
+        self._services.client.complete_later(returned.completion)
+        self._end()
+
+    # The work between two calls.
+
+    def start(self, owner: asyncio.Task[Any]) -> Attempt:
+        """Begin the time of the work, which must not be late.  `owner` is cancelled if the lease is lost."""
+        lease = self.lease
+        if lease is None:
+            return self.attempt
+        attempt = self._begin_attempt(lease)
+        self._services.runs.add(self)
+        lease.enter(owner)
+        # In a context of its own: it ends in another task, perhaps.
+        self._context = copy_context()
+        self._phase = self._services.observer.phase(Phase.HANDLE, self.work.event_type)
+        self._context.run(self._phase.__enter__)
+        return attempt
+
+    def within(self) -> AbstractContextManager[None]:
+        """The code in the block is part of the run: it may ask for its steps, and not for its own key."""
+        return nullcontext() if self.lease is None else self._services.runs.within(self)
+
+    def raise_if_lost(self) -> None:
+        """Raise if the lease is lost, and withdraw the cancellation of the owner.
+
+        Raises:
+            LeaseLostError: It is.
+        """
+        lease = self.lease
+        if lease is not None and not self.is_over and lease.lost:
+            self._stop(lease)
+
+    async def finish(self, value: T) -> Executed[T]:
+        """Record that the work is done.
+
+        Raises:
+            LeaseLostError, ResultNotStoredError: As `perform`.
+        """
+        lease = self.lease
+        if lease is None:
+            return Executed(value, self.attempt.number)
+        self._stop(lease)
+        try:
+            returned = self._returned(lease, value)
+        except BaseException:
+            self._end()
+            raise
+        return await self.complete(returned)
+
+    async def fail(self, error: Exception) -> HandlerFailed:
+        """Record that the work has failed, or release it for another attempt.
+
+        Raises:
+            LeaseLostError: The reservation was lost on the way.
+        """
+        lease = self.lease
+        if lease is None:
+            return self._unguarded_failure(error)
+        self._stop(lease, error)
+        try:
+            failed = await self._failed(lease, error)
+        finally:
+            self._end()
+        if failed is None:
+            raise error
+        return failed
+
+    def release(self) -> None:
+        """Release the key without waiting: nothing comes of the reservation."""
+        lease = self.lease
+        if lease is None or self.is_over:
+            return
+        if lease.entered:
+            lease.leave()
+            self._end_phase(None)
+            self._end()
+        else:
+            lease.drop()
+            self.end()
+        self._services.client.release_later(self.work, lease.reservation)
+
+    def not_started(self) -> NotStarted:
+        """Do not start on a lease that is late; the work is to be reserved again."""
+        self._services.observer.count(Signal.STALE_START_PREVENTED, self.work.event_type)
+        self.reserve_again()
+        return NotStarted()
+
+    def reserve_again(self) -> None:
+        """Let the next reservation of the work, which has not started, ask under the same token.
+
+        It finds its own reservation, which counts as the same attempt, or learns what has become of the work meanwhile.
+        """
+        lease = self.lease
+        if lease is not None:
+            lease.drop()
+            self.work.token = lease.reservation.token
+
+    # Inside.
+
+    def _begin_attempt(self, lease: HeldLease) -> Attempt:
+        reserved, key = lease.reservation, self.work.key
+        if self.writer is not None:
+            self.writer.reserved = reserved
+        attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, key.label, key.generation)
+        self.attempt = attempt
+        return attempt
+
+    def _returned(self, lease: HeldLease, value: T) -> Returned[T]:
+        for call in self.at_end:
+            call()
+        if self.writer is not None:
+            return Returned(self, value, None)
+        return Returned(self, value, self._services.client.outcome_of(self.work, lease.reservation, value))
+
+    def _end(self) -> None:
+        self.among.remove(self)
+
+    def _end_phase(self, error: BaseException | None) -> None:
+        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
+        self._context.run(self._phase.__exit__, kind, error, trace)
+
+    def _stop(self, lease: HeldLease, error: BaseException | None = None) -> None:
+        """End the time of the work.
+
+        Raises:
+            LeaseLostError: Its lease has ended before.
+        """
+        if not lease.entered:
+            return
+        lost = lease.leave()
+        self._end_phase(error)
+        if lost:
+            self._end()
+            self._services.observer.count(Signal.RESERVATION_LOST, self.work.event_type)
+            raise self._services.client.lost(self.work, lease.reservation, withdrawn=lease.withdrawn) from error
+
+    async def _call_unguarded(self, function: Callable[[Attempt], Awaitable[T]]) -> Returned[T] | HandlerFailed:
+        work = self.work
+        try:
+            with self._services.observer.phase(Phase.HANDLE, work.event_type):
+                value: T = repeatable(await function(self.attempt), work.key.label, work.returns)
+        except Exception as error:  # noqa: BLE001  # handed on as the outcome
+            return self._unguarded_failure(error)
+        return Returned(self, value, None)
+
+    def _unguarded_failure(self, error: Exception) -> HandlerFailed:
+        self._services.observer.count(Signal.HANDLER_FAILED, self.work.event_type)
+        number = self.attempt.number
+        return HandlerFailed(error, number, self._is_final(error, number))
+
+    async def _failed(self, lease: HeldLease, error: Exception) -> HandlerFailed | None:
+        """What comes of a run that has raised `error`; `None` if the work has not failed: raise the error on."""
+        services, work, writer = self._services, self.work, self.writer
+        refused = writer is not None and writer.refused
+        if lease.lost and writer is not None and not refused:
+            # It had one lease's time, and was too slow: like any failure, or it would run for ever.
+            slow = services.client.lost(work, lease.reservation)
+            slow.__cause__ = error
+            return await self._handler_failed(lease, slow)
+        if lease.lost or refused:
+            services.observer.count(Signal.RESERVATION_LOST, work.event_type)
+            owner = "another worker" if refused else ""
+            raise services.client.lost(work, lease.reservation, owner, withdrawn=lease.withdrawn) from error
+        if isinstance(error, LeaseLostError) and error.late:
+            services.observer.count(Signal.STALE_START_PREVENTED, work.event_type)
+            await services.client.try_to_release(work, lease.reservation)
+            return None
+        if writer is not None and error is writer.store_error:
+            await services.client.try_to_release(work, lease.reservation)
+            return None
+        return await self._handler_failed(lease, error)
+
+    async def _handler_failed(self, lease: HeldLease, error: Exception) -> HandlerFailed:
+        services, reserved = self._services, lease.reservation
+        services.observer.count(Signal.HANDLER_FAILED, self.work.event_type)
+        if self._is_final(error, reserved.attempt, reserved):
+            return await self._record_failure(lease, error)
+        await services.client.try_to_release(self.work, reserved, self.options.wait_for_store, lease.deadline)
+        return HandlerFailed(error, reserved.attempt, given_up=False)
+
+    async def _record_failure(self, lease: HeldLease, error: Exception) -> HandlerFailed:
+        client, work, reserved = self._services.client, self.work, lease.reservation
+        failure = client.failure(reserved, describe_error(error), work.ttl)
+        with self._services.observer.phase(Phase.FAIL, work.event_type):
+            try:
+                await client.settle(work, failure, lease.deadline, self.options.wait_for_store)
+            except ResultNotStoredError:
+                # Nothing was done: the caller's answer is the handler's error, and the lease ends by itself.
+                return HandlerFailed(error, reserved.attempt, given_up=False)
+        return HandlerFailed(error, reserved.attempt, given_up=True)
+
+    def _is_final(self, error: Exception, attempt: int, reserved: Reserved | None = None) -> bool:
+        """Whether the work is not tried again."""
+        config, work = self._services.config, self.work
+        if reserved is not None and work.isolation is not Isolation.NONE:
+            # What crashed beside it is not held against it.
+            attempt -= reserved.lapsed - reserved.lapsed_alone
+        if work.forgotten:
+            return False  # nothing is recorded of it, a failure neither
+        if isinstance(error, TransactionAbortedError):
+            work.aborted_runs += 1
+            return False  # no run has failed
+        return (
+            isinstance(error, PermanentError)
+            or (work.on_failure or config.on_failure) is OnFailure.BLOCK
+            or (work.gives_up and attempt - work.aborted_runs >= config.max_attempts)
+        )
+
+    def _crashed_too_often(self, reserved: Reserved) -> bool:
+        """Whether no more runs of it are begun, since none has come to an end."""
+        work = self.work
+        if work.forgotten or reserved.previous is not Previous.LAPSED:
+            return False
+        return is_crash_limit_reached(
+            reserved.attempt,
+            reserved.lapsed,
+            reserved.lapsed_alone,
+            self._services.config.max_attempts,
+            isolates=work.isolation is not Isolation.NONE,
+        )
+
+    def _crashes(self, reserved: Reserved) -> int:
+        """How many attempts count as crashed."""
+        if self.work.isolation is Isolation.NONE or not reserved.lapsed:
+            return reserved.attempt - 1
+        alone = reserved.lapsed_alone
+        return alone if alone >= self._services.config.max_attempts else reserved.lapsed
