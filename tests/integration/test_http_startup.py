@@ -27,6 +27,7 @@ from starlette.routing import Mount, Route
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
+from tests.support.conditions import eventually
 from tests.support.http_server import client_of
 
 FOLDER = Path(__file__).parents[2]
@@ -190,7 +191,7 @@ async def test_an_application_that_fails_to_close_does_not_hide_the_error(caplog
     server = await _served(_starlette(life, identity=anyone, container=_without_manager()))
     assert server.lifespan.should_exit
     assert "gives no manager" in caplog.text
-    assert "not closed" in caplog.text
+    await eventually(lambda: "not closed" in caplog.text)
 
 
 async def test_a_container_that_the_application_fills_at_its_startup_is_asked_after_that() -> None:
