@@ -259,7 +259,25 @@ class Run(ActiveRun):
         """
         lease = self.lease
         if lease is not None and not self.is_over and lease.lost:
-            self._stop(lease)
+            self.stop()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """End the time of the work, which has raised `error`: from now on the owner is not cancelled.
+
+        `finish` and `fail` begin with it.  Whoever runs them in other tasks calls it before, in the owner.
+
+        Raises:
+            LeaseLostError: The lease has ended before.
+        """
+        lease = self.lease
+        if lease is None or not lease.entered:
+            return
+        lost = lease.leave()
+        self._end_phase(error)
+        if lost:
+            self._end()
+            self._services.observer.count(Signal.RESERVATION_LOST, self.work.event_type)
+            raise self._services.client.lost(self.work, lease.reservation, withdrawn=lease.withdrawn) from error
 
     async def finish(self, value: T) -> Executed[T]:
         """Record that the work is done.
@@ -270,7 +288,7 @@ class Run(ActiveRun):
         lease = self.lease
         if lease is None:
             return Executed(value, self.attempt.number)
-        self._stop(lease)
+        self.stop()
         try:
             returned = self._returned(lease, value)
         except BaseException:
@@ -287,7 +305,7 @@ class Run(ActiveRun):
         lease = self.lease
         if lease is None:
             return self._unguarded_failure(error)
-        self._stop(lease, error)
+        self.stop(error)
         try:
             failed = await self._failed(lease, error)
         finally:
@@ -349,21 +367,6 @@ class Run(ActiveRun):
     def _end_phase(self, error: BaseException | None) -> None:
         kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
         self._context.run(self._phase.__exit__, kind, error, trace)
-
-    def _stop(self, lease: HeldLease, error: BaseException | None = None) -> None:
-        """End the time of the work.
-
-        Raises:
-            LeaseLostError: Its lease has ended before.
-        """
-        if not lease.entered:
-            return
-        lost = lease.leave()
-        self._end_phase(error)
-        if lost:
-            self._end()
-            self._services.observer.count(Signal.RESERVATION_LOST, self.work.event_type)
-            raise self._services.client.lost(self.work, lease.reservation, withdrawn=lease.withdrawn) from error
 
     async def _call_unguarded(self, function: Callable[[Attempt], Awaitable[T]]) -> Returned[T] | HandlerFailed:
         work = self.work

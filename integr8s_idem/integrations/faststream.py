@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -399,8 +399,10 @@ class _Guard(BaseMiddleware[Any, Any]):
         return False
 
     async def _finish(self, runs: Sequence[tuple[Run, Any]]) -> None:
+        lost = _stop(runs)
         value = _stored(self._value) if len(runs) == 1 else None
-        ends = await asyncio.gather(*(run.finish(value) for run, _ in runs), return_exceptions=True)
+        standing = (run for run, _ in runs if run not in lost)
+        ends = [*lost.values(), *await asyncio.gather(*(run.finish(value) for run in standing), return_exceptions=True)]
         for end in ends:
             if isinstance(end, LeaseLostError | StoreError):
                 logger.warning("%s", end)
@@ -411,9 +413,11 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._settings.failures.pop(self._subscriber, None)
 
     async def _fail(self, runs: Sequence[tuple[Run, Any]], error: Exception) -> None:
-        ends = await asyncio.gather(*(run.fail(error) for run, _ in runs), return_exceptions=True)
+        lost = _stop(runs, error)
+        standing = [(run, record) for run, record in runs if run not in lost]
+        ends = await asyncio.gather(*(run.fail(error) for run, _ in standing), return_exceptions=True)
         given_up = 0
-        for (_, record), end in zip(runs, ends, strict=True):
+        for (_, record), end in zip(standing, ends, strict=True):
             if isinstance(end, HandlerFailed) and end.given_up:
                 given_up += 1
                 await self._give_up(record, error)
@@ -476,6 +480,20 @@ def _said(error: BaseException) -> str:
 def _is_the_brokers(error: BaseException) -> bool:
     """Whether another try may go well, whatever the handler does: no run has failed by it."""
     return isinstance(error, KafkaError) and not isinstance(error, MessageSizeTooLargeError | ProducerClosed)
+
+
+def _stop(runs: Iterable[tuple[Run, Any]], error: Exception | None = None) -> dict[Run, LeaseLostError]:
+    """End the time of all runs, at once: none of them cancels this task while it waits for their outcomes.
+
+    Returns those whose lease had ended before.
+    """
+    lost = {}
+    for run, _ in runs:
+        try:
+            run.stop(error)
+        except LeaseLostError as ended:
+            lost[run] = ended
+    return lost
 
 
 def _lost(run: Run) -> Exception | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -230,6 +231,41 @@ async def test_a_lease_that_is_lost_behind_the_handler_lets_the_message_come_aga
     assert len(shop.runs) == 2
     assert len(shop.sent) == 1
     assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["one message", "a batch"])
+@pytest.mark.parametrize("error", [None, PermanentError("no such card")], ids=["done", "failed"])
+async def test_a_lease_that_ends_as_its_handler_returns_does_not_cancel_the_subscriber(
+    error: Exception | None, batch: bool
+) -> None:
+    lease = 0.5
+    shop = Shop(processing_timeout_seconds=lease)
+
+    async def charge(order: Any) -> None:
+        shop.runs.append(order)
+        # The process is stopped in the turn of the loop before the last of the handler's: when it goes on, the end of
+        # the lease is due behind that.
+        loop = asyncio.get_running_loop()
+        wake = loop.create_future()
+        loop.call_soon(wake.set_result, None)
+        loop.call_soon(time.sleep, 1.5 * lease)
+        await wake
+        if error is not None:
+            raise error
+
+    shop.broker.subscriber("orders", group_id="billing", batch=batch, ack_policy=AckPolicy.NACK_ON_ERROR)(charge)
+    shop.publishes(_nothing)
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    # Nobody else has taken the key: what the store has recorded counts.
+    assert len(shop.runs) == 1
+    assert await shop.statuses() == [IdempotencyStatus.FAILED if error else IdempotencyStatus.COMPLETED]
+    assert bool(shop.given_up) == (error is not None)
 
 
 async def test_copies_in_one_batch_are_done_once_and_do_not_wait_for_each_other() -> None:
