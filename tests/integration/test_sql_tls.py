@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from sqlalchemy import text
@@ -36,8 +36,7 @@ class Ground:
 
     @cached_property
     def postgres(self) -> TcpPostgres:
-        server = TcpPostgres(*free_ports(1))
-        server.start()
+        server, _ = started(TcpPostgres)
         return server
 
     @asynccontextmanager
@@ -58,10 +57,8 @@ class Ground:
 
     async def _mariadb(self, *, secure: bool) -> int:
         if secure not in self._mariadbs:
-            (port,) = free_ports(1)
             certificate = self.authority.certificate_files(self.folder) if secure else ()
-            server = mariadb(port, *certificate, ca=self.authority.ca_file)
-            server.start()
+            server, port = started(lambda port: mariadb(port, *certificate, ca=self.authority.ca_file))
             self._mariadbs[secure] = server, port
             await run(server.url, *USERS)
         return self._mariadbs[secure][1]
@@ -70,6 +67,24 @@ class Ground:
         for server, _ in self._mariadbs.values():
             server.stop()
         self.postgres.stop()
+
+
+S = TypeVar("S", "TcpPostgres", MariadbServer)
+
+
+def started(make: Callable[[int], S]) -> tuple[S, int]:
+    """A server and its port.  A connection of another test may take a free port before the server does: try again."""
+    for last in (False, False, True):
+        (port,) = free_ports(1)
+        server = make(port)
+        try:
+            server.start()
+        except Exception as error:
+            if last or "Address already in use" not in str(error):
+                raise
+        else:
+            return server, port
+    raise AssertionError
 
 
 class TcpPostgres(PostgresServer):
