@@ -69,10 +69,12 @@ def drawing() -> list[tuple[str, str | None, bool]]:
 def sample(kind: type[IdempotencyError]) -> IdempotencyError:
     """An instance with some value for each field."""
     initializer: Any = kind.__init__
-    if initializer is Exception.__init__:
+    if initializer is not IdempotencyError.__init__:
+        names, hints = list(inspect.signature(initializer).parameters)[1:], get_type_hints(initializer)
+    elif kind._fields:
+        names, hints = list(kind._fields), get_type_hints(kind)
+    else:
         return kind("the card was stolen")
-    hints = get_type_hints(initializer)
-    names = [name for name in inspect.signature(initializer).parameters if name != "self"]
     mistakes = (SettingsMistake("store.url", "is no Redis URL"),)
     return kind(*[SAMPLES.get(hints[name], mistakes) for name in names])
 
