@@ -41,8 +41,8 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.records import Completion, Reserved, ReserveRequest, Verdict
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.consumer import make_consumer
-from integr8s_idem.worker.pipeline import MOST_TOGETHER
 
 COMMITS: Final = 50
 
@@ -253,17 +253,17 @@ class Stages:
 
 async def _handled(clocks: Clocks, dispatcher: EventDispatcher, events: Sequence[BaseEvent]) -> None:
     with clocks.stage("key"):
-        handlings = [dispatcher.handlings(event)[0] for event in events]
-    guarded = [handling for handling in handlings if isinstance(handling, GuardedExecution)]
+        executions = [dispatcher.executions(event)[0] for event in events]
+    guarded = [execution for execution in executions if isinstance(execution, GuardedExecution)]
     executor = guarded[0].executor
     asked_at, options = executor.now(), RunOptions(_never)
     with clocks.stage("reserve"):
-        verdicts = await executor.reserve_together([handling.work for handling in guarded])
+        verdicts = await executor.reserve_together([execution.work for execution in guarded])
     done: list[Returned[Any]] = []
     with clocks.stage("run"):
-        for handling, verdict in zip(guarded, verdicts, strict=True):
+        for execution, verdict in zip(guarded, verdicts, strict=True):
             assert isinstance(verdict, Reserved)
-            returned = await handling.reserved(verdict, asked_at, options).call(handling.call_patiently)
+            returned = await execution.reserved(verdict, asked_at, options).call(execution.call_patiently)
             assert isinstance(returned, Returned)
             done.append(returned)
     with clocks.stage("settle"):
@@ -283,14 +283,14 @@ async def _called(
             assert isinstance(event, OrderPlaced)
             await handler.handle(event)
     for name, of in (("plain_call", dispatcher), ("scoped_call", in_scope)):
-        calls = [_call_of(of.handlings(event)[0]) for event in events]
+        calls = [_call_of(of.executions(event)[0]) for event in events]
         with clocks.stage(name):
             for call_of, event, attempt in calls:
                 await call_of.handler.work(event, attempt)
 
 
-def _call_of(handling: HandlerExecution) -> tuple[HandlerExecution, BaseEvent, Attempt]:
-    return handling, handling.event, Attempt("key", 1, 1, float("inf"), "label", 0)
+def _call_of(execution: HandlerExecution) -> tuple[HandlerExecution, BaseEvent, Attempt]:
+    return execution, execution.event, Attempt("key", 1, 1, float("inf"), "label", 0)
 
 
 async def _never(_: Exception) -> None:

@@ -171,8 +171,8 @@ class Handler:
 
     async def order(self, name: str) -> object:
         # An order that comes again is the same event.
-        [handling] = self._dispatcher.handlings(OrderPlaced(event_id=name, order_id=name))
-        outcome = await handling.attempt()
+        [execution] = self._dispatcher.executions(OrderPlaced(event_id=name, order_id=name))
+        outcome = await execution.attempt()
         if isinstance(outcome, Completed):
             return json.loads(outcome.result.body) if outcome.result else None
         must(isinstance(outcome, Executed), repr(outcome))

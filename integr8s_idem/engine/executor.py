@@ -111,10 +111,10 @@ class Executor(RunServices):
             work.token = b""
             raise
         except StoreUnavailableError:
-            observer.count(Signal.STORE_ERROR, work.event_type)
-            if self.config.on_store_error is OnStoreError.CLOSED:
+            run = self.unreserved(work, options)
+            if run is None:
                 raise
-            return self._unguarded(work, self.client.space.full(work.key), options)
+            return run
         self._count_verdict(work, verdict)
         if not isinstance(verdict, Reserved):
             return self.declined(work, verdict, options)
@@ -132,6 +132,13 @@ class Executor(RunServices):
             renewed=not options.writes_outcome,
         )
         return Run(self, work, lease, options)
+
+    def unreserved(self, work: Work, options: RunOptions) -> Run | None:
+        """The run of work for which the store did not answer; `None` if it must not run then."""
+        self.observer.count(Signal.STORE_ERROR, work.event_type)
+        if self.config.on_store_error is OnStoreError.CLOSED:
+            return None
+        return self._unguarded(work, self.client.space.full(work.key), options)
 
     def declined(self, work: Work, verdict: Declined, options: RunOptions = ONCE) -> Run | Declined:
         """What follows from a verdict that lets no run with a reservation begin."""
@@ -265,16 +272,23 @@ class Executor(RunServices):
         `looks`: how often the caller has looked before; the pauses grow from 50 ms to a second, never
         past the end of the lease.
         """
+        seconds, ended = self.next_look(found, looks=looks)
+        with self.observer.phase(Phase.WAIT):
+            if ended is not None:
+                await asyncio.wait({ended}, timeout=min(seconds, at_most))
+            else:
+                await asyncio.sleep(min(seconds, at_most))
+
+    def next_look(self, found: InProgress, *, looks: int = 0) -> tuple[float, asyncio.Future[None] | None]:
+        """When it is worth asking again: after so many seconds, or when the run in this process has ended."""
         pause = min(FIRST_LOOK * 2 ** min(looks, 10), LONGEST_LOOK, found.retry_after.total_seconds() + 0.01)
-        pause = min(pause * random.uniform(0.75, 1.25), at_most)  # noqa: S311  # jitter, no secret
+        pause *= random.uniform(0.75, 1.25)  # noqa: S311  # jitter, no secret
         if looks == 0:
             self.observer.count(Signal.WAITED)
-        with self.observer.phase(Phase.WAIT):
-            if (running := self.runs.of(found.key)) is not None:
-                # Our own process tells us; the lease is the limit in case it goes on and on.
-                await asyncio.wait({running.ended()}, timeout=min(max(pause, LONGEST_LOOK), at_most))
-            else:
-                await asyncio.sleep(pause)
+        if (running := self.runs.of(found.key)) is not None:
+            # Our own process reports it; the lease is the limit in case it goes on and on.
+            return max(pause, LONGEST_LOOK), running.ended()
+        return pause, None
 
     # Many at once.
 

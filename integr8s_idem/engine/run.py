@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic
@@ -49,7 +49,8 @@ from integr8s_idem.errors import (
     TransactionAbortedError,
 )
 from integr8s_idem.records import Completed, Completion, Previous, Reserved
-from integr8s_idem.telemetry import Observer, Phase, Signal, Span
+from integr8s_idem.telemetry import Observer, Phase, Signal
+from integr8s_idem.telemetry.detached_phase import DetachedPhase
 
 T = TypeVar("T")
 
@@ -91,9 +92,9 @@ class Returned(Generic[T]):
 class Run(ActiveRun):
     """One run of some work, with or without a reservation."""
 
-    __slots__ = ("_context", "_phase", "_services", "options", "writer")
-    _context: Context
-    _phase: AbstractContextManager[Span]
+    __slots__ = ("_phase", "_services", "options", "writer")
+    _phase: DetachedPhase
+    """Set by `start`."""
 
     def __init__(self, services: RunServices, work: Work, lease: HeldLease | None, options: RunOptions) -> None:
         """`lease`: `None` to run without a reservation, because a policy says so; then the caller sets `attempt`."""
@@ -225,6 +226,11 @@ class Run(ActiveRun):
         )
         cache.keep(completed, work.fingerprint, began_at, completion.ttl)
 
+    def unrecorded(self, returned: Returned[T]) -> Executed[T]:
+        """The outcome of a run that has nothing to record: it has no reservation, or wrote its outcome itself."""
+        self._end()
+        return Executed(returned.value, self.attempt.number)
+
     def complete_later(self, returned: Returned[Any]) -> None:
         """Record what the function returned without waiting: the caller is being cancelled."""
         assert returned.completion is not None
@@ -241,10 +247,8 @@ class Run(ActiveRun):
         attempt = self._begin_attempt(lease)
         self._services.runs.add(self)
         lease.enter(owner)
-        # In a context of its own: it ends in another task, perhaps.
-        self._context = copy_context()
-        self._phase = self._services.observer.phase(Phase.HANDLE, self.work.event_type)
-        self._context.run(self._phase.__enter__)
+        phase = self._services.observer.phase(Phase.HANDLE, self.work.event_type)
+        self._phase = DetachedPhase(phase, copy_context())
         return attempt
 
     def within(self) -> AbstractContextManager[None]:
@@ -273,7 +277,7 @@ class Run(ActiveRun):
         if lease is None or not lease.entered:
             return
         lost = lease.leave()
-        self._end_phase(error)
+        self._phase.end(error)
         if lost:
             self._end()
             self._services.observer.count(Signal.RESERVATION_LOST, self.work.event_type)
@@ -321,7 +325,7 @@ class Run(ActiveRun):
             return
         if lease.entered:
             lease.leave()
-            self._end_phase(None)
+            self._phase.end()
             self._end()
         else:
             lease.drop()
@@ -363,10 +367,6 @@ class Run(ActiveRun):
 
     def _end(self) -> None:
         self.among.remove(self)
-
-    def _end_phase(self, error: BaseException | None) -> None:
-        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
-        self._context.run(self._phase.__exit__, kind, error, trace)
 
     async def _call_unguarded(self, function: Callable[[Attempt], Awaitable[T]]) -> Returned[T] | HandlerFailed:
         work = self.work

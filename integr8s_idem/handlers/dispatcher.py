@@ -113,7 +113,7 @@ class EventDispatcher:
         """The service it works for."""
         return self._scope
 
-    def handlings(self, event: BaseEvent, generation: int = 0, only: str | None = None) -> list[HandlerExecution]:
+    def executions(self, event: BaseEvent, generation: int = 0, only: str | None = None) -> list[HandlerExecution]:
         """Begin to handle `event`: one handling for each of its handlers.
 
         Args:
@@ -124,14 +124,14 @@ class EventDispatcher:
             InvalidKeyError: The event offers nothing to make a key of.
         """
         handlers = self._handlers.get(event.event_type, ())
-        return [handler.handling(event, generation) for handler in handlers if only is None or only == handler.name]
+        return [handler.execution(event, generation) for handler in handlers if only is None or only == handler.name]
 
     async def dispatch(self, event: BaseEvent) -> list[Outcome[Any]]:
         """One try with every handler of `event`, at the same time; for callers without a worker.
 
         Each comes to its end; then the first error is raised, if there was one.
         """
-        tries = (handling.attempt() for handling in self.handlings(event))
+        tries = (execution.attempt() for execution in self.executions(event))
         ends = await asyncio.gather(*tries, return_exceptions=True)
         for end in ends:
             if isinstance(end, BaseException):

@@ -27,7 +27,6 @@ from integr8s_idem.engine.work import (
     Executed,
     HandlerFailed,
     Isolation,
-    NotStarted,
     Outcome,
     Transaction,
     WaitForStore,
@@ -201,14 +200,9 @@ class GuardedExecution(HandlerExecution):
         """The run of a reservation that was asked for at `asked_at`, by the lease clock."""
         return self.executor.reserved(self.work, verdict, asked_at, options)
 
-    async def declined(self, verdict: Declined) -> Outcome[Any]:
-        """What follows from a verdict that lets no guarded handler run."""
-        declined = self.executor.declined(self.work, verdict)
-        if not isinstance(declined, Run):
-            return declined
-        outcome = await declined.perform(self.call_patiently)
-        assert not isinstance(outcome, NotStarted), "it has no lease that could be late"
-        return outcome
+    def declined(self, verdict: Declined, options: RunOptions) -> Run | Declined:
+        """What follows from a verdict that lets no run with a reservation begin."""
+        return self.executor.declined(self.work, verdict, options)
 
     def call(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         """Run the handler; a broker that does not take its events is an error."""
@@ -266,12 +260,12 @@ class EventHandler:
         """Of the events that it handles."""
         return self._registered.event_type
 
-    def handling(self, event: BaseEvent, generation: int = 0) -> HandlerExecution:
+    def execution(self, event: BaseEvent, generation: int = 0) -> HandlerExecution:
         """Begin to handle `event`; `generation` counts how often it was replayed on purpose."""
         return HandlerExecution(self, event, generation)
 
     async def __call__(self, event: BaseEvent) -> Any:
-        outcome = await self.handling(event).attempt()
+        outcome = await self.execution(event).attempt()
         if isinstance(outcome, HandlerFailed):
             raise outcome.error
         assert isinstance(outcome, Executed)
@@ -415,8 +409,8 @@ class IdempotentEventHandler(EventHandler):
             raise ApplicationError(f"handler {self.name} publishes events, but nobody gave it a publisher")
         return self._publisher.message(event)
 
-    def handling(self, event: BaseEvent, generation: int = 0) -> GuardedExecution:
+    def execution(self, event: BaseEvent, generation: int = 0) -> GuardedExecution:
         return GuardedExecution(self, event, generation)
 
     async def __call__(self, event: BaseEvent) -> Any:
-        return await self.handling(event).run()
+        return await self.execution(event).run()

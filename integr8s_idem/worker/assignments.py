@@ -7,9 +7,16 @@ can no longer move offsets, so a late completion never rewinds or overtakes the 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
+from integr8s_idem.engine.run import Run
+from integr8s_idem.handlers.handler import HandlerExecution
+from integr8s_idem.telemetry import Span, is_recorded
+from integr8s_idem.telemetry.detached_phase import DetachedPhase
 from integr8s_idem.worker.kafka_protocols import Partition, Record
 from integr8s_idem.worker.offset_progress import Progress
 
@@ -67,22 +74,85 @@ class Assignment:
 
     def handlers(self) -> set[asyncio.Task[Any]]:
         """The tasks that have its deliveries in hand."""
-        return {delivery.task for delivery in self.running if delivery.task is not None}
+        return {task for delivery in self.running for task in delivery.tasks}
 
 
-@dataclass(eq=False, slots=True)
 class Delivery:
     """One arrival of a message."""
 
-    record: Record
-    assignment: Assignment
-    task: asyncio.Task[Any] | None = None
-    """What handles it now."""
-    size: int = field(init=False)
-    """Bytes it keeps in memory, roughly."""
+    __slots__ = (
+        "_pending",
+        "_processing",
+        "assignment",
+        "context",
+        "is_abandoned",
+        "is_recorded",
+        "record",
+        "size",
+        "tasks",
+    )
+    context: Context
+    """Its handlers run in copies of it.  Set by `begin`."""
 
-    def __post_init__(self) -> None:
-        self.size = len(self.record.value or b"") + len(self.record.key or b"")
+    def __init__(self, record: Record, assignment: Assignment) -> None:
+        self.record = record
+        self.assignment = assignment
+        self.tasks: set[asyncio.Task[Any]] = set()
+        """The tasks that handle it now."""
+        self.size = len(record.value or b"") + len(record.key or b"")
+        """Bytes it keeps in memory, roughly."""
+        self.is_abandoned = False
+        """It is not done, and will be redelivered."""
+        self.is_recorded = False
+        """Its phases are recorded in a span of its own."""
+        self._pending = 0
+        self._processing: DetachedPhase | None = None
+
+    def begin(self, context: Context, processing: AbstractContextManager[Span]) -> None:
+        """Begin to process it, in `context`; until `end`."""
+        self.context = context
+        self.is_recorded = is_recorded(processing)
+        self._processing = DetachedPhase(processing, context)
+
+    def begin_items(self, executions: Sequence[HandlerExecution]) -> list[WorkItem]:
+        """One item for each handler."""
+        self._pending = len(executions)
+        return [WorkItem(self, execution) for execution in executions]
+
+    def end_item(self) -> bool:
+        """One of its items has ended.  Whether it was the last."""
+        self._pending -= 1
+        return self._pending == 0
+
+    def end(self) -> None:
+        """It has left the pipeline."""
+        processing, self._processing = self._processing, None
+        if processing is not None:
+            processing.end()
+
+
+@dataclass(slots=True, eq=False)
+class WorkItem:
+    """One handler's work on a delivery, on its way through the pipeline."""
+
+    delivery: Delivery
+    execution: HandlerExecution
+    run: Run | None = None
+    """Its reservation, between the store's answer and the start of the handler."""
+    looks: int = 0
+    """How often it was found in progress elsewhere."""
+    wait: DetachedPhase | None = None
+    """While it waits for another run."""
+
+    def is_late(self) -> bool:
+        """Whether too little of its lease is left to start its handler."""
+        return self.run is not None and self.run.is_late()
+
+    def end_wait(self) -> None:
+        """It no longer waits for another run."""
+        if self.wait is not None:
+            self.wait.end()
+            self.wait = None
 
 
 class AbandonedError(Exception):

@@ -49,7 +49,7 @@ class Backpressure:
         self.in_flight += 1
         self._bytes += delivery.size
 
-    def let_go(self, delivery: Delivery) -> None:
+    def left(self, delivery: Delivery) -> None:
         """`delivery` is settled, or given up."""
         self.in_flight -= 1
         self._bytes -= delivery.size

@@ -1,11 +1,15 @@
-"""At start: settings that keep the batches of a service small are said."""
+"""How large batches get, and which settings keep them smaller than handlers ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from integr8s_idem.config import ServiceSettings
 from integr8s_idem.handlers.router import RegisteredHandler
+
+MOST_TOGETHER: Final = 250
+"""Work items of one exchange with the store: a few milliseconds of decoding, and of the store's time."""
 
 
 def limits_of_batches(name: str, service: ServiceSettings, handlers: Sequence[RegisteredHandler]) -> Iterator[str]:

@@ -143,16 +143,16 @@ class ServiceWorker:
         self._make_consumer = consumer
         self._reach_brokers = reach_brokers
         manager = dispatcher.manager
-        self._gate = StoreCircuit(_ping_of(dispatcher), self.observer)
-        self._purger = Purger(name, manager.repository if manager is not None else None, self._gate, self.observer)
+        self._circuit = StoreCircuit(_ping_of(dispatcher), self.observer)
+        self._purger = Purger(name, manager.repository if manager is not None else None, self._circuit, self.observer)
         isolation = isolation or IsolationGate()
-        self._settler = DeliveryProcessor(
+        self._processor = DeliveryProcessor(
             name,
             self.group,
             dispatcher,
             EventDecoder(dispatcher.router.events, codec_for(service, dispatcher)),
             publisher,
-            self._gate,
+            self._circuit,
             Slots(service.concurrency),
             Backoff(service.retry_initial_seconds, service.retry_max_seconds),
             kafka.dead_letter_suffix,
@@ -163,10 +163,10 @@ class ServiceWorker:
             if service.isolation_share
             else None,
         )
-        self._holdings = PartitionRegistry(name, service.drain_timeout_seconds)
-        self._pressure = Backpressure(service.max_in_flight, service.max_in_flight_bytes)
-        self._crew = Pipeline(
-            self._settler, service.ordering, finish=self._finish, let_go=self._pressure.let_go, fail=self.fail
+        self._partitions = PartitionRegistry(name, service.drain_timeout_seconds)
+        self._backpressure = Backpressure(service.max_in_flight, service.max_in_flight_bytes)
+        self._pipeline = Pipeline(
+            self._processor, service.ordering, finish=self._finish, left=self._backpressure.left, fail=self.fail
         )
         self._offsets = OffsetCommitter(name, kafka.request_timeout_seconds, self.observer)
         self._poller: Poller | None = None
@@ -192,18 +192,18 @@ class ServiceWorker:
     @property
     def stuck(self) -> bool:
         """Whether handlers run on that were cancelled: the event loop cannot end before they do."""
-        return any(not task.done() for task in self._holdings.handlers())
+        return any(not task.done() for task in self._partitions.handlers())
 
     def report(self) -> ServiceReport:
         """How it is doing now."""
         state = self._state
         return ServiceReport(
             self.name,
-            "paused" if state == "running" and not self._gate.is_open else state,
-            len(self._holdings.assignments),
-            self._pressure.in_flight,
-            self._holdings.lag(self._poller.consumer) if self._poller is not None else 0,
-            self._settler.tally,
+            "paused" if state == "running" and not self._circuit.is_available else state,
+            len(self._partitions.assignments),
+            self._backpressure.in_flight,
+            self._partitions.lag(self._poller.consumer) if self._poller is not None else 0,
+            self._processor.tally,
             self._why,
         )
 
@@ -212,7 +212,7 @@ class ServiceWorker:
         # Before there is a client it waits for the store: to start the process anew would not bring that back.
         silent = time.monotonic() - self._poller.last_poll if self._poller is not None else 0.0
         live = self._phase != "failed" and silent < self._longest_poll + WATCH_SECONDS
-        ready = self._state == "running" and self._gate.is_open
+        ready = self._state == "running" and self._circuit.is_available
         reason = self._why or ("" if live else f"no poll has ended for {silent:.0f} s")
         return ServiceHealth(self.name, live, ready, reason)
 
@@ -225,7 +225,7 @@ class ServiceWorker:
     def _why(self) -> str:
         # The broker's sentence first: the store's ends with where to read more.
         broker = self._reason or (self._poller.reason if self._poller is not None else "")
-        return "; ".join(reason for reason in (broker, self._gate.reason) if reason)
+        return "; ".join(reason for reason in (broker, self._circuit.reason) if reason)
 
     @property
     def _longest_poll(self) -> float:
@@ -241,7 +241,7 @@ class ServiceWorker:
             StoreConfigurationError: The store refuses us.
             KafkaError: The group cannot be consumed, for example because its offsets are gone.
         """
-        for limit in limits_of_batches(self.name, self._service, self._settler.dispatcher.router.handlers):
+        for limit in limits_of_batches(self.name, self._service, self._processor.dispatcher.router.handlers):
             logger.warning("%s: %s", self.name, limit)
         try:
             await self._wait_for_store()
@@ -253,17 +253,17 @@ class ServiceWorker:
             raise
         finally:
             await self._purger.stop()
-            await self._gate.stop()
+            await self._circuit.stop()
 
     async def _wait_for_store(self) -> None:
         """Nothing is fetched before the store has answered once."""
         try:
-            await self._gate.check()
+            await self._circuit.check()
         except StoreUnavailableError as error:
-            self._gate.close(error)
+            self._circuit.mark_unavailable(error)
             looking = asyncio.get_running_loop().create_task(self._look_at_brokers())
             try:
-                await self._gate.wait(unless=self._stopping)
+                await self._circuit.wait(unless=self._stopping)
             finally:
                 looking.cancel()
                 await asyncio.wait({looking})
@@ -346,12 +346,12 @@ class ServiceWorker:
         return Poller(
             self.name,
             self._make_consumer(self._kafka, self.group),
-            self._holdings,
-            self._pressure,
+            self._partitions,
+            self._backpressure,
             FetchWatchdog(patience, self._kafka.request_timeout_seconds),
             self.observer,
             put=self._put,
-            hold=lambda: not self._gate.is_open,
+            hold=lambda: not self._circuit.is_available,
             answer_seconds=self._kafka.request_timeout_seconds,
             longest_poll=self._longest_poll,
         )
@@ -366,8 +366,8 @@ class ServiceWorker:
             await self._drain(poller.consumer)
         finally:
             # Stopped at once, it leaves no handler behind that runs on without what it was given, and begins none.
-            self._holdings.close_at_once()
-            last = {*loops, *self._holdings.handlers(), *self._crew.tasks}
+            self._partitions.close_at_once()
+            last = {*loops, *self._partitions.handlers(), *self._pipeline.tasks}
             for task in last:
                 task.cancel()
             await asyncio.wait(last, timeout=LAST_GRACE)
@@ -375,13 +375,13 @@ class ServiceWorker:
                 logger.error(
                     "%s: handlers were cancelled and do not end; their keys are free when their leases end", self.name
                 )
-            self._crew.forget()
+            self._pipeline.forget()
             # What those have begun in their last steps.
-            if rest := self._crew.tasks - last:
+            if rest := self._pipeline.tasks - last:
                 for task in rest:
                     task.cancel()
                 await asyncio.wait(rest, timeout=LAST_GRACE)
-            self._holdings.forget()
+            self._partitions.forget()
             await bounded_stop(poller.consumer, self._kafka.request_timeout_seconds)
         # None of the loops ends by itself: one that has ended has failed, and so has the service.
         for ended in (*loops, self._failed):
@@ -391,12 +391,12 @@ class ServiceWorker:
     async def _drain(self, consumer: Consumer) -> None:
         """Running handlers may end; what waits is let go and comes again.  The poll loop goes on meanwhile."""
         self._phase = "draining"
-        assignments = list(self._holdings.assignments.values())
+        assignments = list(self._partitions.assignments.values())
         for assignment in assignments:
             assignment.close()
-        self._crew.release_closed()
-        await self._holdings.close(assignments)
-        running = self._holdings.handlers()
+        self._pipeline.release_closed()
+        await self._partitions.close(assignments)
+        running = self._partitions.handlers()
         for task in running:
             task.cancel()
         if running:
@@ -406,13 +406,13 @@ class ServiceWorker:
     # Settling.
 
     def _put(self, delivery: Delivery) -> None:
-        self._pressure.took(delivery)
-        self._crew.put(delivery)
+        self._backpressure.took(delivery)
+        self._pipeline.put(delivery)
 
     def _finish(self, delivery: Delivery) -> None:
         if delivery.assignment.ended:
             # Settled after the partition was gone: its next owner will find that out (R2).
-            self._settler.tally.stale += 1
+            self._processor.tally.stale += 1
             self.observer.count(Signal.STALE_COMPLETION)
         else:
             delivery.assignment.progress.finish(delivery.record.offset)
@@ -420,28 +420,28 @@ class ServiceWorker:
     async def _commit_loop(self, consumer: Consumer) -> None:
         while True:
             await asyncio.sleep(self._service.commit_interval_seconds)
-            await self._offsets.commit(consumer, self._holdings.assignments.values())
+            await self._offsets.commit(consumer, self._partitions.assignments.values())
 
     # Rebalances.
 
     async def give_up(self, partitions: Iterable[Partition]) -> None:
         """Partitions are being taken away: let handlers end, commit, and forget (R12)."""
         self.observer.count(Signal.REBALANCE)
-        held = self._holdings.assignments
+        held = self._partitions.assignments
         assignments = [held[partition] for partition in partitions if partition in held]
         assert self._poller is not None, "only a client of ours tells of this"
         self._poller.watch.stir()
         for assignment in assignments:
             assignment.close()
-        self._crew.release_closed()
-        await self._holdings.close(assignments)
+        self._pipeline.release_closed()
+        await self._partitions.close(assignments)
         await self._offsets.commit(self._poller.consumer, assignments)
         for assignment in assignments:
-            self._holdings.end(assignment)
+            self._partitions.end(assignment)
 
     def take_over(self, partitions: Iterable[Partition]) -> None:
         """Partitions are ours from now on; while we drain, nothing of them is begun."""
-        for assignment in self._holdings.begin(partitions):
+        for assignment in self._partitions.begin(partitions):
             if self._phase == "draining":
                 assignment.close()
         self._joined = True
@@ -456,9 +456,9 @@ class ServiceWorker:
             due = loop.time() + 1.0
             await asyncio.sleep(1.0)
             self.observer.measure(Gauge.EVENT_LOOP_LAG, max(0.0, loop.time() - due))
-            self.observer.measure(Gauge.IN_FLIGHT, self._pressure.in_flight)
+            self.observer.measure(Gauge.IN_FLIGHT, self._backpressure.in_flight)
             for topic in self.topics:
-                self.observer.measure(Gauge.CONSUMER_LAG, self._holdings.lag(consumer, topic), topic)
+                self.observer.measure(Gauge.CONSUMER_LAG, self._partitions.lag(consumer, topic), topic)
 
 
 def codec_for(service: ServiceSettings, dispatcher: EventDispatcher) -> Codec | None:

@@ -13,17 +13,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
-from integr8s_idem.config import OnInProgress
+from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.outcomes import error_of
-from integr8s_idem.engine.run import Run
 from integr8s_idem.engine.store_client import describe_error
-from integr8s_idem.engine.work import Executed, HandlerFailed, NotStarted, Outcome
+from integr8s_idem.engine.work import HandlerFailed, Outcome
 from integr8s_idem.errors import (
     EventTooLargeError,
-    LeaseLostError,
     PublishError,
     StoreError,
     UndecodableEventError,
@@ -31,14 +28,14 @@ from integr8s_idem.errors import (
 from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.handlers.dispatcher import EventDispatcher, HandlerExecution
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
-from integr8s_idem.telemetry import SILENT, Observer, Signal, Span, is_recorded
+from integr8s_idem.records import Corrupt, Failed, KeyReused
+from integr8s_idem.telemetry import SILENT, Observer, Signal, Span
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.dead_letters import DeadLetter, DeadLetterMessage, is_replay
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.kafka_protocols import Record
-from integr8s_idem.worker.poison_events import FirstOutcome, PoisonEventRunner, Try
+from integr8s_idem.worker.poison_events import PoisonEventRunner
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.replay_policy import (
     NO_REPLAY,
@@ -81,20 +78,12 @@ _UNSEEN: Final = SILENT.processing("", "", ())
 
 @dataclass(slots=True, eq=False)
 class Decoded:
-    """What a delivery holds: the handlings of its event, or why there are none."""
+    """What a delivery holds: an execution for each handler of its event, or why there are none."""
 
-    handlings: Sequence[HandlerExecution] = ()
+    executions: Sequence[HandlerExecution] = ()
     letter: DeadLetter | None = None
     processing: AbstractContextManager[Span] = _UNSEEN
     """To be entered around its handling."""
-
-    @property
-    def alone(self) -> HandlerExecution | None:
-        """Its one handling, if it can be reserved and remembered together with those of other deliveries."""
-        if len(self.handlings) != 1 or is_recorded(self.processing):
-            return None
-        handling = self.handlings[0]
-        return handling if handling.together else None
 
 
 @dataclass(slots=True, eq=False)
@@ -102,11 +91,6 @@ class UnverifiedReplay(Decoded):
     """One whose replay headers count only if the store says that they replay failed work."""
 
     claim: ReplayClaim = field(kw_only=True)
-
-    @property
-    def alone(self) -> None:
-        """The store is asked before it is reserved."""
-        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +102,7 @@ class DeliveryProcessor:
     dispatcher: EventDispatcher
     decoder: EventDecoder
     publisher: EventPublisher
-    gate: StoreCircuit
+    circuit: StoreCircuit
     slots: Slots
     """Handlers running at once.  Waiting deliveries hold none."""
     backoff: Backoff
@@ -138,7 +122,7 @@ class DeliveryProcessor:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_reporter", ReplayReporter(self.service, self.observer))
 
-    def meet(self, delivery: Delivery) -> Decoded:
+    def decode(self, delivery: Delivery) -> Decoded:
         """Decode `delivery`, and find its handlers and their keys."""
         record, judgement = delivery.record, NO_REPLAY
         try:
@@ -153,8 +137,8 @@ class DeliveryProcessor:
         self.observer.count(Signal.DELIVERED, event.event_type)
         processing = self.observer.processing(event.event_type, record.topic, record.headers)
         if judgement is not NO_REPLAY:
-            return self._meet_replay(record, event, judgement, processing)
-        return self._met(event, judgement, processing)
+            return self._decoded_replay(record, event, judgement, processing)
+        return self._decoded(event, judgement, processing)
 
     def _judge(self, record: Record) -> ReplayDecision:
         judgement = self.replays.judge(record)
@@ -164,63 +148,51 @@ class DeliveryProcessor:
             self._reporter.refused(record, judgement.refused)
         return judgement
 
-    def _meet_replay(
+    def _decoded_replay(
         self, record: Record, event: BaseEvent, judgement: ReplayDecision, processing: AbstractContextManager[Span]
     ) -> Decoded:
         if not judgement.fits(event.event_id):
             judgement = OTHER_EVENT
             self._reporter.refused(record, judgement.refused)
-        met = self._met(event, judgement, processing)
-        if judgement.unproven is None or met.letter is not None:
-            return met
-        return UnverifiedReplay(met.handlings, None, processing, claim=judgement.unproven)
+        decoded = self._decoded(event, judgement, processing)
+        if judgement.unproven is None or decoded.letter is not None:
+            return decoded
+        return UnverifiedReplay(decoded.executions, None, processing, claim=judgement.unproven)
 
-    def _met(self, event: BaseEvent, judgement: ReplayDecision, processing: AbstractContextManager[Span]) -> Decoded:
+    def _decoded(
+        self, event: BaseEvent, judgement: ReplayDecision, processing: AbstractContextManager[Span]
+    ) -> Decoded:
         generation, only = judgement.generation, judgement.only
         try:
-            handlings = self.dispatcher.handlings(event, generation, only)
+            executions = self.dispatcher.executions(event, generation, only)
         except Exception as error:  # noqa: BLE001  # a key function is the user's code: its error goes with the letter
             letter = DeadLetter(
                 "no_key", error, generation=generation, event_type=event.event_type, event_id=event.event_id
             )
             return Decoded((), letter, processing)
-        if only is not None and not handlings:
+        if only is not None and not executions:
             return Decoded((), _nobody(only, event, generation), processing)
         if self.suspects is not None:
-            for handling in handlings:
-                if isinstance(handling, GuardedExecution):
-                    handling.isolate()
-        return Decoded(handlings, None, processing)
+            for execution in executions:
+                if isinstance(execution, GuardedExecution):
+                    execution.isolate()
+        return Decoded(executions, None, processing)
 
-    async def settle(self, delivery: Delivery, met: Decoded, begun: Try | None = None) -> None:
-        """Return once `delivery` may be acknowledged.
-
-        `begun`: what came of the first try of its only handler, if there was one.
+    async def verified(self, delivery: Delivery, replay: UnverifiedReplay) -> Sequence[HandlerExecution]:
+        """The executions of `replay`, those that replay failed work in the generation that it claims.
 
         Raises:
-            AbandonedError: Its assignment is closing; it will come again.
+            AbandonedError: Its assignment is closing; it will be redelivered.
         """
-        with met.processing:
-            if met.letter is not None:
-                await self._dead_letter(delivery, met.letter)
-                return
-            handlings = await self._proven(delivery, met) if isinstance(met, UnverifiedReplay) else met.handlings
-            if len(handlings) == 1:
-                await self._settle(delivery, handlings[0], begun)
-            else:
-                await _all(*(self._settle(delivery, handling) for handling in handlings))
-
-    async def _proven(self, delivery: Delivery, met: UnverifiedReplay) -> Sequence[HandlerExecution]:
-        """The handlings of `met`, those that replay failed work in the generation that it claims."""
-        generation, handlings = met.claim.generation, list[HandlerExecution]()
-        for first in met.handlings:
+        generation, executions = replay.claim.generation, list[HandlerExecution]()
+        for first in replay.executions:
             replayed = None
-            if isinstance(first, GuardedExecution) and asks_for(met.claim, first):
+            if isinstance(first, GuardedExecution) and asks_for(replay.claim, first):
                 replayed = await self._replayed(delivery, first, generation)
-            handlings.append(replayed or first)
-        if all(handling.generation == 0 for handling in handlings):
+            executions.append(replayed or first)
+        if all(execution.generation == 0 for execution in executions):
             self._reporter.refused(delivery.record, "not_failed")
-        return handlings
+        return executions
 
     async def _replayed(self, delivery: Delivery, first: GuardedExecution, generation: int) -> HandlerExecution | None:
         """`first` in its later `generation`; `None` if that is not known to replay failed work."""
@@ -231,119 +203,54 @@ class DeliveryProcessor:
                     return None
                 break
             except StoreError as error:
-                self.gate.close(error)
-        replayed = first.handler.handling(first.event, generation)
+                self.circuit.mark_unavailable(error)
+        replayed = first.handler.execution(first.event, generation)
         if self.suspects is not None:
             replayed.isolate()
         return replayed
 
-    async def go_on(self, delivery: Delivery, handling: HandlerExecution, begun: Try) -> None:
-        """As `settle`, after a first try."""
-        record = delivery.record
-        with self.observer.processing(handling.event.event_type, record.topic, record.headers):
-            await self._settle(delivery, handling, begun)
+    @property
+    def executor(self) -> Executor:
+        """That of the manager which guards the handlers."""
+        manager = self.dispatcher.manager
+        assert manager is not None, "the handlers are guarded"
+        return manager.executor
 
     def handled(self, attempt: int) -> None:
         """A handler has done its work, and that is remembered."""
         self.tally.handled += 1
         self.tally.reruns += attempt > 1
 
-    async def _settle(self, delivery: Delivery, handling: HandlerExecution, begun: Try | None = None) -> None:
-        """Try until one handler has come to an end."""
-        looks = 0
-        while True:
-            if begun is None:
-                await self._may_go_on(delivery)
-            outcome = await self._attempt(delivery, handling, begun)
-            begun = None
-            match outcome:
-                case None:
-                    continue
-                case Executed(attempt=attempt):
-                    self.handled(attempt)
-                    return None
-                case Completed():
-                    self.tally.duplicates += 1
-                    return None
-                case InProgress() if handling.on_in_progress is OnInProgress.SKIP:
-                    self.tally.duplicates += 1
-                    self.observer.count(Signal.DUPLICATE_BLOCKED, handling.event.event_type)
-                    return None
-                case InProgress() if handling.on_in_progress is OnInProgress.RAISE:
-                    looks += 1
-                    await self._pause(delivery, self.backoff.pause(looks))
-                case InProgress():
-                    self.tally.waits += looks == 0
-                    await handling.wait(outcome, looks)
-                    looks += 1
-                case HandlerFailed(given_up=False):
-                    await self._retry_later(delivery, handling, outcome)
-                case _:
-                    return await self._dead_letter(delivery, _letter(handling, outcome))
-
     async def _may_go_on(self, delivery: Delivery) -> None:
-        await self.gate.wait(unless=delivery.assignment.closing)
+        await self.circuit.wait(unless=delivery.assignment.closing)
         if delivery.assignment.closed:
             raise AbandonedError
 
-    async def _attempt(
-        self, delivery: Delivery, handling: HandlerExecution, begun: Try | None = None
-    ) -> Outcome[Any] | None:
-        """One try; `None` if nothing is known and it should be repeated, which counts as no attempt."""
-        try:
-            if begun is None:
-                run = partial(handling.attempt_or_suspect, wait_for_store=self.gate.wait_out)
-                begun = partial(self._beside_others, delivery, run)
-            outcome = await begun()
-            if isinstance(outcome, Run):
-                outcome = await self._isolated(delivery, handling, outcome)
-            return None if isinstance(outcome, NotStarted | Run) else outcome
-        except StoreError as error:
-            self.gate.close(error)
-            return None
-        except LeaseLostError as error:
-            self.tally.leases_lost += 1
-            logger.warning("%s", error)
-        await self._pause(delivery, self.backoff.pause(1))
-        return None
-
-    async def _isolated(self, delivery: Delivery, handling: HandlerExecution, suspect: Run) -> FirstOutcome:
-        assert self.suspects is not None
-        assert isinstance(handling, GuardedExecution)
-        closing, beside_others = delivery.assignment.closing, partial(self._beside_others, delivery)
-        return await self.suspects.run(handling, suspect, closing, self.gate.wait_out, beside_others)
-
-    async def _beside_others(self, delivery: Delivery, run: Try) -> FirstOutcome:
-        async with self.slots:
-            await self.isolation.wait_until_open(unless=delivery.assignment.closing)
-            if delivery.assignment.closed:
-                raise AbandonedError
-            self.isolation.enter()
-            try:
-                return await run()
-            finally:
-                self.isolation.leave()
-
-    async def _retry_later(self, delivery: Delivery, handling: HandlerExecution, failed: HandlerFailed) -> None:
+    def retry_pause(self, execution: HandlerExecution, failed: HandlerFailed) -> float:
+        """Seconds to wait before a handler that failed is tried again; says so."""
         self.tally.retries += 1
-        self.observer.count(Signal.RETRY, handling.event.event_type)
+        self.observer.count(Signal.RETRY, execution.event.event_type)
         pause = self.backoff.pause(failed.attempt)
         logger.warning(
             "%s: handler %s failed at attempt %d (%s), next try in %.1f s",
-            handling.label,
-            handling.handler.name,
+            execution.label,
+            execution.handler.name,
             failed.attempt,
             describe_error(failed.error),
             pause,
             exc_info=failed.error if logger.isEnabledFor(logging.DEBUG) else None,
         )
-        await self._pause(delivery, pause)
+        return pause
+
+    async def dead_letter_outcome(self, delivery: Delivery, execution: HandlerExecution, outcome: Outcome[Any]) -> None:
+        """Hand the message to the dead-letter topic, because of what came of `execution`."""
+        await self.dead_letter(delivery, _letter(execution, outcome))
 
     async def _pause(self, delivery: Delivery, seconds: float) -> None:
         """Wait, holding no slot; a closing assignment cuts it short."""
         await asyncio.wait({delivery.assignment.closing}, timeout=seconds)
 
-    async def _dead_letter(self, delivery: Delivery, letter: DeadLetter) -> None:
+    async def dead_letter(self, delivery: Delivery, letter: DeadLetter) -> None:
         """Hand the message to the dead-letter topic.  Until that has it, the message is not settled."""
         record = delivery.record
         topic = record.topic + self.dead_letter_suffix
@@ -392,25 +299,18 @@ _REASONS: Final[Mapping[type[Outcome[Any]], str]] = {
 """Why an outcome is dead-lettered."""
 
 
-def _letter(handling: HandlerExecution, outcome: Outcome[Any]) -> DeadLetter:
-    error = error_of(handling.label, outcome)
+def _letter(execution: HandlerExecution, outcome: Outcome[Any]) -> DeadLetter:
+    error = error_of(execution.label, outcome)
     assert error is not None, f"{outcome} is no reason for a dead letter"
     attempts = outcome.attempt if isinstance(outcome, HandlerFailed | Failed) else 0
     return DeadLetter(
         _REASONS[type(outcome)],
         error,
-        handling.handler.name,
-        handling.label,
-        handling.record_key,
+        execution.handler.name,
+        execution.label,
+        execution.record_key,
         attempts,
-        handling.generation,
-        handling.event.event_type,
-        handling.event.event_id,
+        execution.generation,
+        execution.event.event_type,
+        execution.event.event_id,
     )
-
-
-async def _all(*settlings: Any) -> None:
-    """Each to its end; independent handlers do not stop each other.  Then the first error, if any."""
-    for end in await asyncio.gather(*settlings, return_exceptions=True):
-        if isinstance(end, BaseException):
-            raise end

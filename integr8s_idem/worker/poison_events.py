@@ -38,7 +38,7 @@ class PoisonEventRunner:
 
     async def run(
         self,
-        handling: GuardedExecution,
+        execution: GuardedExecution,
         suspect: Run,
         closing: asyncio.Future[None],
         wait_for_store: WaitForStore,
@@ -59,33 +59,33 @@ class PoisonEventRunner:
             async with self.isolation.turn(self.share, self.longest, unless=closing) as turn:
                 if turn is None:
                     raise AbandonedError
-                self._report(turn, handling, lease.reservation.lapsed)
-                run = partial(handling.run_isolated, suspect, alone=turn.is_alone, wait_for_store=wait_for_store)
-                return await (self._alone(handling, turn, run) if turn.is_alone else beside_others(run))
+                self._report(turn, execution, lease.reservation.lapsed)
+                run = partial(execution.run_isolated, suspect, alone=turn.is_alone, wait_for_store=wait_for_store)
+                return await (self._alone(execution, turn, run) if turn.is_alone else beside_others(run))
         finally:
             if lease.is_held:  # it has not come to a try
                 suspect.release()
-            handling.isolate()  # the next try, too
+            execution.isolate()  # the next try, too
 
-    def _report(self, turn: Turn, handling: GuardedExecution, lapsed: int) -> None:
+    def _report(self, turn: Turn, execution: GuardedExecution, lapsed: int) -> None:
         if turn.is_alone:
-            self.observer.count(Signal.ISOLATED, handling.event.event_type)
+            self.observer.count(Signal.ISOLATED, execution.event.event_type)
             what = f"it runs alone in this process for up to {self.longest:g} s, to find out whether it crashes workers"
         else:
             what = (
                 f"it runs beside others, since another event has been handled for more than {self.longest:g} s: its "
                 "handler is still running, or its outcome waits for the store"
             )
-        logger.warning("%s: %d attempts have lapsed; %s", handling.label, lapsed, what)
+        logger.warning("%s: %d attempts have lapsed; %s", execution.label, lapsed, what)
 
-    async def _alone(self, handling: GuardedExecution, turn: Turn, run: Try) -> FirstOutcome:
+    async def _alone(self, execution: GuardedExecution, turn: Turn, run: Try) -> FirstOutcome:
         """A try that is alone until its turn ends."""
-        after = asyncio.get_running_loop().create_task(self._go_on_beside_others(handling, turn))
+        after = asyncio.get_running_loop().create_task(self._go_on_beside_others(execution, turn))
         try:
             return await run()
         finally:
             after.cancel()
 
-    async def _go_on_beside_others(self, handling: GuardedExecution, turn: Turn) -> None:
+    async def _go_on_beside_others(self, execution: GuardedExecution, turn: Turn) -> None:
         await asyncio.wait({turn.ended})  # which the cancellation of this task must not cancel
-        handling.no_longer_alone()
+        execution.no_longer_alone()

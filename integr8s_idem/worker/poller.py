@@ -70,8 +70,8 @@ class Poller:
         self.consumer = consumer
         self.watch = watch
         self._service = service
-        self._holdings = holdings
-        self._pressure = pressure
+        self._partitions = holdings
+        self._backpressure = pressure
         self._observer = observer
         self._put = put
         self._hold = hold
@@ -102,14 +102,14 @@ class Poller:
         failures = 0
         while True:
             self._apply_pressure()
-            if self._pressure.full:
+            if self._backpressure.full:
                 # A poll of partitions that all rest would last its full time, though there is room again soon.
-                await self._pressure.ease(POLL_SECONDS)
+                await self._backpressure.ease(POLL_SECONDS)
                 self._apply_pressure()
             try:
                 await self._note_positions()
                 await self._note_starts()
-                batches = await self._fetch(most=min(POLL_RECORDS, self._pressure.room))
+                batches = await self._fetch(most=min(POLL_RECORDS, self._backpressure.room))
             except (NoOffsetForPartitionError, OffsetOutOfRangeError):
                 raise
             except Exception as error:  # noqa: BLE001  # a damaged batch raises what its codec likes
@@ -119,11 +119,11 @@ class Poller:
             failures, self.reason, self.polled = 0, "", True
             self.last_poll = time.monotonic()
             self._take(batches)
-            held = self._holdings.assignments.items()
+            held = self._partitions.assignments.items()
             self._fetched = {*batches, *(partition for partition, assignment in held if assignment.start is None)}
 
     def _apply_pressure(self) -> None:
-        self._pressure.apply(self.consumer, self._holdings.assignments, hold=self._hold())
+        self._backpressure.apply(self.consumer, self._partitions.assignments, hold=self._hold())
 
     async def look(self) -> None:
         """Notice a client that fetches no more (A5), until it is cancelled."""
@@ -136,7 +136,7 @@ class Poller:
                 self._give_up(reason)
 
     def _awake(self) -> list[Partition]:
-        return sorted(self._holdings.assignments.keys() - self._pressure.resting)
+        return sorted(self._partitions.assignments.keys() - self._backpressure.resting)
 
     async def _fetch(
         self, *only: Partition, most: int = POLL_RECORDS, seconds: float = POLL_SECONDS
@@ -171,7 +171,7 @@ class Poller:
             ours within the poll that failed; a new client begins at what is committed.
         """
         ours = self.consumer.assignment()
-        held = [assignment for assignment in self._holdings.assignments.values() if assignment.partition in ours]
+        held = [assignment for assignment in self._partitions.assignments.values() if assignment.partition in ours]
         for assignment in held:
             if (offset := assignment.next_offset) is not None:
                 self.consumer.seek(assignment.partition, offset)
@@ -183,7 +183,7 @@ class Poller:
 
     async def _note_starts(self) -> None:
         """Learn where new assignments begin, to have a place to go back to when a poll fails."""
-        unknown = [a for a in self._holdings.assignments.values() if a.start is None and not a.closed]
+        unknown = [a for a in self._partitions.assignments.values() if a.start is None and not a.closed]
         for assignment in unknown:
             try:
                 assignment.start = await bounded(self.consumer.position(assignment.partition), self._answer_seconds)
@@ -200,7 +200,7 @@ class Poller:
         if due := now >= self._positions_due:
             self._positions_due = now + POLL_SECONDS
         fetched, self._fetched = self._fetched, ()
-        for partition, assignment in list(self._holdings.assignments.items()):
+        for partition, assignment in list(self._partitions.assignments.items()):
             if not (partition in fetched or (due and assignment.start is not None)):
                 continue
             position = await self._position(assignment)
@@ -223,7 +223,7 @@ class Poller:
 
     async def _set_damaged_aside(self) -> None:
         """A batch that cannot be read fails every poll: find its partition, let it rest, go on with the others (A9)."""
-        for partition, assignment in list(self._holdings.assignments.items()):
+        for partition, assignment in list(self._partitions.assignments.items()):
             if assignment.damaged or assignment.closed or partition not in self.consumer.assignment():
                 continue
             try:
@@ -275,12 +275,12 @@ class Poller:
         if batches:
             self.watch.stir(fetched=True)
         for partition, records in batches.items():
-            assignment = self._holdings.assignments.get(partition)
+            assignment = self._partitions.assignments.get(partition)
             if assignment is None or assignment.closed or not records:
                 continue  # not ours any more, or not to be begun: it comes again
             expected = assignment.progress.next_offset
             if expected is not None and records[0].offset < expected:
-                assignment = self._holdings.begin_anew(assignment, records[0].offset)
+                assignment = self._partitions.begin_anew(assignment, records[0].offset)
             for record in records:
                 if assignment.progress.deliver(record.offset):
                     self._put(Delivery(record, assignment))

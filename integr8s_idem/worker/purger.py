@@ -27,11 +27,11 @@ SHORTEST_REST: Final = 0.05
 class Purger:
     """Calls `purge` of a store that has it, from `begin` to `stop`; of any other store it leaves alone."""
 
-    def __init__(self, service: str, store: object, gate: StoreCircuit, observer: Observer) -> None:
+    def __init__(self, service: str, store: object, circuit: StoreCircuit, observer: Observer) -> None:
         """`store`: any, or `None`."""
         self._service = service
         self._store = store if isinstance(store, PurgeSupport) and store.purge_every else None
-        self._gate = gate
+        self._circuit = circuit
         self._observer = observer
         self._task: asyncio.Task[None] | None = None
 
@@ -66,7 +66,7 @@ class Purger:
         """All that has expired, as long as the store answers."""
         loop = asyncio.get_running_loop()
         more = True
-        while more and self._gate.is_open:
+        while more and self._circuit.is_available:
             start = loop.time()
             purged = await store.purge(BATCH)
             self._observer.count(Signal.PURGED, amount=purged)

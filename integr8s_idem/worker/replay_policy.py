@@ -93,12 +93,12 @@ class ReplayPolicy:
         return ReplayDecision(claim.generation, only, event=event)
 
 
-def asks_for(claim: ReplayClaim, handling: GuardedExecution) -> bool:
-    """Whether `claim` names the handler of `handling`, or none."""
-    return not claim.handler or claim.handler == handling.handler.name.encode("utf-8", "backslashreplace")
+def asks_for(claim: ReplayClaim, execution: GuardedExecution) -> bool:
+    """Whether `claim` names the handler of `execution`, or none."""
+    return not claim.handler or claim.handler == execution.handler.name.encode("utf-8", "backslashreplace")
 
 
-async def follows_a_failure(handling: GuardedExecution, generation: int) -> bool:
+async def follows_a_failure(execution: GuardedExecution, generation: int) -> bool:
     """Whether `generation` of this work is the replay of a run that was given up, as far as the store knows.
 
     The generation before it is FAILED, with the same payload, and no older one is COMPLETED or PROCESSING.
@@ -107,13 +107,13 @@ async def follows_a_failure(handling: GuardedExecution, generation: int) -> bool
     Raises:
         StoreError: The store gives no answer.
     """
-    repository = handling.handler.manager.repository
-    keys = [generation_key(handling.record_key, number) for number in range(generation + 1)]
+    repository = execution.handler.manager.repository
+    keys = [generation_key(execution.record_key, number) for number in range(generation + 1)]
     try:
         previous, same = await repository.get(keys[-2:])
         if same is not None:
             return True
-        if previous is None or not _has_failed(previous, handling.work.fingerprint):
+        if previous is None or not _has_failed(previous, execution.work.fingerprint):
             return False
         older = await repository.get(keys[:-2]) if generation > 1 else []
     except CorruptRecordError:

@@ -1,4 +1,4 @@
-"""The store's gate: closed while the store gives no answer, so that an outage empties no topic anywhere."""
+"""Whether the store answers: a service pauses while it does not, so that an outage dead-letters nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WATCH_SECONDS = 5.0
 
 
 class StoreCircuit:
-    """Open while the store answers.  Whoever finds it silent closes the gate; a probe opens it again."""
+    """Whoever finds the store unavailable marks it so; a probe finds out when it is available again."""
 
     def __init__(self, ping: Callable[[], Awaitable[StoreHealth]] | None, observer: Observer) -> None:
-        """`ping`: `None` for a service without a store, whose gate is always open."""
+        """`ping`: `None` for a service without a store, which is always available."""
         self._ping = ping
         self._observer = observer
-        self._opened: asyncio.Future[None] | None = None
+        self._available_again: asyncio.Future[None] | None = None
         self._probe: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._warned: set[str] = set()
@@ -35,33 +35,38 @@ class StoreCircuit:
         self._primary = ""
         self._start = ""
         self.reason = ""
-        """Why it is closed."""
+        """Why it is unavailable."""
 
     @property
-    def is_open(self) -> bool:
-        return self._opened is None
+    def is_available(self) -> bool:
+        return self._available_again is None
 
-    def close(self, error: StoreError) -> None:
-        """The store has failed us: stop everything until it answers again."""
-        if self._opened is not None or self._ping is None:
+    @property
+    def available_again(self) -> asyncio.Future[None] | None:
+        """Done when it is; `None` while the store is available."""
+        return self._available_again
+
+    def mark_unavailable(self, error: StoreError) -> None:
+        """The store has failed: pause until it answers again."""
+        if self._available_again is not None or self._ping is None:
             return
         self.reason = str(error)
         logger.warning("store unavailable, pausing: %s", error)
         self._observer.measure(Gauge.STORE_UP, 0)
         loop = asyncio.get_running_loop()
-        self._opened = loop.create_future()
+        self._available_again = loop.create_future()
         self._probe = loop.create_task(self._look_until_it_answers())
 
     async def wait(self, *, unless: asyncio.Future[None]) -> None:
-        """Return once the gate is open, or `unless` is done."""
-        if self._opened is not None:
-            await asyncio.wait({self._opened, unless}, return_when=asyncio.FIRST_COMPLETED)
+        """Return once the store is available, or `unless` is done."""
+        if self._available_again is not None:
+            await asyncio.wait({self._available_again, unless}, return_when=asyncio.FIRST_COMPLETED)
 
     async def wait_out(self, error: StoreError) -> None:
-        """The store has failed us with work that is done: return when it is back."""
-        self.close(error)
-        if self._opened is not None:
-            await asyncio.wait({self._opened})
+        """The store has failed while an outcome is recorded: return when it is available again."""
+        self.mark_unavailable(error)
+        if self._available_again is not None:
+            await asyncio.wait({self._available_again})
 
     async def check(self) -> None:
         """Ask the store for a sign of life now.
@@ -118,7 +123,7 @@ class StoreCircuit:
         """A store can lose its data without ever being silent."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if self._opened is not None:
+            if self._available_again is not None:
                 continue  # the probe looks
             try:
                 await self.check()
@@ -144,11 +149,11 @@ class StoreCircuit:
             await asyncio.sleep(PROBE.pause(tries))
             try:
                 await self.check()
-            except Exception as error:  # noqa: BLE001  # a probe that dies would leave the gate closed for ever
+            except Exception as error:  # noqa: BLE001  # a probe that dies would leave the service paused for ever
                 self.reason = str(error) or type(error).__name__
                 continue
             break
         logger.info("store available again, going on")
-        opened, self._opened, self.reason = self._opened, None, ""
-        if opened is not None:
-            opened.set_result(None)
+        again, self._available_again, self.reason = self._available_again, None, ""
+        if again is not None:
+            again.set_result(None)

@@ -121,7 +121,7 @@ async def test_a_damaged_batch_stops_its_partition_with_an_alarm_and_no_other(ne
         await workload.publish_round()
     await eventually(lambda: observer.counts[Signal.PARTITION_DAMAGED] == 1)
     await workload.publish_round()
-    [damaged] = [place for place in member.worker._holdings.assignments.values() if place.damaged]
+    [damaged] = [place for place in member.worker._partitions.assignments.values() if place.damaged]
 
     others = {work for work in workload.published if workload.partition_of(work) != damaged.partition.partition}
     await eventually(lambda: workload.effects.done() >= others, state=workload.told)

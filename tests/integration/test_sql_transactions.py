@@ -388,17 +388,17 @@ async def test_on_sqlite_a_file_that_another_process_holds_is_no_failure_of_the_
 
     settings = Settings(idempotency=IdempotencyConfig(max_attempts=1))
     async with open_ledger_shop(f"sqlite+aiosqlite:///{file}", held, settings=settings) as shop:
-        [handling] = shop.dispatcher.handlings(OrderPlaced())
+        [execution] = shop.dispatcher.executions(OrderPlaced())
 
         async def wait_for_store(_: StoreError) -> None:
             await asyncio.sleep(0.1)
 
-        outcome = await handling.attempt(wait_for_store=wait_for_store)
+        outcome = await execution.attempt(wait_for_store=wait_for_store)
 
         assert isinstance(outcome, HandlerFailed)
         assert isinstance(outcome.error, TransactionAbortedError)
         assert not outcome.given_up
-        assert await handling.attempt() == Executed(2, 2)
+        assert await execution.attempt() == Executed(2, 2)
         assert await shop.charged() == ["1"]
     other.close()
 

@@ -57,7 +57,7 @@ async def move_group(shop: Shop, offset: int) -> None:
 
 
 async def until_damaged(worker: WorkerInTest) -> None:
-    held = worker.worker._holdings.assignments
+    held = worker.worker._partitions.assignments
     await eventually(lambda: any(assignment.damaged for assignment in held.values()), state=worker.worker.report)
 
 

@@ -131,7 +131,7 @@ async def test_a_batch_during_which_its_partitions_are_taken_away_ends_once(shop
     if drain < 1:  # it has lost them, and the other one waits for the outcome of what it was given
         await eventually(lambda: first.tally.stale == 0 and joining.done() and joining.result().tally.waits)
     else:
-        await eventually(lambda: all(held.closed for held in first.worker._holdings.assignments.values()))
+        await eventually(lambda: all(held.closed for held in first.worker._partitions.assignments.values()))
     index.may_end.set()
     second = await joining
     await eventually(lambda: first.worker.report().lag == second.worker.report().lag == 0)

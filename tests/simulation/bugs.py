@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -27,7 +26,8 @@ from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved, ReserveRequest, Verdict
 from integr8s_idem.stores import memory
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.worker.assignments import Assignment, Delivery
+from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem
+from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.offset_committer import OffsetCommitter
 from integr8s_idem.worker.offset_progress import Progress
@@ -298,7 +298,7 @@ def position_of_a_closing_assignment() -> AbstractContextManager[Any]:
     """The position is noted although what was fetched of a closing assignment is dropped."""
 
     async def note(self: Poller) -> None:
-        for partition, assignment in self._holdings.assignments.items():
+        for partition, assignment in self._partitions.assignments.items():
             if partition in self.consumer.assignment():
                 assignment.progress.fetched_to(await self.consumer.position(partition), assignment.start or 0)
 
@@ -316,29 +316,26 @@ def position_past_what_runs() -> AbstractContextManager[Any]:
 
 def abandoned_is_finished() -> AbstractContextManager[Any]:
     """What is let go in a rebalance counts as done."""
-    right = Pipeline._end
+    right = Pipeline._ended
 
-    def end(self: Pipeline, delivery: Delivery) -> None:
-        if delivery.assignment.closed:
-            self._finish(delivery)
-        right(self, delivery)
+    def ended(self: Pipeline, delivery: Delivery, may_commit: bool) -> None:  # as what it replaces
+        right(self, delivery, may_commit or delivery.assignment.closed)
 
-    return _instead(Pipeline, "_end", end)
+    return _instead(Pipeline, "_ended", ended)
 
 
 def acknowledged_in_an_outage() -> AbstractContextManager[Any]:
     """A delivery that meets a silent store is acknowledged."""
 
-    async def attempt(self: DeliveryProcessor, delivery: Delivery, handling: Any, begun: Any = None) -> Any:
-        if begun is not None:
-            return await begun()
-        async with self.slots:
-            try:
-                return await handling.attempt(wait_for_store=self.gate.wait_out)
-            except StoreError:
-                return Executed(None, 1)
+    right = Conclusions.raised
 
-    return _instead(DeliveryProcessor, "_attempt", attempt)
+    def raised(self: Conclusions, item: WorkItem, error: Exception) -> None:
+        if isinstance(error, StoreError):
+            self.conclude(item, Executed(None, 1))
+        else:
+            right(self, item, error)
+
+    return _instead(Conclusions, "raised", raised)
 
 
 def failed_without_a_letter() -> AbstractContextManager[Any]:
@@ -346,12 +343,12 @@ def failed_without_a_letter() -> AbstractContextManager[Any]:
 
     async def nothing(self: DeliveryProcessor, *_: Any) -> None: ...
 
-    return _instead(DeliveryProcessor, "_dead_letter", nothing)
+    return _instead(DeliveryProcessor, "dead_letter", nothing)
 
 
 def letter_after_the_offset() -> AbstractContextManager[Any]:
     """The dead letter is sent beside, while the offset moves."""
-    right = DeliveryProcessor._dead_letter
+    right = DeliveryProcessor.dead_letter
 
     async def beside(self: DeliveryProcessor, *told: Any) -> None:
         async def later() -> None:
@@ -359,21 +356,20 @@ def letter_after_the_offset() -> AbstractContextManager[Any]:
             await right(self, *told)
 
         delivery: Delivery = told[0]
-        delivery.task = asyncio.get_running_loop().create_task(later())
+        delivery.tasks.add(asyncio.get_running_loop().create_task(later()))
 
-    return _instead(DeliveryProcessor, "_dead_letter", beside)
+    return _instead(DeliveryProcessor, "dead_letter", beside)
 
 
 def offset_first() -> AbstractContextManager[Any]:
     """A delivery counts as finished when it begins."""
-    right = Pipeline._wave
+    right = Pipeline._decode
 
-    async def wave(self: Pipeline, taken: deque[Delivery]) -> None:
-        for delivery in taken:
-            self._finish(delivery)
-        await right(self, taken)
+    def decode(self: Pipeline, delivery: Delivery, asked: list[WorkItem]) -> None:
+        self._finish(delivery)
+        right(self, delivery, asked)
 
-    return _instead(Pipeline, "_wave", wave)
+    return _instead(Pipeline, "_decode", decode)
 
 
 BUGS: Final[dict[str, Bug]] = {

@@ -96,19 +96,21 @@ def all_committed(worker: RunningWorker) -> bool:
 
 
 def whats_left(worker: ServiceWorker) -> dict[str, object]:
-    """What its crew still holds; nothing once it is at rest."""
-    crew, pressure = worker._crew, worker._pressure
+    """What its pipeline still holds; nothing once it is at rest."""
+    pipeline, backpressure = worker._pipeline, worker._backpressure
+    runners = pipeline._runners
     here = {
-        "tasks": [task for task in crew.tasks if not task.done()],
-        "ready": list(crew._ready),
-        "held": list(crew._held),
-        "done": list(crew._done),
-        "waves": crew._waves,
-        "lanes": len(crew._lanes),
-        "in flight": pressure.in_flight,
-        "bytes": pressure._bytes,
-        "slots taken": worker._service.concurrency - crew._slots._free,
-        "waiting for slots": [turn for turn in crew._slots._waiting if not turn.done()],
+        "tasks": [task for task in pipeline.tasks if not task.done()],
+        "ready": list(pipeline._ready),
+        "runnable": list(runners._runnable),
+        "returned": list(runners._recorder._returned),
+        "waiting": len(pipeline._conclusions._waiting),
+        "batches": pipeline._batches,
+        "lanes": len(pipeline._lanes),
+        "in flight": backpressure.in_flight,
+        "bytes": backpressure._bytes,
+        "slots taken": worker._service.concurrency - pipeline._slots._free,
+        "waiting for slots": [turn for turn in pipeline._slots._waiting if not turn.done()],
     }
     return {name: left for name, left in here.items() if left}
 

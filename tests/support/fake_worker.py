@@ -53,7 +53,7 @@ class RunningWorker:
 
     async def crash(self) -> None:
         """It is gone without a word, as far as the broker is concerned."""
-        doomed = {self.task, *self.worker._crew.tasks}
+        doomed = {self.task, *self.worker._pipeline.tasks}
         for task in doomed:
             task.cancel()
         await asyncio.wait(doomed)

@@ -89,8 +89,8 @@ class LedgerShop:
 
     async def attempt(self, event: OrderPlaced) -> Outcome[Any]:
         """One try of the one handler."""
-        [handling] = self.dispatcher.handlings(event)
-        return await handling.attempt()
+        [execution] = self.dispatcher.executions(event)
+        return await execution.attempt()
 
     async def charged(self) -> list[str]:
         """The orders that were charged, each as often as it was."""

@@ -71,11 +71,12 @@ async def test_handlers_of_partitions_that_are_gone_stay_in_sight_until_they_end
     (here,) = holdings.begin([assignment().partition])
     one = delivery(here, 0)
     here.began(one)
-    one.task = task = asyncio.create_task(asyncio.sleep(10))
+    task = asyncio.create_task(asyncio.sleep(10))
+    one.tasks.add(task)
 
     holdings.end(here)
     assert holdings.handlers() == {task}
-    one.task = None
+    one.tasks.clear()
     here.ended_one(one)
 
     assert holdings.handlers() == set()

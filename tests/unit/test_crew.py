@@ -6,18 +6,16 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from os import urandom
-from typing import cast
 
 import pytest
 
 from integr8s_idem._util.deadlines import GRACE_TURNS
 from integr8s_idem._util.loop_fairness import LONGEST_TURN
 from integr8s_idem.config import OnStoreError
-from integr8s_idem.handlers.dispatcher import HandlerExecution, IdempotentEventDispatcher
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import Key
 from integr8s_idem.records import Completion, IdempotencyStatus, Reserved, ReserveRequest, Verdict
@@ -25,7 +23,6 @@ from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Headers, Phase, Signal, SilentObserver, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.delivery_processor import Decoded
 from tests.support.crews import (
     TOPIC,
     Depot,
@@ -225,7 +222,7 @@ async def test_a_handler_that_waits_holds_up_none_of_the_others() -> None:
 
     async with running(dispatcher_of(depot.handle, guarded()), broker, ordering="none") as worker:
         await worker.until(lambda: len(depot.done) == 28)
-        assert {task.done() for task in worker.worker._crew.tasks} == {False}
+        assert {task.done() for task in worker.worker._pipeline.tasks} == {False}
         assert broker.committed.get(TOPIC, 0) == 0
         for each in depot.held.values():
             each.set()
@@ -341,25 +338,6 @@ async def test_every_delivery_is_measured_once_those_of_duplicates_too() -> None
     assert (observer.open, observer.opened) == (0, 10)
     assert observer.seen.count(Phase.HANDLE) == 5
     assert observer.seen.count(Phase.REPLAY) == 3, "of two the process knew without asking"
-
-
-@dataclass
-class Way:
-    """As a handling, that says of itself whether it may go together with others."""
-
-    together: bool
-
-
-def test_what_settles_in_a_transaction_of_its_own_or_is_recorded_goes_alone() -> None:
-    together, with_writer = cast(HandlerExecution, Way(True)), cast(HandlerExecution, Way(False))
-
-    alone = Decoded((together,)).alone
-
-    assert alone is together
-    assert Decoded((with_writer,)).alone is None
-    assert Decoded((together, together)).alone is None
-    assert Decoded(()).alone is None
-    assert Decoded((together,), None, RecordedSpan(Recorded())).alone is None
 
 
 # A store that fails.

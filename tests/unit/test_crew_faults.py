@@ -94,7 +94,7 @@ async def test_a_worker_cancelled_while_the_store_is_slow_loses_no_outcome() -> 
 async def test_a_new_client_goes_on_though_tasks_were_cancelled_before_they_began() -> None:
     here, depot, broker = guarded(), Depot(), sent(20, keys=5)
     async with running(dispatcher_of(depot.handle, here), broker, ordering="key", concurrency=5) as worker:
-        crew = worker.worker._crew
+        crew = worker.worker._pipeline
         for _ in range(60):
             # As the end of a client cancels what it finds.
             for task in crew.tasks:
@@ -167,16 +167,16 @@ async def test_a_store_that_answers_too_few_stops_the_service_and_loses_nothing(
 
 
 @virtual_time
-async def test_a_bug_in_meeting_a_delivery_stops_the_service_and_loses_nothing() -> None:
+async def test_a_bug_in_decoding_a_delivery_stops_the_service_and_loses_nothing() -> None:
     here, depot, broker = guarded(), Depot(), sent(10, keys=5)
-    dispatcher, right = dispatcher_of(depot.handle, here), DeliveryProcessor.meet
+    dispatcher, right = dispatcher_of(depot.handle, here), DeliveryProcessor.decode
 
-    def meet(self: DeliveryProcessor, delivery: Any) -> Any:
+    def decode(self: DeliveryProcessor, delivery: Any) -> Any:
         if delivery.record.offset == 3:
             raise RuntimeError("a bug")
         return right(self, delivery)
 
-    with mock.patch.object(DeliveryProcessor, "meet", meet):
+    with mock.patch.object(DeliveryProcessor, "decode", decode):
         worker, why = await failure_of(dispatcher, broker, ordering="none")
 
     assert why == "a bug"
@@ -192,7 +192,7 @@ async def test_a_bug_in_meeting_a_delivery_stops_the_service_and_loses_nothing()
 async def test_a_bug_in_a_task_of_the_crew_stops_the_service() -> None:
     broker = sent(3)
 
-    with mock.patch.object(Pipeline, "_sort", side_effect=RuntimeError("a bug")):
+    with mock.patch.object(Pipeline, "_reserved", side_effect=RuntimeError("a bug")):
         _, why = await failure_of(dispatcher_of(Depot().handle, guarded()), broker, drain_timeout_seconds=1)
 
     assert why == "a bug"

@@ -257,16 +257,16 @@ async def test_a_failed_commit_is_a_failure_of_the_handler_and_nothing_is_publis
     application = Application()
     application.commit_fails = True
     container = paying(application)
-    (handling,) = (await container.get(EventDispatcher)).handlings(OrderPlaced())
+    (execution,) = (await container.get(EventDispatcher)).executions(OrderPlaced())
 
-    outcome = await handling.attempt()
+    outcome = await execution.attempt()
 
     assert isinstance(outcome, HandlerFailed)
     assert isinstance(outcome.error, OSError)
     assert not outcome.given_up
     assert application.steps == ["begin order_placed", "handle"]
     application.commit_fails = False
-    assert await handling.attempt() == Executed("receipt-1", 2)
+    assert await execution.attempt() == Executed("receipt-1", 2)
     await container.close()
 
 
@@ -299,9 +299,9 @@ async def test_errors_at_the_end_of_a_scope_are_told_together_and_hide_none_of_t
     application = Application()
     application.commit_fails = True
     container = container_for(router_of(pay_with_receipt), application, Leaving())
-    (handling,) = (await container.get(EventDispatcher)).handlings(OrderPlaced(order_id=order_id))
+    (execution,) = (await container.get(EventDispatcher)).executions(OrderPlaced(order_id=order_id))
 
-    outcome = await handling.attempt()
+    outcome = await execution.attempt()
 
     assert isinstance(outcome, HandlerFailed)
     assert isinstance(outcome.error, kind)
@@ -324,10 +324,10 @@ async def test_every_run_has_a_scope_of_its_own_that_knows_event_and_attempt() -
             raise ValueError("no")
 
     container = container_for(router_of(look))
-    (handling,) = (await container.get(EventDispatcher)).handlings(OrderPlaced(order_id="7"))
+    (execution,) = (await container.get(EventDispatcher)).executions(OrderPlaced(order_id="7"))
 
-    await handling.attempt()
-    await handling.attempt()
+    await execution.attempt()
+    await execution.attempt()
 
     assert [(order, number) for order, number, _ in seen] == [("7", 1), ("7", 2)]
     await container.close()
@@ -380,8 +380,8 @@ async def test_inject_fills_functions_that_are_called_while_an_event_is_handled(
 
 async def test_inject_outside_of_a_handler_finds_no_container_not_even_a_closed_one() -> None:
     container = container_for(router_of(plain))
-    (handling,) = (await container.get(EventDispatcher)).handlings(OrderPlaced())
-    await handling.attempt()
+    (execution,) = (await container.get(EventDispatcher)).executions(OrderPlaced())
+    await execution.attempt()
 
     with pytest.raises(ApplicationError, match="no event is being handled here"):
         await helper(30)  # type: ignore[call-arg]  # the rest is injected
@@ -430,10 +430,10 @@ async def test_a_handlers_scope_has_its_steps() -> None:
         return first + await steps.run("second", step, "b")
 
     container = container_for(router_of(charge))
-    (handling,) = (await container.get(EventDispatcher)).handlings(OrderPlaced())
+    (execution,) = (await container.get(EventDispatcher)).executions(OrderPlaced())
 
-    assert isinstance(await handling.attempt(), HandlerFailed)
-    assert await handling.attempt() == Executed("AB", 2)
+    assert isinstance(await execution.attempt(), HandlerFailed)
+    assert await execution.attempt() == Executed("AB", 2)
     assert done == ["a", "b"]
     await container.close()
 

@@ -171,8 +171,8 @@ async def test_a_plain_handling_counts_its_tries_and_gives_up() -> None:
     async def charge(event: OrderPlaced) -> None:
         raise ValueError("no")
 
-    (handling,) = EventDispatcher(router, max_attempts=3).handlings(OrderPlaced())
-    outcomes = [await handling.attempt() for _ in range(3)]
+    (execution,) = EventDispatcher(router, max_attempts=3).executions(OrderPlaced())
+    outcomes = [await execution.attempt() for _ in range(3)]
 
     assert [outcome.given_up for outcome in outcomes if isinstance(outcome, HandlerFailed)] == [False, False, True]
 
@@ -309,7 +309,7 @@ async def test_the_patient_wait_for_the_broker_without_a_second_run() -> None:
     async def soon(error: Exception) -> None:
         await asyncio.sleep(1)
 
-    outcome = await handler.handling(OrderPlaced()).attempt(wait_for_store=soon)
+    outcome = await handler.execution(OrderPlaced()).attempt(wait_for_store=soon)
 
     assert isinstance(outcome, Executed)
     assert runs == [1]
@@ -362,9 +362,9 @@ async def test_a_reused_id_with_another_payload_that_fails_is_given_up_some_time
 
     dispatcher = IdempotentEventDispatcher(router, here.manager)
     await dispatcher.dispatch(OrderPlaced(event_id="1"))
-    (handling,) = dispatcher.handlings(OrderPlaced(event_id="1", order_id="another"))
+    (execution,) = dispatcher.executions(OrderPlaced(event_id="1", order_id="another"))
 
-    outcomes = [await handling.attempt() for _ in range(2)]
+    outcomes = [await execution.attempt() for _ in range(2)]
 
     assert [outcome.given_up for outcome in outcomes if isinstance(outcome, HandlerFailed)] == [False, True]
 
@@ -415,7 +415,7 @@ async def test_a_permanent_error_is_given_up_by_plain_dispatchers_too() -> None:
     async def hopeless(event: OrderPlaced) -> None:
         raise PermanentError("no such user")
 
-    outcome = await EventHandler(hopeless).handling(OrderPlaced()).attempt()
+    outcome = await EventHandler(hopeless).execution(OrderPlaced()).attempt()
 
     assert isinstance(outcome, HandlerFailed)
     assert outcome.given_up

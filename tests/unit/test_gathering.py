@@ -69,8 +69,8 @@ def _events(*names: str) -> list[OrderPlaced]:
 
 async def _attempts(here: Guarded, index: Index, events: Sequence[OrderPlaced]) -> list[Outcome[Any]]:
     dispatcher = IdempotentEventDispatcher(index.router, here.manager)
-    handlings = [handling for event in events for handling in dispatcher.handlings(event)]
-    return list(await asyncio.gather(*(handling.attempt() for handling in handlings)))
+    executions = [execution for event in events for execution in dispatcher.executions(event)]
+    return list(await asyncio.gather(*(execution.attempt() for execution in executions)))
 
 
 @virtual_time
@@ -137,8 +137,8 @@ async def test_a_result_for_each_event_is_wanted_or_none() -> None:
         return [1]
 
     dispatcher = IdempotentEventDispatcher(router, guarded().manager)
-    handlings = [handling for event in _events("a", "b") for handling in dispatcher.handlings(event)]
-    outcomes = await asyncio.gather(*(handling.attempt() for handling in handlings))
+    executions = [execution for event in _events("a", "b") for execution in dispatcher.executions(event)]
+    outcomes = await asyncio.gather(*(execution.attempt() for execution in executions))
     for outcome in outcomes:
         assert isinstance(outcome, HandlerFailed)
         assert "was given 2 events and returned list" in str(outcome.error)
@@ -166,9 +166,9 @@ async def test_failures_that_are_not_named_by_index_and_error_are_those_of_all(
         raise told
 
     dispatcher = IdempotentEventDispatcher(router, guarded().manager)
-    handlings = [handling for event in _events("a", "b") for handling in dispatcher.handlings(event)]
+    executions = [execution for event in _events("a", "b") for execution in dispatcher.executions(event)]
     async with asyncio.timeout(3600):
-        outcomes = await asyncio.gather(*(handling.attempt() for handling in handlings))
+        outcomes = await asyncio.gather(*(execution.attempt() for execution in executions))
     for outcome in outcomes:
         assert isinstance(outcome, HandlerFailed)
         assert why in str(outcome.error)
@@ -178,7 +178,7 @@ async def test_failures_that_are_not_named_by_index_and_error_are_those_of_all(
 async def test_one_that_is_cancelled_leaves_the_others_their_batch() -> None:
     here, index = guarded(), Index()
     dispatcher = IdempotentEventDispatcher(index.router, here.manager)
-    tasks = [asyncio.create_task(dispatcher.handlings(event)[0].attempt()) for event in _events("a", "b", "c")]
+    tasks = [asyncio.create_task(dispatcher.executions(event)[0].attempt()) for event in _events("a", "b", "c")]
     await asyncio.sleep(0.5)
     tasks[0].cancel()
     await asyncio.sleep(0.55)
@@ -203,7 +203,7 @@ async def test_a_batch_that_nobody_waits_for_any_more_stops() -> None:
             ended.append("stopped")
 
     dispatcher = IdempotentEventDispatcher(router, here.manager)
-    tasks = [asyncio.create_task(dispatcher.handlings(event)[0].attempt()) for event in _events("a", "b")]
+    tasks = [asyncio.create_task(dispatcher.executions(event)[0].attempt()) for event in _events("a", "b")]
     await asyncio.sleep(1)
     for task in tasks:
         task.cancel()
@@ -216,8 +216,11 @@ async def test_a_batch_that_nobody_waits_for_any_more_stops() -> None:
 async def test_a_plain_service_has_batches_too() -> None:
     index = Index()
     dispatcher = EventDispatcher(index.router)
-    handlings = [handling for event in _events("a", "b") for handling in dispatcher.handlings(event)]
-    assert await asyncio.gather(*(handling.attempt() for handling in handlings)) == [Executed("A", 1), Executed("B", 1)]
+    executions = [execution for event in _events("a", "b") for execution in dispatcher.executions(event)]
+    assert await asyncio.gather(*(execution.attempt() for execution in executions)) == [
+        Executed("A", 1),
+        Executed("B", 1),
+    ]
     assert index.batches == [["a", "b"]]
 
 
@@ -257,7 +260,10 @@ async def test_a_batch_handler_has_a_scope_with_what_its_events_have_to_themselv
     providers: tuple[DispatcherProvider, ...] = (IdempotentDispatcherProvider(router),)
     container = make_async_container(IdempotencyProvider(), KafkaProvider(), *providers, Mine(), context=context)
     dispatcher = await container.get(EventDispatcher)
-    handlings = [handling for event in _events("a", "b") for handling in dispatcher.handlings(event)]
-    assert await asyncio.gather(*(handling.attempt() for handling in handlings)) == [Executed("a", 1), Executed("b", 1)]
+    executions = [execution for event in _events("a", "b") for execution in dispatcher.executions(event)]
+    assert await asyncio.gather(*(execution.attempt() for execution in executions)) == [
+        Executed("a", 1),
+        Executed("b", 1),
+    ]
     assert seen == [(await container.get(Search), [1, 1])]
     await container.close()

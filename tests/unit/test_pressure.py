@@ -25,7 +25,7 @@ def load(pressure: Backpressure, deliveries: int) -> None:
     while pressure.in_flight < deliveries:
         pressure.took(one)
     while pressure.in_flight > deliveries:
-        pressure.let_go(one)
+        pressure.left(one)
 
 
 @virtual_time
@@ -50,7 +50,7 @@ async def test_bytes_count_like_messages() -> None:
         body = delivery(assignment(), 0, value=b"x" * size)
         pressure.took(body)
         pressure.apply(consumer, ours, hold=False)
-        pressure.let_go(body)
+        pressure.left(body)
         paused.append(bool(consumer.paused))
 
     assert paused == [False, True, True, False]

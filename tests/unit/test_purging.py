@@ -49,12 +49,12 @@ class Store(MemoryIdempotencyRepository):
 @asynccontextmanager
 async def purging(store: MemoryIdempotencyRepository) -> AsyncIterator[tuple[CountingObserver, StoreCircuit]]:
     observer = CountingObserver()
-    gate = StoreCircuit(store.ping, observer)
-    purger = Purger("billing", store, gate, observer)
+    circuit = StoreCircuit(store.ping, observer)
+    purger = Purger("billing", store, circuit, observer)
     purger.begin()
-    yield observer, gate
+    yield observer, circuit
     await purger.stop()
-    await gate.stop()
+    await circuit.stop()
 
 
 @virtual_time
@@ -101,11 +101,11 @@ async def test_a_hundred_workers_do_not_purge_at_one_moment() -> None:
 async def test_nothing_is_asked_of_a_store_that_is_down() -> None:
     store = Store(expired=10 * BATCH, seconds=0.2)
 
-    async with purging(store) as (_, gate):
+    async with purging(store) as (_, circuit):
         await eventually(lambda: len(store.calls) == 3)
         store.ping = never  # type: ignore[method-assign]
-        gate._ping = never
-        gate.close(DOWN)
+        circuit._ping = never
+        circuit.mark_unavailable(DOWN)
         await asyncio.sleep(3_600)
 
     assert len(store.calls) == 3

@@ -181,10 +181,10 @@ async def test_events_reserved_before_an_isolated_run_are_released_when_their_pa
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none", drain_timeout_seconds=60) as worker:
         await worker.until(lambda: 0 in depot.begun)
-        held = [each.delivery for each in worker.worker._crew._held]
+        held = [each.delivery for each in worker.worker._pipeline._runners._runnable]
         for delivery in held:
             delivery.assignment.close()
-        worker.worker._crew.release_closed()
+        worker.worker._pipeline.release_closed()
         await asyncio.sleep(1)
         left = [record.key async for record in here.store.scan("") if await here.store.count_active(record.key)]
         assert not held or len(left) == 1, "only the event that runs alone is held"
@@ -195,10 +195,10 @@ async def test_a_suspect_that_is_cancelled_before_its_try_releases_its_lease() -
     here = guarded()
     await crashed(here, 0, times=2)
     handler = dispatcher_of(Depot().handle, here)
-    handling = handler.handlings(ParcelSent(number=0, event_id="parcel-0"))[0]
-    assert isinstance(handling, GuardedExecution)
-    handling.isolate()
-    suspect = await handling.attempt_or_suspect(wait_for_store=never_down)
+    execution = handler.executions(ParcelSent(number=0, event_id="parcel-0"))[0]
+    assert isinstance(execution, GuardedExecution)
+    execution.isolate()
+    suspect = await execution.attempt_or_suspect(wait_for_store=never_down)
     assert isinstance(suspect, Run)
     isolation = IsolationGate()
     isolation._overdue = 1  # nobody can be alone
@@ -208,7 +208,7 @@ async def test_a_suspect_that_is_cancelled_before_its_try_releases_its_lease() -
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        await runner.run(handling, suspect, asyncio.get_running_loop().create_future(), never_down, cancelled)
+        await runner.run(execution, suspect, asyncio.get_running_loop().create_future(), never_down, cancelled)
 
     assert await leases_left(here) == []
 
@@ -219,10 +219,10 @@ async def test_the_log_says_why_a_suspect_runs_beside_others_without_blaming_a_h
 ) -> None:
     here = guarded()
     await crashed(here, 0, times=2)
-    [handling] = dispatcher_of(Depot().handle, here).handlings(ParcelSent(number=0, event_id="parcel-0"))
-    assert isinstance(handling, GuardedExecution)
-    handling.isolate()
-    suspect = await handling.attempt_or_suspect(wait_for_store=never_down)
+    [execution] = dispatcher_of(Depot().handle, here).executions(ParcelSent(number=0, event_id="parcel-0"))
+    assert isinstance(execution, GuardedExecution)
+    execution.isolate()
+    suspect = await execution.attempt_or_suspect(wait_for_store=never_down)
     assert isinstance(suspect, Run)
     isolation = IsolationGate()
     isolation.enter()  # an event whose handler has returned while the store is down is still being handled
@@ -231,7 +231,7 @@ async def test_the_log_says_why_a_suspect_runs_beside_others_without_blaming_a_h
         return Executed(None, 1)
 
     runner = PoisonEventRunner(isolation, 0.5, 30, here.observer)
-    await runner.run(handling, suspect, asyncio.get_running_loop().create_future(), never_down, beside_others)
+    await runner.run(execution, suspect, asyncio.get_running_loop().create_future(), never_down, beside_others)
 
     [said] = [each.getMessage() for each in caplog.records if "attempts have lapsed" in each.getMessage()]
     assert said.endswith(

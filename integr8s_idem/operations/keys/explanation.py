@@ -260,19 +260,19 @@ class Explainer:
             answer.notes.append(
                 f"{service.name} refuses its replay headers ({judgement.refused}), and handles it as if it had none"
             )
-        for handling in service.dispatcher.handlings(event, judgement.generation, judgement.only):
-            if not isinstance(handling, GuardedExecution):
-                answer.absent.append(self._unguarded(service.name, handling.handler.name, event.event_type))
+        for execution in service.dispatcher.executions(event, judgement.generation, judgement.only):
+            if not isinstance(execution, GuardedExecution):
+                answer.absent.append(self._unguarded(service.name, execution.handler.name, event.event_type))
                 continue
-            generation = await _generation(handling, judgement)
-            key = generation_key(handling.record_key, generation)
+            generation = await _generation(execution, judgement)
+            key = generation_key(execution.record_key, generation)
             assert service.repository is not None
             found = (await read(service.repository, [key])).get(key)
             if found is None:
-                answer.absent.append(self._absent(service.name, handling.handler.name, event.event_type, key))
+                answer.absent.append(self._absent(service.name, execution.handler.name, event.event_type, key))
             else:
                 told = named(key, self._prefix)
-                offered = handling.work.fingerprint
+                offered = execution.work.fingerprint
                 answer.accounts.append(await self._account(service.repository, told, found, offered))
 
     async def _account(
@@ -326,12 +326,12 @@ class Explainer:
         return Absent(service, handler, event_type, "", "it would be handled: this handler is not guarded")
 
 
-async def _generation(handling: GuardedExecution, judgement: ReplayDecision) -> int:
+async def _generation(execution: GuardedExecution, judgement: ReplayDecision) -> int:
     """The generation in which a service would handle a message with these replay headers."""
     claim = judgement.unproven
-    if claim is None or not asks_for(claim, handling):
+    if claim is None or not asks_for(claim, execution):
         return judgement.generation
-    return claim.generation if await follows_a_failure(handling, claim.generation) else 0
+    return claim.generation if await follows_a_failure(execution, claim.generation) else 0
 
 
 def _record_of_letter(message: Record) -> str:

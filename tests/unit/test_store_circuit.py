@@ -1,4 +1,4 @@
-"""The store's gate."""
+"""The store's circuit."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def never() -> asyncio.Future[None]:
 
 @virtual_time
 async def test_an_open_gate_holds_nobody() -> None:
-    gate = StoreCircuit(Store().ping, CountingObserver())
+    circuit = StoreCircuit(Store().ping, CountingObserver())
 
-    await gate.wait(unless=never())
+    await circuit.wait(unless=never())
 
-    assert gate.is_open
+    assert circuit.is_available
     assert asyncio.get_running_loop().time() == 0
 
 
 @virtual_time
 async def test_a_closed_gate_opens_for_all_within_two_seconds_of_the_stores_return() -> None:
     store, observer = Store(), CountingObserver()
-    gate, store.error = StoreCircuit(store.ping, observer), DOWN
-    gate.close(DOWN)
-    assert (gate.is_open, observer.gauges[Gauge.STORE_UP]) == (False, 0)
-    assert "connection refused" in gate.reason
-    waiting = [asyncio.create_task(gate.wait(unless=never())) for _ in range(5)]
+    circuit, store.error = StoreCircuit(store.ping, observer), DOWN
+    circuit.mark_unavailable(DOWN)
+    assert (circuit.is_available, observer.gauges[Gauge.STORE_UP]) == (False, 0)
+    assert "connection refused" in circuit.reason
+    waiting = [asyncio.create_task(circuit.wait(unless=never())) for _ in range(5)]
 
     await asyncio.sleep(600)
     assert not any(task.done() for task in waiting)
@@ -72,89 +72,89 @@ async def test_a_closed_gate_opens_for_all_within_two_seconds_of_the_stores_retu
     await asyncio.gather(*waiting)
 
     assert asyncio.get_running_loop().time() <= 602
-    assert (gate.is_open, gate.reason, observer.gauges[Gauge.STORE_UP]) == (True, "", 1)
+    assert (circuit.is_available, circuit.reason, observer.gauges[Gauge.STORE_UP]) == (True, "", 1)
     assert 300 <= store.pings <= 6_000
 
 
 @virtual_time
 async def test_a_closing_assignment_lets_its_deliveries_go() -> None:
     store, closing = Store(), never()
-    gate, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
-    gate.close(DOWN)
-    waiting = asyncio.create_task(gate.wait(unless=closing))
+    circuit, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
+    circuit.mark_unavailable(DOWN)
+    waiting = asyncio.create_task(circuit.wait(unless=closing))
     await asyncio.sleep(1)
 
     closing.set_result(None)
     await waiting
 
-    assert not gate.is_open
-    await gate.stop()
+    assert not circuit.is_available
+    await circuit.stop()
 
 
 @virtual_time
 async def test_a_bug_in_ping_does_not_keep_the_gate_closed_for_ever() -> None:
     store = Store()
-    gate, store.error = StoreCircuit(store.ping, CountingObserver()), ZeroDivisionError()
-    gate.close(DOWN)
+    circuit, store.error = StoreCircuit(store.ping, CountingObserver()), ZeroDivisionError()
+    circuit.mark_unavailable(DOWN)
     await asyncio.sleep(10)
-    assert gate.reason == "ZeroDivisionError"
+    assert circuit.reason == "ZeroDivisionError"
 
     store.error = None
-    await gate.wait(unless=never())
+    await circuit.wait(unless=never())
 
-    assert gate.is_open
+    assert circuit.is_available
 
 
 @virtual_time
 async def test_many_who_close_it_start_one_probe() -> None:
     store = Store()
-    gate, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
+    circuit, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
 
     for _ in range(50):
-        gate.close(DOWN)
+        circuit.mark_unavailable(DOWN)
     await asyncio.sleep(0.2)
 
     assert store.pings <= 3
-    await gate.stop()
+    await circuit.stop()
 
 
 @virtual_time
 async def test_work_that_is_done_waits_out_the_outage() -> None:
     store = Store()
-    gate, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
+    circuit, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
     asyncio.get_running_loop().call_later(60, setattr, store, "error", None)
 
-    await gate.wait_out(DOWN)
+    await circuit.wait_out(DOWN)
 
     assert 60 <= asyncio.get_running_loop().time() <= 62
 
 
 @virtual_time
 async def test_a_gate_without_a_store_never_closes() -> None:
-    gate = StoreCircuit(None, CountingObserver())
+    circuit = StoreCircuit(None, CountingObserver())
 
-    gate.close(DOWN)
-    await gate.check()
+    circuit.mark_unavailable(DOWN)
+    await circuit.check()
 
-    assert gate.is_open
+    assert circuit.is_available
 
 
 @virtual_time
 async def test_a_check_tells_what_the_store_says() -> None:
     store = Store()
-    gate, store.error = StoreCircuit(store.ping, CountingObserver()), StoreConfigurationError("ping", "NOAUTH")
+    circuit, store.error = StoreCircuit(store.ping, CountingObserver()), StoreConfigurationError("ping", "NOAUTH")
 
     with pytest.raises(StoreConfigurationError):
-        await gate.check()
+        await circuit.check()
 
 
 @virtual_time
 async def test_a_stopped_gate_looks_no_longer() -> None:
     store = Store()
-    gate, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
-    gate.close(DOWN)
+    circuit, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
+    circuit.mark_unavailable(DOWN)
 
-    await gate.stop()
+    await circuit.stop()
     pings = store.pings
     await asyncio.sleep(60)
 
@@ -165,19 +165,19 @@ async def test_a_stopped_gate_looks_no_longer() -> None:
 @virtual_time
 async def test_a_store_that_lost_its_data_is_noticed_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
     store, observer = Store(), CountingObserver()
-    gate, store.identity = StoreCircuit(store.ping, observer), "first"
-    await gate.check()
+    circuit, store.identity = StoreCircuit(store.ping, observer), "first"
+    await circuit.check()
     await asyncio.sleep(60)
     assert observer.counts[Signal.STORE_DATA_LOST] == 0
 
     store.identity = "second"
     await asyncio.sleep(60)
-    await gate.stop()
+    await circuit.stop()
 
     assert observer.counts[Signal.STORE_DATA_LOST] == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "lost its records" in caplog.text
-    assert gate.is_open
+    assert circuit.is_available
 
 
 @pytest.mark.parametrize(
@@ -196,13 +196,13 @@ async def test_a_start_anew_is_counted_once_as_the_worst_that_it_may_have_cost(
     identity: str, lineage: tuple[str, str], start: str, keeps_all: bool, counted: Signal | None
 ) -> None:
     store, observer = Store(), CountingObserver()
-    gate, store.keeps_all = StoreCircuit(store.ping, observer), keeps_all
+    circuit, store.keeps_all = StoreCircuit(store.ping, observer), keeps_all
     store.identity, store.lineage, store.start = "data", ("a", ""), "first"
-    await gate.check()
+    await circuit.check()
 
     store.identity, store.lineage, store.start = identity, lineage, start
     await asyncio.sleep(60)
-    await gate.stop()
+    await circuit.stop()
 
     losses = (Signal.STORE_DATA_LOST, Signal.STORE_FAILOVER, Signal.STORE_RESTART)
     assert [observer.counts[signal] for signal in losses] == [int(signal is counted) for signal in losses]
@@ -211,15 +211,15 @@ async def test_a_start_anew_is_counted_once_as_the_worst_that_it_may_have_cost(
 @virtual_time
 async def test_data_lost_in_an_outage_are_noticed_at_its_end() -> None:
     store, observer = Store(), CountingObserver()
-    gate, store.identity = StoreCircuit(store.ping, observer), "first"
-    await gate.check()
+    circuit, store.identity = StoreCircuit(store.ping, observer), "first"
+    await circuit.check()
     store.error = DOWN
-    gate.close(DOWN)
+    circuit.mark_unavailable(DOWN)
     await asyncio.sleep(60)
 
     store.error, store.identity = None, "second"
-    await gate.wait(unless=never())
-    await gate.stop()
+    await circuit.wait(unless=never())
+    await circuit.stop()
 
     assert observer.counts[Signal.STORE_DATA_LOST] == 1
 
@@ -227,15 +227,15 @@ async def test_data_lost_in_an_outage_are_noticed_at_its_end() -> None:
 @virtual_time
 async def test_a_store_that_is_silent_to_the_watch_closes_nothing_and_is_told() -> None:
     store, observer = Store(), CountingObserver()
-    gate, store.identity = StoreCircuit(store.ping, observer), "first"
-    await gate.check()
+    circuit, store.identity = StoreCircuit(store.ping, observer), "first"
+    await circuit.check()
 
     store.error = DOWN
     await asyncio.sleep(60)
-    assert (gate.is_open, observer.gauges[Gauge.STORE_UP]) == (True, 0)
+    assert (circuit.is_available, observer.gauges[Gauge.STORE_UP]) == (True, 0)
     store.error = None
     await asyncio.sleep(60)
-    await gate.stop()
+    await circuit.stop()
 
     assert observer.gauges[Gauge.STORE_UP] == 1
 
@@ -243,9 +243,9 @@ async def test_a_store_that_is_silent_to_the_watch_closes_nothing_and_is_told() 
 @virtual_time
 async def test_a_store_that_cannot_tell_is_not_watched() -> None:
     store = Store()
-    gate = StoreCircuit(store.ping, CountingObserver())
+    circuit = StoreCircuit(store.ping, CountingObserver())
 
-    await gate.check()
+    await circuit.check()
     await asyncio.sleep(60)
 
     assert store.pings == 1
@@ -255,8 +255,8 @@ async def test_a_store_that_cannot_tell_is_not_watched() -> None:
 async def test_a_bug_in_ping_does_not_end_the_watch_over_a_stores_data() -> None:
     store, observer = Store(), CountingObserver()
     store.identity = "before"
-    gate = StoreCircuit(store.ping, observer)
-    await gate.check()
+    circuit = StoreCircuit(store.ping, observer)
+    await circuit.check()
     store.error = ZeroDivisionError()
     await asyncio.sleep(60)
 
@@ -264,4 +264,4 @@ async def test_a_bug_in_ping_does_not_end_the_watch_over_a_stores_data() -> None
     await asyncio.sleep(10)
 
     assert observer.counts[Signal.STORE_DATA_LOST] == 1
-    await gate.stop()
+    await circuit.stop()

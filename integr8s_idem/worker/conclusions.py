@@ -1,0 +1,238 @@
+"""What follows from the outcome of a work item: it is done, waits, is dead-lettered or runs alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from integr8s_idem.config import OnInProgress
+from integr8s_idem.engine.run import Run
+from integr8s_idem.engine.work import Executed, HandlerFailed, NotStarted, Outcome
+from integr8s_idem.errors import LeaseLostError, StoreError
+from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.records import Completed, InProgress
+from integr8s_idem.telemetry import Phase, Signal
+from integr8s_idem.telemetry.detached_phase import DetachedPhase
+from integr8s_idem.worker.assignments import AbandonedError, Delivery, WorkItem
+from integr8s_idem.worker.dead_letters import DeadLetter
+from integr8s_idem.worker.delivery_processor import DeliveryProcessor, UnverifiedReplay
+from integr8s_idem.worker.pipeline_tasks import PipelineTasks
+from integr8s_idem.worker.poison_events import FirstOutcome, Try
+from integr8s_idem.worker.waiting import Waiting
+
+logger = logging.getLogger(__name__)
+
+
+class Conclusions:
+    """Moves work items on.  None of them holds a slot when it comes here."""
+
+    def __init__(
+        self,
+        processor: DeliveryProcessor,
+        tasks: PipelineTasks,
+        *,
+        again: Callable[[WorkItem], None],
+        ended: Callable[[Delivery, bool], None],
+    ) -> None:
+        """
+        Args:
+            again: Called with an item that is to be handled again.
+            ended: Called with each delivery that has ended, and whether its offset may be committed.
+        """
+        self._processor = processor
+        self._circuit = processor.circuit
+        self._tasks = tasks
+        self._again = again
+        self._ended = ended
+        self._waiting: Waiting[WorkItem] = Waiting(self._wait_is_over, self.abandon)
+
+    def conclude(self, item: WorkItem, outcome: Outcome[Any] | NotStarted) -> None:
+        """Do what follows from an outcome."""
+        processor, execution = self._processor, item.execution
+        match outcome:
+            case Executed():
+                processor.handled(outcome.attempt)
+                self._done(item)
+            case Completed():
+                self.duplicate(item)
+            case NotStarted():
+                self._again(item)
+            case InProgress() if execution.on_in_progress is OnInProgress.SKIP:
+                processor.observer.count(Signal.DUPLICATE_BLOCKED, execution.event.event_type)
+                self.duplicate(item)
+            case InProgress() if execution.on_in_progress is OnInProgress.RAISE:
+                item.looks += 1
+                self._wait(item, processor.backoff.pause(item.looks))
+            case InProgress():
+                self._wait_for_other_run(item, outcome)
+            case HandlerFailed(given_up=False):
+                item.looks = 0
+                self._wait(item, processor.retry_pause(execution, outcome))
+            case _:
+                self._dead_letter_item(item, outcome)
+
+    def raised(self, item: WorkItem, error: Exception) -> None:
+        """Do what follows when nothing is known of an attempt, which does not count then."""
+        if isinstance(error, AbandonedError):
+            self.abandon(item)
+        elif isinstance(error, StoreError):
+            self._circuit.mark_unavailable(error)
+            self.wait_for_store(item)
+        elif isinstance(error, LeaseLostError):
+            self._processor.tally.leases_lost += 1
+            logger.warning("%s", error)
+            self._wait(item, self._processor.backoff.pause(1))
+        else:
+            self.broken(item, error)
+
+    def duplicate(self, item: WorkItem) -> None:
+        """The work was done before."""
+        self._processor.tally.duplicates += 1
+        self._done(item)
+
+    def abandon(self, item: WorkItem) -> None:
+        """Its delivery will be redelivered."""
+        item.end_wait()
+        item.delivery.is_abandoned = True
+        self._done(item)
+
+    def broken(self, item: WorkItem, error: BaseException) -> None:
+        """The library has a bug: nothing more of this assignment is committed, and the service stops."""
+        item.delivery.assignment.close()
+        self._tasks.report_bug(error)
+        self.abandon(item)
+
+    # Waiting.
+
+    def wait_for_store(self, item: WorkItem) -> None:
+        """Handle it again once the store answers."""
+        self._wait(item, until=self._circuit.available_again)
+
+    def abandon_waiting(self) -> None:
+        """Abandon whatever waits."""
+        self._waiting.abandon_all()
+
+    def _wait_for_other_run(self, item: WorkItem, outcome: InProgress) -> None:
+        processor = self._processor
+        processor.tally.waits += item.looks == 0
+        seconds, ended = processor.executor.next_look(outcome, looks=item.looks)
+        item.looks += 1
+        item.wait = DetachedPhase(processor.observer.phase(Phase.WAIT), item.delivery.context.copy())
+        self._wait(item, seconds, ended)
+
+    def _wait(self, item: WorkItem, seconds: float | None = None, until: asyncio.Future[None] | None = None) -> None:
+        if seconds is None and until is None:
+            seconds = 0.0
+        self._waiting.add(item, item.delivery.assignment.closing, seconds=seconds, until=until)
+
+    def _wait_is_over(self, item: WorkItem) -> None:
+        item.end_wait()
+        self._again(item)
+
+    # Work in a task of its own: what the store did not take, suspects, dead letters, and replays to be verified.
+
+    def attempt(self, item: WorkItem, attempt: Try, run: Run | None = None) -> asyncio.Task[None]:
+        """Make an attempt in a task, and conclude with its outcome.  `run`: released if the task never begins."""
+
+        async def attempting() -> None:
+            try:
+                outcome = await attempt()
+            except Exception as error:  # noqa: BLE001  # looked at where all errors of an item are
+                self.raised(item, error)
+                return
+            if isinstance(outcome, Run):
+                self.isolate(item, outcome)
+            else:
+                self.conclude(item, outcome)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if run is not None and run.lease is not None and run.lease.is_held and not run.lease.entered:
+                run.release()
+            if task.cancelled():
+                self.abandon(item)
+            else:
+                self._tasks.has_succeeded(task)
+
+        return self._tasks.begin_for(item.delivery, attempting(), ended)
+
+    def isolate(self, item: WorkItem, run: Run) -> None:
+        """Run a suspect alone."""
+        suspects, execution, closing = self._processor.suspects, item.execution, item.delivery.assignment.closing
+        assert suspects is not None
+        assert isinstance(execution, GuardedExecution)
+        beside_others = partial(self._beside_others, item.delivery)
+        self.attempt(item, partial(suspects.run, execution, run, closing, self._circuit.wait_out, beside_others), run)
+
+    async def _beside_others(self, delivery: Delivery, attempt: Try) -> FirstOutcome:
+        isolation, closing = self._processor.isolation, delivery.assignment.closing
+        async with self._processor.slots:
+            await isolation.wait_until_open(unless=closing)
+            if closing.done():
+                raise AbandonedError
+            isolation.enter()
+            try:
+                return await attempt()
+            finally:
+                isolation.leave()
+
+    def verify(self, delivery: Delivery, replay: UnverifiedReplay) -> None:
+        """Ask the store whether a replay follows a failure, and go on with what is to be handled."""
+
+        async def verifying() -> None:
+            executions = await self._processor.verified(delivery, replay)
+            for item in delivery.begin_items(executions):
+                self._again(item)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled() or task.exception() is not None:
+                self._delivery_failed(delivery, task)
+
+        self._tasks.begin_for(delivery, verifying(), ended)
+
+    def dead_letter(self, delivery: Delivery, letter: DeadLetter) -> None:
+        """Hand a delivery that has no items to the dead-letter topic."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled() or task.exception() is not None:
+                self._delivery_failed(delivery, task)
+            else:
+                self._ended(delivery, True)
+
+        self._tasks.begin_for(delivery, self._processor.dead_letter(delivery, letter), ended)
+
+    def _dead_letter_item(self, item: WorkItem, outcome: Outcome[Any]) -> None:
+        work: Coroutine[Any, Any, None] = self._processor.dead_letter_outcome(item.delivery, item.execution, outcome)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if task.cancelled() or isinstance(error, AbandonedError):
+                self.abandon(item)
+            elif error is not None:
+                self.broken(item, error)
+            else:
+                self._done(item)
+
+        self._tasks.begin_for(item.delivery, work, ended)
+
+    # Ends.
+
+    def _done(self, item: WorkItem) -> None:
+        delivery = item.delivery
+        if delivery.end_item():
+            self._ended(delivery, not delivery.is_abandoned)
+
+    def broken_delivery(self, delivery: Delivery, error: BaseException) -> None:
+        """As `broken`, of a delivery that has no items."""
+        delivery.assignment.close()
+        self._tasks.report_bug(error)
+        self._ended(delivery, False)
+
+    def _delivery_failed(self, delivery: Delivery, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is None or isinstance(error, AbandonedError):
+            self._ended(delivery, False)
+        else:
+            self.broken_delivery(delivery, error)
