@@ -84,7 +84,7 @@ async def test_a_duplicate_of_work_in_progress_is_not_acknowledged_and_survives_
 @virtual_time
 async def test_a_failure_is_tried_again_unless_somebody_chose_otherwise() -> None:
     """And what was given up can be replayed with a generation:
-    tests/unit/test_dispatcher_worker.py shows it on a broker."""
+    tests/unit/worker/test_consumer.py shows it on a broker."""
     assert IdempotencyConfig().on_failure is OnFailure.RETRY
     here, job = guarded(), Job(errors=[ConnectionError("for a moment")])
     with pytest.raises(ConnectionError):

@@ -129,8 +129,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "an import": (
         container(*BOTH, router=unknown),
-        'handler ship: its annotations name "Unimported", which module tests.unit.test_container_errors does not '
-        "define at run time",
+        'handler ship: its annotations name "Unimported", which module '
+        "tests.unit.integrations.test_dishka_container_errors does not define at run time",
     ),
     "a parameter of the factory": (
         without_parameters,

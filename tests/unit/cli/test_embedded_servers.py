@@ -112,7 +112,7 @@ def test_settings_check_says_which_sections_it_did_not_check() -> None:
 
 def test_the_settings_of_the_reference_platform_are_read() -> None:
     file = Path("platform.toml")
-    file.write_text((Path(__file__).parents[2] / "settings.example.toml").read_text() + "\n[platform]\n")
+    file.write_text((Path(__file__).parents[3] / "settings.example.toml").read_text() + "\n[platform]\n")
 
     assert typed("settings", "check", "--settings", str(file)).exit_code == 0
 

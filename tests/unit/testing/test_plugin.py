@@ -16,7 +16,7 @@ import pytest
 
 from integr8s_idem.testing.faults import CRASHES, MISHAPS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 CONFTEST = f"""
 import pytest

@@ -116,7 +116,7 @@ with told_where({"kafka": {"bootstrap_servers": "localhost:9"}}):
 @pytest.fixture
 def other_process() -> Iterator[subprocess.Popen[str]]:
     """One that has told where its servers are."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     process = subprocess.Popen(
         [sys.executable, "-c", TELLS],
         stdin=subprocess.PIPE,
