@@ -34,8 +34,9 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     make_async_container,
 )
+from integr8s_idem.runtime import ServiceGroup
 from integr8s_idem.stores.sql import sql_engine
-from integr8s_idem.worker import ServiceGroup, ServiceReport
+from integr8s_idem.worker import ServiceReport
 
 
 class PaymentReceived(BaseEvent):

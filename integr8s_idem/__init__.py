@@ -29,8 +29,9 @@ from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 
 if TYPE_CHECKING:
+    from integr8s_idem.runtime import Platform, Service, run_services
     from integr8s_idem.stores.redis import RedisIdempotencyRepository
-    from integr8s_idem.worker import EventPublisher, Platform, Service, run_services
+    from integr8s_idem.worker import EventPublisher
 
 __all__ = [
     "Attempt",
@@ -73,10 +74,10 @@ __all__ = [
 
 _LATER: Final = {
     "EventPublisher": "integr8s_idem.worker",
-    "Platform": "integr8s_idem.worker",
+    "Platform": "integr8s_idem.runtime",
     "RedisIdempotencyRepository": "integr8s_idem.stores.redis",
-    "Service": "integr8s_idem.worker",
-    "run_services": "integr8s_idem.worker",
+    "Service": "integr8s_idem.runtime",
+    "run_services": "integr8s_idem.runtime",
 }
 
 

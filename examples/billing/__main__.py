@@ -11,7 +11,8 @@ from decimal import Decimal
 
 from integr8s_idem import EventPublisher, Settings, load_settings
 from integr8s_idem.embedded import embedded
-from integr8s_idem.worker import ServiceGroup, ServiceReport
+from integr8s_idem.runtime import ServiceGroup
+from integr8s_idem.worker import ServiceReport
 
 from .handlers import OrderPlaced
 from .place_order import SETTINGS

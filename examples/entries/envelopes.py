@@ -23,7 +23,7 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     make_async_container,
 )
-from integr8s_idem.worker import ServiceGroup
+from integr8s_idem.runtime import ServiceGroup
 
 STRUCTURED = {
     "specversion": "1.0",

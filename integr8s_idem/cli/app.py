@@ -28,8 +28,8 @@ from integr8s_idem.config.example import example_settings
 from integr8s_idem.config.loading import ignored_sections, settings_source
 from integr8s_idem.config.message_text import missing_extra
 from integr8s_idem.errors import SettingsError, SettingsMistake
+from integr8s_idem.runtime import Platform
 from integr8s_idem.telemetry.setup import check_exporter
-from integr8s_idem.worker import Platform
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Final
 
 from integr8s_idem.errors import ApplicationError, SettingsError
-from integr8s_idem.worker import Platform, Service
+from integr8s_idem.runtime import Platform, Service
 
 _OWN_LINES: Final = 12
 """Lines of an application's traceback that are shown."""

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings, load_settings
 from integr8s_idem.embedded.discovery import embedded_servers_run, settings_of_running, told_where
-from integr8s_idem.worker import Platform
+from integr8s_idem.runtime import Platform
 
 TellMetrics: TypeAlias = Callable[[str, int], None]
 

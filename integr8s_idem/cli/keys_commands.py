@@ -26,8 +26,8 @@ from integr8s_idem.operations.keys.open_services import OpenService, open_servic
 from integr8s_idem.operations.keys.record_changes import Changer, Chosen, Counted
 from integr8s_idem.operations.keys.record_filter import Wanted, checked_states, length_of
 from integr8s_idem.operations.keys.record_reader import opened, size, wanted_records
+from integr8s_idem.runtime import Platform
 from integr8s_idem.stores import RecordAdmin
-from integr8s_idem.worker import Platform
 
 keys_app = typer.Typer(help="Look up what was handled, and mend it.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -23,9 +23,10 @@ from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.loading import settings_source
 from integr8s_idem.embedded.settings_overlay import NO_KAFKA_CREDENTIALS, embedded_settings, keeps_its_store
 from integr8s_idem.errors import IdempotencyError
+from integr8s_idem.runtime import Platform, Service, ServiceGroup
+from integr8s_idem.runtime.service import check_groups
 from integr8s_idem.telemetry.setup import check_exporter
-from integr8s_idem.worker import Platform, Service, ServiceGroup, ServiceReport
-from integr8s_idem.worker.platform import check_groups
+from integr8s_idem.worker import ServiceReport
 
 _log: Final = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from integr8s_idem.doctor.sqlite_file import is_to_be_made
 from integr8s_idem.doctor.store_checks import OUTBOX, STORE, look_at_repository, refusal
 from integr8s_idem.errors import ApplicationError, StoreError
 from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.runtime import Platform, Service
+from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
+from integr8s_idem.runtime.service_group import CLOSE_SECONDS, reading_of, section_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.factory import as_it_is
-from integr8s_idem.worker import Platform, Service
 from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.consumer import topics_read
-from integr8s_idem.worker.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.worker.retention import TTL, Reading
-from integr8s_idem.worker.service_group import CLOSE_SECONDS, reading_of, section_of
 
 
 @dataclass

@@ -17,7 +17,7 @@ from integr8s_idem.doctor.remedies import of_mistake, of_warning
 from integr8s_idem.doctor.store_checks import OUTBOX, STORE, look_at_store
 from integr8s_idem.embedded.discovery import settings_of_running
 from integr8s_idem.errors import SettingsError, SettingsMistake
-from integr8s_idem.worker import Platform
+from integr8s_idem.runtime import Platform
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from integr8s_idem.operations.dead_letter_filter import Choice
 from integr8s_idem.operations.dead_letter_reader import DeadLetterReader, OffsetRange, Page
 from integr8s_idem.operations.dead_letter_topics import dead_letter_topics, none_there, topics_of
 from integr8s_idem.operations.dead_letters import Place
-from integr8s_idem.worker import Platform
+from integr8s_idem.runtime import Platform
 from integr8s_idem.worker.kafka_protocols import Partition
 
 

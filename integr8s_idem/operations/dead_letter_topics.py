@@ -7,12 +7,12 @@ from difflib import get_close_matches
 
 from integr8s_idem.config import KafkaSettings, Settings
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.runtime import Platform, Service
+from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
+from integr8s_idem.runtime.service_group import CLOSE_SECONDS, section_of
 from integr8s_idem.stores.factory import as_it_is
-from integr8s_idem.worker import Platform, Service
 from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.consumer import topics_read
-from integr8s_idem.worker.containers import get_dispatcher, get_publisher, make_container
-from integr8s_idem.worker.service_group import CLOSE_SECONDS, section_of
 
 
 async def topics_of(platform: Platform, settings: Settings) -> list[str]:

@@ -27,13 +27,14 @@ from integr8s_idem.embedded.kafka_server import PARTITIONS
 from integr8s_idem.embedded.settings_overlay import NO_KAFKA_CREDENTIALS, embedded_settings, merged
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.runtime import Platform, Service
+from integr8s_idem.runtime.service_group import RunningService
 from integr8s_idem.testing.harness_run import NotSettledError
 from integr8s_idem.testing.provider_overrides import Overrides
-from integr8s_idem.worker import EventPublisher, Platform, Service
+from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.consumer import make_consumer
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
-from integr8s_idem.worker.service_group import RunningService
 
 if TYPE_CHECKING:
     from integr8s_idem.embedded import EmbeddedServers

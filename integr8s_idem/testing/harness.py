@@ -28,6 +28,7 @@ from integr8s_idem.config import MemoryStoreSettings, Settings, SqliteStoreSetti
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.records import IdempotencyRecord
+from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.testing.crash_points import CrashPoint
 from integr8s_idem.testing.faults import Fate, Fault
 from integr8s_idem.testing.flaky_store import FlakyStore
@@ -35,7 +36,6 @@ from integr8s_idem.testing.harness_run import Running
 from integr8s_idem.testing.memory_broker import StoredMessage
 from integr8s_idem.testing.observations import DeadLetterSeen, HandlerRun
 from integr8s_idem.testing.provider_overrides import Overrides
-from integr8s_idem.worker import Platform, Service
 
 if TYPE_CHECKING:
     from integr8s_idem.testing.sqlite_store import SqliteStore

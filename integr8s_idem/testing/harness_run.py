@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from integr8s_idem.config import Settings
+from integr8s_idem.runtime import Service
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.fast_forward import FastForward, fast_forward
 from integr8s_idem.testing.flaky_store import FlakyStore
@@ -18,7 +19,6 @@ from integr8s_idem.testing.provider_overrides import Overrides
 from integr8s_idem.testing.simulated_processes import processes_in_loop
 from integr8s_idem.testing.virtual_time import EPOCH
 from integr8s_idem.testing.worker_run import WorkerRun, World
-from integr8s_idem.worker import Service
 
 if TYPE_CHECKING:
     from integr8s_idem.testing.sqlite_store import SqliteStore

@@ -12,9 +12,9 @@ from dishka.provider import BaseProvider
 from integr8s_idem._util.context_vars import OVERRIDING
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.runtime import Service
+from integr8s_idem.runtime.containers import make_container
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.worker import Service
-from integr8s_idem.worker.containers import make_container
 
 Wrap: TypeAlias = Callable[[IdempotencyRepository], IdempotencyRepository]
 

@@ -12,6 +12,10 @@ from integr8s_idem.config import KafkaSettings, Settings
 from integr8s_idem.events import BaseEvent, Message
 from integr8s_idem.handlers.router import BatchCall, HandlerCall, Invoke, RegisteredHandler
 from integr8s_idem.records import StoreHealth
+from integr8s_idem.runtime import Service
+from integr8s_idem.runtime.background import run_background, run_worker
+from integr8s_idem.runtime.containers import get_dispatcher
+from integr8s_idem.runtime.service_group import section_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, CrashPoint, crashing_consumer
@@ -21,11 +25,8 @@ from integr8s_idem.testing.memory_broker import MemoryBroker, MemoryConsumer
 from integr8s_idem.testing.observations import HandlerRun
 from integr8s_idem.testing.provider_overrides import Overrides
 from integr8s_idem.testing.simulated_processes import Process
-from integr8s_idem.worker import EventPublisher, Service, ServiceWorker
-from integr8s_idem.worker.background import run_background, run_worker
-from integr8s_idem.worker.containers import get_dispatcher
+from integr8s_idem.worker import EventPublisher, ServiceWorker
 from integr8s_idem.worker.kafka_protocols import Consumer
-from integr8s_idem.worker.service_group import section_of
 
 if TYPE_CHECKING:
     from integr8s_idem.testing.sqlite_store import SqliteStore

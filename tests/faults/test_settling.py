@@ -29,9 +29,9 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.keys import fingerprint_of
+from integr8s_idem.runtime import ServiceGroup
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker import ServiceGroup
 from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.conditions import eventually
 from tests.support.effects import Effects

@@ -14,7 +14,7 @@ from integr8s_idem import BaseEvent, EventRouter, Platform, Service
 from integr8s_idem.cli.run_command import Run
 from integr8s_idem.config import load_settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.worker import ServiceGroup
+from integr8s_idem.runtime import ServiceGroup
 from tests.support.shop import billing_container
 
 CONTRADICTIONS = """

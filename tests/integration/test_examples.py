@@ -18,7 +18,8 @@ from examples.billing.handlers import OrderPlaced
 from examples.billing.payments import Audit, Payments
 from examples.replay_dead_letters import letters, replay
 from integr8s_idem import BaseEvent, EventPublisher, Service, Settings, load_settings
-from integr8s_idem.worker import ServiceGroup, ServiceReport
+from integr8s_idem.runtime import ServiceGroup
+from integr8s_idem.worker import ServiceReport
 from tests.support.kafka import Kafka
 from tests.support.replays import SECRET
 

@@ -14,7 +14,7 @@ from integr8s_idem.diagnostics import Code, Severity
 from integr8s_idem.doctor.broker_checks import look_at_brokers
 from integr8s_idem.embedded import EmbeddedKafka, embedded
 from integr8s_idem.errors import SettingsError
-from integr8s_idem.worker import ServiceGroup
+from integr8s_idem.runtime import ServiceGroup
 from integr8s_idem.worker.broker_facts import BrokerMetadataError, read_facts
 from integr8s_idem.worker.retention import Reading
 from integr8s_idem.worker.retention_check import check_retention

@@ -32,9 +32,9 @@ from integr8s_idem.config import KafkaSettings
 from integr8s_idem.embedded.discovery import told_where
 from integr8s_idem.operations.fleet import Figures, Fleet, ServiceRow, WorkerLook
 from integr8s_idem.operations.worker_addresses import address_of, endpoints_of
+from integr8s_idem.runtime.endpoints import Endpoints
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
-from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
 from tests.support.accepting import Acceptor
 from tests.support.http_server import serving

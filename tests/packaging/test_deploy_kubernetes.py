@@ -17,7 +17,8 @@ from kubernetes_validate import utils as published
 from integr8s_idem.cli import run_command
 from integr8s_idem.config import ServiceSettings, settings_warnings
 from integr8s_idem.config.loading import load_settings
-from integr8s_idem.worker import consumer, endpoints, service_group
+from integr8s_idem.runtime import endpoints, service_group
+from integr8s_idem.worker import consumer
 from providers import platform
 from providers.settings import PlatformSettings
 from services import events

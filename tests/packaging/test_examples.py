@@ -32,7 +32,8 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     make_async_container,
 )
-from integr8s_idem.worker import Service, ServiceWorker
+from integr8s_idem.runtime import Service
+from integr8s_idem.worker import ServiceWorker
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = {

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from integr8s_idem.cli.app import app
 from integr8s_idem.operations.fleet import Figures
+from integr8s_idem.runtime.endpoints import Endpoints
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
-from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health
 from tests.packaging.repository import ROOT, code_blocks
 

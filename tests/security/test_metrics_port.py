@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry
 
 from integr8s_idem.embedded import tcp_front as embedded_front
 from integr8s_idem.embedded.tcp_front import Front
-from integr8s_idem.worker import endpoints as endpoints_module
-from integr8s_idem.worker.endpoints import Endpoints
+from integr8s_idem.runtime import endpoints as endpoints_module
+from integr8s_idem.runtime.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
 
 pytestmark = pytest.mark.scenario(132)
@@ -136,7 +136,7 @@ SHORT_OF_DESCRIPTORS: Final = """
 
     from prometheus_client import CollectorRegistry
 
-    from integr8s_idem.worker.endpoints import Endpoints
+    from integr8s_idem.runtime.endpoints import Endpoints
     from integr8s_idem.worker.health import Health, ServiceHealth
 
     async def main():

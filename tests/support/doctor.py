@@ -20,7 +20,7 @@ from integr8s_idem.diagnostics import Finding, Severity
 from integr8s_idem.doctor import Asked, examined
 from integr8s_idem.doctor.broker_checks import BrokerLook
 from integr8s_idem.doctor.store_checks import look_at_store
-from integr8s_idem.worker import Platform
+from integr8s_idem.runtime import Platform
 
 KEPT_FOR_EIGHT_DAYS = "[idempotency]\ndefault_ttl_seconds = 691_200\n"
 """Longer than topics keep events by default."""

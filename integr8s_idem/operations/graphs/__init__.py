@@ -19,11 +19,11 @@ from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.integrations.dishka import name_of_needs
+from integr8s_idem.runtime import Platform, Service
+from integr8s_idem.runtime.containers import NO_DISPATCHER, call_factory, explained, not_a_container
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.factory import as_it_is
-from integr8s_idem.worker import Platform, Service
 from integr8s_idem.worker.client_options import bounded
-from integr8s_idem.worker.containers import NO_DISPATCHER, call_factory, explained, not_a_container
 
 MAKE_SECONDS: Final = 15.0
 """Longest time for a dispatcher to be made, and for a container to close."""

@@ -12,13 +12,13 @@ from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.events import EventDecoder
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventHandler
 from integr8s_idem.keys import Key, KeySpace, KeyStrategy
+from integr8s_idem.runtime import Platform, Service
+from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
+from integr8s_idem.runtime.service_group import CLOSE_SECONDS, section_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.factory import as_it_is
-from integr8s_idem.worker import Platform, Service
 from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.consumer import codec_for, topics_read
-from integr8s_idem.worker.containers import get_dispatcher, get_publisher, make_container
-from integr8s_idem.worker.service_group import CLOSE_SECONDS, section_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from integr8s_idem.cli.application_loader import chosen_services, load_applicati
 from integr8s_idem.errors import ApplicationError
 
 PLATFORM = """
-    from integr8s_idem.worker import Platform, Service
+    from integr8s_idem.runtime import Platform, Service
 
     platform = Platform(Service("billing", container=None), Service("k8s-worker", container=None))
     number = 3

@@ -18,7 +18,7 @@ from integr8s_idem.errors import SettingsError
 
 SHOP = """
 from integr8s_idem.config import Section, Settings
-from integr8s_idem.worker import Platform, Service
+from integr8s_idem.runtime import Platform, Service
 
 class ShopSection(Section):
     '''What a shop sets.'''

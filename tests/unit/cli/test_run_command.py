@@ -26,7 +26,8 @@ from integr8s_idem.cli.run_table import report_table
 from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.embedded.settings_overlay import merged
 from integr8s_idem.errors import SettingsError, StoreConfigurationError
-from integr8s_idem.worker import Platform, Service, ServiceReport
+from integr8s_idem.runtime import Platform, Service
+from integr8s_idem.worker import ServiceReport
 from integr8s_idem.worker.delivery_processor import Tally
 
 REPORT = ServiceReport(

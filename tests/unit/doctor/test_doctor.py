@@ -38,8 +38,8 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.records import StoreHealth
+from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.worker import Platform, Service
 from integr8s_idem.worker.retention import BrokerFacts
 from tests.support.doctor import codes, found_in
 

@@ -24,7 +24,7 @@ from integr8s_idem.integrations.dishka import (
     make_async_container,
 )
 from integr8s_idem.operations.graphs import drawn
-from integr8s_idem.worker import ServiceGroup
+from integr8s_idem.runtime import ServiceGroup
 from tests.support.workers import OrderPlaced
 
 if TYPE_CHECKING:

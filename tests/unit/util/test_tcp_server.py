@@ -10,7 +10,7 @@ import warnings
 import pytest
 from prometheus_client import CollectorRegistry
 
-from integr8s_idem.worker.endpoints import Endpoints
+from integr8s_idem.runtime.endpoints import Endpoints
 from integr8s_idem.worker.health import Health
 from tests.support.conditions import eventually
 from tests.support.listening import accept_no_more

@@ -12,10 +12,10 @@ from integr8s_idem.diagnostics import Code, Finding, Severity
 from integr8s_idem.doctor.broker_checks import broker_findings
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
+from integr8s_idem.runtime.service_group import reading_of
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker.broker_facts import facts_of, topic_settings
 from integr8s_idem.worker.retention import TTL, BrokerFacts, Reading, retention_findings
-from integr8s_idem.worker.service_group import reading_of
 
 WEEK = 7 * 86_400
 DEFAULTS = {"retention.ms": str(WEEK * 1000), "cleanup.policy": "delete", "max.message.bytes": "1048588"}

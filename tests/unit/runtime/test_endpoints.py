@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from integr8s_idem.errors import SettingsError
+from integr8s_idem.runtime.endpoints import CLOSE_SECONDS, Endpoints
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
-from integr8s_idem.worker.endpoints import CLOSE_SECONDS, Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
 
 GOOD = ServiceHealth("billing", live=True, ready=True)
@@ -197,7 +197,7 @@ async def test_a_block_left_at_once_leaves_nothing_listening(process: Process) -
 
 
 async def test_idle_connections_do_not_hold_up_the_end(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.worker.endpoints.CLOSE_SECONDS", 60)
+    monkeypatch.setattr("integr8s_idem.runtime.endpoints.CLOSE_SECONDS", 60)
     async with process.endpoints() as endpoints:
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoints.port)
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET /hea")

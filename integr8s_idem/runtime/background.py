@@ -10,8 +10,8 @@ from dishka import AsyncContainer
 
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.runtime.service import Background
 from integr8s_idem.worker.consumer import ServiceWorker
-from integr8s_idem.worker.platform import Background
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.relay import Relay
 

@@ -16,7 +16,7 @@ from integr8s_idem.config import Settings
 from integr8s_idem.config.message_text import text_of
 from integr8s_idem.errors import ApplicationError, IdempotencyError
 from integr8s_idem.handlers.dispatcher import EventDispatcher
-from integr8s_idem.worker.platform import Service
+from integr8s_idem.runtime.service import Service
 from integr8s_idem.worker.publisher import EventPublisher
 
 NOT_MADE: Final = "cannot be made"

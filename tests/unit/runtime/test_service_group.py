@@ -25,7 +25,7 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     make_async_container,
 )
-from integr8s_idem.worker import ServiceGroup
+from integr8s_idem.runtime import ServiceGroup
 from tests.support.conditions import eventually
 from tests.support.workers import OrderPlaced
 

@@ -17,18 +17,18 @@ from dishka import AsyncContainer
 from integr8s_idem.config import ServiceSettings, Settings
 from integr8s_idem.errors import ApplicationError, IdempotencyError, StoreError
 from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.runtime.background import run_background, run_worker, wait_forever
+from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
+from integr8s_idem.runtime.endpoints import Endpoints
+from integr8s_idem.runtime.service import Service, check_groups
 from integr8s_idem.telemetry import Gauge
 from integr8s_idem.telemetry.setup import configure_telemetry
-from integr8s_idem.worker.background import run_background, run_worker, wait_forever
 from integr8s_idem.worker.broker_facts import reach_brokers
 from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
-from integr8s_idem.worker.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.worker.delivery_processor import Tally
-from integr8s_idem.worker.endpoints import Endpoints
 from integr8s_idem.worker.health import Health, ServiceHealth
 from integr8s_idem.worker.isolation_gate import IsolationGate
-from integr8s_idem.worker.platform import Service, check_groups
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.retention import TTL, Reading
 from integr8s_idem.worker.retention_check import check_retention
