@@ -33,10 +33,12 @@ from integr8s_idem.handlers.dispatcher import HandlerExecution
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.integrations.dishka import (
+    EventContextProvider,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
     ServiceName,
+    TelemetryProvider,
 )
 from integr8s_idem.records import Completion, Reserved, ReserveRequest, Verdict
 from integr8s_idem.stores import IdempotencyRepository
@@ -185,7 +187,13 @@ async def scoped(handler: Handler) -> AsyncGenerator[tuple[EventRouter, Invoke],
     provider = IdempotentDispatcherProvider(router)
     context = {Settings: Settings(), ServiceName: ServiceName("bench")}
     container: AsyncContainer = make_async_container(
-        _UnitsOfWork(), provider, IdempotencyProvider(), KafkaProvider(), context=context
+        TelemetryProvider(),
+        EventContextProvider(),
+        _UnitsOfWork(),
+        provider,
+        IdempotencyProvider(),
+        KafkaProvider(),
+        context=context,
     )
     try:
         yield router, provider.invoker(container)

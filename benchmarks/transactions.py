@@ -31,10 +31,12 @@ from integr8s_idem import (
 )
 from integr8s_idem.engine.work import Executed
 from integr8s_idem.integrations.dishka import (
+    EventContextProvider,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
     ServiceName,
+    TelemetryProvider,
 )
 from integr8s_idem.records import Completed
 from integr8s_idem.stores import IdempotencyRepository
@@ -241,6 +243,8 @@ async def _dispatcher(
     provider.provide(session, scope=Scope.REQUEST)
     provider.provide(lambda: repository, provides=IdempotencyRepository, scope=Scope.APP, override=True)
     container = make_async_container(
+        TelemetryProvider(),
+        EventContextProvider(),
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(router, transaction=AsyncSession),

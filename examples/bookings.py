@@ -25,15 +25,7 @@ except ModuleNotFoundError as error:
 from integr8s_idem import BaseEvent, EventPublisher, EventRouter, Outgoing, Platform, Service, Settings
 from integr8s_idem.config import SqliteStoreSettings
 from integr8s_idem.embedded import embedded
-from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
-    IdempotencyProvider,
-    IdempotentDispatcherProvider,
-    KafkaProvider,
-    ServiceName,
-    make_async_container,
-)
+from integr8s_idem.integrations.dishka import IdempotencyProvider, IdempotentDispatcherProvider, KafkaProvider
 from integr8s_idem.runtime import ServiceGroup
 from integr8s_idem.stores.sql import sql_engine
 from integr8s_idem.worker import ServiceReport
@@ -79,7 +71,7 @@ async def mail(event: BalanceChanged) -> None:
 
 
 class DatabaseProvider(Provider):
-    """The application's own engine, and a session for each event that commits behind its `yield`."""
+    """The application's own engine, and a session for each event that commits after its `yield`."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -101,31 +93,19 @@ class DatabaseProvider(Provider):
                 await session.commit()
 
 
-def bookings_container(settings: Settings) -> AsyncContainer:
+def bookings_providers(settings: Settings) -> Sequence[Provider]:
     assert isinstance(settings.store, SqliteStoreSettings)
-    return make_async_container(
+    return [
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(bookings, transaction=AsyncSession),
         DatabaseProvider(f"sqlite+aiosqlite:///{settings.store.path}"),
-        context={Settings: settings, ServiceName: ServiceName("bookings")},
-        validation_settings=STRICT_VALIDATION,
-    )
-
-
-def mails_container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(mails),
-        context={Settings: settings, ServiceName: ServiceName("mails")},
-        validation_settings=STRICT_VALIDATION,
-    )
+    ]
 
 
 platform = Platform(
-    Service("bookings", container=bookings_container),
-    Service("mails", container=mails_container),
+    Service("bookings", providers=bookings_providers),
+    Service("mails", providers=[IdempotencyProvider(), KafkaProvider(), IdempotentDispatcherProvider(mails)]),
 )
 
 

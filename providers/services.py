@@ -8,6 +8,7 @@ from dishka import Provider, Scope, provide
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from integr8s_idem import EventPublisher
+from providers.settings import PlatformSettings
 from services.coordinator.admission import Admission
 from services.database import Database
 from services.k8s_worker.runner import Runner
@@ -19,9 +20,13 @@ from services.settings import PlatformSection
 
 
 class DatabaseProvider(Provider):
-    """The platform's `Database`, opened at first use.  Needs `PlatformSection` in the container's context."""
+    """The platform's section of the settings, and its `Database`, which is opened at first use."""
 
     scope = Scope.APP
+
+    @provide
+    def section(self, settings: PlatformSettings) -> PlatformSection:
+        return settings.platform
 
     @provide
     async def database(self, settings: PlatformSection) -> AsyncIterable[Database]:

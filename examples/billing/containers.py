@@ -6,16 +6,12 @@ from datetime import timedelta
 
 from dishka import Provider, Scope, provide
 
-from integr8s_idem import KeyStrategy, Settings
+from integr8s_idem import KeyStrategy, Service
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
     DispatcherProvider,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
-    ServiceName,
-    make_async_container,
 )
 
 from .handlers import audit_router, router
@@ -34,24 +30,23 @@ class AuditProvider(Provider):
     audit = provide(Audit, scope=Scope.APP)
 
 
-def billing_container(settings: Settings) -> AsyncContainer:
-    """Each order is charged once."""
-    return make_async_container(
-        IdempotencyProvider(),  # settings, store by settings, manager, telemetry
-        KafkaProvider(),  # publisher
+billing = Service(
+    "billing",
+    providers=[
+        IdempotencyProvider(),  # the store that the settings name, and the guard
+        KafkaProvider(),  # the publisher
         IdempotentDispatcherProvider(router, key_strategy=KeyStrategy.EVENT_BASED, ttl=timedelta(days=8)),
         PaymentsProvider(),
-        context={Settings: settings, ServiceName: ServiceName("billing")},
-        validation_settings=STRICT_VALIDATION,
-    )
+    ],
+)
+"""Each order is charged once."""
 
-
-def audit_container(settings: Settings) -> AsyncContainer:
-    """Plain: its handlers are repeatable by nature."""
-    return make_async_container(
+audit = Service(
+    "audit",
+    providers=[
         KafkaProvider(),
-        DispatcherProvider(audit_router),
+        DispatcherProvider(audit_router),  # plain: its handlers are repeatable by nature
         AuditProvider(),
-        context={Settings: settings, ServiceName: ServiceName("audit")},
-        validation_settings=STRICT_VALIDATION,
-    )
+    ],
+)
+"""Keeps the books."""

@@ -1,12 +1,9 @@
-"""What runs: `integr8s-idem run examples.billing.workers:platform`."""
+"""The services that run: `integr8s-idem run examples.billing.workers:platform`."""
 
 from __future__ import annotations
 
-from integr8s_idem import Platform, Service
+from integr8s_idem import Platform
 
-from .containers import audit_container, billing_container
+from .containers import audit, billing
 
-platform = Platform(
-    Service("billing", container=billing_container),  # topics follow from the router's events; topics=[...] overrides
-    Service("audit", container=audit_container),
-)
+platform = Platform(billing, audit)

@@ -12,15 +12,7 @@ from typing import Literal
 
 from integr8s_idem import BaseEvent, EventPublisher, EventRouter, PartialFailureError, Platform, Service, Settings
 from integr8s_idem.embedded import embedded
-from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
-    IdempotencyProvider,
-    IdempotentDispatcherProvider,
-    KafkaProvider,
-    ServiceName,
-    make_async_container,
-)
+from integr8s_idem.integrations.dishka import IdempotencyProvider, IdempotentDispatcherProvider, KafkaProvider
 from integr8s_idem.runtime import ServiceGroup
 
 
@@ -50,17 +42,9 @@ async def write(events: Sequence[Measured]) -> None:
         raise PartialFailureError(failures)
 
 
-def container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(router),
-        context={Settings: settings, ServiceName: ServiceName("measurements")},
-        validation_settings=STRICT_VALIDATION,
-    )
-
-
-platform = Platform(Service("measurements", container=container))
+platform = Platform(
+    Service("measurements", providers=[IdempotencyProvider(), KafkaProvider(), IdempotentDispatcherProvider(router)])
+)
 
 
 async def main() -> None:

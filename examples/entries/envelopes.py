@@ -14,15 +14,7 @@ from pydantic import Field
 
 from integr8s_idem import BaseEvent, EventRouter, Platform, Service, Settings
 from integr8s_idem.embedded import embedded
-from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
-    IdempotencyProvider,
-    IdempotentDispatcherProvider,
-    KafkaProvider,
-    ServiceName,
-    make_async_container,
-)
+from integr8s_idem.integrations.dishka import IdempotencyProvider, IdempotentDispatcherProvider, KafkaProvider
 from integr8s_idem.runtime import ServiceGroup
 
 STRUCTURED = {
@@ -48,17 +40,9 @@ async def charge(event: OrderPlaced) -> None:
     print(f"charging order {event.order_id}: event {event.event_id}")
 
 
-def container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(router),
-        context={Settings: settings, ServiceName: ServiceName("billing")},
-        validation_settings=STRICT_VALIDATION,
-    )
-
-
-platform = Platform(Service("billing", container=container))
+platform = Platform(
+    Service("billing", providers=[IdempotencyProvider(), KafkaProvider(), IdempotentDispatcherProvider(router)])
+)
 
 
 async def produce(servers: str) -> None:

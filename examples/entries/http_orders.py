@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
-from dishka import FromDishka, Provider, Scope, provide
+from dishka import AsyncContainer, FromDishka, Provider, Scope, make_async_container, provide
 
 try:
     import httpx
@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field
 from integr8s_idem import Settings
 from integr8s_idem.config import MemoryStoreSettings
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, by_authorization
-from integr8s_idem.integrations.dishka import AsyncContainer, IdempotencyProvider, ServiceName, make_async_container
+from integr8s_idem.integrations.dishka import IdempotencyProvider, ServiceName, TelemetryProvider
 from integr8s_idem.integrations.openapi import with_idempotency_keys
 
 
@@ -93,6 +93,7 @@ class Shop(FastAPI):
 def application(settings: Settings | None = None) -> Shop:
     """The API.  With more than one process, the store is one that they share."""
     container = make_async_container(
+        TelemetryProvider(),
         IdempotencyProvider(),
         ShopProvider(),
         context={

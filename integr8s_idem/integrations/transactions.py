@@ -13,7 +13,6 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.handlers.router import HandlerCall
 from integr8s_idem.integrations.request_scope import scope_of_a_call
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.outbox import Outbox
 
 if TYPE_CHECKING:
     from integr8s_idem.stores.sql import SqlOutbox, SqlTransaction
@@ -33,6 +32,14 @@ class Begun:
         await self.call.before_commit(result, self.transaction)
 
 
+@dataclass(frozen=True, slots=True)
+class TransactionResources:
+    """What the transactional handlers of one container share; both `None` where its handlers are not transactional."""
+
+    repository: Any = None
+    outbox: SqlOutbox | None = None
+
+
 class Transactions:
     """Makes a transaction for each call of a handler out of a session or connection in its REQUEST scope."""
 
@@ -41,24 +48,22 @@ class Transactions:
         from integr8s_idem.stores.sql import SqlTransaction
 
         self.key = SqlTransaction
-        self._outbox: SqlOutbox | None = None
-        self._repository: Any = None
 
-        async def make(session: Any) -> Any:
-            assert self._outbox is not None
-            transaction = SqlTransaction(self._repository, self._outbox, session)
+        async def make(session: Any, resources: TransactionResources) -> Any:
+            assert resources.outbox is not None
+            transaction = SqlTransaction(resources.repository, resources.outbox, session)
             await transaction.watch()
             return transaction
 
-        make.__annotations__ = {"session": held, "return": SqlTransaction}
+        make.__annotations__ = {"session": held, "resources": TransactionResources, "return": SqlTransaction}
         make.__qualname__ = f"IdempotentDispatcherProvider(transaction={held.__name__})"  # as errors name it
         self.make = make
 
-    def open(self, repository: IdempotencyRepository) -> Outbox:
+    def open(self, repository: IdempotencyRepository) -> TransactionResources:
         """The outbox beside the records.
 
         Raises:
-            ApplicationError: The records are in no SQL database.
+            ApplicationError: The records are not in a SQL database.
         """
         from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox
 
@@ -68,9 +73,7 @@ class Transactions:
                 "kind to that of the application's database, or leave out transaction=… (for a "
                 "WorkerHarness, give it a sqlite_file)"
             )
-        self._repository = repository
-        self._outbox = SqlOutbox(repository.engine)
-        return self._outbox
+        return TransactionResources(repository, SqlOutbox(repository.engine))
 
     @asynccontextmanager
     async def scope(

@@ -1,6 +1,7 @@
 """Services composed of Dishka providers, and run side by side in one process."""
 
+from integr8s_idem.runtime.containers import make_container
 from integr8s_idem.runtime.service import Background, Platform, Service
 from integr8s_idem.runtime.service_group import ServiceGroup, run_services
 
-__all__ = ["Background", "Platform", "Service", "ServiceGroup", "run_services"]
+__all__ = ["Background", "Platform", "Service", "ServiceGroup", "make_container", "run_services"]

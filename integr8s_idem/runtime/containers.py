@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from dishka import AsyncContainer
+from dishka import STRICT_VALIDATION, AsyncContainer, ValidationSettings, make_async_container
 from dishka.exception_base import DishkaError
 from dishka.exceptions import CycleDependenciesError, NoContextValueError, NoFactoryError
 
@@ -16,6 +16,8 @@ from integr8s_idem.config import Settings
 from integr8s_idem.config.message_text import text_of
 from integr8s_idem.errors import ApplicationError, IdempotencyError
 from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.integrations.dishka import EventContextProvider, ServiceName, TelemetryProvider
+from integr8s_idem.integrations.handler_injection import DEPENDENCIES_OF
 from integr8s_idem.runtime.service import Service
 from integr8s_idem.worker.publisher import EventPublisher
 
@@ -23,51 +25,63 @@ NOT_MADE: Final = "cannot be made"
 NO_DISPATCHER: Final = "gives no dispatcher"
 
 _LONGEST_REASON: Final = 2_000
-_IN_CONTAINER: Final = " to make_async_container"
-_IN_CONTEXT: Final = "Add {} to context={{…}} of make_async_container"
 _SESSION: Final = "Add a provider of {} with scope REQUEST that commits after its yield"
-_STORE: Final = f"Add IdempotencyProvider(){_IN_CONTAINER}"
-_DISPATCHER: Final = f"Add IdempotentDispatcherProvider(router) or DispatcherProvider(router){_IN_CONTAINER}"
+_STORE: Final = "Add IdempotencyProvider()"
 _KNOWN_PACKAGES: Final = {"integr8s_idem", "sqlalchemy"}
-_WHAT, _ASKS_FOR = "what ", " asks for"
-"""Around the name of a handler in the entry of the graph that stands for it."""
 _REMEDIES: Final[Mapping[str, str]] = {
     "AsyncConnection": _SESSION.format("AsyncConnection"),
     "AsyncSession": _SESSION.format("AsyncSession"),
-    "EventDispatcher": _DISPATCHER,
-    "EventPublisher": f"Add KafkaProvider(){_IN_CONTAINER}",
+    "Attempt": "Add EventContextProvider()",
+    "BaseEvent": "Add EventContextProvider()",
+    "Batch": "Add EventContextProvider()",
+    "EventDispatcher": "Add IdempotentDispatcherProvider(router) or DispatcherProvider(router)",
+    "EventPublisher": "Add KafkaProvider()",
     "IdempotencyConfig": _STORE,
     "IdempotencyManager": _STORE,
-    "IdempotencyRedis": _STORE,
     "IdempotencyRepository": _STORE,
-    "Observer": _DISPATCHER,
-    "ServiceName": _IN_CONTEXT.format('ServiceName: ServiceName("{service}")'),
-    "Settings": _IN_CONTEXT.format("Settings: settings"),
+    "Observer": "Add TelemetryProvider()",
+    "Outgoing": "Add EventContextProvider()",
+    "ServiceName": 'Add ServiceName: ServiceName("{service}") to the context of make_async_container',
+    "Settings": "Add Settings: settings to the context of make_async_container",
 }
 """What to do about a missing type of this library or of SQLAlchemy, by its name."""
 
 
 def make_container(service: Service, settings: Settings) -> AsyncContainer:
-    """Call the factory of `service`.
+    """Make the container of `service`, of its providers or by its factory.
 
     Raises:
-        ApplicationError: It fails, or returns something else.
+        ApplicationError: It cannot be made, or the factory returns something else.
     """
-    container = call_factory(service, settings)
+    container = build(service, settings)
     if not isinstance(container, AsyncContainer):
         raise not_a_container(service.name, container)
     return container
 
 
-def call_factory(service: Service, settings: Settings) -> Any:
-    """Call the factory of `service`, and return what it returns.
-
-    Raises:
-        ApplicationError: It fails.
-    """
-    _check_signature(service, settings)
+def build(service: Service, settings: Settings) -> Any:
+    """As `make_container`, without a look at what the factory returns."""
+    if service.container is not None:
+        _check_signature(service, settings)
+        with explained(service.name, NOT_MADE):
+            return service.container(settings, *service.overrides)
     with explained(service.name, NOT_MADE):
-        return service.container(settings)
+        return _container_of_providers(service, settings)
+
+
+def _container_of_providers(service: Service, settings: Settings) -> AsyncContainer:
+    providers = service.providers(settings) if callable(service.providers) else service.providers
+    assert providers is not None, "a service without providers has a factory"
+    context = {type(settings): settings, Settings: settings, ServiceName: ServiceName(service.name)}
+    return make_async_container(
+        TelemetryProvider(group_id=service.group_id),
+        EventContextProvider(),
+        *providers,
+        *service.overrides,
+        context=context,
+        # What a test overrides need not be marked with `override=True`.
+        validation_settings=ValidationSettings() if service.overrides else STRICT_VALIDATION,
+    )
 
 
 async def get_dispatcher(container: AsyncContainer, service: str) -> EventDispatcher:
@@ -125,18 +139,23 @@ def explained(service: str, what: str) -> Iterator[None]:
 
 
 def _check_signature(service: Service, settings: Settings) -> None:
+    assert service.container is not None
     try:
         signature = inspect.signature(service.container)
     except ValueError:  # some functions of extension modules have none
         return
     try:
-        signature.bind(settings)
+        signature.bind(settings, *service.overrides)
     except TypeError as error:
         name = getattr(service.container, "__qualname__", type(service.container).__name__)
+        overrides, parameters = "", "settings: Settings"
+        if service.overrides:
+            overrides = " and the providers that override its own"
+            parameters += ", *overrides: Provider"
         raise ApplicationError(
-            f"the container of service {service.name} {NOT_MADE}: its factory is called with the settings, and "
-            f"{name}({', '.join(signature.parameters)}) does not take them ({error}). "
-            f"Write: def {name.rpartition('.')[2]}(settings: Settings) -> AsyncContainer"
+            f"the container of service {service.name} {NOT_MADE}: its factory is called with the settings{overrides}, "
+            f"and {name}({', '.join(map(str, signature.parameters.values()))}) does not take them ({error}). "
+            f"Write: def {name.rpartition('.')[2]}({parameters}) -> AsyncContainer"
         ) from None
 
 
@@ -156,8 +175,8 @@ def _way(path: Sequence[Any]) -> str:
     """Which provider or handler asks for what is missing, and how Dishka came to it."""
     if not path:
         return ""
-    way = [_name(each.provides.type_hint).removeprefix(_WHAT).removesuffix(_ASKS_FOR) for each in path]
-    is_handler = _name(path[-1].provides.type_hint).endswith(_ASKS_FOR)
+    way = [_name(each.provides.type_hint).removeprefix(DEPENDENCIES_OF) for each in path]
+    is_handler = _name(path[-1].provides.type_hint).startswith(DEPENDENCIES_OF)
     asking = f"handler {way[-1]}" if is_handler else _name(path[-1].source)
     return f", which {asking} asks for" + (f" ({' → '.join(way)})" if len(way) > 1 else "")
 
@@ -165,7 +184,7 @@ def _way(path: Sequence[Any]) -> str:
 def _remedy(missing: Any, service: str) -> str:
     is_known = getattr(missing, "__module__", "").partition(".")[0] in _KNOWN_PACKAGES
     known = _REMEDIES.get(_name(missing)) if is_known else None
-    return known.replace("{service}", service) if known else f"Add a provider of {_name(missing)}{_IN_CONTAINER}"
+    return known.replace("{service}", service) if known else f"Add a provider of {_name(missing)}"
 
 
 def _hints(error: NoFactoryError) -> str:

@@ -1,12 +1,13 @@
-"""What runs: services, each with a container of its own."""
+"""Services, each with a container of its own, and the platform that they make up."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from dishka import AsyncContainer
+from dishka.provider import BaseProvider
 
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
@@ -17,17 +18,41 @@ Background = Callable[[AsyncContainer], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Service:
-    """One consumer group and what it needs."""
+    """One consumer group and what it needs: either Dishka providers, or a function that makes a container.
+
+    Raises:
+        ApplicationError: Both are given, or neither.
+    """
 
     name: str
     """Also its section in the settings, and its scope in keys and metrics."""
-    container: Callable[[Any], AsyncContainer]
-    """Makes its container from the settings; it must give an `EventDispatcher` and an `EventPublisher`."""
+    _: KW_ONLY
+    providers: Sequence[BaseProvider] | Callable[[Any], Sequence[BaseProvider]] | None = None
+    """Providers of the container, or a function that returns them for the settings.
+
+    A `TelemetryProvider` and an `EventContextProvider` are added.  The context of the container has the `Settings`,
+    also under their own class, and the `ServiceName`.  The container is validated strictly."""
+    container: Callable[..., AsyncContainer] | None = None
+    """Makes the container from the settings, for full control.  It must provide an `EventDispatcher` and an
+    `EventPublisher`.  If it takes `(settings: Settings, *overrides: Provider)`, tests can override providers."""
     topics: Sequence[str] | None = None
     """Topics to read; those of the router's events if not given.  The settings win."""
     group_id: str | None = None
     """Consumer group; the service's name if not given.  The settings win."""
     background: Sequence[Background] = ()
+    """Tasks beside the handlers."""
+    overrides: Sequence[BaseProvider] = ()
+    """Providers that come after all others, and override them.  Set by `with_providers`."""
+
+    def __post_init__(self) -> None:
+        if (self.providers is None) == (self.container is None):
+            raise ApplicationError(
+                f"service {self.name} needs either providers=[…] or container=, a function that makes a container"
+            )
+
+    def with_providers(self, *overrides: BaseProvider) -> Service:
+        """This service with providers that override its own, for a test: `with_providers(FakePaymentsProvider())`."""
+        return replace(self, overrides=(*self.overrides, *overrides))
 
 
 def check_groups(services: Iterable[Service], settings: Settings) -> None:
@@ -64,6 +89,15 @@ class Platform:
             names = [service.name for service in services]
             twice = next(name for name in names if names.count(name) > 1)
             raise ApplicationError(f"two services are named {twice}: they would share keys and settings")
+
+    def service(self, name: str) -> Service:
+        """The service of this name.
+
+        Raises:
+            ApplicationError: There is no such service.
+        """
+        (service,) = self.choose([name])
+        return service
 
     def choose(self, names: Sequence[str] = ()) -> list[Service]:
         """The services named, or all, in the order of the platform.

@@ -188,7 +188,7 @@ class EmbeddedHarness:
             self._containers.append(made)
             return made
 
-        return replace(service, container=container)
+        return replace(service, providers=None, container=container, overrides=())
 
 
 @asynccontextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from dishka import AsyncContainer, Provider, Scope
 from dishka.provider import BaseProvider
+from dishka.registry import Registry
 
-from integr8s_idem._util.context_vars import OVERRIDING
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.runtime import Service
@@ -34,32 +33,27 @@ class Overrides:
         self._provided: set[Any] = set()
 
     def container(
-        self, service: Service, settings: Settings, ours: Mapping[Any, object], wrap: Wrap | None = None
+        self, service: Service, settings: Settings, kit: Mapping[Any, object], wrap: Wrap | None = None
     ) -> AsyncContainer:
-        """That of `service`.
+        """The container of `service`, with what overrides its providers.
 
         Args:
-            ours: What the kit puts in, where the container has it at all.
+            kit: Objects of the harness by type, for types that the container provides.
             wrap: Called with the repository that the container makes; returns the one that it gives.
 
         Raises:
-            ApplicationError: The service makes it past us.
+            ApplicationError: The container cannot be made, or its factory takes no providers.
         """
-        used: list[bool] = []
-
-        def overriding(given: Sequence[Any]) -> Sequence[Any]:
-            used.append(True)
-            return self._more(given, ours, wrap)
-
-        with _overriding(overriding):
-            container = make_container(service, settings)
-        if not used:
-            raise ApplicationError(
-                f"the container of service {service.name} cannot be given a store in memory, nor fakes: make it with "
-                "make_async_container of integr8s_idem.integrations.dishka instead of Dishka's own, which is the same "
-                "outside of tests"
-            )
-        return container
+        provided = _provided_by(make_container(service, settings))
+        self._provided |= provided
+        self._missing -= provided
+        added = Provider(scope=Scope.APP)
+        for kind, fake in {**kit, **self._fakes}.items():
+            if kind in provided:
+                added.provide(_giving(fake), provides=kind, override=True)
+        if wrap is not None and IdempotencyRepository in provided:
+            added.decorate(wrap, provides=IdempotencyRepository)
+        return make_container(service.with_providers(added, *self._providers), settings)
 
     def check(self) -> None:
         """Once all containers are made.
@@ -72,19 +66,15 @@ class Overrides:
             known = ", ".join(sorted(_name(each) for each in self._provided))
             raise ApplicationError(f"a fake takes the place of what no service provides: {names}; provided: {known}")
 
-    def _more(self, given: Sequence[BaseProvider], ours: Mapping[Any, object], wrap: Wrap | None) -> list[BaseProvider]:
-        provided = {factory.provides.type_hint for provider in given for factory in provider.factories}
-        provided |= {alias.provides.type_hint for provider in given for alias in provider.aliases}
-        self._provided |= provided
-        self._missing -= provided
-        fakes = {**ours, **self._fakes}
-        added = Provider(scope=Scope.APP)
-        for kind, fake in fakes.items():
-            if kind in provided:
-                added.provide(_giving(fake), provides=kind, override=True)
-        if wrap is not None and IdempotencyRepository in provided:
-            added.decorate(wrap, provides=IdempotencyRepository)
-        return [added, *self._providers]
+
+def _provided_by(container: AsyncContainer) -> set[Any]:
+    """The types that a container provides, in any scope.  Nothing of it is made."""
+    registry: Registry | None = container.registry
+    provided: set[Any] = set()
+    while registry is not None:
+        provided |= {key.type_hint for key in registry.factories}
+        registry = registry.child_registry
+    return provided
 
 
 def _giving(fake: object) -> Callable[[], object]:
@@ -96,12 +86,3 @@ def _giving(fake: object) -> Callable[[], object]:
 
 def _name(kind: Any) -> str:
     return str(getattr(kind, "__qualname__", kind))
-
-
-@contextmanager
-def _overriding(overriding: Callable[[Sequence[Any]], Sequence[Any]]) -> Iterator[None]:
-    before = OVERRIDING.set(overriding)
-    try:
-        yield
-    finally:
-        OVERRIDING.reset(before)

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Final, TypeVar
 from uuid import uuid4
 
-from dishka import Provider, Scope, make_async_container
+from dishka import STRICT_VALIDATION, Provider, Scope, make_async_container
 
 from integr8s_idem import Attempt, EventDispatcher, EventRouter, Settings
 from integr8s_idem.engine.steps import Once, Steps, mark_of
 from integr8s_idem.errors import StepInterruptedError
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
+    EventContextProvider,
     FromDishka,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     ServiceName,
+    TelemetryProvider,
 )
 from integr8s_idem.records import Completion, ReserveRequest, Verdict
 from integr8s_idem.stores import IdempotencyRepository
@@ -225,6 +226,8 @@ async def open_stepping(
     async with open_records(order.store, order.key_prefix) as store:
         publisher = EventPublisher(order.kafka)
         container = make_async_container(
+            TelemetryProvider(),
+            EventContextProvider(),
             IdempotencyProvider(),
             IdempotentDispatcherProvider(warehouse.router),
             _given(SteppingStore(store, plan), publisher),

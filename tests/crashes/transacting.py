@@ -9,18 +9,19 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from dishka import AsyncContainer, Provider, Scope, make_async_container, provide
+from dishka import STRICT_VALIDATION, AsyncContainer, Provider, Scope, make_async_container, provide
 from sqlalchemy import BigInteger, Column, Integer, MetaData, String, Table, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from integr8s_idem import Attempt, EventDispatcher, EventRouter, Outgoing, PermanentError, Settings
 from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
+    EventContextProvider,
     FromDishka,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     ServiceName,
+    TelemetryProvider,
 )
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import sql_engine
@@ -141,6 +142,8 @@ async def open_transactional(
         clerk = Clerk(Effects(Path(order.folder)), plan)
         settings = Settings(kafka=order.kafka, idempotency=order.idempotency, services={SERVICE: order.service})
         container = make_async_container(
+            TelemetryProvider(),
+            EventContextProvider(),
             IdempotencyProvider(),
             _Dispatching(clerk.router, plan),
             _Sessions(theirs, plan),

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 import pytest
+from dishka import STRICT_VALIDATION, make_async_container
 from dishka.exceptions import ImplicitOverrideDetectedError
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, Settings
@@ -22,13 +23,13 @@ from integr8s_idem.events import BaseEvent, encode_event
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
     DispatcherProvider,
+    EventContextProvider,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
     ServiceName,
-    make_async_container,
+    TelemetryProvider,
 )
 from integr8s_idem.keys import Key, KeyResolver, KeyStrategy
 from integr8s_idem.records import Completed, Corrupt, IdempotencyStatus, Reserved
@@ -354,6 +355,8 @@ def test_two_providers_of_one_dispatcher_are_refused() -> None:
 
     with pytest.raises(ImplicitOverrideDetectedError, match="DispatcherProvider"):
         make_async_container(
+            TelemetryProvider(),
+            EventContextProvider(),
             IdempotencyProvider(),
             KafkaProvider(),
             DispatcherProvider(router),

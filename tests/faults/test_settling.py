@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from dishka import AsyncContainer
 
 from integr8s_idem import EventPublisher, IdempotencyConfig, Service, Settings
 from integr8s_idem.engine.manager import IdempotencyManager
@@ -21,12 +22,8 @@ from integr8s_idem.events import BaseEvent, encode_event
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter, HandlerCall, RegisteredHandler
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
     DispatcherProvider,
     KafkaProvider,
-    ServiceName,
-    make_async_container,
 )
 from integr8s_idem.keys import fingerprint_of
 from integr8s_idem.runtime import ServiceGroup
@@ -320,14 +317,6 @@ async def test_services_that_fail_leave_the_others_at_work_and_health_says_which
     async def charge(event: RealOrder) -> None:
         handled.set()
 
-    def container(name: str) -> AsyncContainer:
-        return make_async_container(
-            KafkaProvider(),
-            DispatcherProvider(router),
-            context={Settings: settings, ServiceName: ServiceName(name)},
-            validation_settings=STRICT_VALIDATION,
-        )
-
     def not_importable(_: Settings) -> AsyncContainer:
         raise ImportError("no module named payments")
 
@@ -336,7 +325,12 @@ async def test_services_that_fail_leave_the_others_at_work_and_health_says_which
         raise RuntimeError("out of paper")
 
     services = [
-        Service(name, container=lambda _, name=name: container(name), group_id=topic_prefix + name, background=beside)  # type: ignore[misc]
+        Service(
+            name,
+            providers=[KafkaProvider(), DispatcherProvider(router)],
+            group_id=topic_prefix + name,
+            background=beside,
+        )
         for name, beside in (("billing", ()), ("printing", (broken,)))
     ]
     group = ServiceGroup([*services, Service("shipping", container=not_importable)], settings)

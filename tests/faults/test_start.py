@@ -15,7 +15,7 @@ from integr8s_idem.cli.run_command import Run
 from integr8s_idem.config import load_settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.runtime import ServiceGroup
-from tests.support.shop import billing_container
+from tests.support.shop import billing_providers
 
 CONTRADICTIONS = """
 [kafka]
@@ -61,7 +61,7 @@ def test_contradictions_are_refused_with_both_numbers_of_each_before_anything_is
 @pytest.mark.scenario(99)
 def test_two_services_of_one_name_are_refused() -> None:
     with pytest.raises(ApplicationError, match="two services are named billing: they would share keys"):
-        Platform(Service("billing", container=billing_container), Service("billing", container=billing_container))
+        Platform(Service("billing", providers=billing_providers), Service("billing", providers=billing_providers))
 
 
 @pytest.mark.scenario(99)
@@ -78,7 +78,7 @@ def test_two_services_of_one_consumer_group_are_refused_whichever_of_them_are_st
         "by the name": ("shipping", None),
     }
     services = [
-        Service(name, container=billing_container, group_id=group)
+        Service(name, providers=billing_providers, group_id=group)
         for name, group in zip(("billing", "shipping"), groups[given], strict=True)
     ]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from dishka.provider import BaseProvider
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
@@ -26,12 +27,9 @@ from integr8s_idem.doctor.store_checks import look_at_repository
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
 from integr8s_idem.integrations.dishka import (
-    AsyncContainer,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
-    ServiceName,
-    make_async_container,
 )
 from integr8s_idem.stores.factory import open_store
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, metadata, migrate, settings_engine, sql_engine
@@ -212,22 +210,21 @@ async def test_each_grant_of_the_outbox_is_missed_when_it_lacks(
         await relay_as_worker(database)
 
 
-def booking(settings: Settings) -> AsyncContainer:
+def booking_providers(settings: Settings) -> Sequence[BaseProvider]:
     """The container of transactional handlers whose own tables are beside the records in PostgreSQL."""
     assert isinstance(settings.store, PostgresqlStoreSettings)
-    return make_async_container(
+    return [
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(bookings, transaction=AsyncSession),
         DatabaseProvider(settings.store.url.replace("postgresql", "postgresql+asyncpg")),
-        context={Settings: settings, ServiceName: ServiceName("bookings")},
-    )
+    ]
 
 
 async def found_in_bookings(server: PostgresServer) -> list[Finding]:
     url = server.url.replace("postgresql+asyncpg", "postgresql").replace("postgres@", "")
     settings = Settings(store=PostgresqlStoreSettings(kind="postgresql", url=url, username="worker"))
-    look = await look_at_application(Platform(Service("bookings", container=booking)), settings)
+    look = await look_at_application(Platform(Service("bookings", providers=booking_providers)), settings)
     assert [reading.topics for reading in look.readings] == [("payment_received",)]
     return look.findings
 
@@ -272,7 +269,7 @@ async def test_nothing_is_found_in_transactional_handlers_on_sqlite(tmp_path: Pa
 
 async def test_an_outbox_whose_store_is_away_is_told_once(tmp_path: Path) -> None:
     text = f'[store]\nkind = "postgresql"\nurl = "postgresql:///postgres?host={tmp_path}"\n'
-    platform = Platform(Service("bookings", container=booking))
+    platform = Platform(Service("bookings", providers=booking_providers))
 
     found = await found_in(text + '[kafka]\nbootstrap_servers = "127.0.0.1:1"\n', tmp_path, platform)
 

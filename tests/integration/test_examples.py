@@ -11,13 +11,13 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from dishka import AsyncContainer
+from dishka import Provider, Scope
 
-from examples.billing.containers import audit_container, billing_container
+from examples.billing import containers
 from examples.billing.handlers import OrderPlaced
 from examples.billing.payments import Audit, Payments
 from examples.replay_dead_letters import letters, replay
-from integr8s_idem import BaseEvent, EventPublisher, Service, Settings, load_settings
+from integr8s_idem import BaseEvent, EventPublisher, Settings, load_settings
 from integr8s_idem.runtime import ServiceGroup
 from integr8s_idem.worker import ServiceReport
 from tests.support.kafka import Kafka
@@ -44,24 +44,16 @@ def settings(kafka: Kafka, topic_prefix: str, redis_url: str) -> Settings:
 
 
 class Shop:
-    """Both services while they run, and the containers they were given."""
+    """Both services while they run, with a payment service and an audit that the test looks at."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._containers: dict[str, AsyncContainer] = {}
-        self._group = ServiceGroup(
-            [
-                Service("billing", container=self._kept("billing", billing_container)),
-                Service("audit", container=self._kept("audit", audit_container)),
-            ],
-            settings,
-        )
-
-    def _kept(self, name: str, make: Callable[[Settings], AsyncContainer]) -> Callable[[Settings], AsyncContainer]:
-        def kept(settings: Settings) -> AsyncContainer:
-            return self._containers.setdefault(name, make(settings))
-
-        return kept
+        self.payments, self.audit = Payments(), Audit()
+        services = [
+            containers.billing.with_providers(_providing(Payments, self.payments)),
+            containers.audit.with_providers(_providing(Audit, self.audit)),
+        ]
+        self._group = ServiceGroup(services, settings)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Shop]:
@@ -87,11 +79,11 @@ class Shop:
                 await asyncio.wait({self._running}, timeout=0.05)
                 assert not self._running.done(), self._group.reports()
 
-    async def payments(self) -> Payments:
-        return await self._containers["billing"].get(Payments)
 
-    async def audit(self) -> Audit:
-        return await self._containers["audit"].get(Audit)
+def _providing(kind: type, made: object) -> Provider:
+    provider = Provider(scope=Scope.APP)
+    provider.provide(lambda: made, provides=kind)
+    return provider
 
 
 def order(number: int) -> OrderPlaced:
@@ -105,8 +97,8 @@ async def test_billing_charges_once_on_a_redelivery(settings: Settings) -> None:
         await shop.publish(placed, placed)
         await shop.until(lambda now: now["billing"].tally.duplicates == 1 and now["audit"].tally.handled == 1)
 
-        assert (await shop.payments()).charges == [("1", Decimal("9.90"))]
-        assert (await shop.audit()).paid == {"1": "receipt-1"}
+        assert shop.payments.charges == [("1", Decimal("9.90"))]
+        assert shop.audit.paid == {"1": "receipt-1"}
 
 
 @pytest.mark.kafka
@@ -120,7 +112,7 @@ async def test_after_a_restart_an_order_that_is_delivered_again_is_not_charged(s
         await shop.publish(placed)
         await shop.until(lambda now: now["billing"].tally.duplicates == 1)
 
-        assert (await shop.payments()).charges == []
+        assert shop.payments.charges == []
 
 
 @pytest.mark.kafka
@@ -137,7 +129,7 @@ async def test_an_order_placed_from_another_terminal_is_charged_once(
 
         assert await placing.wait() == 0
         await shop.until(lambda now: now["billing"].tally.duplicates == 1 and now["audit"].tally.handled == 1)
-        assert (await shop.payments()).charges == [("17", Decimal("9.90"))]
+        assert shop.payments.charges == [("17", Decimal("9.90"))]
 
 
 @pytest.mark.kafka

@@ -11,16 +11,12 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from integr8s_idem import Attempt, BaseEvent, EventRouter, Platform, Service, Settings
+from integr8s_idem import Attempt, BaseEvent, EventRouter, Platform, Service
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
     FromDishka,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
-    ServiceName,
-    make_async_container,
 )
 from tests.support.effects import Effects
 
@@ -72,14 +68,11 @@ async def _long(event: TaskGiven, attempt: Attempt, effects: Effects) -> None:
         raise
 
 
-def container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(router),
-        context={Settings: settings, ServiceName: ServiceName("tasks")},
-        validation_settings=STRICT_VALIDATION,
-    )
+providers = [
+    IdempotencyProvider(),
+    KafkaProvider(),
+    IdempotentDispatcherProvider(router),
+]
 
 
-platform = Platform(Service("tasks", container=container))
+platform = Platform(Service("tasks", providers=providers))

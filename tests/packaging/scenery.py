@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from aiokafka import AIOKafkaProducer
-from dishka import Provider
+from dishka import AsyncContainer, Provider, make_async_container
 
 from integr8s_idem import BaseEvent, EventDispatcher, EventRouter, Settings
 from integr8s_idem.config import MemoryStoreSettings
 from integr8s_idem.engine.work import Outcome
 from integr8s_idem.integrations.dishka import (
-    AsyncContainer,
+    EventContextProvider,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
     ServiceName,
-    make_async_container,
+    TelemetryProvider,
 )
 from tests.support.conditions import eventually
 from tests.support.http_server import serving
@@ -31,6 +31,8 @@ def container_of(
 ) -> AsyncContainer:
     """The container of a guarded service."""
     return make_async_container(
+        TelemetryProvider(),
+        EventContextProvider(),
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(router, transaction=transaction),

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from dishka import STRICT_VALIDATION, make_async_container
 from dishka.exceptions import NoFactoryError
 
-from examples.billing.containers import audit_container, billing_container
+from examples.billing import containers
 from examples.billing.handlers import OrderPaid, OrderPlaced, audit_router, router
 from examples.billing.payments import Payments
 from examples.billing.workers import platform
@@ -25,14 +26,14 @@ from integr8s_idem import (
 )
 from integr8s_idem.config import settings_warnings
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
     DispatcherProvider,
+    EventContextProvider,
     FromDishka,
     KafkaProvider,
     ServiceName,
-    make_async_container,
+    TelemetryProvider,
 )
-from integr8s_idem.runtime import Service
+from integr8s_idem.runtime import Service, make_container
 from integr8s_idem.worker import ServiceWorker
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,7 @@ def settings() -> Settings:
 async def worker(request: pytest.FixtureRequest, settings: Settings) -> AsyncIterator[ServiceWorker]:
     """A service's worker as the process makes it, before it is run."""
     service: Service = request.param
-    container = service.container(settings)
+    container = make_container(service, settings)
     dispatcher = await container.get(EventDispatcher)
     publisher = await container.get(EventPublisher)
     yield ServiceWorker(service.name, dispatcher, publisher, settings.kafka, settings.service(service.name))
@@ -147,7 +148,7 @@ async def test_topics_follow_from_the_routers(worker: ServiceWorker) -> None:
 
 
 async def test_billing_is_guarded_and_audit_is_not(settings: Settings) -> None:
-    billing, audit = billing_container(settings), audit_container(settings)
+    billing, audit = (make_container(service, settings) for service in (containers.billing, containers.audit))
 
     assert type(await billing.get(EventDispatcher)) is IdempotentEventDispatcher
     assert type(await audit.get(EventDispatcher)) is EventDispatcher
@@ -163,6 +164,8 @@ async def test_a_handler_whose_dependency_nobody_provides_is_refused_at_start(se
 
     with pytest.raises(NoFactoryError, match="Payments"):
         make_async_container(
+            TelemetryProvider(),
+            EventContextProvider(),
             KafkaProvider(),
             DispatcherProvider(lonely),
             context={Settings: settings, ServiceName: ServiceName("billing")},

@@ -9,15 +9,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from dishka import Provider, Scope
+from dishka import AsyncContainer, Provider, Scope
 from sqlalchemy import select
 
 from integr8s_idem import EventDispatcher, EventPublisher
 from integr8s_idem.engine.work import HandlerFailed
 from integr8s_idem.errors import PublishError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.integrations.dishka import AsyncContainer
-from providers import containers, platform
+from integr8s_idem.runtime import make_container
+from providers import platform
 from providers.settings import PlatformSettings
 from services.database import Database, executions, results, sagas
 from services.events import ExecutionCancelled, ExecutionRequested
@@ -103,15 +103,12 @@ def broker(request: pytest.FixtureRequest) -> Broker:
 
 
 @pytest.fixture
-async def chain(
-    broker: Broker, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Chain]:
+async def chain(broker: Broker, tmp_path: Path, database_url: str) -> AsyncIterator[Chain]:
     def broker_provider() -> Provider:
         provider = Provider(scope=Scope.APP)
         provider.provide(lambda: broker, provides=EventPublisher)
         return provider
 
-    monkeypatch.setattr(containers, "KafkaProvider", broker_provider)
     settings = PlatformSettings.model_validate(
         {
             "store": {"kind": "memory"},
@@ -126,7 +123,10 @@ async def chain(
         }
     )
     async with AsyncExitStack() as stack:
-        services = {name: service.container(settings) for name, service in platform.services.items()}
+        services = {
+            name: make_container(service.with_providers(broker_provider()), settings)
+            for name, service in platform.services.items()
+        }
         for container in services.values():
             stack.push_async_callback(container.close)
             broker.dispatchers.append(await container.get(EventDispatcher))

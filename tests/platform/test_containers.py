@@ -1,21 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from dishka import Scope
-from dishka.exception_base import DishkaError
+from dishka.provider import BaseProvider
 from sqlalchemy import select
 
-from integr8s_idem import EventDispatcher, EventPublisher, EventRouter, IdempotentEventDispatcher, KeyStrategy
-from integr8s_idem.integrations.dishka import (
-    AsyncContainer,
-    DispatcherProvider,
-    IdempotencyProvider,
-    IdempotentDispatcherProvider,
-)
+from integr8s_idem import EventDispatcher, EventPublisher, EventRouter, IdempotentEventDispatcher, KeyStrategy, Service
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.integrations.dishka import DispatcherProvider, IdempotentDispatcherProvider
+from integr8s_idem.runtime import make_container
 from providers import containers, platform
+from providers.services import CoordinatorProvider
 from providers.settings import PlatformSettings
 from services.coordinator.admission import Admission
 from services.coordinator.handlers import router as coordinator_router
@@ -25,8 +22,6 @@ from services.k8s_worker.worker import PodWorker
 from services.result_processor.results import Results
 from services.saga_orchestrator.saga import Sagas
 
-CONTAINERS = [service.container for service in platform.services.values()]
-
 
 @pytest.fixture
 def settings(database_url: str) -> PlatformSettings:
@@ -34,11 +29,9 @@ def settings(database_url: str) -> PlatformSettings:
     return PlatformSettings.model_validate({"store": {"kind": "memory"}, "platform": platform})
 
 
-@pytest.mark.parametrize("make", CONTAINERS, ids=lambda make: make.__name__)
-async def test_every_service_has_all_it_asks_for(
-    make: Callable[[PlatformSettings], AsyncContainer], settings: PlatformSettings
-) -> None:
-    container = make(settings)
+@pytest.mark.parametrize("service", platform.services.values(), ids=lambda service: service.name)
+async def test_every_service_has_all_it_asks_for(service: Service, settings: PlatformSettings) -> None:
+    container = make_container(service, settings)
 
     assert isinstance(await container.get(EventDispatcher), EventDispatcher)
     assert isinstance(await container.get(EventPublisher), EventPublisher)
@@ -47,22 +40,22 @@ async def test_every_service_has_all_it_asks_for(
 
 
 @pytest.mark.parametrize(
-    ("make", "ttl", "strategy"),
+    ("service", "ttl", "strategy"),
     [
-        (containers.coordinator_container, 7_200, KeyStrategy.EVENT_BASED),
-        (containers.k8s_worker_container, 3_600, KeyStrategy.CONTENT_HASH),
-        (containers.result_processor_container, 7_200, KeyStrategy.CONTENT_HASH),
-        (containers.saga_orchestrator_container, None, None),
+        (containers.coordinator, 7_200, KeyStrategy.EVENT_BASED),
+        (containers.k8s_worker, 3_600, KeyStrategy.CONTENT_HASH),
+        (containers.result_processor, 7_200, KeyStrategy.CONTENT_HASH),
+        (containers.saga_orchestrator, None, None),
     ],
     ids=["coordinator", "k8s worker", "result processor", "saga orchestrator"],
 )
 async def test_who_gets_which_dispatcher(
-    make: Callable[[PlatformSettings], AsyncContainer],
+    service: Service,
     ttl: int | None,
     strategy: KeyStrategy | None,
     settings: PlatformSettings,
 ) -> None:
-    container = make(settings)
+    container = make_container(service, settings)
     dispatcher = await container.get(EventDispatcher)
 
     if ttl is None:
@@ -75,16 +68,11 @@ async def test_who_gets_which_dispatcher(
     await container.close()
 
 
-async def test_a_services_dispatcher_is_swapped_by_one_line(
-    settings: PlatformSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_services_dispatcher_is_swapped_by_one_provider(settings: PlatformSettings) -> None:
     """Handlers and all other providers stay as they are."""
-
-    def plain(router: EventRouter, **_guard: object) -> DispatcherProvider:
-        return DispatcherProvider(router)
-
-    monkeypatch.setattr(containers, "IdempotentDispatcherProvider", plain)
-    container = containers.coordinator_container(settings)
+    plain = DispatcherProvider(coordinator_router)
+    providers = [plain if isinstance(each, IdempotentDispatcherProvider) else each for each in coordinator_providers()]
+    container = make_container(replace(containers.coordinator, providers=providers), settings)
 
     dispatcher = await container.get(EventDispatcher)
 
@@ -93,33 +81,29 @@ async def test_a_services_dispatcher_is_swapped_by_one_line(
     await container.close()
 
 
-async def test_two_dispatchers_in_one_container_are_refused(
-    settings: PlatformSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_dispatchers_in_one_container_are_refused(settings: PlatformSettings) -> None:
     """In the platform's ancestor the last one won, silently."""
+    providers = [*coordinator_providers(), DispatcherProvider(EventRouter())]
 
-    class Both(IdempotentDispatcherProvider):
-        def __init__(self, router: EventRouter, **_guard: object) -> None:
-            super().__init__(router)
-            self.provide(lambda: EventDispatcher(router), provides=EventDispatcher, scope=Scope.APP)
-
-    monkeypatch.setattr(containers, "IdempotentDispatcherProvider", Both)
-
-    with pytest.raises(DishkaError):
-        containers.coordinator_container(settings)
+    with pytest.raises(ApplicationError, match="EventDispatcher"):
+        make_container(replace(containers.coordinator, providers=providers), settings)
 
 
-async def test_a_container_without_what_its_handlers_need_is_refused(
-    settings: PlatformSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(containers, "CoordinatorProvider", IdempotencyProvider)
+async def test_a_container_without_what_its_handlers_need_is_refused(settings: PlatformSettings) -> None:
+    providers = [each for each in coordinator_providers() if not isinstance(each, CoordinatorProvider)]
 
-    with pytest.raises(DishkaError):
-        containers.coordinator_container(settings)
+    with pytest.raises(ApplicationError, match=r"nothing provides Admission, which handler .* asks for"):
+        make_container(replace(containers.coordinator, providers=providers), settings)
+
+
+def coordinator_providers() -> list[BaseProvider]:
+    providers = containers.coordinator.providers
+    assert isinstance(providers, list)
+    return providers
 
 
 async def test_a_failed_handler_leaves_nothing_in_the_database(settings: PlatformSettings) -> None:
-    container = containers.coordinator_container(settings)
+    container = make_container(containers.coordinator, settings)
     event = ExecutionRequested(execution_id="e1", script="print()")
 
     async def fail() -> None:
@@ -137,7 +121,7 @@ async def test_a_failed_handler_leaves_nothing_in_the_database(settings: Platfor
 
 
 async def test_what_a_handler_has_done_is_there_once_its_scope_is_closed(settings: PlatformSettings) -> None:
-    container = containers.result_processor_container(settings)
+    container = make_container(containers.result_processor, settings)
     database = await container.get(Database)
 
     async with container() as request:
@@ -150,7 +134,7 @@ async def test_what_a_handler_has_done_is_there_once_its_scope_is_closed(setting
 
 async def test_the_pods_of_a_process_are_one_object(settings: PlatformSettings) -> None:
     """Handlers and background work meet in it."""
-    container = containers.k8s_worker_container(settings)
+    container = make_container(containers.k8s_worker, settings)
 
     async with container() as first, container() as second:
         assert await first.get(PodWorker) is await second.get(PodWorker)
@@ -159,7 +143,7 @@ async def test_the_pods_of_a_process_are_one_object(settings: PlatformSettings) 
 
 
 async def test_the_saga_orchestrator_opens_no_idempotency_store(settings: PlatformSettings) -> None:
-    container = containers.saga_orchestrator_container(settings)
+    container = make_container(containers.saga_orchestrator, settings)
 
     assert (await container.get(EventDispatcher)).manager is None
     assert isinstance(await container.get(Sagas), Sagas)

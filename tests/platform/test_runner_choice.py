@@ -10,6 +10,7 @@ import pytest
 
 from integr8s_idem.config import load_settings
 from integr8s_idem.errors import ApplicationError, SettingsError
+from integr8s_idem.runtime import make_container
 from providers import containers
 from providers.settings import PlatformSettings
 from services.k8s_worker.kubernetes_runner import KubernetesRunner
@@ -44,7 +45,7 @@ def load(folder: Path, text: str) -> PlatformSettings:
 
 
 async def runner_of(settings: PlatformSettings) -> type[object]:
-    container = containers.k8s_worker_container(settings)
+    container = make_container(containers.k8s_worker, settings)
     try:
         return type(await container.get(Runner))
     finally:

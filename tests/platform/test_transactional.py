@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from dishka import AsyncContainer
 from sqlalchemy import select
 from sqlalchemy.engine import make_url
 
 from integr8s_idem import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.config import PostgresqlStoreSettings, SqliteStoreSettings
 from integr8s_idem.engine.work import Executed
-from integr8s_idem.integrations.dishka import AsyncContainer
 from integr8s_idem.records import Completed
+from integr8s_idem.runtime import make_container
 from integr8s_idem.stores.factory import open_engine
 from integr8s_idem.stores.sql import metadata, migrate
 from integr8s_idem.stores.sql.schema import outbox
@@ -47,7 +48,7 @@ async def dispatcher_of(container: AsyncContainer) -> IdempotentEventDispatcher:
 
 
 async def test_result_record_and_event_are_written_together(settings: PlatformSettings) -> None:
-    container = containers.result_processor_container(settings)
+    container = make_container(containers.result_processor, settings)
     dispatcher, database = await dispatcher_of(container), await container.get(Database)
     event = ExecutionCompleted(execution_id="e1")
 
@@ -62,12 +63,12 @@ async def test_result_record_and_event_are_written_together(settings: PlatformSe
 
 
 async def test_only_the_result_processor_is_transactional(settings: PlatformSettings) -> None:
-    for make, transactional in (
-        (containers.result_processor_container, True),
-        (containers.coordinator_container, False),
-        (containers.k8s_worker_container, False),
+    for service, transactional in (
+        (containers.result_processor, True),
+        (containers.coordinator, False),
+        (containers.k8s_worker, False),
     ):
-        container = make(settings)
+        container = make_container(service, settings)
         assert ((await dispatcher_of(container)).outbox is not None) is transactional
         await container.close()
 
@@ -109,7 +110,7 @@ async def test_the_log_says_whether_records_and_results_commit_together(
     caplog.set_level("INFO", "providers")
     values = {"store": {"kind": "postgresql", "url": store}, "platform": {"database_url": platform}}
 
-    container = containers.result_processor_container(PlatformSettings.model_validate(values))
+    container = make_container(containers.result_processor, PlatformSettings.model_validate(values))
     await container.close()
 
     (record,) = [one for one in caplog.records if one.name.startswith("providers")]

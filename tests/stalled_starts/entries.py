@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 import confluent_kafka
 import httpx
 from aiokafka import TopicPartition
-from dishka import Provider, Scope
+from dishka import STRICT_VALIDATION, Provider, Scope, make_async_container
 from faststream import AckPolicy, BaseMiddleware
 from faststream.kafka import KafkaBroker, TestKafkaBroker
 from faststream.message import AckStatus, StreamMessage
@@ -44,12 +44,11 @@ from integr8s_idem.integrations.aiokafka import guarded as guarded_by_aiokafka
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.integrations.confluent import guarded as guarded_by_confluent
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
     FromDishka,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     ServiceName,
-    make_async_container,
+    TelemetryProvider,
 )
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware
 from integr8s_idem.records import Completed, Reserved
@@ -361,6 +360,7 @@ async def _container(
     given.provide(lambda: bench.manager, provides=IdempotencyManager, override=True)
     given.provide(lambda: FakePublisher(broker), provides=EventPublisher)
     container = make_async_container(
+        TelemetryProvider(),
         IdempotencyProvider(),
         dispatching,
         provider,

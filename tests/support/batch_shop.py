@@ -14,17 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from integr8s_idem import BaseEvent, EventRouter, Platform, Service, Settings
+from integr8s_idem import BaseEvent, EventRouter, Platform, Service
 from integr8s_idem.handlers.router import Batch
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
     FromDishka,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
-    ServiceName,
-    make_async_container,
 )
 
 SIZE = 5
@@ -73,14 +69,11 @@ def journal_of(path: Path) -> list[Line]:
     return [Line(what, order, int(attempt), int(size)) for what, order, attempt, size in map(str.split, lines)]
 
 
-def container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(router),
-        context={Settings: settings, ServiceName: ServiceName("search")},
-        validation_settings=STRICT_VALIDATION,
-    )
+providers = [
+    IdempotencyProvider(),
+    KafkaProvider(),
+    IdempotentDispatcherProvider(router),
+]
 
 
-platform = Platform(Service("search", container=container))
+platform = Platform(Service("search", providers=providers))

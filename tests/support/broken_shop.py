@@ -9,15 +9,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dishka import AsyncContainer, make_async_container
-
-from integr8s_idem import EventRouter, Platform, Service, Settings
+from integr8s_idem import EventRouter, Platform, Service
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
-    ServiceName,
 )
 from tests.support.shop import note
 from tests.support.workers import OrderPlaced
@@ -46,16 +42,13 @@ def _broken() -> list[str]:
 
 
 def _service(name: str, router: EventRouter) -> Service:
-    def container(settings: Settings) -> AsyncContainer:
-        return make_async_container(
-            IdempotencyProvider(),
-            KafkaProvider(),
-            IdempotentDispatcherProvider(router),
-            context={Settings: settings, ServiceName: ServiceName(name)},
-            validation_settings=STRICT_VALIDATION,
-        )
+    providers = [
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(router),
+    ]
 
-    return Service(name, container=container)
+    return Service(name, providers=providers)
 
 
 platform = Platform(_service("billing", billing), _service("audit", audit))

@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from dishka import Provider, Scope, provide
+from dishka import STRICT_VALIDATION, AsyncContainer, Provider, Scope, make_async_container, provide
 from sqlalchemy import Column, Integer, MetaData, String, Table, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from integr8s_idem import BaseEvent, EventDispatcher, EventRouter, IdempotentEventDispatcher, Settings
 from integr8s_idem.engine.work import Outcome
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
+    EventContextProvider,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
     ServiceName,
-    make_async_container,
+    TelemetryProvider,
 )
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
@@ -128,6 +127,8 @@ async def open_ledger_shop(
     store = SqlIdempotencyRepository(engine, timeout=timedelta(seconds=5))
     context = {Settings: settings or Settings(), ServiceName: ServiceName("billing")}
     container = make_async_container(
+        TelemetryProvider(),
+        EventContextProvider(),
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(router, transaction=held),

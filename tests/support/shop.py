@@ -13,16 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from integr8s_idem import Attempt, BaseEvent, EventRouter, Outgoing, Platform, Service, Settings
+from integr8s_idem import Attempt, BaseEvent, EventRouter, Outgoing, Platform, Service
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
     FromDishka,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
-    ServiceName,
-    make_async_container,
 )
 
 
@@ -64,17 +60,14 @@ def note(what: str, order_id: str, attempt: int) -> None:
     os.close(journal)
 
 
-def billing_container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(router),
-        context={Settings: settings, ServiceName: ServiceName("billing")},
-        validation_settings=STRICT_VALIDATION,
-    )
+billing_providers = [
+    IdempotencyProvider(),
+    KafkaProvider(),
+    IdempotentDispatcherProvider(router),
+]
 
 
-platform = Platform(Service("billing", container=billing_container))
+platform = Platform(Service("billing", providers=billing_providers))
 
 
 def journal_of(path: Path) -> list[tuple[str, str, int, int]]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from integr8s_idem import EventRouter, KeyStrategy, Platform, Service, Settings
+from integr8s_idem import EventRouter, KeyStrategy, Platform, Service
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
     DispatcherProvider,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
-    ServiceName,
-    make_async_container,
 )
 from tests.support.shop import OrderPlaced
 
@@ -23,33 +19,22 @@ async def charge(event: OrderPlaced) -> None:
     raise AssertionError("to explain is not to handle")
 
 
-def _guarded(name: str, strategy: KeyStrategy, settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(router, key_strategy=strategy),
-        context={Settings: settings, ServiceName: ServiceName(name)},
-        validation_settings=STRICT_VALIDATION,
-    )
-
-
-def billing(settings: Settings) -> AsyncContainer:
-    return _guarded("billing", KeyStrategy.EVENT_BASED, settings)
-
-
-def fraud(settings: Settings) -> AsyncContainer:
-    return _guarded("fraud", KeyStrategy.CONTENT_HASH, settings)
-
-
-def audit(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        KafkaProvider(),
-        DispatcherProvider(router),
-        context={Settings: settings, ServiceName: ServiceName("audit")},
-        validation_settings=STRICT_VALIDATION,
-    )
-
-
 platform = Platform(
-    Service("billing", container=billing), Service("fraud", container=fraud), Service("audit", container=audit)
+    Service(
+        "billing",
+        providers=[
+            IdempotencyProvider(),
+            KafkaProvider(),
+            IdempotentDispatcherProvider(router, key_strategy=KeyStrategy.EVENT_BASED),
+        ],
+    ),
+    Service(
+        "fraud",
+        providers=[
+            IdempotencyProvider(),
+            KafkaProvider(),
+            IdempotentDispatcherProvider(router, key_strategy=KeyStrategy.CONTENT_HASH),
+        ],
+    ),
+    Service("audit", providers=[KafkaProvider(), DispatcherProvider(router)]),
 )

@@ -18,9 +18,9 @@ from dishka.plotter.transform import Transformer
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
-from integr8s_idem.integrations.dishka import name_of_needs
+from integr8s_idem.integrations.handler_injection import name_of_dependencies
 from integr8s_idem.runtime import Platform, Service
-from integr8s_idem.runtime.containers import NO_DISPATCHER, call_factory, explained, not_a_container
+from integr8s_idem.runtime.containers import NO_DISPATCHER, build, explained, not_a_container
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.factory import as_it_is
 from integr8s_idem.worker.client_options import bounded
@@ -130,7 +130,7 @@ async def drawn(platform: Platform, settings: Settings, names: Sequence[str] = (
 
 async def _drawn(service: Service, settings: Settings, prefix: str) -> ServiceGraph:
     with as_it_is() as opened:
-        container = call_factory(service, settings)
+        container = build(service, settings)
         if not isinstance(container, AsyncContainer | Container):
             raise not_a_container(service.name, container)
         try:
@@ -183,7 +183,7 @@ def _told(dispatcher: EventDispatcher, settings: Settings, opened: Sequence[Idem
 
 
 def _scopes(container: AsyncContainer | Container, dispatcher: EventDispatcher, prefix: str) -> tuple[Scope, ...]:
-    handlers = {name_of_needs(handler.function): handler.name for handler in dispatcher.router.handlers}
+    handlers = {name_of_dependencies(handler.function): handler.name for handler in dispatcher.router.handlers}
     groups = Transformer().transform(_outermost(container))
     used = {
         needed for group in groups for _, node in _nodes(group) if not _is_dishkas(node) for needed in node.dependencies

@@ -43,7 +43,7 @@ def no_container(_: Any) -> AsyncContainer:
     return make_async_container()
 
 
-SHOP = Platform(Service("billing", no_container), Service("audit", no_container))
+SHOP = Platform(Service("billing", container=no_container), Service("audit", container=no_container))
 
 
 @dataclass

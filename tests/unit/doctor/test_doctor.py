@@ -30,12 +30,9 @@ from integr8s_idem.doctor.remedies import of_mistake, of_warning
 from integr8s_idem.doctor.store_checks import is_too_old, look_at_repository, look_at_store, refusal, tried
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.integrations.dishka import (
-    AsyncContainer,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
-    ServiceName,
-    make_async_container,
 )
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.runtime import Platform, Service
@@ -187,16 +184,14 @@ def guarded_by(repository: type[MemoryIdempotencyRepository], *more: Service) ->
         def store(self) -> IdempotencyRepository:
             return repository()
 
-    def container(settings: Settings) -> AsyncContainer:
-        return make_async_container(
-            IdempotencyProvider(),
-            KafkaProvider(),
-            IdempotentDispatcherProvider(EventRouter()),
-            OwnStore(),
-            context={Settings: settings, ServiceName: ServiceName("billing")},
-        )
+    providers = [
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(EventRouter()),
+        OwnStore(),
+    ]
 
-    return Platform(Service("billing", container=container), *more)
+    return Platform(Service("billing", providers=providers), *more)
 
 
 async def test_a_store_of_the_applications_own_is_looked_at_in_place_of_ours(tmp_path: Path) -> None:
@@ -224,18 +219,16 @@ async def test_a_store_of_the_applications_own_that_breaks_is_a_finding_about_it
 
 
 async def test_ours_is_looked_at_beside_one_of_the_applications_own(tmp_path: Path) -> None:
-    found = await found_in(AWAY, tmp_path, guarded_by(MemoryIdempotencyRepository, Service("audit", guarded_by_ours)))
+    found = await found_in(AWAY, tmp_path, guarded_by(MemoryIdempotencyRepository, Service("audit", providers=GUARDED)))
 
     assert "store-unavailable" in codes(found)
 
 
-def guarded_by_ours(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(EventRouter()),
-        context={Settings: settings, ServiceName: ServiceName("audit")},
-    )
+GUARDED = [
+    IdempotencyProvider(),
+    KafkaProvider(),
+    IdempotentDispatcherProvider(EventRouter()),
+]
 
 
 class Forgetful(MemoryIdempotencyRepository):

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 from aiokafka import TopicPartition
-from dishka import Provider, Scope
+from dishka import STRICT_VALIDATION, Provider, Scope, make_async_container
 from faststream import AckPolicy
 from faststream.kafka import KafkaBroker, TestKafkaBroker
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
@@ -44,12 +44,12 @@ from integr8s_idem.integrations.aiokafka import guarded as guarded_by_aiokafka
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.integrations.confluent import guarded as guarded_by_confluent
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
+    EventContextProvider,
     FromDishka,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     ServiceName,
-    make_async_container,
+    TelemetryProvider,
 )
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware
 from integr8s_idem.records import Completed, Completion, Reserved, ReserveRequest, StoredResult, Verdict
@@ -486,6 +486,8 @@ def container_of(
     given.provide(lambda: FakePublisher(FakeBroker()), provides=EventPublisher)
     requests.provide(tariff, provides=Tariff)
     return make_async_container(
+        TelemetryProvider(),
+        EventContextProvider(),
         IdempotencyProvider(),
         IdempotentDispatcherProvider(router, **dispatching),
         given,

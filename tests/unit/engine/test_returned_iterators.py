@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, Literal
 
 import pytest
-from dishka import Provider, Scope, provide
+from dishka import Provider, Scope, make_async_container, provide
 from pydantic import BaseModel, Field, RootModel
 
 from integr8s_idem import (
@@ -45,7 +45,7 @@ from integr8s_idem.engine.work import Executed, HandlerFailed
 from integr8s_idem.errors import ApplicationError, ResultDecodeError
 from integr8s_idem.handlers.router import BatchCall, BatchSize, HandlerCall, RegisteredHandler
 from integr8s_idem.integrations import aiokafka, confluent
-from integr8s_idem.integrations.dishka import FromDishka, make_async_container, setup_dishka
+from integr8s_idem.integrations.dishka import FromDishka, setup_dishka
 from integr8s_idem.records import Completed, IdempotencyStatus, Reserved
 from integr8s_idem.telemetry import Signal
 from tests.support.fake_consumer import FakeRecord

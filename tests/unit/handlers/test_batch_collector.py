@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import pytest
-from dishka import FromDishka, Provider, Scope, provide
+from dishka import FromDishka, Provider, Scope, make_async_container, provide
 
 from integr8s_idem import BaseEvent, EventRouter
 from integr8s_idem.config import Settings
@@ -19,11 +19,12 @@ from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDi
 from integr8s_idem.handlers.router import Batch
 from integr8s_idem.integrations.dishka import (
     DispatcherProvider,
+    EventContextProvider,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
     ServiceName,
-    make_async_container,
+    TelemetryProvider,
 )
 from integr8s_idem.records import Completed
 from integr8s_idem.testing.virtual_time import virtual_time
@@ -258,7 +259,15 @@ async def test_a_batch_handler_has_a_scope_with_what_its_events_have_to_themselv
         ServiceName: ServiceName("search"),
     }
     providers: tuple[DispatcherProvider, ...] = (IdempotentDispatcherProvider(router),)
-    container = make_async_container(IdempotencyProvider(), KafkaProvider(), *providers, Mine(), context=context)
+    container = make_async_container(
+        TelemetryProvider(),
+        EventContextProvider(),
+        IdempotencyProvider(),
+        KafkaProvider(),
+        *providers,
+        Mine(),
+        context=context,
+    )
     dispatcher = await container.get(EventDispatcher)
     executions = [execution for event in _events("a", "b") for execution in dispatcher.executions(event)]
     assert await asyncio.gather(*(execution.attempt() for execution in executions)) == [

@@ -7,7 +7,17 @@ from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import pytest
-from dishka import FromComponent, FromDishka, Provider, Scope, from_context, provide
+from dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    FromComponent,
+    FromDishka,
+    Provider,
+    Scope,
+    from_context,
+    make_async_container,
+    provide,
+)
 from dishka.exceptions import ExitError, ImplicitOverrideDetectedError, NoFactoryError
 
 from integr8s_idem.config import IdempotencyConfig, Settings
@@ -21,23 +31,24 @@ from integr8s_idem.functions.decorator import idempotent
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter, Outgoing
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
     DispatcherProvider,
+    EventContextProvider,
     IdempotencyProvider,
-    IdempotencyRedis,
     IdempotentDispatcherProvider,
     KafkaProvider,
     ServiceName,
+    TelemetryProvider,
     inject,
-    make_async_container,
     setup_dishka,
 )
 from integr8s_idem.keys import KeyStrategy
 from integr8s_idem.records import Completed, Completion
+from integr8s_idem.runtime import Service, make_container
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.telemetry import Observer
 from integr8s_idem.worker import EventPublisher
+from tests.support.counting import CountingObserver
 
 SETTINGS = Settings(store=MemoryStoreSettings(kind="memory"), idempotency=IdempotencyConfig(max_attempts=2))
 CONTEXT: dict[Any, Any] = {Settings: SETTINGS, ServiceName: ServiceName("billing")}
@@ -114,6 +125,8 @@ class Application(Provider):
 
 def container_for(router: EventRouter, application: Application | None = None, *more: Provider) -> AsyncContainer:
     return make_async_container(
+        TelemetryProvider(),
+        EventContextProvider(),
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(router),
@@ -137,6 +150,8 @@ async def plain(event: OrderPlaced) -> None:
 
 async def test_a_container_is_made_and_gives_its_dispatcher_without_any_server() -> None:
     container = make_async_container(
+        TelemetryProvider(),
+        EventContextProvider(),
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(router_of(plain)),
@@ -149,13 +164,17 @@ async def test_a_container_is_made_and_gives_its_dispatcher_without_any_server()
     assert isinstance(dispatcher, IdempotentEventDispatcher)
     assert dispatcher.manager is await container.get(IdempotencyManager)
     assert dispatcher.manager.scope == "billing"
-    assert await container.get(IdempotencyRedis) is not None
     await container.close()
 
 
 async def test_a_plain_service_needs_no_store() -> None:
     container = make_async_container(
-        KafkaProvider(), DispatcherProvider(router_of(plain)), context=CONTEXT, validation_settings=STRICT_VALIDATION
+        TelemetryProvider(),
+        EventContextProvider(),
+        KafkaProvider(),
+        DispatcherProvider(router_of(plain)),
+        context=CONTEXT,
+        validation_settings=STRICT_VALIDATION,
     )
 
     dispatcher = await container.get(EventDispatcher)
@@ -185,6 +204,8 @@ def test_two_dispatchers_in_one_container_are_refused() -> None:
 def test_an_idempotent_dispatcher_without_a_manager_is_refused() -> None:
     with pytest.raises(NoFactoryError, match="IdempotencyManager"):
         make_async_container(
+            TelemetryProvider(),
+            EventContextProvider(),
             KafkaProvider(),
             IdempotentDispatcherProvider(router_of(plain)),
             context=CONTEXT,
@@ -232,6 +253,8 @@ class Itself(Provider):
 
 def paying(application: Application) -> AsyncContainer:
     return make_async_container(
+        TelemetryProvider(),
+        EventContextProvider(),
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(router_of(pay)),
@@ -444,6 +467,8 @@ def test_a_plain_service_has_no_steps() -> None:
 
     with pytest.raises(NoFactoryError, match="Steps"):
         make_async_container(
+            TelemetryProvider(),
+            EventContextProvider(),
             KafkaProvider(),
             DispatcherProvider(router_of(charge)),
             context=CONTEXT,
@@ -491,4 +516,50 @@ async def test_inject_works_above_and_below_idempotent(function: Callable[..., A
 
     assert found == [result, result]
     assert _ran == ["7"]
+    await container.close()
+
+
+async def test_a_handler_registered_after_its_provider_was_made_is_refused_at_start() -> None:
+    router = EventRouter()
+    service = Service("billing", providers=[KafkaProvider(), DispatcherProvider(router)])
+
+    @router.on(OrderPlaced)
+    async def too_late(event: OrderPlaced) -> None: ...
+
+    container = make_container(service, Settings())
+    with pytest.raises(ApplicationError, match=r"handler too_late was registered after DispatcherProvider\(router\)"):
+        await container.get(EventDispatcher)
+    await container.close()
+
+
+async def test_manager_publisher_and_dispatcher_take_the_observer_of_the_container() -> None:
+    given = CountingObserver()
+    overriding = Provider(scope=Scope.APP)
+    overriding.provide(lambda: given, provides=Observer)
+    providers = [IdempotencyProvider(), KafkaProvider(), IdempotentDispatcherProvider(router_of(plain))]
+    service = Service("billing", providers=providers).with_providers(overriding)
+
+    container = make_container(service, Settings.model_validate({"store": {"kind": "memory"}}))
+
+    assert (await container.get(IdempotencyManager)).observer is given
+    assert (await container.get(EventDispatcher)).observer is given
+    assert (await container.get(EventPublisher))._observer is given
+    await container.close()
+
+
+def test_a_service_has_either_providers_or_a_factory() -> None:
+    with pytest.raises(ApplicationError, match="needs either providers"):
+        Service("billing")
+    with pytest.raises(ApplicationError, match="needs either providers"):
+        Service("billing", providers=[], container=lambda _: make_async_container())
+
+
+async def test_the_settings_of_an_application_are_known_by_their_own_class() -> None:
+    class Own(Settings): ...
+
+    container = make_container(
+        Service("billing", providers=[KafkaProvider(), DispatcherProvider(EventRouter())]), Own()
+    )
+
+    assert await container.get(Own) is await container.get(Settings)
     await container.close()

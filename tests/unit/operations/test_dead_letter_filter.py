@@ -180,4 +180,4 @@ async def test_a_platform_whose_containers_cannot_be_made_is_told_what_to_do_ins
         raise ZeroDivisionError("no such database")
 
     with pytest.raises(ApplicationError, match=r"topics of service billing are not known.*no such database.*--topic"):
-        await topics_of(Platform(Service("billing", broken)), Settings())
+        await topics_of(Platform(Service("billing", container=broken)), Settings())

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
     FromComponent,
     Provider,
     Scope,
@@ -42,14 +44,14 @@ from integr8s_idem import (
 from integr8s_idem.cli.app import app
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
     DispatcherProvider,
+    EventContextProvider,
     FromDishka,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
     ServiceName,
+    TelemetryProvider,
 )
 from integr8s_idem.keys import KeyResolver
 from integr8s_idem.operations.graphs import Part, ServiceGraph, drawn
@@ -95,7 +97,9 @@ class PaymentsProvider(Provider):
 def container_of(*providers: Provider, **options: Any) -> Callable[[Settings], AsyncContainer]:
     def make(settings: Settings) -> AsyncContainer:
         context = {Settings: settings, ServiceName: ServiceName("billing")}
-        return make_async_container(KafkaProvider(), *providers, context=context, **options)
+        return make_async_container(
+            TelemetryProvider(), EventContextProvider(), KafkaProvider(), *providers, context=context, **options
+        )
 
     return make
 
@@ -197,6 +201,7 @@ def test_parts_stand_in_their_scopes_with_what_they_need() -> None:
         "AsyncContainer",
         "EventPublisher",
         "IdempotencyManager",
+        "TransactionResources",
     }
     assert part(graph, "Settings").kind == "context"
     assert part(graph, "IdempotencyRepository").is_protocol

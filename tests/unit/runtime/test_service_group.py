@@ -9,21 +9,20 @@ from io import StringIO
 from typing import Any, cast
 
 import pytest
-from dishka import make_container
+from dishka import STRICT_VALIDATION, AsyncContainer, make_async_container, make_container
 from rich.console import Console
 
 from integr8s_idem import BaseEvent, EventRouter, Service, Settings
 from integr8s_idem.cli.run_table import report_table
 from integr8s_idem.integrations.dishka import (
-    STRICT_VALIDATION,
-    AsyncContainer,
     DispatcherProvider,
+    EventContextProvider,
     FromDishka,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
     ServiceName,
-    make_async_container,
+    TelemetryProvider,
 )
 from integr8s_idem.runtime import ServiceGroup
 from tests.support.conditions import eventually
@@ -43,6 +42,8 @@ def router() -> EventRouter:
 
 def container(settings: Settings, name: str = "billing", handlers: EventRouter | None = None) -> AsyncContainer:
     return make_async_container(
+        TelemetryProvider(),
+        EventContextProvider(),
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(handlers or router()),
@@ -93,15 +94,12 @@ async def test_a_handler_whose_dependency_nobody_provides_is_told_by_the_drawing
     handlers = EventRouter()
     handlers.on(OrderPlaced)(charge)
 
-    def incomplete(settings: Settings) -> AsyncContainer:
-        return make_async_container(
-            KafkaProvider(),
-            DispatcherProvider(handlers),
-            context={Settings: settings, ServiceName: ServiceName("billing")},
-            validation_settings=STRICT_VALIDATION,
-        )
+    incomplete_providers = [
+        KafkaProvider(),
+        DispatcherProvider(handlers),
+    ]
 
-    assert "Payments" in await failure_of(Service("billing", container=incomplete), caplog)
+    assert "Payments" in await failure_of(Service("billing", providers=incomplete_providers), caplog)
 
 
 async def test_a_group_says_where_its_metrics_are_served() -> None:

@@ -7,20 +7,20 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Literal
 
-import dishka
 import pytest
-from dishka import FromDishka, Provider, Scope, provide
+from dishka import STRICT_VALIDATION, AsyncContainer, FromDishka, Provider, Scope, make_async_container, provide
+from dishka.provider import BaseProvider
 
 from integr8s_idem import Attempt, BaseEvent, EventRouter, Outgoing, Platform, Service, Settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import (
-    AsyncContainer,
     DispatcherProvider,
+    EventContextProvider,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
     ServiceName,
-    make_async_container,
+    TelemetryProvider,
 )
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.testing import Fault, NotReachedError, NotSettledError, WorkerHarness
@@ -99,25 +99,21 @@ class Own(Provider):
         closed.append(name)
 
 
-def billing_container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(billing),
-        Own(),
-        context={Settings: settings, ServiceName: ServiceName("billing")},
-    )
+billing_providers = [
+    IdempotencyProvider(),
+    KafkaProvider(),
+    IdempotentDispatcherProvider(billing),
+    Own(),
+]
 
 
-def audit_container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        KafkaProvider(),
-        DispatcherProvider(audit),
-        context={Settings: settings, ServiceName: ServiceName("audit")},
-    )
+audit_providers = [
+    KafkaProvider(),
+    DispatcherProvider(audit),
+]
 
 
-PLATFORM = Platform(Service("billing", billing_container), Service("audit", audit_container))
+PLATFORM = Platform(Service("billing", providers=billing_providers), Service("audit", providers=audit_providers))
 SETTINGS = Settings.model_validate(
     {
         "idempotency": {"processing_timeout_seconds": LEASE, "default_ttl_seconds": 600, "max_attempts": 3},
@@ -424,7 +420,7 @@ async def test_a_container_is_closed_at_the_end() -> None:
     async def open_it(event: Placed, connection: FromDishka[list[str]]) -> None:
         opened.append(connection)
 
-    service = Service("connected", connected_container)
+    service = Service("connected", providers=connected_providers)
     async with WorkerHarness(service, fakes={Payments: payments}, settings=SETTINGS) as harness:
         await harness.publish(Placed())
         while_open = list(closed)
@@ -435,14 +431,8 @@ async def test_a_container_is_closed_at_the_end() -> None:
 billing_with_connection = EventRouter()
 
 
-def connected_container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(billing_with_connection),
-        Own(),
-        context={Settings: settings, ServiceName: ServiceName("connected")},
-    )
+def connected_providers(settings: Settings) -> list[BaseProvider]:
+    return [IdempotencyProvider(), KafkaProvider(), IdempotentDispatcherProvider(billing_with_connection), Own()]
 
 
 # What it says when it is used wrongly.
@@ -479,18 +469,45 @@ async def test_a_fake_of_what_nobody_has_is_refused() -> None:
         await harness.__aenter__()
 
 
-async def test_a_container_that_no_fake_can_be_put_into_is_refused() -> None:
-    def past_us(settings: Settings) -> AsyncContainer:
-        return dishka.make_async_container(
+async def test_a_factory_that_takes_no_overriding_providers_is_refused() -> None:
+    def audit_container(settings: Settings) -> AsyncContainer:
+        return make_async_container(
+            TelemetryProvider(),
+            EventContextProvider(),
             KafkaProvider(),
             DispatcherProvider(audit),
             context={Settings: settings, ServiceName: ServiceName("audit")},
         )
 
-    harness = WorkerHarness(Service("audit", past_us), settings=SETTINGS)
+    harness = WorkerHarness(Service("audit", container=audit_container), settings=SETTINGS)
 
-    with pytest.raises(ApplicationError, match=r"make_async_container of integr8s_idem\.integrations\.dishka"):
+    with pytest.raises(
+        ApplicationError, match=r"Write: def audit_container\(settings: Settings, \*overrides: Provider\)"
+    ):
         await harness.__aenter__()
+
+
+async def test_a_factory_that_takes_overriding_providers_gets_those_of_the_harness() -> None:
+    payments = FakePayments()
+
+    def billing_container(settings: Settings, *overrides: BaseProvider) -> AsyncContainer:
+        return make_async_container(
+            TelemetryProvider(),
+            EventContextProvider(),
+            IdempotencyProvider(),
+            KafkaProvider(),
+            IdempotentDispatcherProvider(billing),
+            Own(),
+            *overrides,
+            context={Settings: settings, ServiceName: ServiceName("billing")},
+            validation_settings=STRICT_VALIDATION,
+        )
+
+    service = Service("billing", container=billing_container)
+    async with WorkerHarness(service, fakes={Payments: payments}, settings=SETTINGS) as harness:
+        await harness.publish(Placed())
+
+    assert len(payments.charges) == 1
 
 
 async def test_what_does_not_come_to_an_end_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from dishka import AsyncContainer, FromDishka, Provider, Scope, provide
+from dishka.provider import BaseProvider
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
@@ -21,8 +22,6 @@ from integr8s_idem.integrations.dishka import (
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
-    ServiceName,
-    make_async_container,
 )
 from integr8s_idem.stores.sql import sql_engine
 from integr8s_idem.testing import Fault, WorkerHarness
@@ -97,27 +96,23 @@ class Database(Provider):
                 await session.commit()
 
 
-def books_container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(books, transaction=AsyncSession),
-        Database(),
-        context={Settings: settings, ServiceName: ServiceName("books")},
-    )
+books_providers = [
+    IdempotencyProvider(),
+    KafkaProvider(),
+    IdempotentDispatcherProvider(books, transaction=AsyncSession),
+    Database(),
+]
 
 
-def mails_container(settings: Settings) -> AsyncContainer:
-    return make_async_container(
-        IdempotencyProvider(),
-        KafkaProvider(),
-        IdempotentDispatcherProvider(mails),
-        Database(),
-        context={Settings: settings, ServiceName: ServiceName("mails")},
-    )
+mails_providers = [
+    IdempotencyProvider(),
+    KafkaProvider(),
+    IdempotentDispatcherProvider(mails),
+    Database(),
+]
 
 
-platform = Platform(Service("books", container=books_container), Service("mails", container=mails_container))
+platform = Platform(Service("books", providers=books_providers), Service("mails", providers=mails_providers))
 
 
 @pytest.fixture
@@ -216,19 +211,18 @@ class Clock:
 
 
 def service_with(background: object) -> Service:
-    def container(settings: Settings) -> AsyncContainer:
+    def providers(settings: Settings) -> Sequence[BaseProvider]:
         clocks = Provider(scope=Scope.APP)
         clocks.provide(Clock)
-        return make_async_container(
+        return [
             IdempotencyProvider(),
             KafkaProvider(),
             DispatcherProvider(mails),
             Database(),
             clocks,
-            context={Settings: settings, ServiceName: ServiceName("clock")},
-        )
+        ]
 
-    return Service("clock", container=container, background=[background])  # type: ignore[list-item]
+    return Service("clock", providers=providers, background=[background])  # type: ignore[list-item]
 
 
 async def tick(container: AsyncContainer) -> None:

@@ -1,0 +1,137 @@
+"""Dependencies of handlers: checked with the graph of their container, and injected from a REQUEST scope per call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any, get_type_hints
+
+from dishka import AsyncContainer, FromComponent
+from dishka.integrations.base import default_parse_dependency
+
+from integr8s_idem._util.context_vars import CURRENT
+from integr8s_idem.engine.work import Attempt
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.events import BaseEvent
+from integr8s_idem.handlers.router import (
+    Batch,
+    BatchCall,
+    HandlerCall,
+    HandlerFunction,
+    Invoke,
+    Outgoing,
+    RegisteredHandler,
+    returned_by,
+)
+from integr8s_idem.integrations.request_scope import scope_of_a_call
+from integr8s_idem.integrations.transactions import Transactions
+
+DEPENDENCIES_OF = "dependencies of "
+"""How the name of a handler's entry in the graph of its container begins."""
+
+
+def name_of_dependencies(function: HandlerFunction) -> str:
+    """The name of a handler's entry in the graph of its container."""
+    return DEPENDENCIES_OF + function.__qualname__
+
+
+class Dependencies:
+    """The dependencies of a handler as one entry of the graph: validated with it, and resolved by one call."""
+
+    def __init__(self, function: HandlerFunction, parameters: dict[str, Any]) -> None:
+        self.key = type(name_of_dependencies(function), (dict,), {"__module__": function.__module__})
+
+        def make(**found: Any) -> Any:
+            return self.key(found)
+
+        make.__name__ = make.__qualname__ = function.__qualname__
+        make.__module__ = function.__module__
+        make.__annotations__ = {**parameters, "return": self.key}
+        make.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint)
+                for name, hint in parameters.items()
+            ]
+        )
+        self.make = make
+
+
+def dependencies_of(function: HandlerFunction) -> Dependencies:
+    """Read the `FromDishka[...]` parameters of a handler.
+
+    Raises:
+        ApplicationError: It has other parameters, or annotations that cannot be resolved.
+    """
+    hints = _hints_of(function)
+    parameters: dict[str, Any] = {}
+    plain: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        key = default_parse_dependency(parameter, hints.get(name, Any))
+        if key is None:
+            plain.append(name)
+        else:
+            hint = key.type_hint
+            parameters[name] = Annotated[hint, FromComponent(key.component)] if key.component else hint
+    if len(plain) != 1:
+        raise ApplicationError(
+            f"handler {function.__qualname__} takes its event and FromDishka[...] parameters; "
+            f"these are neither: {', '.join(plain[1:]) or '(there is no parameter for the event)'}"
+        )
+    return Dependencies(function, parameters)
+
+
+def _hints_of(function: HandlerFunction) -> dict[str, Any]:
+    try:
+        return get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ApplicationError(
+            f'handler {function.__qualname__}: its annotations name "{error.name}", which module '
+            f"{function.__module__} does not define at run time; import it there, not only under TYPE_CHECKING"
+        ) from None
+
+
+def context_of(call: HandlerCall | BatchCall) -> dict[Any, Any]:
+    """The context of the REQUEST scope of a call."""
+    if isinstance(call, BatchCall):
+        return {Batch: call.batch}
+    return {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
+
+
+def invoker(container: AsyncContainer, dependencies: Mapping[HandlerFunction, Dependencies]) -> Invoke:
+    """Calls handlers in a REQUEST scope of `container`."""
+
+    async def invoke(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
+        async with scope_of_a_call(container(context_of(call))) as request:
+            return await _call(request, dependencies, handler, call)
+
+    return invoke
+
+
+def transactional_invoker(
+    container: AsyncContainer, dependencies: Mapping[HandlerFunction, Dependencies], transactions: Transactions
+) -> Invoke:
+    """Calls handlers in a REQUEST scope of `container` that commits the outcome with what the handler wrote."""
+
+    async def invoke(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
+        assert isinstance(call, HandlerCall), "a batch handler has no transaction: it is refused when it is made"
+        async with transactions.scope(container(context_of(call)), call) as begun:
+            result = await _call(begun.request, dependencies, handler, call)
+            await begun.writer(result)
+        return result
+
+    return invoke
+
+
+async def _call(
+    request: AsyncContainer,
+    dependencies: Mapping[HandlerFunction, Dependencies],
+    handler: RegisteredHandler,
+    call: HandlerCall | BatchCall,
+) -> Any:
+    token = CURRENT.set(request)
+    try:
+        found: dict[str, Any] = await request.get(dependencies[handler.function].key)
+        await call.check_start()
+        return returned_by(handler, await handler.function(call.argument, **found))
+    finally:
+        CURRENT.reset(token)
