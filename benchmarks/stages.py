@@ -271,7 +271,9 @@ async def _handled(clocks: Clocks, dispatcher: EventDispatcher, events: Sequence
     with clocks.stage("run"):
         for execution, verdict in zip(guarded, verdicts, strict=True):
             assert isinstance(verdict, Reserved)
-            returned = await execution.reserved(verdict, asked_at, options).call(execution.call_patiently)
+            returned = await executor.reserved(execution.work, verdict, asked_at, options).call(
+                execution.call_patiently
+            )
             assert isinstance(returned, Returned)
             done.append(returned)
     with clocks.stage("settle"):

@@ -108,6 +108,11 @@ class Run(ActiveRun):
         return self.lease is not None and self.lease.is_late()
 
     @property
+    def is_after_crash(self) -> bool:
+        """Whether the lease of the attempt before has lapsed."""
+        return self.lease is not None and self.lease.reservation.previous is Previous.LAPSED
+
+    @property
     def is_suspect(self) -> bool:
         """Whether the work is to run alone, since it may be what crashes its process."""
         work, lease = self.work, self.lease

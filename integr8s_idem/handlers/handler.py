@@ -17,7 +17,6 @@ from typing import Any, Final
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import run_of
-from integr8s_idem.engine.executor import Declined
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import repeatable
 from integr8s_idem.engine.run import Run, RunOptions
@@ -59,7 +58,7 @@ from integr8s_idem.handlers.router import (
     returned_by,
 )
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
-from integr8s_idem.records import InProgress, Reserved
+from integr8s_idem.records import InProgress
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 
@@ -194,15 +193,10 @@ class GuardedExecution(HandlerExecution):
     def is_known_here(self) -> bool:
         """Whether this process has completed it, and knows that without asking the store."""
         work = self.work
-        return self.executor.known_here(work.key, work.fingerprint, work.event_type) is not None
-
-    def reserved(self, verdict: Reserved, asked_at: float, options: RunOptions) -> Run:
-        """The run of a reservation that was asked for at `asked_at`, by the lease clock."""
-        return self.executor.reserved(self.work, verdict, asked_at, options)
-
-    def declined(self, verdict: Declined, options: RunOptions) -> Run | Declined:
-        """What follows from a verdict that lets no run with a reservation begin."""
-        return self.executor.declined(self.work, verdict, options)
+        executor = self.executor
+        return executor.cache is not None and (
+            executor.known_here(work.key, work.fingerprint, work.event_type) is not None
+        )
 
     def call(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         """Run the handler; a broker that does not take its events is an error."""

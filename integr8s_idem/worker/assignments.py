@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,12 +111,15 @@ class Delivery:
     def begin(self, context: Context, processing: AbstractContextManager[Span]) -> None:
         """Begin to process it, in `context`; until `end`."""
         self.context = context
-        self.is_recorded = is_recorded(processing)
-        self._processing = DetachedPhase(processing, context)
+        if not isinstance(processing, nullcontext):
+            self.is_recorded = is_recorded(processing)
+            self._processing = DetachedPhase(processing, context)
 
     def begin_items(self, executions: Sequence[HandlerExecution]) -> list[WorkItem]:
         """One item for each handler."""
         self._pending = len(executions)
+        if self._pending == 1:
+            return [WorkItem(self, executions[0])]
         return [WorkItem(self, execution) for execution in executions]
 
     def end_item(self) -> bool:
@@ -143,10 +146,6 @@ class WorkItem:
     """How often it was found in progress elsewhere."""
     wait: DetachedPhase | None = None
     """While it waits for another run."""
-
-    def is_late(self) -> bool:
-        """Whether too little of its lease is left to start its handler."""
-        return self.run is not None and self.run.is_late()
 
     def end_wait(self) -> None:
         """It no longer waits for another run."""

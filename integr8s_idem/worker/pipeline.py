@@ -21,13 +21,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Final, cast
+from typing import Final, TypeAlias
 
+from integr8s_idem.engine.executor import Declined
 from integr8s_idem.engine.run import Run, RunOptions
-from integr8s_idem.engine.work import Outcome, Work
+from integr8s_idem.engine.work import Work
 from integr8s_idem.errors import StoreError, StoreUnavailableError
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.records import Reserved, Verdict
+from integr8s_idem.records import Reserved
 from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.conclusions import Conclusions
@@ -38,6 +39,9 @@ from integr8s_idem.worker.runners import Runners
 
 MOST_BATCHES: Final = 2
 """Batches under way: while the store answers one, the next is decoded."""
+
+Asked: TypeAlias = tuple[WorkItem, GuardedExecution]
+"""An item to be reserved, and its execution."""
 
 
 class Pipeline:
@@ -70,7 +74,7 @@ class Pipeline:
         self._left = left
         self._tasks = PipelineTasks(processor.service, fail)
         self._conclusions = Conclusions(processor, self._tasks, again=self._make_ready, ended=self._ended)
-        self._runners = Runners(processor, self._tasks, self._conclusions, reserve=self._reserve)
+        self._runners = Runners(processor, self._tasks, self._conclusions)
         self._ready: deque[Delivery | WorkItem] = deque()
         self._batches = 0
         self._is_scheduled = False
@@ -156,7 +160,7 @@ class Pipeline:
         self._schedule()
 
     async def _batch(self, taken: deque[Delivery | WorkItem]) -> None:
-        asked: list[WorkItem] = []
+        asked: list[Asked] = []
         while taken:
             each = taken.popleft()
             if isinstance(each, WorkItem):
@@ -167,7 +171,7 @@ class Pipeline:
         if asked:
             await self._reserve(asked)
 
-    def _decode(self, delivery: Delivery, asked: list[WorkItem]) -> None:
+    def _decode(self, delivery: Delivery, asked: list[Asked]) -> None:
         """Make the work items of a delivery, which has taken one slot."""
         try:
             decoded = self._processor.decode(delivery)
@@ -189,10 +193,11 @@ class Pipeline:
                 self._ended(delivery, may_commit=True)
                 return
             # The first has the slot of the delivery; the others take their own.
-            self._ready.extendleft(reversed(items[1:]))
+            if len(items) > 1:
+                self._ready.extendleft(reversed(items[1:]))
             self._prepare(items[0], asked)
 
-    def _prepare(self, item: WorkItem, asked: list[WorkItem]) -> None:
+    def _prepare(self, item: WorkItem, asked: list[Asked]) -> None:
         """Find out what an item that has a slot needs before it can run."""
         execution = item.execution
         if not self._circuit.is_available:
@@ -204,29 +209,32 @@ class Pipeline:
             self._slots.give()
             self._conclusions.duplicate(item)
         else:
-            asked.append(item)
+            asked.append((item, execution))
 
-    async def _reserve(self, asked: Sequence[WorkItem]) -> None:
+    async def _reserve(self, asked: Sequence[Asked]) -> None:
         executor = self._processor.executor
-        works = [cast("GuardedExecution", item.execution).work for item in asked]
+        works = [execution.work for _, execution in asked]
         asked_at = executor.now()
         try:
             verdicts = await executor.reserve_together(works)
         except StoreError as error:
-            for item, work in zip(asked, works, strict=True):
-                self._unreserved(item, work, error)
+            for item, execution in asked:
+                self._unreserved(item, execution.work, error)
         except Exception as error:  # noqa: BLE001  # the service is stopped with it
-            for item in asked:
+            for item, _ in asked:
                 self._slots.give()
                 self._conclusions.broken(item, error)
         except BaseException:
-            for item in asked:
+            for item, _ in asked:
                 self._slots.give()
                 self._conclusions.abandon(item)
             raise
         else:
-            for item, verdict in zip(asked, verdicts, strict=True):
-                self._reserved(item, verdict, asked_at)
+            for (item, execution), verdict in zip(asked, verdicts, strict=True):
+                if isinstance(verdict, Reserved):
+                    self._reserved(item, executor.reserved(execution.work, verdict, asked_at, self._options))
+                else:
+                    self._declined(item, execution, verdict)
         self._runners.start()
 
     def _unreserved(self, item: WorkItem, work: Work, error: StoreError) -> None:
@@ -239,26 +247,31 @@ class Pipeline:
             self._slots.give()
             self._conclusions.raised(item, error)
 
-    def _reserved(self, item: WorkItem, verdict: Verdict, asked_at: float) -> None:
-        execution = item.execution
-        assert isinstance(execution, GuardedExecution)
-        opened: Run | Outcome[Any]
-        if isinstance(verdict, Reserved):
-            opened = execution.reserved(verdict, asked_at, self._options)
+    def _reserved(self, item: WorkItem, run: Run) -> None:
+        if run.is_after_crash and self._is_held_back(item, run):
+            self._slots.give()
         else:
-            opened = item.delivery.context.run(execution.declined, verdict, self._options)
-        if not isinstance(opened, Run):
+            item.run = run
+            self._runners.add(item)
+
+    def _is_held_back(self, item: WorkItem, run: Run) -> bool:
+        """Whether earlier attempts lapsed too often for this one to run beside others."""
+        if run.is_suspect:
+            self._conclusions.isolate(item, run)
+        elif run.has_crashed_too_often:
+            self._conclusions.attempt(item, run.give_up, run)
+        else:
+            return False
+        return True
+
+    def _declined(self, item: WorkItem, execution: GuardedExecution, verdict: Declined) -> None:
+        executor = self._processor.executor
+        opened = item.delivery.context.run(executor.declined, execution.work, verdict, self._options)
+        if isinstance(opened, Run):
+            self._reserved(item, opened)
+        else:
             self._slots.give()
             self._conclusions.conclude(item, opened)
-        elif opened.is_suspect:
-            self._slots.give()
-            self._conclusions.isolate(item, opened)
-        elif opened.has_crashed_too_often:
-            self._slots.give()
-            self._conclusions.attempt(item, opened.give_up, opened)
-        else:
-            item.run = opened
-            self._runners.add(item)
 
     # Ends.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Final
@@ -31,22 +31,13 @@ TURN: Final = 50
 class Runners:
     """Takes items that hold a slot, runs their handlers, and gives the slots back."""
 
-    def __init__(
-        self,
-        processor: DeliveryProcessor,
-        tasks: PipelineTasks,
-        conclusions: Conclusions,
-        *,
-        reserve: Callable[[Sequence[WorkItem]], Awaitable[None]],
-    ) -> None:
-        """`reserve`: reserves items again whose leases are late."""
+    def __init__(self, processor: DeliveryProcessor, tasks: PipelineTasks, conclusions: Conclusions) -> None:
         self._slots = processor.slots
         self._isolation = processor.isolation
         self._circuit = processor.circuit
         self._tasks = tasks
         self._conclusions = conclusions
         self._recorder = OutcomeRecorder(processor, tasks, conclusions)
-        self._reserve = reserve
         self._runnable: deque[WorkItem] = deque()
         self._spare: Coroutine[Any, Any, None] | None = None
         """A runner that has not taken anything yet."""
@@ -99,28 +90,8 @@ class Runners:
                 self._spare, is_spare = None, False
             item = self._runnable.popleft()
             self.start()
-            if item.is_late():
-                await self._reserve_again(item)
-                continue
             await self._run(item)
             done += 1
-
-    async def _reserve_again(self, item: WorkItem) -> None:
-        """Reserve again, in one round trip, all that wait with too little of their leases left.
-
-        A reservation that is still ours is found by its token, and goes on as the same attempt.
-        """
-        waiting, self._runnable = self._runnable, deque()
-        late: list[WorkItem] = []
-        for each in (item, *waiting):
-            if each is not item and not each.is_late():
-                self._runnable.append(each)
-                continue
-            assert each.run is not None
-            each.run.not_started()
-            each.run = None
-            late.append(each)
-        await self._reserve(late)
 
     async def _run(self, item: WorkItem) -> None:
         conclusions = self._conclusions

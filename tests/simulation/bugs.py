@@ -32,7 +32,7 @@ from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.offset_committer import OffsetCommitter
 from integr8s_idem.worker.offset_progress import Progress
 from integr8s_idem.worker.partition_registry import PartitionRegistry
-from integr8s_idem.worker.pipeline import Pipeline
+from integr8s_idem.worker.pipeline import Asked, Pipeline
 from integr8s_idem.worker.poller import Poller
 from tests.simulation.store import Server, SimulatedStoreClient
 
@@ -365,7 +365,7 @@ def offset_first() -> AbstractContextManager[Any]:
     """A delivery counts as finished when it begins."""
     right = Pipeline._decode
 
-    def decode(self: Pipeline, delivery: Delivery, asked: list[WorkItem]) -> None:
+    def decode(self: Pipeline, delivery: Delivery, asked: list[Asked]) -> None:
         self._finish(delivery)
         right(self, delivery, asked)
 
