@@ -35,13 +35,18 @@ _SAID: Final = (
 
 @cache
 def _runner() -> asyncio.Runner:
-    logging.getLogger("integr8s_idem.integrations").setLevel(logging.CRITICAL)
     return asyncio.Runner()
 
 
 def asked(random: Random) -> Figures:
     """A few requests that are nearly the same, to one application."""
-    return _runner().run(_asked(random))
+    logger = logging.getLogger("integr8s_idem.integrations")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        return _runner().run(_asked(random))
+    finally:
+        logger.setLevel(level)
 
 
 async def _application(scope: Any, receive: Any, send: Any) -> None:

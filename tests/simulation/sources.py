@@ -14,7 +14,7 @@ from unittest import mock
 
 from integr8s_idem._util import deadlines, loop_fairness
 from integr8s_idem.engine import executor, store_client
-from integr8s_idem.worker import backoff, consumer, dead_letters, isolation_gate, pipeline, poller
+from integr8s_idem.worker import backoff, consumer, dead_letters, isolation_gate, poller, runners
 from tests.simulation.processes import PROCESS
 
 POLL_SECONDS: Final = 1.0
@@ -50,7 +50,7 @@ def driven_by(random: Random) -> Iterator[None]:
             # Processes share an event loop here, and a timer of the dead never rings.
             (deadlines, "_clock_of", lambda _: clocks[PROCESS.get()]),
             (loop_fairness, "pace_of", pace_of),
-            (pipeline, "pace_of", pace_of),
+            (runners, "pace_of", pace_of),
             (backoff, "random", chance),
             (isolation_gate, "random", SimpleNamespace(randrange=random.randrange)),
             (consumer, "time", time),

@@ -15,7 +15,7 @@ from integr8s_idem.errors import ApplicationError
 PLATFORM = """
     from integr8s_idem.runtime import Platform, Service
 
-    platform = Platform(Service("billing", container=None), Service("k8s-worker", container=None))
+    platform = Platform(Service("billing", providers=[]), Service("k8s-worker", providers=[]))
     number = 3
 """
 

@@ -29,7 +29,7 @@ class ShopSection(Section):
 class ShopSettings(Settings):
     shop: ShopSection = ShopSection()
 
-platform = Platform(Service("billing", container=None), settings=ShopSettings)
+platform = Platform(Service("billing", providers=[]), settings=ShopSettings)
 """
 
 
@@ -169,7 +169,7 @@ def test_the_help_gives_a_flag_no_value(command: list[str]) -> None:
 
 
 def test_a_platform_without_services_is_one_sentence() -> None:
-    Path("cli_empty.py").write_text("from integr8s_idem.worker import Platform\nplatform = Platform()")
+    Path("cli_empty.py").write_text("from integr8s_idem.runtime import Platform\nplatform = Platform()")
 
     answer = typed("run", "cli_empty:platform")
 

@@ -27,14 +27,10 @@ from integr8s_idem.operations.keys.explanation import Explanation
 from tests.packaging.reference_commands import commands
 
 SHOP = """
-from integr8s_idem import EventRouter, Platform, Service, Settings
-from integr8s_idem.integrations.dishka import *
+from integr8s_idem import EventRouter, Platform, Service
+from integr8s_idem.integrations.dishka import DispatcherProvider, KafkaProvider
 
-def container(settings):
-    context = {Settings: settings, ServiceName: ServiceName("billing")}
-    return make_async_container(KafkaProvider(), DispatcherProvider(EventRouter()), context=context)
-
-platform = Platform(Service("billing", container=container))
+platform = Platform(Service("billing", providers=[KafkaProvider(), DispatcherProvider(EventRouter())]))
 """
 
 

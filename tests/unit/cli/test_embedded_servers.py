@@ -29,7 +29,7 @@ class ShopSection(Section):
 class ShopSettings(Settings):
     shop: ShopSection = ShopSection()
 
-platform = Platform(Service("billing", container=None), settings=ShopSettings)
+platform = Platform(Service("billing", providers=[]), settings=ShopSettings)
 """
 SQLITE = '[store]\nkind = "sqlite"\npath = "records.db"\n'
 AN_APPLICATIONS = '[shop]\ncurrency = "EUR"\n'
