@@ -26,7 +26,7 @@ from tests.support.kafka.broker import free_ports
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 (INSTALL,) = code_blocks(section(README, "Install"), "sh")
-BEGIN, LOOK = code_blocks(section(README, "The first quarter of an hour"), "sh")
+BEGIN, LOOK = code_blocks(section(README, "Quickstart"), "sh")
 INSTALLING_SECONDS = 300
 
 
