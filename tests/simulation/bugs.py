@@ -193,15 +193,17 @@ def no_renewal() -> AbstractContextManager[Any]:
 
 
 def key_made_again() -> AbstractContextManager[Any]:
-    """The key is made of the event at every try, after the handler has had it."""
-    right = GuardedExecution._attempt
+    """The key is made of the event at every attempt, after the handler has had it."""
+    right = Pipeline._prepare
 
-    async def attempt(self: GuardedExecution, *told: Any) -> Any:
-        handler: Any = self.handler
-        self.work.key = handler.resolver.resolve(handler.name, self.event, self.generation).key
-        return await right(self, *told)
+    def prepare(self: Pipeline, item: WorkItem, asked: list[Asked]) -> None:
+        execution = item.execution
+        if isinstance(execution, GuardedExecution):
+            handler: Any = execution.handler
+            execution.work.key = handler.resolver.resolve(handler.name, execution.event, execution.generation).key
+        right(self, item, asked)
 
-    return _instead(GuardedExecution, "_attempt", attempt)
+    return _instead(Pipeline, "_prepare", prepare)
 
 
 def completed_before_the_handler() -> AbstractContextManager[Any]:

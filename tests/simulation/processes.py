@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum
 from typing import Any, Final
@@ -188,9 +189,9 @@ def spawn(process: Process, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]
     return asyncio.get_running_loop().create_task(work, context=context)
 
 
-def bury(processes: list[Process]) -> None:
+def bury(loop: asyncio.AbstractEventLoop, processes: list[Process]) -> None:
     """Close what the dead have left behind, so that nothing of it runs when it is collected.  After the run."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _running(loop):
         warnings.simplefilter("ignore")
         for process in processes:
             process.kill()
@@ -198,6 +199,16 @@ def bury(processes: list[Process]) -> None:
                 if not task.done():
                     task._log_destroy_pending = False  # type: ignore[attr-defined]  # it is meant to be pending
                     task.context.run(_close, task.get_coro())
+
+
+@contextmanager
+def _running(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Let `loop` be the running one: code that is closed may begin tasks, which are closed as well."""
+    asyncio.events._set_running_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio.events._set_running_loop(None)
 
 
 def _close(work: Any) -> None:

@@ -357,7 +357,7 @@ def simulate(seed: int, *, digest: bool = False) -> Verdict:
             loop.set_exception_handler(lambda *_: None)
             if world is not None:
                 world.history.closed = True
-                bury(world.processes)
+                bury(loop, world.processes)
             loop.close()
             if collecting:
                 gc.enable()
