@@ -13,7 +13,7 @@ MARIADB_FILES := **/bin/mariadbd,**/bin/my_print_defaults,**/bin/resolveip,**/sc
 LOWEST := .cache/lowest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lowest faults matrix reference docs bench check fix setup kafka dynamodb mariadb wheel clean
+.PHONY: help demo test test-quick test-lowest faults matrix reference docs bench check fix setup kafka dynamodb mariadb wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -69,6 +69,9 @@ test: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## all tests, on a real Redis, A
 	@# Three on two cores: two leave a quarter of them idle, waiting for leases and sessions to end.
 	@$(BIN)/python -m pytest -n 3 --dist loadfile
 
+test-quick: $(SETUP)  ## the unit tests and the contract of the Redis store, in about a minute
+	@$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" tests/unit tests/contract/test_memory.py tests/contract/test_redis.py
+
 test-lowest: $(SETUP)  ## unit tests with the lowest versions that pyproject.toml allows (they are those of Python 3.11)
 	@mkdir -p $(LOWEST)
 	@$(BIN)/uv pip compile --quiet --python $(BIN)/python --resolution lowest-direct --extra all pyproject.toml --output-file $(LOWEST)/versions.txt
@@ -109,7 +112,7 @@ check: $(SETUP)  ## style, types, layers, spelling, docstrings, workflows
 	@$(BIN)/python -m tests.packaging.docstrings
 	@$(BIN)/zizmor --offline --quiet --no-progress --pedantic --strict-collection .github/workflows
 
-fix: $(SETUP)  ## let ruff mend what it can
+fix: $(SETUP)  ## fix what ruff can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
@@ -118,5 +121,5 @@ wheel: $(SETUP)  ## dist/: sdist and wheel, the same bytes from each build
 	@$(BIN)/python -m build --no-isolation
 	@$(BIN)/twine check --strict dist/*
 
-clean:  ## forget everything that was set up
+clean:  ## delete everything that was set up
 	rm -rf $(VENV) .cache dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

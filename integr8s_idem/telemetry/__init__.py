@@ -101,11 +101,7 @@ class Observer(Protocol):
     """Receives what happens.  Must not raise and must not block."""
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
-        """One delivery, from decoding to the end of its handler; linked to the producer's context in `headers`.
-
-        One that does not go with others lasts until it is settled.  One that has gone with others, and is tried
-        again or settled alone, is a second one for the rest.
-        """
+        """One delivery, from decoding until it is settled or released; linked to the producer in `headers`."""
         ...
 
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
@@ -113,7 +109,7 @@ class Observer(Protocol):
         ...
 
     def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
-        """One phase of many deliveries at once, none of which is recorded in a span; the type of each."""
+        """One phase that many deliveries share, none of which is recorded in a span; the event type of each."""
         ...
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:

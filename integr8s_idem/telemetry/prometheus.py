@@ -261,7 +261,7 @@ class _Families:
         )
         self.processing = HistogramMetricFamily(
             "idempotency_processing_seconds",
-            "Seconds of one delivery, from decoding to its handler's end; tried again, it counts once more.",
+            "Seconds of one delivery, from decoding until it is settled or released.",
             labels=["service", "event_type"],
         )
         self._dated = _series_are_dated()

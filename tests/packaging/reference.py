@@ -34,6 +34,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "stores": ("stores", "stores.memory", "stores.redis", "stores.sql", "stores.dynamodb"),
     "settings": ("config",),
     "worker": ("worker",),
+    "runtime": ("runtime",),
     "telemetry": ("telemetry",),
     "testing": ("testing", "testing.plugin", "testing.crash_points", "testing.transactional_crash_points"),
     "embedded": ("embedded",),

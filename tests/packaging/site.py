@@ -104,7 +104,9 @@ def _page(source: Path) -> Page:
         return f"{part['words']}({way}{'#' * bool(anchor)}{anchor})"
 
     text = _PART.sub(rewritten, text.replace(EVERY_PAGE, "\n".join(_pages_beside(source))))
-    return Page(source, text + "".join(_contents(source, text)), frozenset(wants), frozenset(pictures))
+    # A page from elsewhere need not be in a table of contents: other pages lead to it.
+    front = "" if source.is_relative_to(DOCS) else "---\norphan: true\n---\n\n"
+    return Page(source, front + text + "".join(_contents(source, text)), frozenset(wants), frozenset(pictures))
 
 
 def _pages_beside(index: Path) -> Iterator[str]:

@@ -39,8 +39,10 @@ PATH_IN_CODE = re.compile(
 MAKE_CONTAINERS = """
 if "platform" in globals():
     import asyncio
+    from integr8s_idem import Settings
+    from integr8s_idem.runtime import make_container
     for service in platform.services.values():
-        asyncio.run(service.container(Settings()).close())
+        asyncio.run(make_container(service, Settings()).close())
 """
 
 

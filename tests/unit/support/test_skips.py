@@ -52,6 +52,7 @@ def test_a_missing_mariadb_is_not_expected_and_make_gets_it(monkeypatch: pytest.
     assert next(line for line in skips.table([reason]) if "MariaDB" in line).endswith("make mariadb")
 
 
+@pytest.mark.slow
 def test_pytest_ends_with_the_table_and_lists_the_skipped_tests(tmp_path: Path) -> None:
     file = tmp_path / "skipped"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", KUBECTL]

@@ -27,6 +27,8 @@ from integr8s_idem.stores.sql import sql_engine
 from integr8s_idem.testing import Fault, WorkerHarness
 from integr8s_idem.testing.faults import MISHAPS
 
+pytestmark = pytest.mark.slow
+
 
 class Booked(BaseEvent):
     event_type: Literal["booked"] = "booked"

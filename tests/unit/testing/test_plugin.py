@@ -25,6 +25,8 @@ from examples.billing.payments import Payments, Receipt
 from examples.billing.workers import platform
 from integr8s_idem.testing import EmbeddedHarness, WorkerHarness
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["integr8s_idem.testing.plugin"]
 SETTINGS = Path({str(ROOT / "examples" / "billing" / "settings.toml")!r})
 
