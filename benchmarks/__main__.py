@@ -16,7 +16,7 @@ from benchmarks.machine import machine
 from benchmarks.measuring import Flat
 from benchmarks.questions import KEYS, QUESTIONS, Question
 from benchmarks.rounds import Options, Tell, at_least_one
-from integr8s_idem.cli.garbage_collection import collect_seldom
+from integr8s_idem.cli.garbage_collection import collect_rarely
 
 
 def asked(options: Options, file: Path | None) -> Flat:
@@ -58,7 +58,7 @@ def kept(file: Path, here: Flat) -> Flat:
 
 
 async def _answer(question: Question, options: Options, tell: Tell) -> Flat:
-    collect_seldom()  # as a worker does, and for everybody who takes part
+    collect_rarely()  # as a worker does, and for everybody who takes part
     return await question.measured(options, tell)
 
 

@@ -27,7 +27,7 @@ from benchmarks.places import open_place
 from benchmarks.rounds import Options, Tell, spread_of
 from benchmarks.tables import ROOT
 from integr8s_idem import IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
-from integr8s_idem.cli.garbage_collection import collect_seldom
+from integr8s_idem.cli.garbage_collection import collect_rarely
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.worker.consumer import make_consumer
 from tests.support.kafka.broker import Kafka, KafkaBroker
@@ -233,7 +233,7 @@ async def measured(options: Options, tell: Tell) -> Flat:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.deployments", description="One worker of `measured`.")
     parser.add_argument("--work", nargs=4, required=True, metavar=("KAFKA", "REDIS", "GROUP", "SCOPE"))
-    collect_seldom()  # as `integr8s-idem run` does
+    collect_rarely()  # as `integr8s-idem run` does
     uvloop.run(_work(*parser.parse_args().work))
 
 

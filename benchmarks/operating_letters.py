@@ -1,6 +1,6 @@
 """What `integr8s-idem dlq` takes on a topic with many dead letters: seconds, and the most memory.
 
-    python -m benchmarks.operating_letters [--letters 10000] [--bytes 1000] [--json FILE]
+    python -m benchmarks.operating_letters [--dead-letters 10000] [--bytes 1000] [--json FILE]
 
 Each command is a process of its own, on a real Kafka and a real Redis of this machine.
 """
@@ -71,17 +71,17 @@ async def figures(
     prefix: str,
     redis_url: str,
     folder: Path,
-    letters: int,
+    dead_letters: int,
     filling: int,
     commands: Collection[str] = COMMANDS.keys(),
 ) -> dict[str, Figure]:
-    """What `commands` take on `letters` letters whose payloads have about `filling` bytes each."""
+    """What `commands` take on `dead_letters` dead letters whose payloads have about `filling` bytes each."""
     dlq, source = Dlq(folder / "settings.toml"), f"{prefix}order_placed"
     dlq.settings.write_text(
         f'[kafka]\nbootstrap_servers = "{kafka.bootstrap}"\ntopic_prefix = "{prefix}"\n[store]\nurl = "{redis_url}"\n'
     )
     await kafka.create_topics({source: PARTITIONS, f"{source}.dlq": PARTITIONS, f"{prefix}empty.dlq": 1})
-    many = (letter_of(number, topic=source, filling="x" * filling) for number in range(letters))
+    many = (letter_of(number, topic=source, filling="x" * filling) for number in range(dead_letters))
     await post(load_settings(dlq.settings).kafka, many)
     return {
         name: await asyncio.to_thread(measured, dlq, *typed) for name, typed in COMMANDS.items() if name in commands
@@ -90,7 +90,7 @@ async def figures(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure integr8s-idem dlq on many dead letters.")
-    parser.add_argument("--letters", type=int, default=10_000)
+    parser.add_argument("--dead-letters", type=int, default=10_000)
     parser.add_argument("--bytes", type=int, default=1_000, help="of each payload, about")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     asked = parser.parse_args()
@@ -98,15 +98,17 @@ def main() -> None:
         broker = KafkaBroker(Path(name))
         broker.start()
         try:
-            found = asyncio.run(figures(broker, "", redis.url, Path(name), asked.letters, asked.bytes))
+            found = asyncio.run(figures(broker, "", redis.url, Path(name), asked.dead_letters, asked.bytes))
         finally:
             broker.kill()
-    print(f"{asked.letters:,} letters of {asked.bytes:,} bytes, in {PARTITIONS} partitions")
+    print(f"{asked.dead_letters:,} dead letters of {asked.bytes:,} bytes, in {PARTITIONS} partitions")
     for command, figure in found.items():
         print(f"  {command:<10} {figure.seconds:6.1f} s  {figure.megabytes:6.0f} MB  dlq {' '.join(COMMANDS[command])}")
     if asked.json:
         told: dict[str, Any] = {command: asdict(figure) for command, figure in found.items()}
-        asked.json.write_text(json.dumps({"letters": asked.letters, "bytes": asked.bytes, **told}, indent=2) + "\n")
+        asked.json.write_text(
+            json.dumps({"dead_letters": asked.dead_letters, "bytes": asked.bytes, **told}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

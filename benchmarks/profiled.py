@@ -21,7 +21,7 @@ from benchmarks.flames import Stack, flame_graph
 from benchmarks.kafka import EVENTS, Topic, filled_topic
 from benchmarks.places import open_place
 from benchmarks.tables import ROOT
-from integr8s_idem.cli.garbage_collection import collect_seldom
+from integr8s_idem.cli.garbage_collection import collect_rarely
 from tests.support.kafka.broker import Kafka
 
 GRAPH: Final = ROOT / "docs" / "explanation" / "speed-flames.svg"
@@ -83,7 +83,7 @@ def main() -> None:
     told = parser.parse_args()
     if told.serve:
         bootstrap, redis, events = told.serve
-        collect_seldom()  # as `integr8s-idem run` does
+        collect_rarely()  # as `integr8s-idem run` does
         uvloop.run(_serve(bootstrap, redis, int(events)))
         return
     with TemporaryDirectory(prefix="idem-bench-profile-") as folder:

@@ -21,7 +21,7 @@ from benchmarks.measuring import Flat, compared
 from benchmarks.purging import purged
 from benchmarks.rounds import at_least_one
 from benchmarks.servers import KINDS
-from integr8s_idem.cli.garbage_collection import collect_seldom
+from integr8s_idem.cli.garbage_collection import collect_rarely
 from integr8s_idem.stores.sql import SqlIdempotencyRepository
 
 
@@ -34,7 +34,7 @@ async def measured(kind: str, rounds: int, seconds: float, rows: int) -> Flat:
 
     tell("starting")
     load = os.getloadavg()[0]
-    collect_seldom()  # as a worker does, and for everybody who takes part
+    collect_rarely()  # as a worker does, and for everybody who takes part
     async with KINDS[kind]() as contest:
         told = await compared(contest.contestants, rounds, seconds, tell)
         if isinstance(contest.repository, SqlIdempotencyRepository) and rows:

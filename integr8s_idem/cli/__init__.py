@@ -8,7 +8,7 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command with the arguments of the process, and exit with its status.
 
-    0: done.  1: a service failed.  2: what was asked for, or the settings, cannot be.
+    0: success.  1: a service or a server failed.  2: the arguments or the settings are invalid.
     """
     # Imported here, so that importing the package stays cheap.
     from integr8s_idem.cli.app import app

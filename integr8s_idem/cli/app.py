@@ -1,4 +1,4 @@
-"""The commands, their options and what they print."""
+"""The command line application: `run`, `settings`, and the commands of the other modules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from integr8s_idem.cli.application_loader import chosen_services, load_application, optional_application
-from integr8s_idem.cli.common import MISTAKE, AppOption, Json, SettingsFile, answered
+from integr8s_idem.cli.application_loader import load_application, optional_application, select_services
+from integr8s_idem.cli.common import INVALID_INPUT, AppOption, Json, SettingsFile, exit_status_of
 from integr8s_idem.cli.dlq_commands import dlq_app
 from integr8s_idem.cli.doctor_command import DoctorCommand, doctor_command
 from integr8s_idem.cli.embedded_servers import command_settings
@@ -19,7 +19,7 @@ from integr8s_idem.cli.errors_command import errors_command
 from integr8s_idem.cli.graph_command import graph_command
 from integr8s_idem.cli.keys_commands import keys_app
 from integr8s_idem.cli.new_command import new_command
-from integr8s_idem.cli.output import say, write_error, write_text
+from integr8s_idem.cli.output import echo, write_error, write_text
 from integr8s_idem.cli.run_command import Run, run
 from integr8s_idem.cli.store_commands import store_app
 from integr8s_idem.cli.top_command import top_command
@@ -37,7 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # its help calls every flag a <bool>
 )
-settings_app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_markup_mode=None)
+settings_app = typer.Typer(help="Check settings and print an example.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(settings_app, name="settings")
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
@@ -48,76 +48,79 @@ app.command("graph")(graph_command)
 app.command("top")(top_command)
 app.command("new")(new_command)
 
-Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, as in billing.workers:platform.")]
+Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, such as billing.workers:platform.")]
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        say(f"integr8s-idem {version('integr8s-idem')}")
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        echo(f"integr8s-idem {version('integr8s-idem')}")
         raise typer.Exit
 
 
 Version = Annotated[
     bool,
-    typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version),
+    typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
 ]
 
 
 @app.callback()
 def _common(show_version: Version = False) -> None:
-    """Handle each event once, even when Kafka delivers it twice."""
+    """Handle each event once, even if Kafka delivers it twice."""
 
 
 @app.command("run")
 def run_command(
     target: Target,
-    service: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this one; can be repeated.")] = None,
+    service: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Run only this service; can be repeated.")
+    ] = None,
     settings: SettingsFile = None,
-    embedded: Annotated[bool, typer.Option("--embedded", help="With a Kafka and a Redis of its own.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines, also on a terminal.")] = False,
+    embedded: Annotated[bool, typer.Option("--embedded", help="Start an embedded Kafka and Redis.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Log JSON lines, even on a terminal.")] = False,
 ) -> None:
-    """Run the services of a platform; Ctrl-C or SIGTERM drains."""
+    """Run the services of a platform.
+
+    Ctrl-C or SIGTERM drains them and exits.
+    """
 
     def start() -> int:
         platform = load_application(target)
-        services = chosen_services(platform, service or [])
+        services = select_services(platform, service or [])
         return run(Run(platform, services, settings, embedded, as_json))
 
-    raise typer.Exit(answered(start))
+    raise typer.Exit(exit_status_of(start))
 
 
 @settings_app.command("check")
 def check_command(settings: SettingsFile = None, application: AppOption = None, as_json: Json = False) -> None:
-    """Say every mistake at once, or "ok"."""
+    """Check the settings and report all mistakes at once."""
 
     def check() -> int:
         found = optional_application(application)
-        mistakes, warnings = _checked(settings, found)
+        mistakes, warnings = _check(settings, found)
         show = _print_json if as_json else _print_text
         show(settings_source(settings), mistakes, warnings)
         ignored = [] if found or mistakes else ignored_sections(settings)
         if ignored:
             names = ", ".join(f"[{name}]" for name in ignored)
-            write_error(f"{names}: not checked; add --app MODULE:APP to check sections of an application")
-        return MISTAKE if mistakes else 0
+            write_error(f"{names}: not checked; use --app MODULE:APP to check the sections of an application")
+        return INVALID_INPUT if mistakes else 0
 
-    raise typer.Exit(answered(check))
+    raise typer.Exit(exit_status_of(check))
 
 
 @settings_app.command("example")
 def example_command(application: AppOption = None) -> None:
-    """Print a settings.toml with every setting, its default and what it is for."""
+    """Print a settings.toml with every setting, its default and its purpose."""
 
     def example() -> int:
         write_text(example_settings(load_application(application).settings_type if application else Settings))
         return 0
 
-    raise typer.Exit(answered(example))
+    raise typer.Exit(exit_status_of(example))
 
 
-def _checked(
-    file: Path | None, platform: Platform | None
-) -> tuple[Sequence[SettingsMistake], Sequence[SettingsMistake]]:
+def _check(file: Path | None, platform: Platform | None) -> tuple[Sequence[SettingsMistake], Sequence[SettingsMistake]]:
     try:
         settings = command_settings(file, platform)
     except SettingsError as error:
@@ -140,14 +143,14 @@ def _print_json(source: str, mistakes: Sequence[SettingsMistake], warnings: Sequ
         return [{"path": each.path, "message": each.message} for each in found]
 
     answer = {"source": source, "ok": not mistakes, "mistakes": plain(mistakes), "warnings": plain(warnings)}
-    say(json.dumps(answer, indent=2))
+    echo(json.dumps(answer, indent=2))
 
 
 def _print_text(source: str, mistakes: Sequence[SettingsMistake], warnings: Sequence[SettingsMistake]) -> None:
     if mistakes:
         write_error(SettingsError(source, mistakes))
         return
-    say(f"{source}: ok")
+    echo(f"{source}: ok")
     width = max((len(warning.path) for warning in warnings), default=0)
     for warning in warnings:
-        say(f"  warning  {warning.path:<{width}}  {warning.message}")
+        echo(f"  warning  {warning.path:<{width}}  {warning.message}")

@@ -1,4 +1,4 @@
-"""Find what `MODULE:APP` names, as servers of Python applications do: from the working directory."""
+"""Load the platform named by `MODULE:APP`, relative to the working directory, as WSGI and ASGI servers do."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from integr8s_idem.errors import ApplicationError, SettingsError
 from integr8s_idem.runtime import Platform, Service
 
 _OWN_LINES: Final = 12
-"""Lines of an application's traceback that are shown."""
+"""Number of lines that are shown of an application's traceback."""
 _USAGE: Final = "write MODULE:APP, as in billing.workers:platform"
 
 
 def load_application(target: str) -> Platform:
-    """Import what `target` names.
+    """Import the platform named by `target`.
 
     Raises:
-        ApplicationError: It says what is wrong, and what to do.
+        ApplicationError: `target` is invalid, or its module cannot be imported.
     """
     module_name, colon, attribute = target.partition(":")
     if not colon or not module_name or not attribute:
-        raise ApplicationError(f'"{target}" names no application; {_USAGE}{_guess(target)}')
+        raise ApplicationError(f'invalid application "{target}"; {_USAGE}{_guess(target)}')
     if "/" in module_name or module_name.endswith(".py"):
-        raise ApplicationError(f'"{target}" is a path; {_USAGE}{_guess(target)}')
+        raise ApplicationError(f'"{target}" is a path, not a module; {_USAGE}{_guess(target)}')
     found = _attribute(_module(module_name), attribute)
     if isinstance(found, Platform):
         return found
@@ -41,22 +41,22 @@ def load_application(target: str) -> Platform:
 
 
 def optional_application(target: str | None) -> Platform | None:
-    """What `target` names, as `load_application`; `None` if it is not given."""
+    """Load `target`, or return `None` if it is not given."""
     return load_application(target) if target else None
 
 
-def chosen_services(platform: Platform, names: Sequence[str]) -> list[Service]:
-    """The services named; all of the platform's if none is.
+def select_services(platform: Platform, names: Sequence[str]) -> list[Service]:
+    """Return the named services of the platform, or all of them without names.
 
     Raises:
-        ApplicationError: One is no service of the platform.
+        ApplicationError: The platform has no service of that name.
     """
     known = list(platform.services)
     for name in names:
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f' (did you mean "{near[0]}"?)' if near else ""
-            raise ApplicationError(f'no service is called "{name}"{hint}; known: {", ".join(known) or "none"}')
+            raise ApplicationError(f'unknown service "{name}"{hint}; known services: {", ".join(known) or "none"}')
     return platform.choose(names)
 
 
@@ -69,17 +69,17 @@ def _module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise ApplicationError(
-                f'no module "{error.name}" is found from {here}; run from the folder that holds '
+                f'module "{error.name}" not found from {here}; run from the folder that contains '
                 f'"{name.partition(".")[0]}", or install it'
             ) from None
-        raise ApplicationError(_broken(name, error, f'install "{error.name}", or mend the import')) from None
+        raise ApplicationError(_import_failure(name, error, f'install "{error.name}", or fix the import')) from None
     except (ApplicationError, SettingsError):
-        raise  # what the module built does not fit together, and says so itself
-    except Exception as error:  # noqa: BLE001 -- whatever an application raises when it is imported is shown
-        raise ApplicationError(_broken(name, error, "mend the application and try again")) from None
+        raise  # the message is complete without a traceback
+    except Exception as error:  # noqa: BLE001 -- an import can raise anything
+        raise ApplicationError(_import_failure(name, error, "fix the application and try again")) from None
     except SystemExit:
         raise ApplicationError(
-            f'module "{name}" ends the program when it is imported; put that under if __name__ == "__main__"'
+            f'module "{name}" exits when it is imported; move that code under if __name__ == "__main__"'
         ) from None
 
 
@@ -90,12 +90,12 @@ def _attribute(module: ModuleType, attribute: str) -> object:
         applications = [name for name, value in vars(module).items() if isinstance(value, Platform)]
         near = get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=1)
         meant = applications[:1] or near
-        hint = f"; perhaps {module.__name__}:{meant[0]} is meant" if meant else "; it holds no Platform"
+        hint = f"; did you mean {module.__name__}:{meant[0]}?" if meant else "; it does not contain a Platform"
         raise ApplicationError(f'module "{module.__name__}" has no "{attribute}"{hint}') from None
 
 
-def _broken(name: str, error: Exception, advice: str) -> str:
-    """The last lines of the application's own traceback."""
+def _import_failure(name: str, error: Exception, advice: str) -> str:
+    """Return a message with the last lines of the application's own traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
     shown = "".join(lines).rstrip().splitlines()[-_OWN_LINES:]
@@ -103,7 +103,7 @@ def _broken(name: str, error: Exception, advice: str) -> str:
 
 
 def _is_own(filename: str) -> bool:
-    """Whether a file is the application's: neither Python's, nor installed, nor this one."""
+    """Return whether a file belongs to the application, not to Python, an installed package or this module."""
     elsewhere = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<frozen", __file__)
     return not filename.startswith(elsewhere)
 
@@ -111,7 +111,7 @@ def _is_own(filename: str) -> bool:
 def _guess(target: str) -> str:
     path, _, attribute = target.partition(":")
     module = path.removesuffix(".py").strip("./").replace("/", ".")
-    return f"; perhaps {module}:{attribute or 'platform'} is meant" if module else ""
+    return f"; did you mean {module}:{attribute or 'platform'}?" if module else ""
 
 
 def _article(word: str) -> str:

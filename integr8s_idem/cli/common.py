@@ -1,4 +1,4 @@
-"""What all commands have in common: options, exit statuses, and how errors are told."""
+"""Options, exit statuses and error reporting shared by all commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from integr8s_idem.cli.embedded_servers import hint_of_embedded
+from integr8s_idem.cli.embedded_servers import embedded_hint
 from integr8s_idem.cli.output import INTERRUPTED, drop_output, write_error
 from integr8s_idem.errors import (
     ApplicationError,
@@ -20,43 +20,44 @@ from integr8s_idem.errors import (
     StoreUnavailableError,
 )
 
-MISTAKE: Final = 2
-"""Exit status: what was asked for, or the settings, cannot be."""
+INVALID_INPUT: Final = 2
+"""Exit status: the arguments or the settings are invalid."""
 
 FAILURE: Final = 1
-"""Exit status: a service failed, or a server did."""
+"""Exit status: a service or a server failed."""
 
 _FULL: Final = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 SettingsFile = Annotated[
-    Path | None, typer.Option("--settings", metavar="FILE", help="TOML file; ./settings.toml if it is there.")
+    Path | None,
+    typer.Option("--settings", metavar="FILE", help="Read settings from FILE.  [default: ./settings.toml, if present]"),
 ]
 AppOption = Annotated[
-    str | None, typer.Option("--app", metavar="MODULE:APP", help="The platform whose own settings count as well.")
+    str | None, typer.Option("--app", metavar="MODULE:APP", help="Load the settings class of this platform.")
 ]
 Embedded = Annotated[
-    bool, typer.Option("--embedded", help="The servers of the `run --embedded` that runs in this folder.")
+    bool, typer.Option("--embedded", help="Use the servers of the `run --embedded` that runs in this folder.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Output JSON.")]
 
 
-def answered(command: Callable[[], int], *, mistake: int = MISTAKE, embedded: bool = True) -> int:
-    """Return the exit status of `command`; print errors that explain themselves without a traceback.
+def exit_status_of(command: Callable[[], int], *, invalid_input: int = INVALID_INPUT, embedded: bool = True) -> int:
+    """Run `command` and return its exit status; print expected errors without a traceback.
 
     Args:
-        command: What to do.
-        mistake: The exit status of settings or arguments that cannot be.
-        embedded: Whether the command asks embedded servers, or none at all.
+        command: Returns an exit status.
+        invalid_input: Exit status for invalid settings or arguments.
+        embedded: Whether the command uses embedded servers, or no servers.
     """
     try:
         return command()
     except (SettingsError, ApplicationError) as error:
         write_error(f"{_name(error)}{error}")
-        return FAILURE if isinstance(error, ApplicationError) and error.is_missing else mistake
+        return FAILURE if isinstance(error, ApplicationError) and error.is_missing else invalid_input
     except IdempotencyError as error:
         write_error(f"{_name(error)}{error}")
         if not embedded and isinstance(error, StoreUnavailableError | BrokerUnavailableError):
-            tell_of_embedded()
+            print_embedded_hint()
         return FAILURE
     except KeyboardInterrupt:
         write_error("interrupted")
@@ -66,18 +67,18 @@ def answered(command: Callable[[], int], *, mistake: int = MISTAKE, embedded: bo
             raise
         drop_output()
         where = f"{error.filename}: " if error.filename else ""
-        write_error(f"{where}{error.strerror}: nothing more can be written")
+        write_error(f"{where}{error.strerror}")
         return FAILURE
 
 
-def tell_of_embedded() -> None:
-    """Point at the embedded servers that run in this folder, if a command got no answer from others."""
-    if hint := hint_of_embedded():
+def print_embedded_hint() -> None:
+    """Suggest `--embedded` if embedded servers run in this folder."""
+    if hint := embedded_hint():
         write_error(hint)
 
 
-def quiet_clients() -> None:
-    """What clients of servers log of their own is told by the errors and findings that come of it."""
+def silence_client_logs() -> None:
+    """Suppress the log lines of client libraries; commands report errors themselves."""
     logging.getLogger().addHandler(logging.NullHandler())
 
 

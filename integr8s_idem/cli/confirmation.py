@@ -1,4 +1,4 @@
-"""Before something is changed for good: what people are asked, and what scripts must say."""
+"""Confirmation prompts and options of commands that change records or publish messages."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import typer
 from integr8s_idem.cli.output import write_error
 from integr8s_idem.errors import ApplicationError
 
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it without asking; scripts need this.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 AuditFile = Annotated[
     str | None,
     typer.Option(
         "--audit-file",
         metavar="FILE",
-        help="Where the audit lines go; - is standard error.  [default: ~/.local/state/integr8s-idem/audit.jsonl]",
+        help="Append audit lines to FILE; - is standard error.  [default: ~/.local/state/integr8s-idem/audit.jsonl]",
     ),
 ]
 
 DECLINED: Final = "nothing was changed"
 
 
-def agreed(question: str) -> bool:
-    """Whether to go on.  `question` says what is going to be changed, with its number.
+def confirm(question: str) -> bool:
+    """Ask `question` on the terminal and return whether the answer is yes.
 
     Raises:
-        ApplicationError: Nobody is there to be asked.
+        ApplicationError: There is no terminal.
     """
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ApplicationError(f"{DECLINED}: there is no terminal to ask on. {question} Say --yes to do it")
+        raise ApplicationError(f"{DECLINED}: no terminal to ask for confirmation. {question} Use --yes to confirm")
     try:
         if typer.confirm(question, default=False, err=True):
             return True

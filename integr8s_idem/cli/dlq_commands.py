@@ -1,4 +1,4 @@
-"""`integr8s-idem dlq`: dead letters, looked at, taken away in a file, and put back."""
+"""`integr8s-idem dlq`: list, show, export and replay dead letters."""
 
 from __future__ import annotations
 
@@ -15,45 +15,50 @@ from typing import Annotated, TextIO
 import typer
 
 from integr8s_idem.cli.application_loader import optional_application
-from integr8s_idem.cli.common import AppOption, Embedded, Json, SettingsFile, answered, quiet_clients
+from integr8s_idem.cli.common import AppOption, Embedded, Json, SettingsFile, exit_status_of, silence_client_logs
 from integr8s_idem.cli.confirmation import AuditFile, Yes
-from integr8s_idem.cli.dlq_output import Columns, Story, as_line, counted, story_text, tally_lines
-from integr8s_idem.cli.dlq_replay import ReplayCommand, tell_note
+from integr8s_idem.cli.dlq_output import DeadLetterDetails, ListFormat, count_text, details_text, json_line, tally_lines
+from integr8s_idem.cli.dlq_replay import ReplayCommand, print_note
 from integr8s_idem.cli.embedded_servers import command_settings
-from integr8s_idem.cli.output import say, to_its_end, write_error
+from integr8s_idem.cli.output import echo, run_async, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.operations.atomic_file import whole_file
+from integr8s_idem.operations.atomic_file import open_atomically
 from integr8s_idem.operations.dead_letter_counts import Group, Tally
-from integr8s_idem.operations.dead_letter_filter import Choice, moment
-from integr8s_idem.operations.dead_letter_reader import DeadLetterReader, open_letter_box
-from integr8s_idem.operations.dead_letter_records import open_letter_records
-from integr8s_idem.operations.dead_letter_replay import decided
-from integr8s_idem.operations.dead_letter_search import Found, Search, found_by, pages
+from integr8s_idem.operations.dead_letter_filter import DeadLetterFilter, parse_time
+from integr8s_idem.operations.dead_letter_reader import DeadLetterReader, open_dead_letter_reader
+from integr8s_idem.operations.dead_letter_records import open_record_lookup
+from integr8s_idem.operations.dead_letter_replay import decide
+from integr8s_idem.operations.dead_letter_search import Search, SearchPlan, pages, plan_search
 from integr8s_idem.operations.dead_letters import Place
 
-dlq_app = typer.Typer(help="Look at dead letters, and put them back.", no_args_is_help=True, rich_markup_mode=None)
+dlq_app = typer.Typer(help="Inspect and replay dead letters.", no_args_is_help=True, rich_markup_mode=None)
 
 App = Annotated[
-    str | None, typer.Option("--app", metavar="MODULE:APP", help="Only the topics that this platform reads.")
+    str | None, typer.Option("--app", metavar="MODULE:APP", help="Search only the topics that this platform reads.")
 ]
 Topics = Annotated[
-    list[str] | None, typer.Option("--topic", metavar="NAME", help="Only the letters of this topic; can be repeated.")
+    list[str] | None, typer.Option("--topic", metavar="NAME", help="Search only this topic; can be repeated.")
 ]
-Services = Annotated[list[str] | None, typer.Option("--service", metavar="NAME", help="Given up by this service.")]
+Services = Annotated[
+    list[str] | None, typer.Option("--service", metavar="NAME", help="Match the service that dead-lettered the event.")
+]
 Reasons = Annotated[
-    list[str] | None, typer.Option("--reason", metavar="NAME", help="For this reason, as in handler_failed.")
+    list[str] | None, typer.Option("--reason", metavar="NAME", help="Match the reason, such as handler_failed.")
 ]
 Errors = Annotated[
-    list[str] | None, typer.Option("--error", metavar="TEXT", help="The error's class, or a part of what it says.")
+    list[str] | None, typer.Option("--error", metavar="TEXT", help="Match the error's class, or part of its message.")
 ]
-Types = Annotated[list[str] | None, typer.Option("--event-type", metavar="NAME", help="Events of this type.")]
-Keys = Annotated[list[str] | None, typer.Option("--key", metavar="KEY", help="With this idempotency or Kafka key.")]
+Types = Annotated[list[str] | None, typer.Option("--event-type", metavar="NAME", help="Match the event type.")]
+Keys = Annotated[
+    list[str] | None, typer.Option("--key", metavar="KEY", help="Match the idempotency key or the Kafka key.")
+]
 Since = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Dead-lettered since: an age, as in 2h, or ISO 8601, in UTC.")
+    str | None,
+    typer.Option(metavar="TIME", help="Match only at or after this time: an age such as 2h, or ISO 8601 in UTC."),
 ]
-Until = Annotated[str | None, typer.Option(metavar="TIME", help="Dead-lettered before: as --since.")]
-Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many.")]
+Until = Annotated[str | None, typer.Option(metavar="TIME", help="Match only before this time; format as for --since.")]
+Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after N dead letters.")]
 
 
 @dlq_app.command("list")
@@ -68,63 +73,66 @@ def list_command(
     since: Since = None,
     until: Until = None,
     limit: Limit = None,
-    summary: Annotated[bool, typer.Option("--summary", help="The numbers only.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="Print only the counts.")] = False,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Show dead letters, one a line, and how many there are by service, reason and error.
+    """List dead letters, and count them by service, reason and error.
 
-    Patterns may hold * and ?; an option that is repeated takes any of its values.  With --json one object a line, or,
-    with --summary, one object.
+    Patterns may contain * and ?; a repeated option matches any of its values.  With --json, print one object per line,
+    or a single object with --summary.
     """
 
-    def look() -> int:
+    def run() -> int:
         filters = _Filters(service, reason, error, event_type, key, since, until)
         tally = asyncio.run(
             _list(
-                _search(_From(settings, embedded, application), topic, filters, limit),
+                _search(_Source(settings, embedded, application), topic, filters, limit),
                 rows=not summary,
                 as_json=as_json,
             )
         )
         if summary and as_json:
-            say(json.dumps({"letters": tally.total, "groups": tally.as_json()}, indent=2))
+            echo(json.dumps({"dead_letters": tally.total, "groups": tally.as_json()}, indent=2))
         elif not as_json:
-            # Beside the letters it is a remark, as that of keys list; alone it is what was asked for.
-            (say if summary else write_error)("\n".join([counted(tally.total), *tally_lines(tally.rows())]))
+            # The counts belong on standard output only if they are the requested output.
+            (echo if summary else write_error)("\n".join([count_text(tally.total), *tally_lines(tally.rows())]))
         return 0
 
-    raise typer.Exit(_answered(look, embedded=embedded))
+    raise typer.Exit(_exit_status_of(run, embedded=embedded))
 
 
 @dlq_app.command("show")
 def show_command(
-    place: Annotated[list[str], typer.Argument(metavar="TOPIC:PARTITION:OFFSET", help="As dlq list names it.")],
-    payload: Annotated[bool, typer.Option("--payload", help="All of the payload.")] = False,
+    place: Annotated[
+        list[str], typer.Argument(metavar="TOPIC:PARTITION:OFFSET", help="Place of a dead letter, from dlq list.")
+    ],
+    payload: Annotated[bool, typer.Option("--payload", help="Print the whole payload.")] = False,
     application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Show one dead letter: why it is there, its headers and payload, its records, and what a replay would do."""
+    """Show a dead letter: its reason, headers, payload and records, and what a replay would do."""
 
-    def look() -> int:
-        search = _search(_From(settings, embedded, application), None, _Filters(), None, place)
-        for number, story in enumerate(to_its_end(_stories(search))):
-            text = as_line(story.as_json()) if as_json else story_text(story, payload=payload)
-            say(f"\n{text}" if number and not as_json else text)
+    def run() -> int:
+        search = _search(_Source(settings, embedded, application), None, _Filters(), None, place)
+        for number, details in enumerate(run_async(_details(search))):
+            text = json_line(details.as_json()) if as_json else details_text(details, payload=payload)
+            echo(f"\n{text}" if number and not as_json else text)
         return 0
 
-    raise typer.Exit(_answered(look, embedded=embedded))
+    raise typer.Exit(_exit_status_of(run, embedded=embedded))
 
 
 @dlq_app.command("export")
 def export_command(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="A file, whole or not at all; or stdout.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write to FILE, atomically, instead of standard output."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     application: App = None,
     topic: Topics = None,
     service: Services = None,
@@ -139,29 +147,30 @@ def export_command(
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Write dead letters as JSON lines, byte for byte: key, payload and all headers.
+    """Export dead letters as JSON lines without loss: key, payload and all headers.
 
-    Texts stand as {"text": …}, whatever is no UTF-8 as {"base64": …}.  With --json the count on standard error is an
-    object as well.
+    UTF-8 is written as {"text": …}, other bytes as {"base64": …}.  With --json, the count on standard error is also
+    JSON.
     """
 
     def write() -> int:
         filters = _Filters(service, reason, error, event_type, key, since, until)
-        search = _search(_From(settings, embedded, application), topic, filters, limit)
-        with whole_file(output, replace=force) if output else nullcontext(sys.stdout) as file:
-            written = to_its_end(_export(search, file))
+        search = _search(_Source(settings, embedded, application), topic, filters, limit)
+        with open_atomically(output, replace=force) if output else nullcontext(sys.stdout) as file:
+            exported = run_async(_export(search, file))
         where = str(output) if output else "-"
-        told = as_line({"letters": written, "file": where}) if as_json else f"{counted(written)} written to {where}"
-        write_error(told)
+        summary = {"dead_letters": exported, "file": where}
+        write_error(json_line(summary) if as_json else f"{count_text(exported)} written to {where}")
         return 0
 
-    raise typer.Exit(_answered(write, embedded=embedded))
+    raise typer.Exit(_exit_status_of(write, embedded=embedded))
 
 
 @dlq_app.command("replay")
 def replay_command(
     place: Annotated[
-        list[str] | None, typer.Argument(metavar="[TOPIC:PARTITION:OFFSET]...", help="These letters only.")
+        list[str] | None,
+        typer.Argument(metavar="[TOPIC:PARTITION:OFFSET]...", help="Replay only the dead letters at these places."),
     ] = None,
     application: App = None,
     topic: Topics = None,
@@ -174,38 +183,39 @@ def replay_command(
     until: Until = None,
     limit: Limit = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Those as well that were replayed already, as far as the store knows.")
+        bool,
+        typer.Option("--again", help="Include dead letters that have already been replayed, according to the store."),
     ] = False,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="TOPIC", help="Publish to this topic, instead of the one each was read from."),
+        typer.Option("--to", metavar="TOPIC", help="Publish to this topic instead of the original topics."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count them, and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count only; publish nothing.")] = False,
     yes: Yes = False,
     audit_file: AuditFile = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Publish dead letters again, each for the handler that gave it up, as its next generation.
+    """Publish dead letters again, each for the handler that failed, as its next generation.
 
-    They go to the topic that the dead-letter topic is named after, signed with the secret of [replay].
+    Messages are published to their original topics and signed with the secret of [replay].
 
-    It counts first and asks.  One generation is handled once, so it does no harm to replay twice, or to begin anew
-    after a replay was cut short.
+    The command counts first and asks for confirmation.  Each generation is handled once, so you can safely replay
+    twice, or run the command again after an interruption.
     """
 
     def replay() -> int:
         filters = _Filters(service, reason, error, event_type, key, since, until)
-        search = _search(_From(settings, embedded, application), topic, filters, limit, place)
+        search = _search(_Source(settings, embedded, application), topic, filters, limit, place)
         return ReplayCommand(search, again, as_json, audit_file, to).run(yes=yes, dry_run=dry_run)
 
-    raise typer.Exit(_answered(replay, embedded=embedded))
+    raise typer.Exit(_exit_status_of(replay, embedded=embedded))
 
 
 @dataclass(frozen=True)
 class _Filters:
-    """Options as they were typed."""
+    """Filter options as typed."""
 
     services: Sequence[str] | None = None
     reasons: Sequence[str] | None = None
@@ -215,22 +225,22 @@ class _Filters:
     since: str | None = None
     until: str | None = None
 
-    def choice(self) -> Choice:
+    def parsed(self) -> DeadLetterFilter:
         now = datetime.now(UTC)
-        return Choice(
+        return DeadLetterFilter(
             services=tuple(self.services or ()),
             reasons=tuple(self.reasons or ()),
             errors=tuple(self.errors or ()),
             event_types=tuple(self.event_types or ()),
             keys=tuple(self.keys or ()),
-            since=moment(self.since, now) if self.since else None,
-            until=moment(self.until, now) if self.until else None,
+            since=parse_time(self.since, now) if self.since else None,
+            until=parse_time(self.until, now) if self.until else None,
         )
 
 
 @dataclass(frozen=True)
-class _From:
-    """Where to look."""
+class _Source:
+    """Where to search."""
 
     settings_file: Path | None
     embedded: bool
@@ -238,7 +248,7 @@ class _From:
 
 
 def _search(
-    source: _From,
+    source: _Source,
     topics: Sequence[str] | None,
     filters: _Filters,
     limit: int | None,
@@ -250,62 +260,62 @@ def _search(
         platform,
         tuple(topics or ()),
         tuple(dict.fromkeys(map(Place.of, places or ()))),
-        filters.choice(),
+        filters.parsed(),
         limit,
     )
 
 
-def _answered(command: Callable[[], int], *, embedded: bool) -> int:
-    quiet_clients()
-    return answered(command, embedded=embedded)
+def _exit_status_of(command: Callable[[], int], *, embedded: bool) -> int:
+    silence_client_logs()
+    return exit_status_of(command, embedded=embedded)
 
 
 @asynccontextmanager
-async def _opened(search: Search) -> AsyncIterator[tuple[DeadLetterReader, Found]]:
-    async with open_letter_box(search.settings.kafka) as box:
-        found = await found_by(search, box)
-        tell_note(found)
-        yield box, found
+async def _opened(search: Search) -> AsyncIterator[tuple[DeadLetterReader, SearchPlan]]:
+    async with open_dead_letter_reader(search.settings.kafka) as reader:
+        plan = await plan_search(search, reader)
+        print_note(plan)
+        yield reader, plan
 
 
 async def _list(search: Search, *, rows: bool, as_json: bool) -> Tally:
     tally, is_shown = Tally(), sys.stdout.isatty()
-    async with _opened(search) as (box, found):
-        columns = Columns(found.stretches)
+    async with _opened(search) as (reader, plan):
+        list_format = ListFormat(plan.offset_ranges)
         if rows and not as_json:
-            say(columns.heading())
-        # On a terminal the lines tell themselves how far it has come.
-        with progress("reading", found.length, quiet=rows and is_shown) as advance:
-            async for page in pages(search, found, box):
-                lines = [as_line(one.summary()) if as_json else columns.line(one) for one in page.letters]
+            echo(list_format.heading())
+        # On a terminal the lines themselves show the progress.
+        with progress("reading", plan.length, quiet=rows and is_shown) as advance:
+            async for page in pages(search, plan, reader):
+                lines = [json_line(one.summary()) if as_json else list_format.line(one) for one in page.dead_letters]
                 if rows and lines:
-                    say("\n".join(lines))
-                for letter in page.letters:
-                    tally.add(Group.of(letter))
-                advance(page.passed)
+                    echo("\n".join(lines))
+                for dead_letter in page.dead_letters:
+                    tally.add(Group.of(dead_letter))
+                advance(page.offsets_read)
     return tally
 
 
-async def _stories(search: Search) -> list[Story]:
-    stories = []
-    async with _opened(search) as (box, found), open_letter_records(search.settings) as records:
-        letters = [letter async for page in pages(search, found, box) for letter in page.letters]
+async def _details(search: Search) -> list[DeadLetterDetails]:
+    details = []
+    async with _opened(search) as (reader, plan), open_record_lookup(search.settings) as records:
+        dead_letters = [dead_letter async for page in pages(search, plan, reader) for dead_letter in page.dead_letters]
         for place in search.places:
-            letter = next((one for one in letters if one.place == place), None)
-            if letter is None:
-                raise ApplicationError(f"there is no letter at {place}: the offset holds no message", is_missing=True)
-            history = await records.history(letter)
-            decision = decided(letter, history.get(letter.generation + 1), found.topics, search.settings)
-            stories.append(Story(letter, history, decision, records.problem))
-    return stories
+            dead_letter = next((one for one in dead_letters if one.place == place), None)
+            if dead_letter is None:
+                raise ApplicationError(f"no dead letter at {place}: the offset contains no message", is_missing=True)
+            history = await records.history(dead_letter)
+            decision = decide(dead_letter, history.get(dead_letter.generation + 1), plan.topics, search.settings)
+            details.append(DeadLetterDetails(dead_letter, history, decision, records.problem))
+    return details
 
 
 async def _export(search: Search, file: TextIO) -> int:
-    written = 0
-    async with _opened(search) as (box, found):
-        with progress("exporting", found.length, quiet=file is sys.stdout and sys.stdout.isatty()) as advance:
-            async for page in pages(search, found, box):
-                file.writelines(f"{as_line(letter.whole())}\n" for letter in page.letters)
-                written += len(page.letters)
-                advance(page.passed)
-    return written
+    exported = 0
+    async with _opened(search) as (reader, plan):
+        with progress("exporting", plan.length, quiet=file is sys.stdout and sys.stdout.isatty()) as advance:
+            async for page in pages(search, plan, reader):
+                file.writelines(f"{json_line(dead_letter.as_json())}\n" for dead_letter in page.dead_letters)
+                exported += len(page.dead_letters)
+                advance(page.offsets_read)
+    return exported

@@ -1,4 +1,4 @@
-"""Dead letters as people read them: one a line, one a screen, counted, and as they are put back."""
+"""Format dead letters: one per line, one per screen, counted, and as the report of a replay."""
 
 from __future__ import annotations
 
@@ -10,204 +10,210 @@ from typing import Any, Final, NamedTuple
 from integr8s_idem._util.escaping import printable, shown
 from integr8s_idem.operations.dead_letter_counts import Group
 from integr8s_idem.operations.dead_letter_reader import OffsetRange
-from integr8s_idem.operations.dead_letter_replay import KNOWN_ALREADY, TOLD, Decision, Report
-from integr8s_idem.operations.dead_letters import Letter, encoded, written
+from integr8s_idem.operations.dead_letter_replay import ALREADY_REPLAYED, SKIP_REASONS, ReplayDecision, Report
+from integr8s_idem.operations.dead_letters import StoredDeadLetter, encode_bytes, format_time
 from integr8s_idem.records import Corrupt, IdempotencyRecord
 from integr8s_idem.worker.dead_letters import REPLAY_SIGNATURE
 
-PAYLOAD: Final = 2_000
-"""Characters of a payload that are shown if nobody asks for all."""
+PAYLOAD_PREVIEW: Final = 2_000
+"""Number of characters of a payload that are shown without `--payload`."""
 
-_LONGEST: Final = 1_000
+_MAX_TEXT: Final = 1_000
 _INDENT: Final = 14
+_NO_REASON: Final = "(none)"
 
 
-class Columns:
-    """The lines of a list, which are printed as they come: how wide the places are is known before."""
+class ListFormat:
+    """Formats the lines of a list.  The width of the first column is known before the first line is printed."""
 
-    def __init__(self, stretches: Iterable[OffsetRange]) -> None:
-        places = (f"{one.partition.topic}:{one.partition.partition}:{one.end}" for one in stretches)
-        self._place = max(map(len, places), default=5)
+    def __init__(self, offset_ranges: Iterable[OffsetRange]) -> None:
+        places = (f"{each.partition.topic}:{each.partition.partition}:{each.end}" for each in offset_ranges)
+        self._place_width = max(map(len, places), default=5)
 
     def heading(self) -> str:
         return self._line("place", "dead-lettered (UTC)", "service", "reason", "error", "gen", "key")
 
-    def line(self, letter: Letter) -> str:
-        at = f"{letter.at:%Y-%m-%d %H:%M:%S}"
-        generation = str(letter.generation)
-        reason, error = letter.reason or "(none of ours)", letter.error_class
-        return self._line(str(letter.place), at, letter.service, reason, error, generation, letter.key)
+    def line(self, dead_letter: StoredDeadLetter) -> str:
+        return self._line(
+            str(dead_letter.place),
+            f"{dead_letter.at:%Y-%m-%d %H:%M:%S}",
+            dead_letter.service,
+            dead_letter.reason or _NO_REASON,
+            dead_letter.error_class,
+            str(dead_letter.generation),
+            dead_letter.key,
+        )
 
     def _line(self, place: str, at: str, service: str, reason: str, error: str, generation: str, key: str) -> str:
-        line = f"{place:<{self._place}}  {at:<19}  {service:<14}  {reason:<17}  {error:<20}  {generation:>3}  {key}"
-        # Never cut: what tells letters apart is at the end.
+        width = self._place_width
+        # Never truncated: dead letters differ in the last column.
+        line = f"{place:<{width}}  {at:<19}  {service:<14}  {reason:<17}  {error:<20}  {generation:>3}  {key}"
         return printable(line).rstrip()
 
 
 def tally_lines(rows: Sequence[tuple[Group, int]]) -> Iterator[str]:
-    """One line for each group, the largest first."""
+    """Yield one line for each group."""
     width = max((len(f"{count:,}") for _, count in rows), default=0)
     for group, count in rows:
-        told = (group.topic, group.service, group.reason or "(none of ours)", group.error_class)
-        yield printable(f"  {count:>{width},}  " + "  ".join(part for part in told if part))
+        parts = (group.topic, group.service, group.reason or _NO_REASON, group.error_class)
+        yield printable(f"  {count:>{width},}  " + "  ".join(part for part in parts if part))
 
 
-def counted(number: int, what: str = "letter") -> str:
-    """`1 letter`, `2 letters`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def count_text(number: int, noun: str = "dead letter") -> str:
+    """Return `1 dead letter` or `2 dead letters`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-class Story(NamedTuple):
-    """A letter, and what became of it."""
+class DeadLetterDetails(NamedTuple):
+    """A dead letter with its records and what a replay would do."""
 
-    letter: Letter
+    dead_letter: StoredDeadLetter
     history: Mapping[int, IdempotencyRecord | Corrupt]
     """The records of its work by generation."""
-    decision: Decision
-    problem: str
-    """Why the store tells nothing."""
+    decision: ReplayDecision
+    store_problem: str
+    """Why the store could not be queried."""
 
     def as_json(self) -> dict[str, Any]:
         replay = self.decision.replay
         return {
-            **self.letter.whole(),
-            "records": {str(generation): _record_json(known) for generation, known in self.history.items()},
-            "store_problem": self.problem,
+            **self.dead_letter.as_json(),
+            "records": {str(generation): _record_json(record) for generation, record in self.history.items()},
+            "store_problem": self.store_problem,
             "replay": {
-                "fate": self.decision.fate.value,
+                "status": self.decision.status.value,
                 "topic": replay.topic if replay else "",
-                # Not the signature: the publisher of a replay makes it, and whoever has it can publish that replay.
-                "headers": [[name, encoded(value)] for name, value in replay.headers if name != REPLAY_SIGNATURE]
+                # The signature is omitted: anyone who has it could publish this replay.
+                "headers": [[name, encode_bytes(value)] for name, value in replay.headers if name != REPLAY_SIGNATURE]
                 if replay
                 else [],
             },
         }
 
 
-def story_text(story: Story, *, payload: bool) -> str:
-    """One screen; with `payload` as long as it takes."""
-    letter = story.letter
+def details_text(details: DeadLetterDetails, *, payload: bool) -> str:
+    """Format the details on one screen; `payload` includes the whole payload."""
+    dead_letter = details.dead_letter
     parts = [
-        f"{letter.place}  {'dead-lettered' if letter.reason else 'published'} {written(letter.at)}",
-        "\n".join(_row(name, text) for name, text in _facts(letter) if text),
-        "headers\n" + "\n".join(f"  {line}" for line in _headers(letter)),
-        "\n".join(_payload(letter, whole=payload)),
-        "records\n" + "\n".join(f"  {line}" for line in _history(story)),
-        "replay\n" + textwrap.fill(printable(_foretold(story)), 110, initial_indent="  ", subsequent_indent="  "),
+        f"{dead_letter.place}  {'dead-lettered' if dead_letter.reason else 'published'} {format_time(dead_letter.at)}",
+        "\n".join(_row(name, text) for name, text in _properties(dead_letter) if text),
+        "headers\n" + "\n".join(f"  {line}" for line in _headers(dead_letter)),
+        "\n".join(_payload(dead_letter, whole=payload)),
+        "records\n" + "\n".join(f"  {line}" for line in _history(details)),
+        "replay\n" + textwrap.fill(printable(_preview(details)), 110, initial_indent="  ", subsequent_indent="  "),
     ]
     return "\n\n".join(parts)
 
 
-def _facts(letter: Letter) -> Iterator[tuple[str, str]]:
-    attempts = "" if letter.attempts is None else f", {counted(letter.attempts, 'attempt')}"
-    yield "reason", letter.reason or "none: no service of this library gave it up"
-    yield "error", letter.error
-    yield "given up by", letter.service and f"{letter.service} (group {letter.group}){attempts}"
-    yield "handler", letter.handler
-    yield "event", letter.event_type
-    yield "key", letter.key
-    yield "record", letter.record_key
-    yield "generation", str(letter.generation)
-    published = f", published {written(letter.published_at)}" if letter.published_at else ""
-    yield "came from", f"{letter.origin}{published}" if letter.origin else ""
+def _properties(dead_letter: StoredDeadLetter) -> Iterator[tuple[str, str]]:
+    attempts = "" if dead_letter.attempts is None else f", {count_text(dead_letter.attempts, 'attempt')}"
+    yield "reason", dead_letter.reason or "none: not dead-lettered by this library"
+    yield "error", dead_letter.error
+    yield "service", dead_letter.service and f"{dead_letter.service} (group {dead_letter.group}){attempts}"
+    yield "handler", dead_letter.handler
+    yield "event", dead_letter.event_type
+    yield "key", dead_letter.key
+    yield "record", dead_letter.record_key
+    yield "generation", str(dead_letter.generation)
+    published = f", published {format_time(dead_letter.published_at)}" if dead_letter.published_at else ""
+    yield "original", f"{dead_letter.origin}{published}" if dead_letter.origin else ""
 
 
 def _row(name: str, text: str) -> str:
     return textwrap.fill(
-        shown(text, _LONGEST), 110, initial_indent=f"  {name:<{_INDENT - 2}}", subsequent_indent=" " * _INDENT,
+        shown(text, _MAX_TEXT), 110, initial_indent=f"  {name:<{_INDENT - 2}}", subsequent_indent=" " * _INDENT,
         break_on_hyphens=False,
     )  # fmt: skip
 
 
-def _headers(letter: Letter) -> Iterator[str]:
-    for name, value in letter.record.headers:
-        told = encoded(value)
-        text = "(null)" if told is None else told.get("text") or f"{value!r}"
-        yield f"{printable(name)}: {shown(text, _LONGEST)}"
+def _headers(dead_letter: StoredDeadLetter) -> Iterator[str]:
+    for name, value in dead_letter.record.headers:
+        encoded = encode_bytes(value)
+        text = "(null)" if encoded is None else encoded.get("text") or f"{value!r}"
+        yield f"{printable(name)}: {shown(text, _MAX_TEXT)}"
 
 
-def _payload(letter: Letter, *, whole: bool) -> Iterator[str]:
-    record = letter.record
+def _payload(dead_letter: StoredDeadLetter, *, whole: bool) -> Iterator[str]:
+    record = dead_letter.record
     key = "no key" if record.key is None else f"key {shown(record.key.decode('utf-8', 'backslashreplace'), 200)}"
     if record.value is None:
         yield f"message: {key}, no payload"
         return
-    text, how = _readable(record.value)
-    cut = text if whole else text[:PAYLOAD]
-    part = "" if len(cut) == len(text) else f", the first {PAYLOAD:,} characters; --payload shows all"
-    yield f"message: {key}, {counted(letter.size, 'byte')}{how}{part}"
-    yield from (f"  {printable(line)}" for line in cut.split("\n"))
+    text, encoding = _readable(record.value)
+    preview = text if whole else text[:PAYLOAD_PREVIEW]
+    is_complete = len(preview) == len(text)
+    note = "" if is_complete else f", the first {PAYLOAD_PREVIEW:,} characters; use --payload to show all"
+    yield f"message: {key}, {count_text(dead_letter.size, 'byte')}{encoding}{note}"
+    yield from (f"  {printable(line)}" for line in preview.split("\n"))
 
 
 def _readable(value: bytes) -> tuple[str, str]:
-    told = encoded(value)
-    assert told is not None
-    return (told["text"], "") if "text" in told else (told["base64"], " in base64")
+    encoded = encode_bytes(value)
+    assert encoded is not None
+    return (encoded["text"], "") if "text" in encoded else (encoded["base64"], " in base64")
 
 
-def _history(story: Story) -> Iterator[str]:
-    if story.problem:
-        yield f"the store tells nothing: {shown(story.problem, _LONGEST)}"
-    elif not story.letter.record_key:
-        yield "it names none: no guarded handler gave it up"
-    elif not story.history:
-        yield "the store has none, or none any more"
-    for generation, known in story.history.items():
-        yield f"generation {generation}  {_record_text(known)}"
+def _history(details: DeadLetterDetails) -> Iterator[str]:
+    if details.store_problem:
+        yield f"unknown, the store could not be queried: {shown(details.store_problem, _MAX_TEXT)}"
+    elif not details.dead_letter.record_key:
+        yield "none: no guarded handler dead-lettered this message"
+    elif not details.history:
+        yield "none in the store; records may have expired"
+    for generation, record in details.history.items():
+        yield f"generation {generation}  {_record_text(record)}"
 
 
-def _record_text(known: IdempotencyRecord | Corrupt) -> str:
-    if isinstance(known, Corrupt):
-        return f"cannot be read: {shown(known.reason, _LONGEST)}"
-    settled = f", {written(known.settled_at)}" if known.settled_at else ""
-    expires = f", forgotten {written(known.expires_at)}" if known.expires_at else ""
-    error = f": {shown(known.error, _LONGEST)}" if known.error else ""
-    return f"{known.status.value} at attempt {known.attempt}{settled}{expires}{error}"
+def _record_text(record: IdempotencyRecord | Corrupt) -> str:
+    if isinstance(record, Corrupt):
+        return f"cannot be read: {shown(record.reason, _MAX_TEXT)}"
+    settled = f", {format_time(record.settled_at)}" if record.settled_at else ""
+    expires = f", expires {format_time(record.expires_at)}" if record.expires_at else ""
+    error = f": {shown(record.error, _MAX_TEXT)}" if record.error else ""
+    return f"{record.status.value} at attempt {record.attempt}{settled}{expires}{error}"
 
 
-def _record_json(known: IdempotencyRecord | Corrupt) -> dict[str, Any]:
-    if isinstance(known, Corrupt):
-        return {"key": known.key, "status": "corrupt", "error": known.reason}
+def _record_json(record: IdempotencyRecord | Corrupt) -> dict[str, Any]:
+    if isinstance(record, Corrupt):
+        return {"key": record.key, "status": "corrupt", "error": record.reason}
     return {
-        "key": known.key,
-        "status": known.status.value,
-        "attempt": known.attempt,
-        "error": known.error,
-        "settled_at": written(known.settled_at) if known.settled_at else "",
-        "expires_at": written(known.expires_at) if known.expires_at else "",
+        "key": record.key,
+        "status": record.status.value,
+        "attempt": record.attempt,
+        "error": record.error,
+        "settled_at": format_time(record.settled_at) if record.settled_at else "",
+        "expires_at": format_time(record.expires_at) if record.expires_at else "",
     }
 
 
-def _foretold(story: Story) -> str:
-    letter, replay = story.letter, story.decision.replay
+def _preview(details: DeadLetterDetails) -> str:
+    dead_letter, replay = details.dead_letter, details.decision.replay
     if replay is None:
-        return f"leaves it out: {TOLD[story.decision.fate]}"
-    whom = " and ".join(
-        text
-        for text in (letter.group and f"group {letter.group}", letter.handler and f"handler {letter.handler}")
-        if text
-    )
-    return f"publishes it to {replay.topic} as generation {letter.generation + 1}{f', for {whom}' if whom else ''}"
+        return f"would be skipped: {SKIP_REASONS[details.decision.status]}"
+    recipients = [("group", dead_letter.group), ("handler", dead_letter.handler)]
+    recipient = " and ".join(f"{kind} {name}" for kind, name in recipients if name)
+    suffix = f", for {recipient}" if recipient else ""
+    return f"would be published to {replay.topic} as generation {dead_letter.generation + 1}{suffix}"
 
 
 def report_text(report: Report, done: str) -> str:
-    """What a replay comes to.  `done`: `replayed`, or `to be replayed`."""
-    lines = [f"{counted(report.published)} {done}", *tally_lines(report.groups.rows())]
+    """Format the report of a replay.  `done` is `replayed` or `to replay`."""
+    lines = [f"{count_text(report.published)} {done}", *tally_lines(report.groups.rows())]
     lines += [printable(f"  to topic {topic}: {count:,}") for topic, count in report.destinations.most_common()]
     if report.unguarded:
         lines.append(
-            f"  {report.unguarded:,} of them name no record: nothing tells whether they were replayed before, and each "
-            "replay runs their handler where that is not guarded"
+            f"  {report.unguarded:,} of them without a record: earlier replays are unknown, and every replay runs the "
+            "handler again unless it is guarded"
         )
-    for fate, count in report.left_out.most_common():
-        places = ", ".join(report.examples[fate]) + (", …" if count > len(report.examples[fate]) else "")
-        lines += [f"{counted(count)} left out: {TOLD[fate]}", f"  {places}"]
-    if any(fate in KNOWN_ALREADY for fate in report.left_out):
-        lines.append("  (--again publishes also what the store says was replayed)")
+    for status, count in report.skipped.most_common():
+        places = ", ".join(report.examples[status]) + (", …" if count > len(report.examples[status]) else "")
+        lines += [f"{count_text(count)} skipped: {SKIP_REASONS[status]}", f"  {places}"]
+    if any(status in ALREADY_REPLAYED for status in report.skipped):
+        lines.append("  (use --again to publish these as well)")
     lines += [printable(f"topic {topic}: {error}") for topic, error in report.errors.items()]
     return "\n".join(lines)
 
 
-def as_line(told: Mapping[str, Any]) -> str:
-    """One object in one line, nothing of which a terminal would obey."""
-    return json.dumps(told)
+def json_line(value: Mapping[str, Any]) -> str:
+    """Encode an object on one line of ASCII, which cannot control a terminal."""
+    return json.dumps(value)

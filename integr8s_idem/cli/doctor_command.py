@@ -1,4 +1,4 @@
-"""`integr8s-idem doctor`: what may be wrong with a set-up, one line a finding."""
+"""`integr8s-idem doctor`: check settings, store, brokers and topics."""
 
 from __future__ import annotations
 
@@ -10,66 +10,74 @@ import typer
 from typer.core import TyperCommand
 
 from integr8s_idem.cli.application_loader import optional_application
-from integr8s_idem.cli.common import MISTAKE, Embedded, Json, SettingsFile, answered, quiet_clients, tell_of_embedded
-from integr8s_idem.cli.output import say
+from integr8s_idem.cli.common import (
+    INVALID_INPUT,
+    Embedded,
+    Json,
+    SettingsFile,
+    exit_status_of,
+    print_embedded_hint,
+    silence_client_logs,
+)
+from integr8s_idem.cli.output import echo
 from integr8s_idem.diagnostics import Code
 from integr8s_idem.doctor import Asked, as_json, as_text, examined, status_of
 from integr8s_idem.doctor.permissions import access_of
 
 USAGE: Final = 64
-"""Exit status of what was typed wrongly: 1 and 2 are those of findings."""
+"""Exit status for wrong usage; 1 and 2 are the statuses of findings."""
 
 
 _UNANSWERED: Final = {Code.STORE_UNAVAILABLE, Code.BROKER_UNAVAILABLE}
 
 
 class DoctorCommand(TyperCommand):
-    """A command whose usage errors have a status of their own."""
+    """A command that exits with `USAGE` after usage errors."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            # typer has no public name for the base of these errors; this is how it tells their status.
-            if hasattr(error, "exit_code") and error.exit_code == MISTAKE:
+            # typer has no public base class for its usage errors; they carry an exit code.
+            if hasattr(error, "exit_code") and error.exit_code == INVALID_INPUT:
                 error.exit_code = USAGE
             raise
 
 
 def doctor_command(
     application: Annotated[
-        str | None, typer.Argument(metavar="MODULE:APP", help="The platform whose topics are looked at, too.")
+        str | None, typer.Argument(metavar="MODULE:APP", help="Also check the topics of this platform.")
     ] = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_objects: Json = False,
     acl: Annotated[
-        bool, typer.Option("--acl", help="Print the least rights that the store's user needs, and leave.")
+        bool, typer.Option("--acl", help="Print the minimum permissions of the store's user and exit.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="What is well, too.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list checks that passed.")] = False,
 ) -> None:
-    """Look for what would lose events or do them twice.
+    """Find problems that could lose or duplicate events.
 
-    It looks at the settings, the store, the brokers and the topics, and prints one line for each finding.  The exit
-    status is that of the worst finding: 0 nothing to mend, 1 a warning, 2 an error; 64 for wrong usage.
+    Checks the settings, the store, the brokers and the topics, and prints one line for each finding.  The exit status
+    is that of the worst finding: 0 no problems, 1 a warning, 2 an error; 64 for wrong usage.
     """
 
-    def look() -> int:
-        quiet_clients()
+    def run() -> int:
+        silence_client_logs()
         asked = Asked(settings, optional_application(application), embedded)
         if acl:
-            told = access_of(asked.settings())
-            say(_as_json(told) if as_objects else told)
+            permissions = access_of(asked.settings())
+            echo(_as_json(permissions) if as_objects else permissions)
             return 0
         findings = asyncio.run(examined(asked))
-        say(as_json(findings) if as_objects else as_text(findings, verbose=verbose))
+        echo(as_json(findings) if as_objects else as_text(findings, verbose=verbose))
         if not embedded and not _UNANSWERED.isdisjoint(finding.code for finding in findings):
-            tell_of_embedded()
+            print_embedded_hint()
         return status_of(findings)
 
-    raise typer.Exit(answered(look, mistake=USAGE))
+    raise typer.Exit(exit_status_of(run, invalid_input=USAGE))
 
 
 def _as_json(lines: str) -> str:
-    """A policy as it is, which is JSON; commands and statements as a list of texts."""
+    """Return a policy unchanged, since it is JSON; return commands and statements as a list of strings."""
     return lines if lines.startswith("{") else json.dumps(lines.splitlines(), indent=2)

@@ -1,4 +1,4 @@
-"""What `run --embedded` puts in place of the servers that the settings name, and how other commands find them."""
+"""Embedded servers of `run --embedded`, and how other commands find them."""
 
 from __future__ import annotations
 
@@ -9,73 +9,78 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings, load_settings
-from integr8s_idem.embedded.discovery import embedded_servers_run, settings_of_running, told_where
+from integr8s_idem.embedded.discovery import announced_servers, has_running_servers, load_embedded_settings
 from integr8s_idem.runtime import Platform
 
-TellMetrics: TypeAlias = Callable[[str, int], None]
+AnnounceMetrics: TypeAlias = Callable[[str, int], None]
 
 _log: Final = logging.getLogger(__name__)
 
 
 def command_settings(file: Path | None, platform: Platform | None = None, *, embedded: bool = False) -> Settings:
-    """The settings of a command with the options `SettingsFile` and `Embedded`.
+    """Load the settings of a command with the options `SettingsFile` and `Embedded`.
 
     Args:
-        file: As for `load_settings`.
-        platform: Whose settings and services they are.  Sections of applications are ignored if it is not known.
-        embedded: Lead to the servers of the worker that runs them in this folder.
+        file: See `load_settings`.
+        platform: Provides the settings class and the services.  Without it, sections of applications are ignored.
+        embedded: Whether to use the embedded servers of the worker that runs in this folder.
 
     Raises:
-        SettingsError: As `load_settings`.
-        ApplicationError: `embedded`, and not exactly one worker runs such servers from this folder.
+        SettingsError: See `load_settings`.
+        ApplicationError: `embedded` is set and there is not exactly one such worker.
     """
     kind, services = (platform.settings_type, list(platform.services)) if platform else (Settings, [])
-    load = settings_of_running if embedded else load_settings
+    load = load_embedded_settings if embedded else load_settings
     return load(file, kind, services=services, ignore_unknown_sections=platform is None)
 
 
-def hint_of_embedded() -> str | None:
-    """What to add to a command that got no answer, if a worker runs embedded servers in this folder."""
-    if not embedded_servers_run():
+def embedded_hint() -> str | None:
+    """Return a suggestion to use `--embedded` if a worker runs embedded servers in this folder."""
+    if not has_running_servers():
         return None
-    return "A worker runs embedded servers in this folder: add --embedded to ask those"
+    return "A worker runs embedded servers in this folder: add --embedded to use them"
 
 
-def tell_where(settings: Settings, own: Settings) -> None:
-    """So that people can publish to the embedded servers, and look into them.  `own`: what people set."""
+def log_addresses(settings: Settings, own: Settings) -> None:
+    """Log the addresses of the embedded servers.
+
+    Args:
+        settings: Settings of the embedded servers.
+        own: Settings of the user.
+    """
     kafka, store = settings.kafka.bootstrap_servers, settings.store
     if isinstance(store, SqliteStoreSettings):
-        _log.info("embedded Kafka (emulator) on %s, records in %s as [store] says", kafka, store.path)
+        _log.info("embedded Kafka (emulator) on %s, records in %s ([store] path)", kafka, store.path)
         return
     assert isinstance(store, RedisStoreSettings)
     _log.info("embedded Kafka (emulator) on %s, embedded Redis on %s", kafka, store.url)
     if not isinstance(own.store, RedisStoreSettings):
         _log.warning(
-            '--embedded does not use [store] (kind = "%s"): records are in the embedded Redis and end with it',
+            '--embedded ignores [store] (kind = "%s"): records are kept in the embedded Redis and lost when it stops',
             own.store.kind,
         )
 
 
 @contextmanager
-def found_by_others(servers: Mapping[str, Mapping[str, Any]]) -> Iterator[TellMetrics]:
-    """Other commands reach the embedded servers from this folder by `--embedded` while inside.
+def announce_servers(servers: Mapping[str, Mapping[str, Any]]) -> Iterator[AnnounceMetrics]:
+    """Let other commands in this folder find the embedded servers with `--embedded`, inside the block.
 
-    In a folder that nobody may write to they need the addresses that `tell_where` has told.  Call what it yields with
-    the host and the port of the metrics, once they are known.
+    In a read-only folder this only logs a warning.  Call the yielded function with the host and port of the metrics
+    endpoint, once they are known.
     """
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(told_where(servers))
+            file = stack.enter_context(announced_servers(servers))
         except OSError as error:
-            _log.warning("other commands do not find the embedded servers by --embedded: %s", error)
+            _log.warning("other commands cannot find the embedded servers with --embedded: %s", error)
             yield lambda host, port: None
             return
-        _log.info("other commands reach them from this folder by --embedded")
+        _log.info("other commands in this folder can use these servers with --embedded")
 
-        def tell_metrics(host: str, port: int) -> None:
+        def announce_metrics(host: str, port: int) -> None:
             try:
                 file.add({"telemetry": {"metrics_host": host, "metrics_port": port}})
             except OSError as error:
-                _log.warning("top --embedded does not find the metrics on port %d: %s", port, error)
+                _log.warning("top --embedded cannot find the metrics on port %d: %s", port, error)
 
-        yield tell_metrics
+        yield announce_metrics

@@ -1,4 +1,4 @@
-"""`integr8s-idem errors`: what an error means, and what to do about it."""
+"""`integr8s-idem errors`: explain an error and how to resolve it."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from typing import Annotated
 
 import typer
 
-from integr8s_idem.cli.common import answered
-from integr8s_idem.cli.output import say
+from integr8s_idem.cli.common import exit_status_of
+from integr8s_idem.cli.output import echo
 from integr8s_idem.operations.error_sections import error_section, error_sections
 
 
 def errors_command(
     named: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Its name, or the place that its message tells to read more.")
+        str | None, typer.Argument(metavar="NAME", help="Name of an error, or the link at the end of its message.")
     ] = None,
 ) -> None:
-    """Say what an error means, and what to do.
+    """Explain an error and how to resolve it.
 
-    Without a name, list all of them.
+    Without a name, list all errors.
     """
 
-    def tell() -> int:
+    def run() -> int:
         if named is None:
             sections = error_sections()
             width = max(map(len, sections))
             for name, text in sections.items():
-                say(f"{name:<{width}}  {_summary(text)}")
+                echo(f"{name:<{width}}  {_summary(text)}")
             return 0
         name, text = error_section(named)
-        say(f"{name}\n\n{text}")
+        echo(f"{name}\n\n{text}")
         return 0
 
-    raise typer.Exit(answered(tell))
+    raise typer.Exit(exit_status_of(run))
 
 
 def _summary(text: str) -> str:
-    """The beginning of the first sentence, on one line."""
+    """Return the first clause on one line."""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     return re.split(r"[.:](?: |$)", paragraph, maxsplit=1)[0]

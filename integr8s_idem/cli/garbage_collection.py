@@ -1,24 +1,24 @@
-"""Python's garbage collector, as it suits a process that does nothing but handle events."""
+"""Tune Python's garbage collector for a process that only handles events."""
 
 from __future__ import annotations
 
 import gc
 from typing import Final
 
-AS_IT_COMES: Final = {(700, 10, 10), (2000, 10, 10), (2000, 10, 0)}
-"""Thresholds that Python starts with, by version: whoever has set others knows why."""
+DEFAULT_THRESHOLDS: Final = {(700, 10, 10), (2000, 10, 10), (2000, 10, 0)}
+"""Python's default thresholds, by version.  Other values were set on purpose and are kept."""
 
-SELDOM: Final = 20_000
-"""Containers that may have been made since the last look: some waves of deliveries, and a few megabytes at most."""
+RARE_THRESHOLD: Final = 20_000
+"""Number of new containers before a collection: a few batches of deliveries, and a few megabytes at most."""
 
 
-def collect_seldom() -> None:
-    """Look for cycles among what is new, seldom, and never again among what is here already.
+def collect_rarely() -> None:
+    """Collect new objects rarely, and existing objects never again.
 
-    Modules, classes and containers are not garbage before the process ends; a wave of deliveries is, and its cycles
-    are few.  With Python's own thresholds a worker spends up to a third of its time looking at both, in vain.
+    Modules, classes and containers live as long as the process; a batch of deliveries creates few reference cycles.
+    With Python's default thresholds, a worker spends up to a third of its time on fruitless collections.
     """
     gc.collect()
     gc.freeze()
-    if gc.get_threshold() in AS_IT_COMES:
-        gc.set_threshold(SELDOM, *gc.get_threshold()[1:])
+    if gc.get_threshold() in DEFAULT_THRESHOLDS:
+        gc.set_threshold(RARE_THRESHOLD, *gc.get_threshold()[1:])

@@ -9,9 +9,9 @@ from typing import Any
 
 from integr8s_idem._util.escaping import printable
 from integr8s_idem.cli.common import FAILURE
-from integr8s_idem.cli.confirmation import agreed
+from integr8s_idem.cli.confirmation import confirm
 from integr8s_idem.cli.keys_format import counted_text
-from integr8s_idem.cli.output import say, to_its_end, write_error
+from integr8s_idem.cli.output import echo, run_async, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
 from integr8s_idem.keys import Key
@@ -46,14 +46,14 @@ class Change:
         """The exit status.  Nothing is counted beforehand where nobody is asked."""
         if not how.yes:
             # Asked between two event loops: within one, Ctrl-C would not end the question.
-            counted = to_its_end(self._counted(settings))
+            counted = run_async(self._counted(settings))
             if not counted.records:
                 self._tell(counted, how)
                 return _status_of(counted)
             _tell_left(counted)
-            if not agreed(self.question.format(counted_text(counted))):
+            if not confirm(self.question.format(counted_text(counted))):
                 return FAILURE
-        counted = to_its_end(self._done(settings, asked, how))
+        counted = run_async(self._done(settings, asked, how))
         self._tell(counted, how)
         if settings.idempotency.local_memory_keys and counted.records:
             told = "workers that completed some of it themselves remember that until they restart (local_memory_keys)"
@@ -80,9 +80,9 @@ class Change:
     def _tell(self, counted: Counted, how: HowToChange) -> None:
         told = counted.told()
         if how.as_json:
-            say(json.dumps({self.done: told.pop("records"), **told, "unmatched": counted.unmatched}))
+            echo(json.dumps({self.done: told.pop("records"), **told, "unmatched": counted.unmatched}))
             return
-        say(f"{self.done}: {counted_text(counted)}")
+        echo(f"{self.done}: {counted_text(counted)}")
         _tell_left(counted)
 
 

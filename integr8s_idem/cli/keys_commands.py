@@ -11,13 +11,21 @@ from typing import Annotated, Any
 import typer
 
 from integr8s_idem.cli.application_loader import optional_application
-from integr8s_idem.cli.common import FAILURE, AppOption, Embedded, Json, SettingsFile, answered, quiet_clients
+from integr8s_idem.cli.common import (
+    FAILURE,
+    AppOption,
+    Embedded,
+    Json,
+    SettingsFile,
+    exit_status_of,
+    silence_client_logs,
+)
 from integr8s_idem.cli.confirmation import AuditFile, Yes
 from integr8s_idem.cli.embedded_servers import command_settings
 from integr8s_idem.cli.keys_change import Change, HowToChange, tell_unmatched
 from integr8s_idem.cli.keys_format import counted_text
 from integr8s_idem.cli.keys_output import Listing, show_explanation, show_record
-from integr8s_idem.cli.output import to_its_end, write_error
+from integr8s_idem.cli.output import run_async, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
@@ -74,17 +82,17 @@ def list_command(
 
     def show() -> int:
         wanted = _wanted(service, status, event_type, owner, lease_ended, older_than, newer_than)
-        return to_its_end(
+        return run_async(
             _listed(
                 command_settings(settings, optional_application(application), embedded=embedded), wanted, limit, as_json
             )
         )
 
-    raise typer.Exit(answered(show, embedded=embedded))
+    raise typer.Exit(exit_status_of(show, embedded=embedded))
 
 
 async def _listed(settings: Settings, wanted: Wanted, limit: int | None, as_json: bool) -> int:
-    quiet_clients()
+    silence_client_logs()
     counted, listing = Counted(), Listing(as_json=as_json)
     async with opened(settings) as repository:
         if not isinstance(repository, RecordAdmin):
@@ -113,15 +121,15 @@ def show_command(
     """Print the records of keys, with all that is stored of them; status 1 if there are none."""
 
     def show() -> int:
-        return to_its_end(
+        return run_async(
             _shown(command_settings(settings, optional_application(application), embedded=embedded), keys, as_json)
         )
 
-    raise typer.Exit(answered(show, embedded=embedded))
+    raise typer.Exit(exit_status_of(show, embedded=embedded))
 
 
 async def _shown(settings: Settings, keys: Sequence[str], as_json: bool) -> int:
-    quiet_clients()
+    silence_client_logs()
     counted = Counted()
     async with opened(settings) as repository:
         with progress("keys", await size(repository)) as advance:
@@ -160,7 +168,7 @@ def explain_command(
         if reading not in (None, *READINGS):
             raise ApplicationError(f'--as is {", ".join(READINGS)}, not "{reading}"')
         platform = optional_application(application)
-        return to_its_end(
+        return run_async(
             _explained(
                 _Question(what, reading, result, as_json),
                 command_settings(settings, platform, embedded=embedded),
@@ -168,7 +176,7 @@ def explain_command(
             )
         )
 
-    raise typer.Exit(answered(explain, embedded=embedded))
+    raise typer.Exit(exit_status_of(explain, embedded=embedded))
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,7 @@ class _Question:
 
 
 async def _explained(question: _Question, settings: Settings, platform: Platform | None) -> int:
-    quiet_clients()
+    silence_client_logs()
     async with opened(settings) as repository, _services(platform, settings) as services:
         with progress("keys", await size(repository)) as advance:
             explainer = Explainer(settings, repository, services, advance)
@@ -229,7 +237,7 @@ def release_command(
             HowToChange(yes, audit_file, as_json),
         )
 
-    raise typer.Exit(answered(release, embedded=embedded))
+    raise typer.Exit(exit_status_of(release, embedded=embedded))
 
 
 @keys_app.command("purge")
@@ -271,7 +279,7 @@ def purge_command(
             HowToChange(yes, audit_file, as_json),
         )
 
-    raise typer.Exit(answered(purge, embedded=embedded))
+    raise typer.Exit(exit_status_of(purge, embedded=embedded))
 
 
 def _wanted(

@@ -1,4 +1,4 @@
-"""A table that stays in its place on the terminal and is drawn again and again."""
+"""A table on the terminal that is redrawn in place."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rich.text import Text
 REFRESH_SECONDS: Final = 0.25
 
 Draw: TypeAlias = Callable[[int], RenderableType]
-"""What is to be seen now, on a terminal of so many columns."""
+"""Returns the current content for a terminal of the given width."""
 
 
 class LiveTable:
-    """Redrawn about four times a second."""
+    """Redraws a table about four times a second."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     @asynccontextmanager
     async def shown(self, draw: Draw, hint: str) -> AsyncIterator[None]:
-        """Show the table while inside, with `hint` below it; the last table stays on the screen, without it."""
+        """Show the table inside the block, with `hint` below it; the last table remains, without the hint."""
 
         def with_hint(width: int) -> RenderableType:
             return Group(draw(width), Text(hint, style="dim italic"))
@@ -46,5 +46,5 @@ class LiveTable:
             await asyncio.sleep(REFRESH_SECONDS)
 
     def _show(self, live: Live, draw: Draw) -> None:
-        # Asked each time: people change the size of their terminals.
+        # Read each time, since terminals can be resized.
         live.update(draw(self._console.width), refresh=True)

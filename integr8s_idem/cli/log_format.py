@@ -1,4 +1,4 @@
-"""What log lines look like: JSON for machines, one short line for people."""
+"""Format log records as JSON, or as one short line on a terminal."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from integr8s_idem._util.escaping import printable
 from integr8s_idem.config.urls import redacted
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
-"""What every record has, and a copy of the message that uvicorn adds; the rest came by `extra`."""
+"""Attributes of every record, and uvicorn's copy of the message; all others were passed as `extra`."""
 REPEAT_SECONDS: Final = 30.0
-"""How long the same line of aiokafka is not shown again."""
+"""Interval within which a repeated line of aiokafka is dropped."""
 _COLOURS: Final = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
 
 
 def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was given by `extra`."""
+    """Return the attributes that were passed as `extra`."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC, ISO 8601), level, logger, message, extra fields, exception."""
+    """Formats one JSON object per line: time (UTC, ISO 8601), level, logger, message, extra fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -47,10 +47,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:01 INFO    integr8s_idem.worker  message  name=value`, in local time.
+    """Formats `12:00:01 INFO    integr8s_idem.worker  message  name=value`, in local time.
 
-    One line, and an indented one for each of a traceback.  Events and their ids come from elsewhere:
-    what they hold can neither steer the terminal nor look like a line of its own.
+    The lines of a traceback follow, indented.  Control characters are escaped, since events are untrusted: they can
+    neither control the terminal nor forge a log line.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -62,11 +62,11 @@ class TextFormatter(logging.Formatter):
         return "\n".join([printable(line), *(f"    {printable(each)}" for text in below for each in text.split("\n"))])
 
 
-class NotTheSameAgain(logging.Filter):
-    """Lets a line of aiokafka pass once in `REPEAT_SECONDS`, by this machine's clock.
+class RepeatFilter(logging.Filter):
+    """Drops lines of aiokafka that were logged less than `REPEAT_SECONDS` ago.
 
-    It says each failed connection anew, several times a second.  Its lines are not left out altogether:
-    at start they alone name the cause, and later on they alone say that brokers are gone.
+    aiokafka logs every failed connection, several times a second.  The first of these lines is needed: it names the
+    cause when a worker cannot start, and reports brokers that are lost later.
     """
 
     def __init__(self) -> None:
@@ -74,19 +74,19 @@ class NotTheSameAgain(logging.Filter):
         self._last: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to show it."""
+        """Return whether to log the record."""
         if record.name.partition(".")[0] != "aiokafka":
             return True
         line, now = record.getMessage(), record.created
-        # A clock that was set back must not silence anything.
-        self._last = {said: when for said, when in self._last.items() if 0 <= now - when < REPEAT_SECONDS}
+        # A clock that is set back must not suppress lines.
+        self._last = {text: when for text, when in self._last.items() if 0 <= now - when < REPEAT_SECONDS}
         is_new = line not in self._last
         self._last.setdefault(line, now)
         return is_new
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes above the live table instead of through it."""
+    """Writes above the live table."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -96,19 +96,19 @@ class ConsoleHandler(logging.Handler):
         try:
             line = Text(self.format(record), style=_COLOURS.get(record.levelname, ""))
             self._console.print(line, soft_wrap=True)
-        except Exception:  # noqa: BLE001 -- as every handler of logging does: a line that cannot be shown stops nothing
+        except Exception:  # noqa: BLE001 -- like the handlers of logging: a failure to log must not stop the process
             self.handleError(record)
 
 
 def log_as_json(stream: TextIO, level: str) -> None:
-    """Send everything that is logged to `stream`, as JSON lines."""
+    """Write all log records to `stream` as JSON lines."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     _install(handler, level)
 
 
 def log_as_text(console: Console, level: str) -> None:
-    """Send everything that is logged to the terminal."""
+    """Write all log records to the terminal."""
     handler = ConsoleHandler(console)
     handler.setFormatter(TextFormatter())
     _install(handler, level)
@@ -116,18 +116,18 @@ def log_as_text(console: Console, level: str) -> None:
 
 def _install(handler: logging.Handler, level: str) -> None:
     if level != "DEBUG":
-        handler.addFilter(NotTheSameAgain())
+        handler.addFilter(RepeatFilter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    # Their INFO is about every metadata look-up and every server start: ours says what matters.
+    # Their INFO lines cover every metadata request and server start, which this library's own lines summarize.
     for chatty in ("aiokafka", "uvicorn"):
         logging.getLogger(chatty).setLevel(logging.DEBUG if level == "DEBUG" else logging.WARNING)
     logging.captureWarnings(capture=True)
 
 
 def _plain(value: Any) -> Any:
-    """`value` with keys and numbers that JSON can hold."""
+    """Convert keys and numbers that JSON does not support."""
     if isinstance(value, dict):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,4 +1,4 @@
-"""`integr8s-idem new`: a small application that works, with tests that pass."""
+"""`integr8s-idem new`: create a small working application with tests."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Annotated
 import typer
 from rich.tree import Tree
 
-from integr8s_idem.cli.common import answered
-from integr8s_idem.cli.output import safe_console, say
+from integr8s_idem.cli.common import exit_status_of
+from integr8s_idem.cli.output import echo, safe_console
 from integr8s_idem.config.message_text import installing
 from integr8s_idem.operations.application_template import Store, application_files, missing_extras, write_application
 
 
 def new_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the application, and of its package: billing.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the application and its package, such as billing.")
+    ],
     into: Annotated[
-        Path | None, typer.Option("--into", metavar="FOLDER", help="Where to; ./NAME if not given.")
+        Path | None, typer.Option("--into", metavar="FOLDER", help="Write to FOLDER.  [default: ./NAME]")
     ] = None,
-    store: Annotated[Store, typer.Option(help="Where its records are.")] = Store.REDIS,
+    store: Annotated[Store, typer.Option(help="Store for its records.")] = Store.REDIS,
 ) -> None:
-    """Write a small application that works, with tests."""
+    """Create a small working application with tests."""
 
     def write() -> int:
         folder = into or Path(name)
@@ -30,17 +32,17 @@ def new_command(
         write_application(folder, files)
         _show(folder, list(files))
         if missing := missing_extras(store):
-            say(f"\nNot installed yet: {installing(','.join(missing))}")
-        say("\nNext:")
+            echo(f"\nNot installed yet: {installing(','.join(missing))}")
+        echo("\nNext:")
         for command in (
             f"cd {shlex.quote(str(folder))}",
             "python -m pytest",
             f"integr8s-idem run {name}.workers:platform --embedded",
         ):
-            say(f"    {command}")
+            echo(f"    {command}")
         return 0
 
-    raise typer.Exit(answered(write))
+    raise typer.Exit(exit_status_of(write))
 
 
 def _show(folder: Path, files: list[Path]) -> None:

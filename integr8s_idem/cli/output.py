@@ -1,4 +1,4 @@
-"""Lines of unknown number on standard output, for whoever reads them as far as they like."""
+"""Write to standard output and standard error, with control characters escaped."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from integr8s_idem._util.escaping import printable_lines
 T = TypeVar("T")
 
 INTERRUPTED: Final = 130
-"""Exit status: Ctrl-C, as shells tell it."""
+"""Exit status after Ctrl-C, by the convention of shells."""
 
 
-class ReaderGoneError(Exception):
-    """Whoever reads standard output has enough: `| head`."""
+class OutputClosedError(Exception):
+    """The reader of standard output has closed it, as in `| head`."""
 
 
 def write_line(line: object = "", *, dim: bool = False, color: str = "", colored: int = 0) -> None:
-    """A line on standard output, or several, buffered where that is a pipe; what a terminal would obey is escaped.
+    """Write lines to standard output, buffered if it is a pipe.
 
     Args:
-        color: Of the first `colored` characters.
+        line: One or more lines.
+        dim: Whether to print them dimmed.
+        color: Color of the first `colored` characters.
+        colored: Number of characters to color.
 
     Raises:
-        ReaderGoneError: Nobody reads it any more.
+        OutputClosedError: The reader has closed the pipe.
     """
     text = printable_lines(str(line))
     if dim:
@@ -42,32 +45,32 @@ def write_line(line: object = "", *, dim: bool = False, color: str = "", colored
     try:
         sys.stdout.write(text + "\n")
     except BrokenPipeError as error:
-        raise ReaderGoneError from error
+        raise OutputClosedError from error
 
 
-def say(text: object = "") -> None:
-    """A line on standard output, or several, written at once; what a terminal would obey is escaped."""
+def echo(text: object = "") -> None:
+    """Write lines to standard output and flush."""
     typer.echo(printable_lines(str(text)))
 
 
 def write_error(line: object = "") -> None:
-    """A line on standard error, or several; what a terminal would obey is escaped."""
+    """Write lines to standard error."""
     typer.echo(printable_lines(str(line)), err=True)
 
 
 def write_text(text: str) -> None:
-    """All of `text` on standard output, without another end of line; what a terminal would obey is escaped."""
+    """Write `text` to standard output without a trailing newline."""
     typer.echo(printable_lines(text), nl=False)
 
 
 def safe_console(**options: Any) -> Console:
-    """A console that escapes, in whatever it prints, what a terminal would obey, but for its own styles."""
+    """Return a console that escapes control characters in everything it prints, except its own styles."""
     console = Console(highlight=False, emoji=False, markup=False, **options)
-    console.push_render_hook(_Escaping())
+    console.push_render_hook(_EscapeHook())
     return console
 
 
-class _Escaping(RenderHook):
+class _EscapeHook(RenderHook):
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Escaped(each) for each in renderables]
 
@@ -81,24 +84,24 @@ class _Escaped:
             yield Segment(text if control else printable_lines(text), style, control)
 
 
-def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns.
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine and return its result.
 
     Raises:
-        typer.Exit: Ctrl-C, or whoever reads standard output has gone: the command ends, without a traceback.
+        typer.Exit: After Ctrl-C, or when the reader of standard output has closed it.
     """
     try:
-        answer = asyncio.run(work)
+        result = asyncio.run(main)
         sys.stdout.flush()
     except KeyboardInterrupt:
         write_error("interrupted")
         raise typer.Exit(INTERRUPTED) from None
-    except (ReaderGoneError, BrokenPipeError):
+    except (OutputClosedError, BrokenPipeError):
         drop_output()
         raise typer.Exit from None
-    return answer
+    return result
 
 
 def drop_output() -> None:
-    """Print nothing more.  Python flushes once more at its exit, and would complain."""
+    """Discard all further output.  Python flushes standard output at exit, which would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error: what a command prints stays fit for a pipe."""
+"""Progress bars on standard error, so that standard output can be piped."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from integr8s_idem.cli.output import safe_console
 
 Advance: TypeAlias = Callable[[int], None]
-"""Tell that so many more are done."""
+"""Advance the bar by a number of items."""
 
 
 @contextmanager
 def progress(title: str, total: int | None = None, *, quiet: bool = False) -> Iterator[Advance]:
-    """A bar while inside, gone afterwards; nothing where standard error is no terminal.
+    """Show a progress bar inside the block, if standard error is a terminal.
 
     Args:
-        title: What is done, in a word or two.
-        total: How many there will be, if that is known or can be guessed.
-        quiet: No bar, whatever standard error is.
+        title: Text before the bar.
+        total: Number of items, exact or estimated.
+        quiet: Whether to suppress the bar.
     """
     console = safe_console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -33,17 +33,17 @@ def progress(title: str, total: int | None = None, *, quiet: bool = False) -> It
         console=console,
         transient=True,
         disable=is_hidden,
-        # Lines for the same terminal go above the bar; into a pipe they go as they are.
+        # Print lines for the same terminal above the bar.
         redirect_stdout=sys.stdout.isatty(),
     )
     with shown:
         task = shown.add_task(title, total=total)
         done = 0
 
-        def advance(more: int) -> None:
+        def advance(count: int) -> None:
             nonlocal done
-            done += more
-            # A number that was guessed grows with what there is.
+            done += count
+            # An estimated total may be too low.
             shown.update(task, completed=done, total=None if total is None else max(total, done))
 
         yield advance

@@ -1,4 +1,4 @@
-"""`integr8s-idem run`: settings, logging, the loop, and a group of services in it."""
+"""`integr8s-idem run`: load settings, set up logging and the event loop, and run the services."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
-from integr8s_idem.cli.embedded_servers import TellMetrics, found_by_others, tell_where
-from integr8s_idem.cli.garbage_collection import collect_seldom
+from integr8s_idem.cli.embedded_servers import AnnounceMetrics, announce_servers, log_addresses
+from integr8s_idem.cli.garbage_collection import collect_rarely
 from integr8s_idem.cli.live_table import LiveTable
 from integr8s_idem.cli.log_format import log_as_json, log_as_text
 from integr8s_idem.cli.output import safe_console
@@ -31,45 +31,45 @@ from integr8s_idem.worker import ServiceReport
 _log: Final = logging.getLogger(__name__)
 
 _THREADS_SECONDS: Final = 1.0
-"""How long threads may go on once all else has ended: what is left to the very last, after the grace of handlers."""
+"""How long to wait for the threads of handlers at the very end, after the handlers' own timeout."""
 
-_NOTHING_TO_KEEP: Final = frozenset({"idempotency.default_ttl_seconds"})
-"""Warnings about topics that outlive the records, by the brokers' defaults: embedded topics end with the process, and
-real ones are asked what they are set to."""
+_RETENTION_WARNINGS: Final = frozenset({"idempotency.default_ttl_seconds"})
+"""Warnings about topics that outlive the records, which assume default retention.  Embedded topics end with the
+process, and the actual retention of other topics is checked at start."""
 
 
 class Group(Protocol):
-    """The services of this process.  It handles SIGTERM and SIGINT: the first drains, a second stops at once."""
+    """The services of this process.  The first SIGTERM or SIGINT drains them, a second one stops them at once."""
 
     def reports(self) -> Sequence[ServiceReport]:
-        """How each is doing."""
+        """Return the current state of each service."""
         ...
 
     @property
     def stuck(self) -> bool:
-        """Whether some handler ignores that it was cancelled."""
+        """Whether a handler ignores its cancellation."""
         ...
 
     async def run(self) -> int:
-        """Run until stopped; the exit status."""
+        """Run until stopped, and return the exit status."""
         ...
 
 
 class Servers(Protocol):
-    """Embedded servers that run."""
+    """Running embedded servers."""
 
     def settings(self) -> Mapping[str, Any]:
-        """What leads to them: `{"kafka": {...}, "store": {...}}`, without a store if none was started."""
+        """Return their settings: `{"kafka": {...}, "store": {...}}`, without `store` if no store was started."""
         ...
 
 
-MakeGroup: TypeAlias = Callable[[Sequence[Service], Settings, TellMetrics], Group]
+MakeGroup: TypeAlias = Callable[[Sequence[Service], Settings, AnnounceMetrics], Group]
 StartServers: TypeAlias = Callable[[], AbstractAsyncContextManager[Servers]]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What was asked for on the command line."""
+    """The options of `run`."""
 
     platform: Platform
     services: Sequence[Service]
@@ -78,11 +78,11 @@ class Run:
     as_json: bool = False
 
     def settings(self, overrides: Mapping[str, Any] | None = None) -> Settings:
-        """The platform's settings.
+        """Load the platform's settings.
 
         Raises:
-            SettingsError: As `load_settings`, or spans need an extra that is not installed.
-            ApplicationError: Two services of the platform share a consumer group, whichever of them run here.
+            SettingsError: See `load_settings`; also if tracing requires an extra that is not installed.
+            ApplicationError: Two services of the platform share a consumer group, even if only one of them runs here.
         """
         settings = load_settings(
             self.settings_file, self.platform.settings_type, overrides=overrides, services=self.platform.services
@@ -92,62 +92,62 @@ class Run:
         return settings
 
 
-def run(asked: Run, make_group: MakeGroup = ServiceGroup, servers: StartServers | None = None) -> int:
-    """Run the services until a signal; the exit status.
+def run(options: Run, make_group: MakeGroup = ServiceGroup, servers: StartServers | None = None) -> int:
+    """Run the services until a signal, and return the exit status.
 
     Raises:
-        SettingsError: Before anything is started.
+        SettingsError: The settings are invalid.  Nothing has been started.
     """
-    settings = asked.settings(NO_KAFKA_CREDENTIALS if asked.embedded else None)
+    settings = options.settings(NO_KAFKA_CREDENTIALS if options.embedded else None)
     console = safe_console()
-    table = None if asked.as_json or not console.file.isatty() else LiveTable(console)
+    table = None if options.as_json or not console.file.isatty() else LiveTable(console)
     if table is None:
         log_as_json(sys.stdout, settings.telemetry.log_level)
     else:
         log_as_text(console, settings.telemetry.log_level)
-    collect_seldom()
-    return _in_loop(_run(asked, settings, make_group, servers or _embedded(settings), table))
+    collect_rarely()
+    return _in_loop(_run(options, settings, make_group, servers or _embedded(settings), table))
 
 
 async def _run(
-    asked: Run, settings: Settings, make_group: MakeGroup, servers: StartServers, table: LiveTable | None
+    options: Run, settings: Settings, make_group: MakeGroup, servers: StartServers, table: LiveTable | None
 ) -> int:
     async with AsyncExitStack() as stack:
-        tell_metrics: TellMetrics = lambda host, port: None  # noqa: E731
-        if asked.embedded:
-            stack.enter_context(_terminated_by_cancelling())
+        announce_metrics: AnnounceMetrics = lambda host, port: None  # noqa: E731
+        if options.embedded:
+            stack.enter_context(_cancel_on_sigterm())
             started = await stack.enter_async_context(servers())
-            own, settings = settings, asked.settings(embedded_settings(settings, started.settings()))
-            tell_where(settings, own)
-            tell_metrics = stack.enter_context(found_by_others(started.settings()))
-        _warn(asked, settings)
-        group = make_group(asked.services, settings, tell_metrics)
+            own, settings = settings, options.settings(embedded_settings(settings, started.settings()))
+            log_addresses(settings, own)
+            announce_metrics = stack.enter_context(announce_servers(started.settings()))
+        _warn(options, settings)
+        group = make_group(options.services, settings, announce_metrics)
         if table is not None:
             hint = "Ctrl-C drains, a second one stops at once"
             await stack.enter_async_context(table.shown(lambda width: report_table(group.reports(), width), hint))
         try:
             status = await group.run()
         except IdempotencyError:
-            raise  # says itself what is wrong and what to do
+            raise  # reported without a traceback
         except Exception:  # noqa: BLE001 -- logged with its traceback, and the exit status says so
-            _log.exception("the services ended by an error that nobody expected")
+            _log.exception("the services ended with an unexpected error")
             return 1
     if group.stuck or not await _threads_end():
-        _leave_handlers_behind(status)
+        _exit_with_running_handlers(status)
     return status
 
 
 async def _threads_end() -> bool:
-    """Whether the threads of handlers come to their end: none can be cancelled, and the loop would wait for all."""
-    ending = asyncio.create_task(asyncio.get_running_loop().shutdown_default_executor())
-    # Not by `wait_for`: until Python 3.12 a cancellation of this call waits for the threads, too.
-    done, _ = await asyncio.wait({ending}, timeout=_THREADS_SECONDS)
+    """Return whether the threads of handlers end.  Threads cannot be cancelled, and the loop would wait for them."""
+    shutdown = asyncio.create_task(asyncio.get_running_loop().shutdown_default_executor())
+    # Not `wait_for`: before Python 3.12, cancelling this call waits for the threads as well.
+    done, _ = await asyncio.wait({shutdown}, timeout=_THREADS_SECONDS)
     return bool(done)
 
 
-def _leave_handlers_behind(status: int) -> NoReturn:
-    """End the process under handlers that ignore their cancellation: the event loop would wait for them for ever."""
-    _log.error("ending without the handlers that do not end")
+def _exit_with_running_handlers(status: int) -> NoReturn:
+    """Exit despite handlers that ignore their cancellation; the event loop would wait for them forever."""
+    _log.error("exiting with handlers that are still running")
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -155,7 +155,7 @@ def _leave_handlers_behind(status: int) -> NoReturn:
 
 
 def _in_loop(main: Coroutine[Any, Any, int]) -> int:
-    """Run `main` on uvloop where it is available."""
+    """Run `main`, on uvloop if it is installed."""
     with asyncio.Runner(loop_factory=_loop_factory()) as loop:
         try:
             return loop.run(main)
@@ -174,8 +174,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 @contextmanager
-def _terminated_by_cancelling() -> Iterator[None]:
-    """Until the services take the signal over, SIGTERM cancels: servers being started are not left behind."""
+def _cancel_on_sigterm() -> Iterator[None]:
+    """Cancel on SIGTERM until the services handle it, so that embedded servers are stopped during startup as well."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
@@ -185,20 +185,20 @@ def _terminated_by_cancelling() -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _warn(asked: Run, settings: Settings) -> None:
-    source = settings_source(asked.settings_file)
-    for warning in settings_warnings(settings, asked.platform.services):
-        is_asked = asked.embedded or settings.kafka.retention_check != "off"
-        if is_asked and warning.path in _NOTHING_TO_KEEP:
+def _warn(options: Run, settings: Settings) -> None:
+    source = settings_source(options.settings_file)
+    for warning in settings_warnings(settings, options.platform.services):
+        is_checked = options.embedded or settings.kafka.retention_check != "off"
+        if is_checked and warning.path in _RETENTION_WARNINGS:
             continue
         _log.warning("%s: %s %s", source, warning.path, warning.message)
 
 
 def _embedded(own: Settings) -> StartServers:
     def start() -> AbstractAsyncContextManager[Servers]:
-        from integr8s_idem.embedded import embedded  # not everybody has the extra it needs
+        from integr8s_idem.embedded import embedded  # requires an extra
 
-        # Durable, else the worker would warn of a server that nobody can set otherwise.
+        # Durable, since the worker would warn about a server that the user cannot configure.
         return embedded(redis=not keeps_its_store(own), durable=True)
 
     return start

@@ -26,7 +26,7 @@ class _Column:
 
 
 _WIDE: Final = 120
-"""Columns of a terminal from which on there is room for all of the table."""
+"""Width of a terminal that fits all columns."""
 _COLUMNS: Final = (
     _Column("partitions", "", lambda report: report.partitions, is_always_shown=False),
     _Column("in flight", "", lambda report: report.in_flight, is_always_shown=False),
@@ -39,9 +39,9 @@ _COLUMNS: Final = (
 
 
 def report_table(reports: Sequence[ServiceReport], width: int) -> Group:
-    """The table of one moment, for a terminal of `width` columns, and below it why services are as they are."""
+    """Return the table for a terminal of `width` columns, followed by the reasons for the services' states."""
     is_wide = width >= _WIDE
-    # The numbers stay whole; a name too long for the line is folded.
+    # Numbers are never truncated; long names are folded.
     table = Table(box=box.ROUNDED if is_wide else box.SIMPLE_HEAD)
     table.add_column("service", overflow="fold", min_width=8)
     table.add_column("state", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`integr8s-idem store`: the tables of a store, and its records that have expired."""
+"""`integr8s-idem store`: migrate the tables of a store and purge expired records."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing import Annotated, TypeAlias
 import typer
 
 from integr8s_idem.cli.application_loader import optional_application
-from integr8s_idem.cli.common import AppOption, Embedded, Json, SettingsFile, answered
+from integr8s_idem.cli.common import AppOption, Embedded, Json, SettingsFile, exit_status_of
 from integr8s_idem.cli.embedded_servers import command_settings
-from integr8s_idem.cli.output import say, write_text
+from integr8s_idem.cli.output import echo, write_text
 from integr8s_idem.config import DynamodbStoreSettings, SqliteStoreSettings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.stores.factory import SqlSettings, open_dynamo, open_engine
 
-_WithTables: TypeAlias = SqlSettings | DynamodbStoreSettings
+_TableStore: TypeAlias = SqlSettings | DynamodbStoreSettings
 
-store_app = typer.Typer(help="Look after a store with tables.", no_args_is_help=True, rich_markup_mode=None)
+store_app = typer.Typer(help="Manage the tables of a store.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @store_app.command("migrate")
 def migrate_command(
     application: AppOption = None, settings: SettingsFile = None, embedded: Embedded = False, as_json: Json = False
 ) -> None:
-    """Make the tables, or bring them to the version of this program."""
+    """Create the tables, or migrate them to the current version."""
 
     def migrate() -> int:
-        store = _with_tables(settings, application, embedded=embedded)
-        steps = asyncio.run(_migrated(store))
+        store = _table_store(settings, application, embedded=embedded)
+        steps = asyncio.run(_migrate(store))
         if as_json:
-            say(json.dumps({"kind": store.kind, "migrated": steps}))
+            echo(json.dumps({"kind": store.kind, "migrated": steps}))
             return 0
         for step in steps:
-            say(f"version {step['version']}: {step['says']}")
-        say("the tables are up to date" if not steps else "done")
+            echo(f"version {step['version']}: {step['says']}")
+        echo("the tables are up to date" if not steps else "done")
         return 0
 
-    raise typer.Exit(answered(migrate, embedded=embedded))
+    raise typer.Exit(exit_status_of(migrate, embedded=embedded))
 
 
 @store_app.command("sql")
@@ -49,15 +49,15 @@ def sql_command(
     settings: SettingsFile = None,
     embedded: Embedded = False,
     since: Annotated[
-        int, typer.Option("--from", min=0, help="Version of the schema that is there; 0: there are no tables.")
+        int, typer.Option("--from", min=0, help="Current version of the schema; 0 if there are no tables.")
     ] = 0,
 ) -> None:
-    """Print what `migrate` does, as SQL for somebody who applies it by hand."""
+    """Print the SQL of `migrate`, to apply it manually."""
 
     def show() -> int:
-        store = _with_tables(settings, application, embedded=embedded)
+        store = _table_store(settings, application, embedded=embedded)
         if isinstance(store, DynamodbStoreSettings):
-            raise ApplicationError('a store of kind "dynamodb" speaks no SQL; `store migrate` makes its table')
+            raise ApplicationError('a store of kind "dynamodb" does not use SQL; create its table with `store migrate`')
 
         async def statements() -> str:
             async with open_engine(store) as engine:
@@ -68,7 +68,7 @@ def sql_command(
         write_text(asyncio.run(statements()))
         return 0
 
-    raise typer.Exit(answered(show, embedded=embedded))
+    raise typer.Exit(exit_status_of(show, embedded=embedded))
 
 
 @store_app.command("purge")
@@ -76,39 +76,39 @@ def purge_command(
     application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
-    batch: Annotated[int, typer.Option(min=1, max=10_000, help="Rows of one transaction.")] = 500,
+    batch: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of rows in a transaction.")] = 500,
     as_json: Json = False,
 ) -> None:
-    """Take away records that have expired, in small transactions.  Workers do so by themselves."""
+    """Delete expired records in small transactions.  Workers also do this in the background."""
 
     def purge() -> int:
-        store = _with_tables(settings, application, embedded=embedded)
+        store = _table_store(settings, application, embedded=embedded)
         if isinstance(store, DynamodbStoreSettings):
-            told = "nothing to do: DynamoDB deletes records by itself, within days after they expired"
-            say(json.dumps({"kind": store.kind, "purged": 0}) if as_json else told)
+            message = "nothing to do: DynamoDB deletes expired records itself, within days"
+            echo(json.dumps({"kind": store.kind, "purged": 0}) if as_json else message)
             return 0
         if isinstance(store, SqliteStoreSettings) and not Path(store.path).exists():
-            raise ApplicationError(f"there is no file {store.path}, which [store] path names: nothing to purge")
+            raise ApplicationError(f"file {store.path} of [store] path does not exist: nothing to purge")
 
-        async def done() -> int:
+        async def purge_all() -> int:
             async with open_engine(store) as engine:
                 from integr8s_idem.stores.sql import SqlIdempotencyRepository, check_schema
 
                 timeout = timedelta(seconds=store.timeout_seconds)
                 await check_schema(engine, "purge", timeout)
                 repository, purged = SqlIdempotencyRepository(engine, timeout=timeout), 0
-                while more := await repository.purge(batch):
-                    purged += more
+                while count := await repository.purge(batch):
+                    purged += count
                 return purged
 
-        purged = asyncio.run(done())
-        say(json.dumps({"kind": store.kind, "purged": purged}) if as_json else f"{purged} records purged")
+        purged = asyncio.run(purge_all())
+        echo(json.dumps({"kind": store.kind, "purged": purged}) if as_json else f"{purged} records purged")
         return 0
 
-    raise typer.Exit(answered(purge, embedded=embedded))
+    raise typer.Exit(exit_status_of(purge, embedded=embedded))
 
 
-async def _migrated(store: _WithTables) -> list[dict[str, object]]:
+async def _migrate(store: _TableStore) -> list[dict[str, object]]:
     if isinstance(store, DynamodbStoreSettings):
         async with open_dynamo(store) as client:
             from integr8s_idem.stores.dynamodb import migrate as migrate_table
@@ -120,8 +120,8 @@ async def _migrated(store: _WithTables) -> list[dict[str, object]]:
         return [{"version": one.version, "says": one.says} for one in await migrate(engine)]
 
 
-def _with_tables(file: Path | None, application: str | None, *, embedded: bool) -> _WithTables:
+def _table_store(file: Path | None, application: str | None, *, embedded: bool) -> _TableStore:
     store = command_settings(file, optional_application(application), embedded=embedded).store
-    if not isinstance(store, _WithTables):
-        raise ApplicationError(f'the store of the settings is of kind "{store.kind}", which has no tables')
+    if not isinstance(store, _TableStore):
+        raise ApplicationError(f'[store] kind is "{store.kind}", which has no tables')
     return store

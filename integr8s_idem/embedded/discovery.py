@@ -79,7 +79,7 @@ class ServersFile:
 
 
 @contextmanager
-def told_where(sections: Mapping[str, Mapping[str, Any]], folder: Path | None = None) -> Iterator[ServersFile]:
+def announced_servers(sections: Mapping[str, Mapping[str, Any]], folder: Path | None = None) -> Iterator[ServersFile]:
     """Let other commands find servers while inside.
 
     Args:
@@ -137,13 +137,13 @@ def running_servers(folder: Path | None = None) -> RunningServers:
     return found[0]
 
 
-def embedded_servers_run(folder: Path | None = None) -> bool:
+def has_running_servers(folder: Path | None = None) -> bool:
     """Whether some worker runs embedded servers in this folder, or in the working directory."""
     return any(_all_running((folder or Path.cwd()) / FOLDER))
 
 
 @overload
-def settings_of_running(
+def load_embedded_settings(
     file: Path | None = None,
     *,
     services: Iterable[str] = (),
@@ -153,7 +153,7 @@ def settings_of_running(
 
 
 @overload
-def settings_of_running(
+def load_embedded_settings(
     file: Path | None = None,
     settings_type: type[SettingsT] = ...,
     *,
@@ -163,7 +163,7 @@ def settings_of_running(
 ) -> SettingsT: ...
 
 
-def settings_of_running(
+def load_embedded_settings(
     file: Path | None = None,
     settings_type: type[Any] = Settings,
     *,

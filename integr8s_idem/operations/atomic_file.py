@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Write files atomically."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from integr8s_idem.errors import ApplicationError
 
 
 @contextmanager
-def whole_file(path: Path, *, replace: bool = False) -> Iterator[TextIO]:
-    """Write a file beside `path`, and give it that name at the end of the block, once it is on the disk.
+def open_atomically(path: Path, *, replace: bool = False) -> Iterator[TextIO]:
+    """Write a temporary file next to `path`, and rename it at the end of the block once it is synced to disk.
 
-    Whoever it belongs to alone may read it.  Nothing is left of it if the block fails.
+    Only its owner may read the file.  If the block fails, the file is removed.
 
     Args:
-        path: Its name in the end.
-        replace: In place of a file that is there.
+        path: The final path.
+        replace: Whether to replace an existing file.
 
     Raises:
-        ApplicationError: It is there, or cannot be made.
+        ApplicationError: The file exists or cannot be created.
     """
     if path.exists() and not replace:
-        raise ApplicationError(f"{path} is there already; write to another file, or say --force to replace it")
+        raise ApplicationError(f"{path} already exists; choose another file, or use --force to overwrite it")
     try:
         handle, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.", suffix=".part")
     except OSError as error:
-        raise ApplicationError(f"{path} cannot be written: {error.strerror}") from error
+        raise ApplicationError(f"cannot write {path}: {error.strerror}") from error
     try:
-        with open(handle, "w", encoding="utf-8", newline="\n") as file:  # noqa: PTH123  # it is open already
+        with open(handle, "w", encoding="utf-8", newline="\n") as file:  # noqa: PTH123  # a descriptor, not a path
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Which dead letters are meant: by service, error, time and so on.  Pure."""
+"""Filter dead letters by service, reason, error, event type, key and time.  Pure."""
 
 from __future__ import annotations
 
@@ -10,86 +10,89 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.operations.dead_letters import Letter, written
+from integr8s_idem.operations.dead_letters import StoredDeadLetter, format_time
 
 _UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _AGE: Final = re.compile(r"(\d{1,6})([smhdw])")
 
 
-def moment(text: str, now: datetime) -> datetime:
-    """A time as people write it: an age, as in `2h`, or ISO 8601, in UTC if it names no zone.
+def parse_time(text: str, now: datetime) -> datetime:
+    """Parse an age such as `2h`, or an ISO 8601 time, in UTC unless it names a time zone.
 
     Raises:
-        ApplicationError: It is neither.
+        ApplicationError: `text` is neither.
     """
     age = _AGE.fullmatch(text.strip())
     try:
         if age is not None:
             return now - timedelta(**{_UNITS[age[2]]: int(age[1])})
-        told = datetime.fromisoformat(text.strip())
-        return (told if told.tzinfo is not None else told.replace(tzinfo=UTC)).astimezone(UTC)
+        time = datetime.fromisoformat(text.strip())
+        return (time if time.tzinfo is not None else time.replace(tzinfo=UTC)).astimezone(UTC)
     except (ValueError, OverflowError):
         raise ApplicationError(
-            f'"{text}" is no time; write an age, as in 30m, 2h or 7d, or ISO 8601, as in 2026-05-01T12:00'
+            f'invalid time "{text}"; write an age such as 30m, 2h or 7d, or ISO 8601 such as 2026-05-01T12:00'
         ) from None
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Letters that fit all of it; within one part any will do.  Patterns know `*` and `?`."""
+class DeadLetterFilter:
+    """Matches dead letters that satisfy every field that is set; one of its values suffices.
+
+    Patterns may contain `*` and `?`.
+    """
 
     services: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
-    """The class of the error, or a part of its text, in either case."""
+    """Patterns of the error's class, or parts of its message, ignoring case."""
     event_types: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
-    """The idempotency key, that of its record, or Kafka's."""
+    """Patterns of the idempotency key, the record's key or the Kafka key."""
     since: datetime | None = None
-    """When they were dead-lettered, at the earliest."""
+    """Dead-lettered at or after this time."""
     until: datetime | None = None
-    """When they were dead-lettered, and not at or after this."""
+    """Dead-lettered before this time."""
 
-    def takes(self, letter: Letter) -> bool:
-        """Whether `letter` is meant."""
+    def matches(self, dead_letter: StoredDeadLetter) -> bool:
+        """Return whether `dead_letter` satisfies the filter."""
         return (
-            (self.since is None or letter.at >= self.since)
-            and (self.until is None or letter.at < self.until)
-            and _fits(self.services, (letter.service,))
-            and _fits(self.reasons, (letter.reason,))
-            and _fits(self.event_types, (letter.event_type,))
-            and (not self.errors or any(_is_about(wanted, letter) for wanted in self.errors))
-            and (not self.keys or _fits(self.keys, (letter.key, letter.record_key, _kafka_key(letter))))
+            (self.since is None or dead_letter.at >= self.since)
+            and (self.until is None or dead_letter.at < self.until)
+            and _any_matches(self.services, (dead_letter.service,))
+            and _any_matches(self.reasons, (dead_letter.reason,))
+            and _any_matches(self.event_types, (dead_letter.event_type,))
+            and (not self.errors or any(_matches_error(error, dead_letter) for error in self.errors))
+            and _any_matches(self.keys, (dead_letter.key, dead_letter.record_key, _kafka_key(dead_letter)))
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What is asked for, and nothing else."""
-        asked: dict[str, Any] = {
+        """Return the fields that are set, JSON-serializable."""
+        fields: dict[str, Any] = {
             "service": self.services,
             "reason": self.reasons,
             "error": self.errors,
             "event_type": self.event_types,
             "key": self.keys,
-            "since": written(self.since) if self.since else "",
-            "until": written(self.until) if self.until else "",
+            "since": format_time(self.since) if self.since else "",
+            "until": format_time(self.until) if self.until else "",
         }
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asked.items() if value}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items() if value}
 
 
-def _fits(patterns: Iterable[str], texts: Iterable[str]) -> bool:
-    """Whether a text is one of them, or like one; without any, everything fits."""
+def _any_matches(patterns: Iterable[str], texts: Iterable[str]) -> bool:
+    """Return whether one of `texts` matches one of `patterns`; without patterns everything matches."""
     wanted = tuple(patterns)
-    return not wanted or any(text and _is_like(text, one) for text in texts for one in wanted)
+    return not wanted or any(text and _matches(text, pattern) for text in texts for pattern in wanted)
 
 
-def _is_like(text: str, pattern: str) -> bool:
-    # Brackets are no pattern here: keys hold them.
+def _matches(text: str, pattern: str) -> bool:
+    # Keys contain brackets, so brackets are taken literally.
     return text == pattern or fnmatchcase(text, pattern.replace("[", "[[]"))
 
 
-def _is_about(wanted: str, letter: Letter) -> bool:
-    return _is_like(letter.error_class, wanted) or wanted.casefold() in letter.error.casefold()
+def _matches_error(pattern: str, dead_letter: StoredDeadLetter) -> bool:
+    return _matches(dead_letter.error_class, pattern) or pattern.casefold() in dead_letter.error.casefold()
 
 
-def _kafka_key(letter: Letter) -> str:
-    return (letter.record.key or b"").decode("utf-8", "backslashreplace")
+def _kafka_key(dead_letter: StoredDeadLetter) -> str:
+    return (dead_letter.record.key or b"").decode("utf-8", "backslashreplace")

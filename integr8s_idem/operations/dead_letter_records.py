@@ -1,4 +1,4 @@
-"""What the store knows of dead letters: their records, and those of their replays."""
+"""Look up the idempotency records of dead letters and of their replays."""
 
 from __future__ import annotations
 
@@ -12,44 +12,48 @@ from typing import TypeAlias
 from integr8s_idem.config import MemoryStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.errors import CorruptRecordError, StoreError
 from integr8s_idem.keys import LAST_GENERATION, generation_key
-from integr8s_idem.operations.dead_letters import Letter
+from integr8s_idem.operations.dead_letters import StoredDeadLetter
 from integr8s_idem.records import Corrupt, IdempotencyRecord
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.factory import as_it_is, open_store
 
-Known: TypeAlias = IdempotencyRecord | Corrupt | None
-"""What is kept under a key; `None` for nothing, or where nobody could be asked."""
+FoundRecord: TypeAlias = IdempotencyRecord | Corrupt | None
+"""The record of a key; `None` if there is none or the store is unavailable."""
 
 
 @dataclass
-class DeadLetterRecords:
-    """Reads records as long as the store answers.  It gives advice only: without it everything is as safe."""
+class RecordLookup:
+    """Reads records until the store fails.  The records are advisory: a replay is safe without them."""
 
     repository: IdempotencyRepository | None
-    """`None`: nobody is asked, or not any more."""
+    """`None` if the store is not queried, or no longer."""
     problem: str = ""
-    """Why, unless nobody wanted it."""
+    """Why the store is not queried; empty if that was requested."""
 
-    async def of_replays(self, letters: Sequence[Letter]) -> list[Known]:
-        """For each letter the record of its next generation: what became of a replay of it.  One round trip."""
-        wanted = {
-            letter.place: generation_key(letter.record_key, letter.generation + 1)
-            for letter in letters
-            if letter.record_key
+    async def replay_records(self, dead_letters: Sequence[StoredDeadLetter]) -> list[FoundRecord]:
+        """Return the record of each dead letter's next generation, which its replay has.  One round trip."""
+        keys = {
+            dead_letter.place: generation_key(dead_letter.record_key, dead_letter.generation + 1)
+            for dead_letter in dead_letters
+            if dead_letter.record_key
         }
-        found = dict(zip(wanted, await self._read(list(wanted.values())), strict=True))
-        return [found.get(letter.place) for letter in letters]
+        records = dict(zip(keys, await self._read(list(keys.values())), strict=True))
+        return [records.get(dead_letter.place) for dead_letter in dead_letters]
 
-    async def history(self, letter: Letter) -> Mapping[int, IdempotencyRecord | Corrupt]:
-        """The records of its work by generation, as far as there are any."""
-        if not letter.record_key:
+    async def history(self, dead_letter: StoredDeadLetter) -> Mapping[int, IdempotencyRecord | Corrupt]:
+        """Return the existing records of the dead letter's work, by generation."""
+        if not dead_letter.record_key:
             return {}
         generations = range(LAST_GENERATION + 1)
-        found = await self._read([generation_key(letter.record_key, generation) for generation in generations])
-        return {generation: known for generation, known in zip(generations, found, strict=True) if known is not None}
+        records = await self._read([generation_key(dead_letter.record_key, generation) for generation in generations])
+        return {
+            generation: record
+            for generation, record in zip(generations, records, strict=True)
+            if record is not None
+        }  # fmt: skip
 
-    async def _read(self, keys: Sequence[str]) -> Sequence[Known]:
-        """One that cannot be read spoils a whole call: then they are read one by one."""
+    async def _read(self, keys: Sequence[str]) -> Sequence[FoundRecord]:
+        """Read records.  A corrupt record fails the whole call; the keys are then read one at a time."""
         if self.repository is None or not keys:
             return [None] * len(keys)
         try:
@@ -60,26 +64,31 @@ class DeadLetterRecords:
         except StoreError as error:
             self.repository, self.problem = None, str(error)
             return [None] * len(keys)
-        return [known for key in keys for known in await self._read([key])]
+        return [record for key in keys for record in await self._read([key])]
 
 
 @asynccontextmanager
-async def open_letter_records(settings: Settings, *, ask: bool = True) -> AsyncIterator[DeadLetterRecords]:
-    """Of the store that the settings name, which is left as it is.  Never fails for the store's sake."""
+async def open_record_lookup(settings: Settings, *, query: bool = True) -> AsyncIterator[RecordLookup]:
+    """Open the store of the settings without changing it.  A store that is unavailable is not an error.
+
+    Args:
+        settings: Settings of the services.
+        query: Whether to query the store at all.
+    """
     store = settings.store
     async with AsyncExitStack() as stack:
-        if not ask or isinstance(store, MemoryStoreSettings):
-            yield DeadLetterRecords(None)
+        if not query or isinstance(store, MemoryStoreSettings):
+            yield RecordLookup(None)
         elif isinstance(store, SqliteStoreSettings) and not await asyncio.to_thread(Path(store.path).exists):
-            yield DeadLetterRecords(None, f"there is no file {store.path}, which [store] path names")
+            yield RecordLookup(None, f"file {store.path} of [store] path does not exist")
         else:
-            yield await _opened(settings, stack)
+            yield await _open(settings, stack)
 
 
-async def _opened(settings: Settings, stack: AsyncExitStack) -> DeadLetterRecords:
+async def _open(settings: Settings, stack: AsyncExitStack) -> RecordLookup:
     stack.enter_context(as_it_is())
     try:
         opening = open_store(settings.store, key_prefix=settings.idempotency.key_prefix)
-        return DeadLetterRecords(await stack.enter_async_context(opening))
+        return RecordLookup(await stack.enter_async_context(opening))
     except StoreError as error:
-        return DeadLetterRecords(None, str(error))
+        return RecordLookup(None, str(error))

@@ -1,4 +1,4 @@
-"""Dead letters put back: what is to be published, what is left out and why, and doing it."""
+"""Replay dead letters: decide which to publish, record why others are skipped, and publish."""
 
 from __future__ import annotations
 
@@ -12,161 +12,180 @@ from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError, EventTooLargeError, PublishError, UndecodableEventError
 from integr8s_idem.keys import LAST_GENERATION
 from integr8s_idem.operations.dead_letter_counts import Group, Tally
-from integr8s_idem.operations.dead_letter_records import DeadLetterRecords, Known
-from integr8s_idem.operations.dead_letters import Letter
+from integr8s_idem.operations.dead_letter_records import FoundRecord, RecordLookup
+from integr8s_idem.operations.dead_letters import Place, StoredDeadLetter
 from integr8s_idem.records import Corrupt, IdempotencyStatus
 from integr8s_idem.worker import EventPublisher, Replay, replay_of
 
-EXAMPLES: Final = 3
-"""Places that are shown for each reason why letters are left out."""
+MAX_EXAMPLES: Final = 3
+"""Number of places that a report lists for each reason."""
 
 
-class Fate(str, Enum):
-    """What becomes of a letter in a replay."""
+class ReplayStatus(str, Enum):
+    """The result of replaying one dead letter."""
 
     PUBLISHED = "published"
-    """As its next generation."""
-    NO_LETTER = "no_letter"
-    NOT_WHOLE = "not_whole"
-    TOO_OFTEN = "too_often"
+    """Published as its next generation."""
+    NOT_A_DEAD_LETTER = "not_a_dead_letter"
+    INCOMPLETE = "incomplete"
+    GENERATION_LIMIT = "generation_limit"
     BAD_GENERATION = "bad_generation"
     NO_DEAD_LETTER_TOPIC = "no_dead_letter_topic"
     NO_TOPIC = "no_topic"
     HANDLED = "handled"
     FAILED_AGAIN = "failed_again"
-    UNDER_WAY = "under_way"
+    IN_PROGRESS = "in_progress"
     UNREADABLE = "unreadable"
     TOO_LARGE = "too_large"
     NOT_CONFIRMED = "not_confirmed"
 
 
-TOLD: Final = {
-    Fate.NO_LETTER: "no dead letters of this library: they do not say where they came from",
-    Fate.NOT_WHOLE: "not the whole message, which was too large for a letter: publish that anew",
-    Fate.TOO_OFTEN: "replayed as often as can be counted",
-    Fate.BAD_GENERATION: "their generation is no number: publish the message anew",
-    Fate.NO_DEAD_LETTER_TOPIC: "in a topic whose name does not say where they came from: publish them with --to TOPIC",
-    Fate.NO_TOPIC: "the topic they came from is not there any more",
-    Fate.HANDLED: "replayed and handled already",
-    Fate.FAILED_AGAIN: "replayed already, and given up again: the letter of that generation is the one to replay",
-    Fate.UNDER_WAY: "replayed already, and not done yet: look again later",
-    Fate.UNREADABLE: "the record of their replay cannot be read: look at it, and delete it",
-    Fate.TOO_LARGE: "larger than their topic, or [kafka] max_event_bytes, takes",
-    Fate.NOT_CONFIRMED: "not confirmed by the brokers: replay them again",
+SKIP_REASONS: Final = {
+    ReplayStatus.NOT_A_DEAD_LETTER: "not written by this library: the headers do not name the original topic",
+    ReplayStatus.INCOMPLETE: (
+        "the message was too large to be dead-lettered whole: publish the original message as a new event"
+    ),
+    ReplayStatus.GENERATION_LIMIT: "already replayed the maximum number of times",
+    ReplayStatus.BAD_GENERATION: ("the generation header is not a number: publish the original message as a new event"),
+    ReplayStatus.NO_DEAD_LETTER_TOPIC: (
+        "the name of the topic does not reveal the original topic: choose one with --to TOPIC"
+    ),
+    ReplayStatus.NO_TOPIC: "the original topic no longer exists",
+    ReplayStatus.HANDLED: "already replayed and handled",
+    ReplayStatus.FAILED_AGAIN: "already replayed and failed again: replay the dead letter of that generation instead",
+    ReplayStatus.IN_PROGRESS: "already replayed and still in progress: check again later",
+    ReplayStatus.UNREADABLE: "the record of the replay cannot be read: inspect the record and delete it",
+    ReplayStatus.TOO_LARGE: "larger than the topic or [kafka] max_event_bytes allows",
+    ReplayStatus.NOT_CONFIRMED: "not confirmed by the brokers: run the replay again",
 }
-"""Why letters are left out, in words."""
+"""Descriptions of the reasons for which dead letters are skipped."""
 
-KNOWN_ALREADY: Final = frozenset({Fate.HANDLED, Fate.FAILED_AGAIN, Fate.UNDER_WAY, Fate.UNREADABLE})
-"""What the store has told: published all the same, such a letter changes nothing."""
+ALREADY_REPLAYED: Final = frozenset({
+    ReplayStatus.HANDLED,
+    ReplayStatus.FAILED_AGAIN,
+    ReplayStatus.IN_PROGRESS,
+    ReplayStatus.UNREADABLE,
+})  # fmt: skip
+"""Statuses known from the store.  Publishing such a dead letter again has no effect."""
 
 _OF_STATUS: Final = {
-    IdempotencyStatus.COMPLETED: Fate.HANDLED,
-    IdempotencyStatus.FAILED: Fate.FAILED_AGAIN,
-    IdempotencyStatus.PROCESSING: Fate.UNDER_WAY,
+    IdempotencyStatus.COMPLETED: ReplayStatus.HANDLED,
+    IdempotencyStatus.FAILED: ReplayStatus.FAILED_AGAIN,
+    IdempotencyStatus.PROCESSING: ReplayStatus.IN_PROGRESS,
 }
 
 
-class Decision(NamedTuple):
-    """What is to become of a letter; `replay` if it is to be published."""
+class ReplayDecision(NamedTuple):
+    """Whether to publish a dead letter; `replay` is the message to publish."""
 
-    letter: Letter
-    fate: Fate
+    dead_letter: StoredDeadLetter
+    status: ReplayStatus
     replay: Replay | None = None
 
 
-def decided(
-    letter: Letter, known: Known, topics: Collection[str], settings: Settings | None = None, to: str | None = None
-) -> Decision:
-    """What is to become of `letter`.
+def decide(
+    dead_letter: StoredDeadLetter,
+    record: FoundRecord,
+    topics: Collection[str],
+    settings: Settings | None = None,
+    to: str | None = None,
+) -> ReplayDecision:
+    """Decide whether to publish `dead_letter`.
 
     Args:
-        letter: It.
-        known: The record of its next generation, if there is one.
-        topics: All there are.
-        settings: Of the services, whose secret signs replays.
-        to: The topic to publish to, if it is not the one that the letter's topic is named after.
+        dead_letter: The dead letter.
+        record: The record of its next generation, if there is one.
+        topics: All topics of the cluster.
+        settings: Settings of the services; their secret signs replays.
+        to: Topic to publish to instead of the original topic.
     """
     try:
-        replay = replay_of(letter.record, settings, to=to)
+        replay = replay_of(dead_letter.record, settings, to=to)
     except UndecodableEventError:
-        return Decision(letter, Fate.BAD_GENERATION)
+        return ReplayDecision(dead_letter, ReplayStatus.BAD_GENERATION)
     except ApplicationError:
-        if not letter.topic:
-            return Decision(letter, Fate.NO_LETTER)
-        if "dropped" in letter.told:
-            return Decision(letter, Fate.NOT_WHOLE)
-        return Decision(letter, Fate.TOO_OFTEN if letter.generation >= LAST_GENERATION else Fate.NO_DEAD_LETTER_TOPIC)
-    if replay.topic not in topics:  # to send there might make it
-        return Decision(letter, Fate.NO_TOPIC)
-    if isinstance(known, Corrupt):
-        return Decision(letter, Fate.UNREADABLE)
-    if known is not None:
-        return Decision(letter, _OF_STATUS[known.status])
-    return Decision(letter, Fate.PUBLISHED, replay)
+        return ReplayDecision(dead_letter, _why_not_replayable(dead_letter))
+    if replay.topic not in topics:  # sending to a missing topic might create it
+        return ReplayDecision(dead_letter, ReplayStatus.NO_TOPIC)
+    if isinstance(record, Corrupt):
+        return ReplayDecision(dead_letter, ReplayStatus.UNREADABLE)
+    if record is not None:
+        return ReplayDecision(dead_letter, _OF_STATUS[record.status])
+    return ReplayDecision(dead_letter, ReplayStatus.PUBLISHED, replay)
+
+
+def _why_not_replayable(dead_letter: StoredDeadLetter) -> ReplayStatus:
+    if not dead_letter.topic:
+        return ReplayStatus.NOT_A_DEAD_LETTER
+    if "dropped" in dead_letter.fields:
+        return ReplayStatus.INCOMPLETE
+    if dead_letter.generation >= LAST_GENERATION:
+        return ReplayStatus.GENERATION_LIMIT
+    return ReplayStatus.NO_DEAD_LETTER_TOPIC
 
 
 @dataclass
 class Report:
-    """What a replay comes to, or has come to so far."""
+    """The results of a replay so far."""
 
     groups: Tally = field(default_factory=Tally)
-    """Letters that are published."""
+    """Published dead letters."""
     destinations: Counter[str] = field(default_factory=Counter)
-    """Where they are published to."""
-    left_out: Counter[Fate] = field(default_factory=Counter)
-    examples: dict[Fate, list[str]] = field(default_factory=dict)
+    """Number of published messages by topic."""
+    skipped: Counter[ReplayStatus] = field(default_factory=Counter)
+    examples: dict[ReplayStatus, list[str]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
-    """Of topics that have taken nothing any more."""
+    """Errors of topics that no longer accept messages."""
     unguarded: int = 0
-    """Of those that are published, how many name no record: nothing tells whether they were replayed before."""
+    """Number of published dead letters without a record: earlier replays of these are unknown."""
 
     @property
     def published(self) -> int:
         return self.groups.total
 
-    def note(self, letter: Letter, fate: Fate, topic: str = "") -> None:
-        """Count one letter; `topic`: where it is published to."""
-        if fate is Fate.PUBLISHED:
-            self.groups.add(Group.of(letter))
+    def add(self, dead_letter: StoredDeadLetter, status: ReplayStatus, topic: str = "") -> None:
+        """Count one dead letter, published to `topic` or skipped."""
+        if status is ReplayStatus.PUBLISHED:
+            self.groups.add(Group.of(dead_letter))
             self.destinations[topic] += 1
-            self.unguarded += not letter.record_key
+            self.unguarded += not dead_letter.record_key
             return
-        self.left_out[fate] += 1
-        places = self.examples.setdefault(fate, [])
-        if len(places) < EXAMPLES:
-            places.append(str(letter.place))
+        self.skipped[status] += 1
+        places = self.examples.setdefault(status, [])
+        if len(places) < MAX_EXAMPLES:
+            places.append(str(dead_letter.place))
 
     def counts(self) -> dict[str, Any]:
-        """Numbers only, fit for JSON."""
-        left_out = {fate.value: count for fate, count in self.left_out.most_common()}
-        return {"published": self.published, "destinations": dict(self.destinations), "left_out": left_out}
+        """Return the counts only, JSON-serializable."""
+        skipped = {status.value: count for status, count in self.skipped.most_common()}
+        return {"published": self.published, "destinations": dict(self.destinations), "skipped": skipped}
 
     def as_json(self) -> dict[str, Any]:
-        """Counts, groups and reasons."""
+        """Return counts, groups, examples and errors, JSON-serializable."""
         return {
             **self.counts(),
             "groups": self.groups.as_json(),
-            "examples": {fate.value: places for fate, places in self.examples.items()},
+            "examples": {status.value: places for status, places in self.examples.items()},
             "errors": self.errors,
         }
 
 
 class Replayer:
-    """Takes letters page by page.
+    """Replays dead letters page by page.
 
     Args:
-        topics: All there are.
-        records: What the store knows.
-        publisher: Who publishes; without one, letters are counted only.
-        report: What is kept up to date.
-        settings: Of the services, whose secret signs replays.
-        to: The topic to publish to, if it is not the one that a letter's topic is named after.
+        topics: All topics of the cluster.
+        records: Looks up the records of earlier replays.
+        publisher: Publishes the messages; without a publisher, dead letters are only counted.
+        report: Updated for each dead letter.
+        settings: Settings of the services; their secret signs replays.
+        to: Topic to publish to instead of the original topics.
     """
 
     def __init__(
         self,
         topics: Collection[str],
-        records: DeadLetterRecords,
+        records: RecordLookup,
         publisher: EventPublisher | None,
         report: Report,
         settings: Settings | None = None,
@@ -179,26 +198,35 @@ class Replayer:
         self._records = records
         self._publisher = publisher
 
-    async def take(self, letters: Sequence[Letter]) -> None:
-        """Decide about `letters`, and publish what is to be published.  Never fails for one of them."""
-        known = await self._records.of_replays(letters)
-        pairs = zip(letters, known, strict=True)
-        decisions = [decided(letter, record, self._topics, self._settings, self._to) for letter, record in pairs]
-        fates = await self._published(decisions) if self._publisher else {}
-        for letter, fate, replay in decisions:
-            self.report.note(letter, fates.get(letter.place, fate), replay.topic if replay else "")
+    async def replay(self, dead_letters: Sequence[StoredDeadLetter]) -> None:
+        """Publish the `dead_letters` that can be replayed.  A single failure never fails the others."""
+        records = await self._records.replay_records(dead_letters)
+        decisions = [
+            decide(dead_letter, record, self._topics, self._settings, self._to)
+            for dead_letter, record in zip(dead_letters, records, strict=True)
+        ]
+        failures = await self._publish(decisions) if self._publisher else {}
+        for dead_letter, status, replay in decisions:
+            self.report.add(dead_letter, failures.get(dead_letter.place, status), replay.topic if replay else "")
 
-    async def _published(self, decisions: Sequence[Decision]) -> dict[Any, Fate]:
-        """What has become of those that could not be published."""
+    async def _publish(self, decisions: Sequence[ReplayDecision]) -> dict[Place, ReplayStatus]:
+        """Publish and return the statuses of the dead letters that could not be published."""
         assert self._publisher is not None
-        sent = [(one.letter, one.replay) for one in decisions if one.replay is not None]
         errors = self.report.errors
-        fates = {letter.place: Fate.NOT_CONFIRMED for letter, replay in sent if replay.topic in errors}
-        sent = [(letter, replay) for letter, replay in sent if replay.topic not in errors]
-        for (letter, replay), error in zip(sent, await self._publisher.send_all([one for _, one in sent]), strict=True):
+        failures: dict[Place, ReplayStatus] = {}
+        sent: list[tuple[StoredDeadLetter, Replay]] = []
+        for dead_letter, _, replay in decisions:
+            if replay is None:
+                continue
+            if replay.topic in errors:
+                failures[dead_letter.place] = ReplayStatus.NOT_CONFIRMED
+            else:
+                sent.append((dead_letter, replay))
+        results = await self._publisher.send_all([replay for _, replay in sent])
+        for (dead_letter, replay), error in zip(sent, results, strict=True):
             if isinstance(error, EventTooLargeError):
-                fates[letter.place] = Fate.TOO_LARGE
+                failures[dead_letter.place] = ReplayStatus.TOO_LARGE
             elif isinstance(error, PublishError):
-                fates[letter.place] = Fate.NOT_CONFIRMED
+                failures[dead_letter.place] = ReplayStatus.NOT_CONFIRMED
                 errors[replay.topic] = str(error)
-        return fates
+        return failures

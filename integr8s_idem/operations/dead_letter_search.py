@@ -1,4 +1,4 @@
-"""A search for dead letters: where they stand at one moment, and those that are meant, page by page."""
+"""Search dead-letter topics: fix the offset ranges to read, then return matching dead letters page by page."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from integr8s_idem.config import Settings
-from integr8s_idem.operations.dead_letter_filter import Choice
+from integr8s_idem.operations.dead_letter_filter import DeadLetterFilter
 from integr8s_idem.operations.dead_letter_reader import DeadLetterReader, OffsetRange, Page
-from integr8s_idem.operations.dead_letter_topics import dead_letter_topics, none_there, topics_of
+from integr8s_idem.operations.dead_letter_topics import dead_letter_topics, no_topics_note, platform_topics
 from integr8s_idem.operations.dead_letters import Place
 from integr8s_idem.runtime import Platform
 from integr8s_idem.worker.kafka_protocols import Partition
@@ -18,73 +18,74 @@ from integr8s_idem.worker.kafka_protocols import Partition
 
 @dataclass(frozen=True)
 class Search:
-    """What people ask for."""
+    """The options of a search."""
 
     settings: Settings
     platform: Platform | None = None
-    """Look into the dead-letter topics of what its services read."""
+    """Search the dead-letter topics of the topics that its services read."""
     topics: tuple[str, ...] = ()
-    """Look into these."""
+    """Search these topics."""
     places: tuple[Place, ...] = ()
-    """Look at these letters, and at nothing else."""
-    choice: Choice = field(default_factory=Choice)
+    """Return only the dead letters at these places."""
+    filter: DeadLetterFilter = field(default_factory=DeadLetterFilter)
     limit: int | None = None
-    """Most letters, if there is a limit."""
+    """Maximum number of dead letters."""
 
     def as_json(self) -> dict[str, Any]:
-        """What was asked for, for an audit line."""
+        """Return the options that are set, for an audit line."""
         places = [str(place) for place in self.places]
-        asked = {"topics": list(self.topics), "places": places, "limit": self.limit, **self.choice.as_json()}
-        return {name: value for name, value in asked.items() if value}
+        options = {"topics": list(self.topics), "places": places, "limit": self.limit, **self.filter.as_json()}
+        return {name: value for name, value in options.items() if value}
 
 
 @dataclass(frozen=True)
-class Found:
-    """Where there is something to be read.  Letters that come later are not in it, so that every search ends."""
+class SearchPlan:
+    """The offset ranges to read.  Messages published later are excluded, so that every search ends."""
 
-    stretches: tuple[OffsetRange, ...]
+    offset_ranges: tuple[OffsetRange, ...]
     topics: frozenset[str]
-    """All topics of the cluster that we may see."""
+    """All visible topics of the cluster."""
     note: str = ""
-    """Why there may be no letters at all."""
+    """Why there may be no dead letters at all."""
 
     @property
     def length(self) -> int:
-        """Offsets to be passed."""
-        return sum(stretch.length for stretch in self.stretches)
+        """Number of offsets to read."""
+        return sum(offset_range.length for offset_range in self.offset_ranges)
 
     @property
-    def named(self) -> Sequence[str]:
-        """The dead-letter topics."""
-        return list(dict.fromkeys(stretch.partition.topic for stretch in self.stretches))
+    def dead_letter_topics(self) -> Sequence[str]:
+        """The dead-letter topics to read."""
+        return list(dict.fromkeys(offset_range.partition.topic for offset_range in self.offset_ranges))
 
 
-async def found_by(search: Search, box: DeadLetterReader) -> Found:
-    """Where there is something to be read.
+async def plan_search(search: Search, reader: DeadLetterReader) -> SearchPlan:
+    """Return the offset ranges to read.
 
     Raises:
-        ApplicationError: A topic or a place that is named is not there.
-        BrokerUnavailableError: No answer.
+        ApplicationError: A named topic or place does not exist.
+        BrokerUnavailableError: The brokers do not answer.
     """
-    there = await box.partitions()
+    partitions = await reader.partitions()
     if search.places:
-        return Found(await box.stretches_of(search.places, there), frozenset(there))
-    read = await topics_of(search.platform, search.settings) if search.platform and not search.topics else None
-    topics = dead_letter_topics(search.settings.kafka, there, named=search.topics, read=read)
+        return SearchPlan(await reader.offset_ranges_of(search.places, partitions), frozenset(partitions))
+    read = await platform_topics(search.platform, search.settings) if search.platform and not search.topics else None
+    topics = dead_letter_topics(search.settings.kafka, partitions, named=search.topics, read=read)
     if not topics:
-        return Found((), frozenset(there), none_there(search.settings.kafka, read))
-    partitions = [Partition(topic, number) for topic in topics for number in there[topic]]
-    return Found(await box.stretches(partitions, search.choice.since), frozenset(there))
+        return SearchPlan((), frozenset(partitions), no_topics_note(search.settings.kafka, read))
+    chosen = [Partition(topic, number) for topic in topics for number in partitions[topic]]
+    return SearchPlan(await reader.offset_ranges(chosen, search.filter.since), frozenset(partitions))
 
 
-async def pages(search: Search, found: Found, box: DeadLetterReader) -> AsyncGenerator[Page, None]:
-    """The letters that are meant.  A page may be empty: it tells how far the search has come."""
-    left = search.limit
-    async with aclosing(box.pages(found.stretches)) as everything:
-        async for page in everything:
-            letters = [letter for letter in page.letters if search.choice.takes(letter)][:left]
-            yield Page(letters, page.passed)
-            if left is not None:
-                left -= len(letters)
-                if left <= 0:
+async def pages(search: Search, plan: SearchPlan, reader: DeadLetterReader) -> AsyncGenerator[Page, None]:
+    """Yield the matching dead letters.  A page without any reports progress."""
+    remaining = search.limit
+    async with aclosing(reader.pages(plan.offset_ranges)) as unfiltered:
+        async for page in unfiltered:
+            matching = [dead_letter for dead_letter in page.dead_letters if search.filter.matches(dead_letter)]
+            dead_letters = matching[:remaining]
+            yield Page(dead_letters, page.offsets_read)
+            if remaining is not None:
+                remaining -= len(dead_letters)
+                if remaining <= 0:
                     return

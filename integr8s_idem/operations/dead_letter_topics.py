@@ -1,4 +1,4 @@
-"""Which topics hold dead letters: those of a platform, those that are named, or all whose names say so."""
+"""Select dead-letter topics: those of a platform, those named on the command line, or all by their suffix."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.consumer import topics_read
 
 
-async def topics_of(platform: Platform, settings: Settings) -> list[str]:
-    """What the services of `platform` read, by their containers.
+async def platform_topics(platform: Platform, settings: Settings) -> list[str]:
+    """Return the topics that the services of `platform` read, according to their containers.
 
     Raises:
-        ApplicationError: A container gives no dispatcher.
+        ApplicationError: A container provides no dispatcher.
     """
     found: list[str] = []
     for service in platform.services.values():
         try:
-            found += await _topics_of(service, settings)
+            found += await _service_topics(service, settings)
         except ApplicationError as error:
             raise ApplicationError(
-                f"the topics of service {service.name} are not known: {error.reason.rstrip('.')}. "
-                "Or name topics with --topic"
+                f"cannot determine the topics of service {service.name}: {error.reason.rstrip('.')}. "
+                "Alternatively, name topics with --topic"
             ) from error
     return list(dict.fromkeys(found))
 
 
-async def _topics_of(service: Service, settings: Settings) -> Sequence[str]:
+async def _service_topics(service: Service, settings: Settings) -> Sequence[str]:
     with as_it_is():
         container = make_container(service, settings)
         try:
@@ -45,48 +45,49 @@ async def _topics_of(service: Service, settings: Settings) -> Sequence[str]:
 
 
 def dead_letter_topics(
-    kafka: KafkaSettings, there: Collection[str], *, named: Sequence[str] = (), read: Iterable[str] | None = None
+    kafka: KafkaSettings, existing: Collection[str], *, named: Sequence[str] = (), read: Iterable[str] | None = None
 ) -> list[str]:
-    """The dead-letter topics that are meant; there may be none.
+    """Return the selected dead-letter topics; existing may be none.
 
     Args:
-        kafka: Where they are, and how they are called.
-        there: All topics of the cluster.
-        named: By people: the topic, or the one whose letters it holds, with the prefix or without.
-        read: What the services of a platform read.
+        kafka: Settings with the topics' prefix and suffix.
+        existing: All topics of the cluster.
+        named: Names from the command line: a dead-letter topic or its original topic, with or without the prefix.
+        read: Topics that the services of a platform read.
 
     Raises:
-        ApplicationError: One that is named is not there.
+        ApplicationError: A named topic does not exist.
     """
     prefix, suffix = kafka.topic_prefix, kafka.dead_letter_suffix
     if named:
-        return list(dict.fromkeys(_named(kafka, there, name) for name in named))
+        return list(dict.fromkeys(_named(kafka, existing, name) for name in named))
     if read is not None:
-        return [topic + suffix for topic in read if topic + suffix in there]
-    return sorted(topic for topic in there if topic.endswith(suffix) and topic.startswith(prefix))
+        return [topic + suffix for topic in read if topic + suffix in existing]
+    return sorted(topic for topic in existing if topic.endswith(suffix) and topic.startswith(prefix))
 
 
-def none_there(kafka: KafkaSettings, read: Sequence[str] | None) -> str:
-    """What it may mean that there are none: all is well, or these are not the settings of the services."""
+def no_topics_note(kafka: KafkaSettings, read: Sequence[str] | None) -> str:
+    """Explain why existing may be no topics: nothing was dead-lettered, or the settings differ from the services'."""
     prefix, suffix = kafka.topic_prefix, kafka.dead_letter_suffix
     if read is not None:
-        told = f"none of {', '.join(topic + suffix for topic in read)} is there"
+        missing = f"none of {', '.join(topic + suffix for topic in read)} exists"
     else:
-        told = f"no topic{f' begins with {prefix} and' if prefix else ''} ends in {suffix}"
+        missing = f"no topic{f' starts with {prefix} and' if prefix else ''} ends with {suffix}"
     return (
-        f"{kafka.bootstrap_servers}: {told}. Nothing was ever given up there, or [kafka] topic_prefix and "
-        "dead_letter_suffix are others than those of the services"
+        f"{kafka.bootstrap_servers}: {missing}. Either nothing has been dead-lettered, or [kafka] topic_prefix and "
+        "dead_letter_suffix differ from the settings of the services"
     )
 
 
-def _named(kafka: KafkaSettings, there: Collection[str], name: str) -> str:
+def _named(kafka: KafkaSettings, existing: Collection[str], name: str) -> str:
     prefix, suffix = kafka.topic_prefix, kafka.dead_letter_suffix
     whole = name if name.endswith(suffix) else name + suffix
     for topic in (whole, prefix + whole):
-        if topic in there:
+        if topic in existing:
             return topic
-    near = get_close_matches(whole, [topic for topic in there if topic.endswith(suffix)], n=1)
+    near = get_close_matches(whole, [topic for topic in existing if topic.endswith(suffix)], n=1)
     hint = f' (did you mean "{near[0]}"?)' if near else ""
     raise ApplicationError(
-        f'{kafka.bootstrap_servers} have no dead-letter topic "{whole}"{hint}: nothing was given up there'
+        f'dead-letter topic "{whole}" not found on {kafka.bootstrap_servers}{hint}; '
+        "the first dead letter creates its topic"
     )

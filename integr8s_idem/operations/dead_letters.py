@@ -1,4 +1,4 @@
-"""One dead letter as operators see it: why it is there, whose it is, where it came from.  Pure."""
+"""A dead letter as operators see it: why and by whom it was dead-lettered, and its original message.  Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _USAGE: Final = "write topic:partition:offset, as in order_placed.dlq:0:17"
 
 
 class Place(NamedTuple):
-    """Where one message stands."""
+    """The topic, partition and offset of a message."""
 
     topic: str
     partition: int
@@ -28,32 +28,32 @@ class Place(NamedTuple):
 
     @property
     def at(self) -> Partition:
-        """The partition that holds it."""
+        """The partition that contains the message."""
         return Partition(self.topic, self.partition)
 
     @staticmethod
     def of(text: str) -> Place:
-        """`topic:partition:offset`; no topic's name holds a colon.
+        """Parse `topic:partition:offset`; topic names cannot contain colons.
 
         Raises:
-            ApplicationError: It is none.
+            ApplicationError: `text` has another form.
         """
         topic, *numbers = text.split(":")
         if not topic or len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
-            raise ApplicationError(f'"{text}" is no place of a letter; {_USAGE}')
+            raise ApplicationError(f'invalid place "{text}"; {_USAGE}')
         return Place(topic, int(numbers[0]), int(numbers[1]))
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
-    """A message of a dead-letter topic.  What its headers do not say is empty, or `None`."""
+class StoredDeadLetter:
+    """A message in a dead-letter topic.  Properties that its headers lack are empty or `None`."""
 
     record: Record
-    told: Mapping[str, bytes] = field(init=False, repr=False)
-    """What whoever gave it up last has written, without the prefix of the headers' names."""
+    fields: Mapping[str, bytes] = field(init=False, repr=False)
+    """Headers of the service that dead-lettered the message last, without the prefix of their names."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "told", told_by_us(self.record))
+        object.__setattr__(self, "fields", told_by_us(self.record))
 
     @property
     def place(self) -> Place:
@@ -61,7 +61,7 @@ class Letter:
 
     @property
     def origin(self) -> Place | None:
-        """Where the message stood that was given up."""
+        """The place of the original message."""
         partition, offset = self._number("partition"), self._number("offset")
         if not self.topic or partition is None or offset is None:
             return None
@@ -69,7 +69,7 @@ class Letter:
 
     @property
     def topic(self) -> str:
-        """The topic it came from."""
+        """The original topic."""
         return self._text("topic")
 
     @property
@@ -78,7 +78,7 @@ class Letter:
 
     @property
     def group(self) -> str:
-        """The consumer group that gave it up."""
+        """The consumer group that dead-lettered the message."""
         return self._text("group")
 
     @property
@@ -87,7 +87,7 @@ class Letter:
 
     @property
     def reason(self) -> str:
-        """`handler_failed`, `malformed`, …; empty for a message that no service of ours gave up."""
+        """`handler_failed`, `malformed`, …; empty for a message that this library did not write."""
         return self._text("reason")
 
     @property
@@ -96,24 +96,24 @@ class Letter:
 
     @property
     def error(self) -> str:
-        """The last error, in one line."""
+        """The last error, on one line."""
         return self._text("error-message")
 
     @property
     def event_type(self) -> str:
-        """As the service read it; before that was written into letters, as the message says itself."""
+        """The event type that the service decoded; for older dead letters, the message's own header."""
         return self._text("event-type") or _decoded(dict(self.record.headers).get("event_type"))
 
     @property
     def key(self) -> str:
-        """The idempotency key as people read it."""
+        """The idempotency key in readable form."""
         return self._text("key")
 
     @property
     def record_key(self) -> str:
-        """The full key of its record, in the first generation; empty where no guarded handler gave it up."""
+        """The full key of its first generation's record; empty if no guarded handler dead-lettered the message."""
         text = self._text("record")
-        # Whoever may write to the topic may have written this: no store is asked for what is no key.
+        # The header is not trustworthy, since others may write to the topic: never query a store for an invalid key.
         return text if len(text) <= MAX_KEY_LENGTH and text.isascii() and text.isprintable() else ""
 
     @property
@@ -122,30 +122,30 @@ class Letter:
 
     @property
     def generation(self) -> int:
-        """How often it had been replayed when it was given up."""
+        """Number of replays before the message was dead-lettered."""
         return self._number("generation") or 0
 
     @property
     def at(self) -> datetime:
-        """When it was dead-lettered, by the clock of the service or the broker, as the topic is set."""
+        """When it was dead-lettered, by the clock of the service or the broker, depending on the topic's settings."""
         return _moment(self.record.timestamp)
 
     @property
     def published_at(self) -> datetime | None:
-        """When the message that was given up had been published."""
+        """When the original message was published."""
         milliseconds = self._number("timestamp")
         return None if milliseconds is None else _moment(milliseconds)
 
     @property
     def size(self) -> int:
-        """Bytes of its payload."""
+        """Size of its payload in bytes."""
         return len(self.record.value or b"")
 
     def summary(self) -> dict[str, Any]:
-        """All but headers and payload, fit for JSON; times are ISO 8601, in UTC."""
+        """Return everything but headers and payload, JSON-serializable; times are ISO 8601 in UTC."""
         return {
             "place": str(self.place),
-            "at": written(self.at),
+            "at": format_time(self.at),
             "service": self.service,
             "group": self.group,
             "handler": self.handler,
@@ -158,32 +158,32 @@ class Letter:
             "attempts": self.attempts,
             "generation": self.generation,
             "origin": str(self.origin) if self.origin else "",
-            "published_at": written(self.published_at) if self.published_at else "",
+            "published_at": format_time(self.published_at) if self.published_at else "",
             "bytes": self.size,
         }
 
-    def whole(self) -> dict[str, Any]:
-        """All of it, fit for JSON, byte for byte: what was text as text, anything else in base64."""
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, JSON-serializable and lossless: text as text, other bytes in base64."""
         record = self.record
         message = {
             "timestamp": record.timestamp,
-            "key": encoded(record.key),
-            "value": encoded(record.value),
-            "headers": [[name, encoded(value)] for name, value in record.headers],
+            "key": encode_bytes(record.key),
+            "value": encode_bytes(record.value),
+            "headers": [[name, encode_bytes(value)] for name, value in record.headers],
         }
         return {**self.summary(), "message": message}
 
     def _text(self, name: str) -> str:
-        return _decoded(self.told.get(name))
+        return _decoded(self.fields.get(name))
 
     def _number(self, name: str) -> int | None:
-        # Bounded: whoever may write to the topic can write a number of any length.
-        told = self.told.get(name) or b""
-        return int(told) if told.isdigit() and len(told) <= 19 else None
+        # Bounded: the header may contain a number of any length.
+        digits = self.fields.get(name) or b""
+        return int(digits) if digits.isdigit() and len(digits) <= 19 else None
 
 
-def encoded(value: bytes | None) -> dict[str, str] | None:
-    """Bytes in JSON, losslessly: `{"text": …}` where they are UTF-8, `{"base64": …}` where not."""
+def encode_bytes(value: bytes | None) -> dict[str, str] | None:
+    """Encode bytes for JSON without loss: `{"text": …}` if they are UTF-8, `{"base64": …}` otherwise."""
     if value is None:
         return None
     try:
@@ -192,8 +192,8 @@ def encoded(value: bytes | None) -> dict[str, str] | None:
         return {"base64": base64.b64encode(value).decode()}
 
 
-def written(moment: datetime) -> str:
-    """ISO 8601 in UTC, to the millisecond."""
+def format_time(moment: datetime) -> str:
+    """Format a time as ISO 8601 in UTC, with milliseconds."""
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -204,5 +204,5 @@ def _decoded(value: bytes | None) -> str:
 def _moment(milliseconds: int) -> datetime:
     try:
         return datetime.fromtimestamp(milliseconds / 1000, UTC)
-    except (OverflowError, ValueError, OSError):  # what a message says of its time is its producer's word
+    except (OverflowError, ValueError, OSError):  # the producer may have set any timestamp
         return datetime.fromtimestamp(0, UTC)

@@ -1,4 +1,4 @@
-"""Workers as they are watched: look after look, how much, how fast, and who does not answer."""
+"""Poll the metrics and readiness of workers, and compute rates and totals."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from integr8s_idem.operations.metrics_scraper import NoAnswerError, Numbers, Scrape, scraped
+from integr8s_idem.operations.metrics_scraper import Scrape, ScrapeError, ServiceMetrics, scrape
 from integr8s_idem.operations.worker_addresses import Address, Endpoint, endpoints_of
 from integr8s_idem.telemetry import Gauge, Signal
 
 TIMEOUT_SECONDS: Final = 3.0
-"""Longest time for one worker to answer."""
-AT_ONCE: Final = 32
-"""Workers that are asked at the same time."""
-LAG_LOOKS: Final = 5
-"""A lag is growing if it is more than in any of so many looks before."""
+"""Timeout for one worker."""
+MAX_CONCURRENCY: Final = 32
+"""Number of workers that are polled concurrently."""
+LAG_SAMPLES: Final = 5
+"""A lag is growing if it exceeds the lag of this many previous snapshots."""
 
 ERRORS: Final = (
     Signal.HANDLER_FAILED,
@@ -31,30 +31,30 @@ ERRORS: Final = (
     Signal.CORRUPT_RECORD,
     Signal.PARTITION_DAMAGED,
 )
-"""What counts as an error; a dead letter is none, since its failures were counted."""
+"""Signals that count as errors.  Dead letters do not: their failures are counted as `HANDLER_FAILED`."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The numbers of a row: counted since the worker began, except where they say otherwise."""
+    """The numbers of a row.  Counts are totals since the worker was started."""
 
     counts: Mapping[Signal, int] = field(default_factory=dict)
     rates: Mapping[Signal, float] | None = None
-    """Per second, between the last two looks that were answered; `None` before there are two."""
+    """Per second, between the last two successful polls; `None` until there are two."""
     in_flight: int = 0
     lag: int = 0
     lag_is_growing: bool = False
 
     def count(self, *signals: Signal) -> int:
-        """Of these together."""
+        """Return the sum of the counts of `signals`."""
         return sum(self.counts.get(signal, 0) for signal in signals)
 
     def rate(self, *signals: Signal) -> float | None:
-        """Of these together, per second, if it is known."""
+        """Return the sum of the rates of `signals`, or `None` if they are unknown."""
         return None if self.rates is None else sum(self.rates.get(signal, 0.0) for signal in signals)
 
-    def told(self) -> dict[str, Any]:
-        """For JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """Return the numbers, JSON-serializable."""
         return {
             "handled": self.count(Signal.HANDLED),
             "handled_per_second": _rounded(self.rate(Signal.HANDLED)),
@@ -81,64 +81,64 @@ class ServiceRow:
     service: str
     worker: str
     state: str
-    """`ready`, `not ready`, `dead` (asks for a restart), `store down`, `running` (it tells no more), `down`."""
+    """`ready`, `not ready`, `dead` (requests a restart), `store down`, `running` (readiness unknown) or `down`."""
     reason: str = ""
     figures: Figures | None = None
     """`None` while the worker does not answer."""
 
 
 @dataclass(frozen=True)
-class WorkerLook:
-    """One worker at one look; one that is down has the services that it was last seen with."""
+class WorkerSnapshot:
+    """One worker in a snapshot.  A worker that is down keeps the services of its last answer."""
 
     worker: str
     rows: Sequence[ServiceRow]
     reason: str = ""
-    """Why it is down; empty if it answers."""
+    """Why the worker is down; empty if it answers."""
     restarts: int = 0
-    """How often it was seen to have begun anew."""
+    """Number of restarts that were observed."""
 
     @property
     def is_up(self) -> bool:
-        """Whether it answers."""
+        """Whether the worker answers."""
         return not self.reason
 
 
 @dataclass(frozen=True)
-class FleetLook:
-    """All workers at one look."""
+class FleetSnapshot:
+    """All workers at one moment."""
 
-    workers: Sequence[WorkerLook]
+    workers: Sequence[WorkerSnapshot]
 
     @property
     def rows(self) -> list[ServiceRow]:
-        """Of all workers, service by service."""
+        """The rows of all workers, ordered by service."""
         return sorted(
             (row for worker in self.workers for row in worker.rows), key=lambda row: (row.service == "", row.service)
         )
 
     @property
     def answering(self) -> int:
-        """How many workers do."""
+        """Number of workers that answer."""
         return sum(worker.is_up for worker in self.workers)
 
     def total(self, service: str | None = None) -> Figures:
-        """Of one service, or of all."""
+        """Return the totals of one service, or of all services."""
         rows = (row for row in self.rows if service is None or row.service == service)
         return total(row.figures for row in rows if row.figures is not None)
 
-    def told(self) -> dict[str, Any]:
-        """For JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """Return the snapshot, JSON-serializable."""
         services = sorted({row.service for row in self.rows if row.figures is not None})
         return {
-            "workers": [_worker_told(worker) for worker in self.workers],
-            "services": {service: self.total(service).told() for service in services},
-            "total": self.total().told(),
+            "workers": [_worker_json(worker) for worker in self.workers],
+            "services": {service: self.total(service).as_json() for service in services},
+            "total": self.total().as_json(),
         }
 
 
 def total(figures: Iterable[Figures]) -> Figures:
-    """All of them together; a rate that is not yet known counts nothing."""
+    """Return the sum of `figures`; unknown rates count as zero."""
     counts: dict[Signal, int] = {}
     rates: dict[Signal, float] | None = None
     in_flight, lag, is_growing = 0, 0, False
@@ -155,47 +155,49 @@ def total(figures: Iterable[Figures]) -> Figures:
 
 
 class Fleet:
-    """The workers behind some addresses.  `look` may be called as often as anybody likes, and never raises for them."""
+    """The workers at some addresses.  `poll` never raises for a worker that does not answer."""
 
     def __init__(self, addresses: Sequence[Address], *, timeout: float = TIMEOUT_SECONDS) -> None:
         self._addresses = addresses
         self._timeout = timeout
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._semaphore = asyncio.Semaphore(MAX_CONCURRENCY)
         self._known: dict[Endpoint, _Worker] = {}
-        self._found: dict[Address, list[Endpoint]] = {}
+        self._resolved: dict[Address, list[Endpoint]] = {}
 
-    async def look(self) -> FleetLook:
-        """Ask all workers; takes as long as the slowest of them, or its timeout."""
-        unknown: list[WorkerLook] = []
-        places = await asyncio.gather(*(self._places(address, unknown) for address in dict.fromkeys(self._addresses)))
-        endpoints = {endpoint.text: endpoint for found in places for endpoint in found}
-        # Whoever is behind a name no more is no worker of ours.
+    async def poll(self) -> FleetSnapshot:
+        """Poll all workers; takes as long as the slowest of them, or the timeout."""
+        unknown: list[WorkerSnapshot] = []
+        resolved = await asyncio.gather(
+            *(self._resolve(address, unknown) for address in dict.fromkeys(self._addresses))
+        )
+        endpoints = {endpoint.text: endpoint for group in resolved for endpoint in group}
+        # Forget workers whose host name no longer resolves to them.
         self._known = {each: self._known.get(each) or _Worker(each.text) for each in endpoints.values()}
-        looks = await asyncio.gather(*(self._look_at(each, worker) for each, worker in self._known.items()))
-        return FleetLook([*looks, *unknown])
+        snapshots = await asyncio.gather(*(self._poll_worker(each, worker) for each, worker in self._known.items()))
+        return FleetSnapshot([*snapshots, *unknown])
 
-    async def _places(self, address: Address, unknown: list[WorkerLook]) -> list[Endpoint]:
-        """The machines behind an address: those of before while nobody can tell."""
+    async def _resolve(self, address: Address, unknown: list[WorkerSnapshot]) -> list[Endpoint]:
+        """Return the endpoints of an address; if its name cannot be resolved, those of the last time."""
         try:
             async with asyncio.timeout(self._timeout):
-                self._found[address] = await endpoints_of(address)
+                self._resolved[address] = await endpoints_of(address)
         except OSError as error:
-            if address not in self._found:
-                told = f"no answer within {self._timeout:g} s" if isinstance(error, TimeoutError) else error.strerror
-                why = f"its name is not known: {told or error}"
-                unknown.append(WorkerLook(address.text, [ServiceRow("", address.text, "down", why)], why))
-        return self._found.get(address, [])
+            if address not in self._resolved:
+                cause = f"no answer within {self._timeout:g} s" if isinstance(error, TimeoutError) else error.strerror
+                reason = f"cannot resolve the host name: {cause or error}"
+                unknown.append(WorkerSnapshot(address.text, [ServiceRow("", address.text, "down", reason)], reason))
+        return self._resolved.get(address, [])
 
-    async def _look_at(self, endpoint: Endpoint, worker: _Worker) -> WorkerLook:
-        async with self._at_once:
+    async def _poll_worker(self, endpoint: Endpoint, worker: _Worker) -> WorkerSnapshot:
+        async with self._semaphore:
             try:
-                return worker.seen(await scraped(endpoint, timeout=self._timeout))
-            except NoAnswerError as error:
-                return worker.missed(str(error))
+                return worker.answered(await scrape(endpoint, timeout=self._timeout))
+            except ScrapeError as error:
+                return worker.failed(str(error))
 
 
 class _Worker:
-    """What is remembered of a worker from look to look."""
+    """The state of a worker between polls."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -203,34 +205,34 @@ class _Worker:
         self._restarts = 0
         self._lags: dict[str, deque[float]] = {}
 
-    def seen(self, now: Scrape) -> WorkerLook:
-        """It has answered."""
+    def answered(self, now: Scrape) -> WorkerSnapshot:
+        """Return the snapshot of a worker that answered."""
         before, self._last = self._last, now
         has_restarted = before is not None and _has_restarted(before, now)
         self._restarts += has_restarted
         names = sorted({*now.services, *now.readiness})
         rows = [self._row(name, now, before, has_restarted) for name in names]
-        return WorkerLook(self._name, rows, restarts=self._restarts)
+        return WorkerSnapshot(self._name, rows, restarts=self._restarts)
 
-    def missed(self, reason: str) -> WorkerLook:
-        """It has not answered."""
+    def failed(self, reason: str) -> WorkerSnapshot:
+        """Return the snapshot of a worker that did not answer."""
         services = sorted(self._last.services) if self._last is not None else [""]
         rows = [ServiceRow(service, self._name, "down", reason) for service in services]
-        return WorkerLook(self._name, rows, reason, self._restarts)
+        return WorkerSnapshot(self._name, rows, reason, self._restarts)
 
     def _row(self, service: str, now: Scrape, before: Scrape | None, has_restarted: bool) -> ServiceRow:
-        numbers = now.services.get(service)
+        metrics = now.services.get(service)
         state, reason = _state(service, now)
-        if numbers is None:
+        if metrics is None:
             return ServiceRow(service, self._name, state, reason, Figures())
-        lag = numbers.levels.get(Gauge.CONSUMER_LAG, 0.0)
-        lags = self._lags.setdefault(service, deque(maxlen=LAG_LOOKS))
+        lag = metrics.levels.get(Gauge.CONSUMER_LAG, 0.0)
+        lags = self._lags.setdefault(service, deque(maxlen=LAG_SAMPLES))
         is_growing = bool(lags) and lag > max(lags)
         lags.append(lag)
         figures = Figures(
-            {signal: int(count) for signal, count in numbers.counts.items()},
+            {signal: int(count) for signal, count in metrics.counts.items()},
             _rates(service, now, before, has_restarted),
-            int(numbers.levels.get(Gauge.IN_FLIGHT, 0)),
+            int(metrics.levels.get(Gauge.IN_FLIGHT, 0)),
             int(lag),
             is_growing,
         )
@@ -238,58 +240,57 @@ class _Worker:
 
 
 def _state(service: str, now: Scrape) -> tuple[str, str]:
-    told = now.readiness.get(service)
-    numbers = now.services.get(service)
-    reason = told.reason if told is not None else ""
-    if told is not None and not told.live:
+    readiness = now.readiness.get(service)
+    metrics = now.services.get(service)
+    reason = readiness.reason if readiness is not None else ""
+    if readiness is not None and not readiness.live:
         return "dead", reason
-    if numbers is not None and numbers.levels.get(Gauge.STORE_UP) == 0:
+    if metrics is not None and metrics.levels.get(Gauge.STORE_UP) == 0:
         return "store down", reason
-    if told is None:
+    if readiness is None:
         return "running", ""
-    return ("ready" if told.ready else "not ready"), reason
+    return ("ready" if readiness.ready else "not ready"), reason
 
 
 def _has_restarted(before: Scrape, now: Scrape) -> bool:
-    if before.began is not None and now.began is not None:
-        return before.began != now.began
-    # One that does not say when it began: what is counted grows as long as a process lives.
+    if before.started_at is not None and now.started_at is not None:
+        return before.started_at != now.started_at
+    # The start time is unknown, but counters only decrease when a process restarts.
     return any(
         count < was.counts.get(signal, 0)
         for service, was in before.services.items()
-        if (numbers := now.services.get(service)) is not None
-        for signal, count in numbers.counts.items()
+        if (metrics := now.services.get(service)) is not None
+        for signal, count in metrics.counts.items()
     )
 
 
 def _rates(service: str, now: Scrape, before: Scrape | None, has_restarted: bool) -> dict[Signal, float] | None:
-    """Per second, since `before`, by our monotonic clock.
+    """Return the rates per second since `before`, by this process' monotonic clock.
 
-    After a restart it has counted from zero: what was counted between the look before and the end of the process is
-    known to nobody.
+    After a restart the counters start at zero; events between the previous poll and the restart are not included.
     """
     if before is None or now.at <= before.at:
         return None
-    was = Numbers() if has_restarted else before.services.get(service, Numbers())
+    was = ServiceMetrics() if has_restarted else before.services.get(service, ServiceMetrics())
     return {
         signal: max(0.0, count - was.counts.get(signal, 0.0)) / (now.at - before.at)
         for signal, count in now.services[service].counts.items()
     }
 
 
-def _worker_told(worker: WorkerLook) -> dict[str, Any]:
+def _worker_json(worker: WorkerSnapshot) -> dict[str, Any]:
     services = [
         {
             "service": row.service,
             "state": row.state,
             "reason": row.reason,
-            **(row.figures.told() if row.figures is not None else {}),
+            **(row.figures.as_json() if row.figures is not None else {}),
         }
         for row in worker.rows
         if row.service or worker.is_up
     ]
-    told = {key: value for key, value in asdict(worker).items() if key != "rows"}
-    return {**told, "is_up": worker.is_up, "services": services}
+    fields = {key: value for key, value in asdict(worker).items() if key != "rows"}
+    return {**fields, "is_up": worker.is_up, "services": services}
 
 
 def _kind(signal: Signal) -> str:

@@ -1,4 +1,4 @@
-"""One look at one worker: `/metrics` and `/readyz`, over HTTP, and the numbers in them."""
+"""Scrape `/metrics` and `/readyz` of a worker, and parse them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from integr8s_idem._util.escaping import shown
 from integr8s_idem.operations.worker_addresses import Endpoint, host_and_port
 from integr8s_idem.telemetry import Gauge, Signal
 
-MOST_BYTES: Final = 64 * 1024 * 1024
-"""Of one page: some thousand event types with all their histograms."""
+MAX_BYTES: Final = 64 * 1024 * 1024
+"""Maximum size of a page: enough for some thousand event types with all their histograms."""
 _CHUNK: Final = 64 * 1024
 _HEADERS: Final = [("accept", "text/plain;version=0.0.4"), ("user-agent", "integr8s-idem"), ("connection", "close")]
-_BEGAN: Final = "process_start_time_seconds"
+_START_TIME: Final = "process_start_time_seconds"
 _COUNTERS: Final = {f"{signal.value}_total": signal for signal in Signal}
 _GAUGES: Final = {gauge.value: gauge for gauge in Gauge}
-_OURS: Final = frozenset({*_COUNTERS, *_GAUGES, _BEGAN})
-_LONGEST_REASON: Final = 200
+_METRICS: Final = frozenset({*_COUNTERS, *_GAUGES, _START_TIME})
+_MAX_REASON: Final = 200
 
 
-class NoAnswerError(Exception):
-    """A worker, or what is in its place, gave no answer that could be used; the text says why."""
+class ScrapeError(Exception):
+    """The endpoint gave no usable answer; the message says why."""
 
 
 @dataclass
-class Numbers:
-    """Those of one service, added up over event types, topics and reasons."""
+class ServiceMetrics:
+    """The metrics of one service, summed over event types, topics and reasons."""
 
     counts: dict[Signal, float] = field(default_factory=dict)
     levels: dict[Gauge, float] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Readiness:
-    """What a worker says of one of its services."""
+    """Liveness and readiness of one service."""
 
     live: bool
     ready: bool
@@ -54,58 +54,58 @@ class Readiness:
 
 @dataclass(frozen=True)
 class Scrape:
-    """What a worker said at one moment."""
+    """The answer of a worker at one moment."""
 
     at: float
-    """Seconds of our monotonic clock at which its answer began to come."""
-    began: float | None
-    """Seconds since 1970, by its own clock, at which the process began; `None` if it does not say."""
-    services: Mapping[str, Numbers]
+    """When the first byte of the answer arrived, in seconds of this process' monotonic clock."""
+    started_at: float | None
+    """When the process was started, in seconds since 1970 by its own clock; `None` if unknown."""
+    services: Mapping[str, ServiceMetrics]
     readiness: Mapping[str, Readiness]
-    """Of each service that it told of; empty if it did not."""
+    """Readiness by service; empty if it is not reported."""
 
 
-async def scraped(endpoint: Endpoint, *, timeout: float) -> Scrape:
-    """Ask a worker once.
+async def scrape(endpoint: Endpoint, *, timeout: float) -> Scrape:
+    """Scrape a worker once.
 
     Raises:
-        NoAnswerError: It did not answer within `timeout` seconds, or what answered is no worker.
+        ScrapeError: It did not answer within `timeout` seconds, or the endpoint is not a worker.
     """
     try:
         async with asyncio.timeout(timeout):
             page, at = await _page(endpoint, "/metrics")
             readiness = await _readiness(endpoint)
     except TimeoutError:
-        raise NoAnswerError(f"no answer within {timeout:g} s") from None
-    # In a thread: a page of many event types takes longer than a table may stand.
-    began, services = await asyncio.to_thread(numbers_in, page.decode(errors="replace"))
+        raise ScrapeError(f"no answer within {timeout:g} s") from None
+    # In a thread, since parsing a page with many event types would block the live table.
+    started_at, services = await asyncio.to_thread(parse_metrics, page.decode(errors="replace"))
     if not services and not readiness:
-        raise NoAnswerError("answers, but has no metrics of integr8s-idem")
-    return Scrape(at, began, services, readiness)
+        raise ScrapeError("the endpoint answers, but has no metrics of integr8s-idem")
+    return Scrape(at, started_at, services, readiness)
 
 
-def numbers_in(page: str) -> tuple[float | None, dict[str, Numbers]]:
-    """When the process began, and the numbers of its services.
+def parse_metrics(page: str) -> tuple[float | None, dict[str, ServiceMetrics]]:
+    """Parse a page into the start time of the process and the metrics of its services.
 
     Raises:
-        NoAnswerError: The page is not in Prometheus' text format.
+        ScrapeError: The page is not in the Prometheus text format.
     """
-    began: float | None = None
-    services: dict[str, Numbers] = {}
-    # Most of a page is histograms, and comments: what nobody asks for is not read.
-    lines = [line for line in page.splitlines() if line.partition(" ")[0].partition("{")[0] in _OURS]
+    started_at: float | None = None
+    services: dict[str, ServiceMetrics] = {}
+    # Parse only the relevant lines: most of a page is histograms and comments.
+    lines = [line for line in page.splitlines() if line.partition(" ")[0].partition("{")[0] in _METRICS]
     for name, labels, value in _samples(lines):
-        if name == _BEGAN:
-            began = value
+        if name == _START_TIME:
+            started_at = value
             continue
-        numbers = services.setdefault(labels.get("service", ""), Numbers())
+        metrics = services.setdefault(labels.get("service", ""), ServiceMetrics())
         if name in _COUNTERS:
             signal = _COUNTERS[name]
-            numbers.counts[signal] = numbers.counts.get(signal, 0) + value
+            metrics.counts[signal] = metrics.counts.get(signal, 0) + value
         else:
             gauge = _GAUGES[name]
-            numbers.levels[gauge] = numbers.levels.get(gauge, 0) + value
-    return began, services
+            metrics.levels[gauge] = metrics.levels.get(gauge, 0) + value
+    return started_at, services
 
 
 def _samples(lines: Iterable[str]) -> Iterable[tuple[str, Mapping[str, str], float]]:
@@ -115,25 +115,27 @@ def _samples(lines: Iterable[str]) -> Iterable[tuple[str, Mapping[str, str], flo
                 if math.isfinite(sample.value):
                     yield sample.name, sample.labels, sample.value
     except (ValueError, LookupError) as error:
-        raise NoAnswerError(f"answers with a page that cannot be read: {shown(str(error), _LONGEST_REASON)}") from error
+        raise ScrapeError(f"cannot parse the metrics: {shown(str(error), _MAX_REASON)}") from error
 
 
 async def _readiness(endpoint: Endpoint) -> dict[str, Readiness]:
-    """By service; nothing from a worker that does not tell, since its numbers are worth a row."""
-    with suppress(NoAnswerError, ValueError, LookupError, TypeError, AttributeError):
+    """Return the readiness by service; empty if unavailable, since the metrics are useful without it."""
+    with suppress(ScrapeError, ValueError, LookupError, TypeError, AttributeError):
         body, _ = await _page(endpoint, "/readyz", good=(200, 503))
         services: list[dict[str, Any]] = json.loads(body)["services"]
         return {
-            str(told["name"]): Readiness(
-                told["live"] is True, told["ready"] is True, shown(str(told.get("reason", "")), _LONGEST_REASON)
+            str(service["name"]): Readiness(
+                service["live"] is True,
+                service["ready"] is True,
+                shown(str(service.get("reason", "")), _MAX_REASON),
             )
-            for told in services
+            for service in services
         }
     return {}
 
 
 async def _page(endpoint: Endpoint, path: str, good: tuple[int, ...] = (200,)) -> tuple[bytes, float]:
-    """The body of one page, and the time of our monotonic clock when its first byte came."""
+    """Return the body of a page, and the monotonic time at which its first byte arrived."""
     address = endpoint.address
     try:
         reader, writer = await asyncio.open_connection(
@@ -143,20 +145,20 @@ async def _page(endpoint: Endpoint, path: str, good: tuple[int, ...] = (200,)) -
             server_hostname=address.host if address.is_secure else None,
         )
     except OSError as error:
-        raise NoAnswerError(_why(error)) from error
+        raise ScrapeError(_reason(error)) from error
     try:
         host = host_and_port(address.host, address.port)
-        return await _asked(reader, writer, host, address.base + path, good)
+        return await _request(reader, writer, host, address.base + path, good)
     except OSError as error:
-        raise NoAnswerError(_why(error)) from error
+        raise ScrapeError(_reason(error)) from error
     except h11.RemoteProtocolError as error:
-        raise NoAnswerError(f"what answers does not speak HTTP: {error}") from error
+        raise ScrapeError(f"the endpoint does not speak HTTP: {error}") from error
     finally:
-        # Nothing is owed to it, and a farewell could take as long as it likes.
+        # Aborted, since a graceful close could take arbitrarily long.
         writer.transport.abort()
 
 
-async def _asked(
+async def _request(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, target: str, good: tuple[int, ...]
 ) -> tuple[bytes, float]:
     connection = h11.Connection(h11.CLIENT)
@@ -171,22 +173,22 @@ async def _asked(
             case h11.Response(status_code=status):
                 at = monotonic()
                 if status not in good:
-                    raise NoAnswerError(f"answers {status} for {target}")
+                    raise ScrapeError(f"HTTP status {status} for {target}")
             case h11.Data(data=data):
                 size += len(data)
-                if size > MOST_BYTES:
-                    raise NoAnswerError(f"answers with more than {MOST_BYTES:,} bytes for {target}")
+                if size > MAX_BYTES:
+                    raise ScrapeError(f"more than {MAX_BYTES:,} bytes for {target}")
                 parts.append(bytes(data))
             case h11.EndOfMessage():
                 return b"".join(parts), at
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "no answer: the connection timed out"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
+        return f"the certificate is not trusted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed: {error.reason or error}"
-    # An event loop puts words of its own, with the address again, in place of the system's.
+    # The event loop's own message would repeat the address.
     return os.strerror(error.errno).lower() if error.errno else str(error)

@@ -18,7 +18,7 @@ import pytest
 
 from integr8s_idem import EventPublisher, IdempotencyManager, MemoryIdempotencyRepository, Settings
 from integr8s_idem.config import KafkaSettings
-from integr8s_idem.operations.dead_letter_reader import open_letter_box
+from integr8s_idem.operations.dead_letter_reader import open_dead_letter_reader
 from integr8s_idem.worker.kafka_protocols import Partition
 from tests.packaging.repository import code_blocks
 from tests.support.broken_shop import NoSuchCardError
@@ -36,7 +36,7 @@ PLATFORM = "tests.support.broken_shop:platform"
 
 
 def dlq_for(kafka: Kafka, prefix: str, redis_url: str, folder: Path, more: str = "") -> Dlq:
-    """The command with settings of its own."""
+    """Return the command, with a settings file for this test."""
     services = "\n".join(
         f"[services.{name}]\ngroup_id = '{prefix}{name}'\nmax_attempts = 1\nretry_max_seconds = 0.1\n"
         "retry_initial_seconds = 0.1"
@@ -71,7 +71,7 @@ def dlq(kafka: Kafka, topic_prefix: str, redis_url: str, tmp_path: Path) -> Dlq:
 
 @pytest.fixture
 async def source(kafka: Kafka, topic_prefix: str) -> str:
-    """A topic and its dead-letter topic, empty, of one partition each."""
+    """Create a topic and its dead-letter topic, with one partition each."""
     await kafka.create_topics({f"{topic_prefix}order_placed": 1, f"{topic_prefix}order_placed.dlq": 1})
     return f"{topic_prefix}order_placed"
 
@@ -82,7 +82,7 @@ def settings(kafka: Kafka, topic_prefix: str) -> KafkaSettings:
 
 
 class Shop:
-    """Both services as one process, and what the world has seen of them."""
+    """Both services in one process, and the journal of their side effects."""
 
     def __init__(self, dlq: Dlq, settings: KafkaSettings) -> None:
         folder = dlq.settings.parent
@@ -94,7 +94,7 @@ class Shop:
         self.process = ServiceProcess(*arguments, log=folder / "shop.log", env=env)
 
     def breaks_at(self, *orders: str) -> None:
-        """What cannot be charged from now on."""
+        """Set the orders that cannot be charged from now on."""
         self._broken.write_text("\n".join(orders))
 
     async def place(self, *orders: str) -> None:
@@ -108,37 +108,37 @@ class Shop:
     async def until(self, fact: Callable[[], object]) -> None:
         await eventually(fact, state=lambda: self.process.output)
 
-    async def until_letters(self, count: int) -> None:
-        """Until there are `count`: workers say each in their logs."""
+    async def until_dead_letters(self, count: int) -> None:
+        """Wait until the workers have logged `count` dead letters."""
         await self.until(lambda: self.process.output.count("dead-lettered ") >= count)
 
 
-async def test_a_dead_letter_is_found_explained_and_after_the_mending_handled_exactly_once(
+async def test_a_dead_letter_is_found_explained_and_after_the_fix_handled_exactly_once(
     dlq: Dlq, source: str, settings: KafkaSettings
 ) -> None:
     shop = Shop(dlq, settings)
     with shop.process:
         shop.breaks_at("lost", "worse")
         await shop.place("lost", "well", "worse")
-        await shop.until_letters(2)
+        await shop.until_dead_letters(2)
 
         listed = await dlq.ran("list", "--json", "--error", "no such CARD", "--service", "billing")
         shown = await dlq.typed("show", listed.lines[0]["place"], "--app", PLATFORM)
 
-        assert [letter["error"] for letter in listed.lines] == [
+        assert [dead_letter["error"] for dead_letter in listed.lines] == [
             "NoSuchCardError: no such card: lost",
             "NoSuchCardError: no such card: worse",
         ]
-        assert "given up by billing (group" in shown.out
+        assert "service     billing (group" in shown.out
         assert "generation 0  failed at attempt 1" in shown.out
-        assert f"publishes it to {source} as generation 1" in " ".join(shown.out.split())
+        assert f"would be published to {source} as generation 1" in " ".join(shown.out.split())
 
         shop.breaks_at("worse")
-        # One letter each: what two replays publish twice and fails again is dead-lettered twice, or not, as time goes.
+        # One dead letter each: one that both replays publish and that fails again may be dead-lettered once or twice.
         chosen = ("no such card: lost", "no such card: worse")
         both = await asyncio.gather(*(dlq.ran("replay", "--yes", "--json", "--error", error) for error in chosen))
         await shop.until(lambda: shop.done("charged")["lost"])
-        await shop.until_letters(3)
+        await shop.until_dead_letters(3)
 
         assert [(each.status, each.err) for each in both] == [(0, "")] * 2
         assert [each.json["published"] for each in both] == [1, 1]
@@ -148,35 +148,35 @@ async def test_a_dead_letter_is_found_explained_and_after_the_mending_handled_ex
         await shop.until(lambda: shop.done("charged")["worse"])
 
         assert again.json["published"] == 1
-        assert again.json["left_out"] == {"handled": 1, "failed_again": 1}
+        assert again.json["skipped"] == {"handled": 1, "failed_again": 1}
 
         nothing = await dlq.typed("replay", "--yes", "--json")
         anyway = await dlq.typed("replay", "--yes", "--json", "--again")
         await shop.place("last")
         await shop.until(lambda: shop.done("charged")["last"] and shop.done("audited")["last"])
 
-    assert (nothing.json["published"], nothing.json["left_out"]) == (0, {"handled": 2, "failed_again": 1})
+    assert (nothing.json["published"], nothing.json["skipped"]) == (0, {"handled": 2, "failed_again": 1})
     assert anyway.json["published"] == 3
     assert shop.done("charged") == shop.done("audited") == {"lost": 1, "well": 1, "worse": 1, "last": 1}
     said = Counter((line["command"], line["says"]) for line in dlq.audit)
     assert said == {("dlq replay", "begun"): 5, ("dlq replay", "ended"): 5}
-    assert dlq.audit[-1]["counts"] == {"published": 3, "destinations": {source: 3}, "left_out": {}}
+    assert dlq.audit[-1]["counts"] == {"published": 3, "destinations": {source: 3}, "skipped": {}}
 
 
-async def test_an_export_holds_every_byte_and_a_file_that_is_there_stays(
+async def test_an_export_is_lossless_and_does_not_overwrite_files(
     dlq: Dlq, source: str, settings: KafkaSettings, tmp_path: Path
 ) -> None:
     odd = letter_of(2, topic=source, more=[("odd", b"\xff\x00"), ("odd", b"twice")])
     await post(settings, [letter_of(1, topic=source), odd])
-    file = tmp_path / "letters.jsonl"
+    file = tmp_path / "dead-letters.jsonl"
 
     first = await dlq.typed("export", "--output", str(file), "--topic", "order_placed")
     refused = await dlq.typed("export", "--output", str(file))
     piped = await dlq.typed("export", "--key", "order_placed:event-2", "--json")
 
-    assert (first.status, first.err) == (0, f"2 letters written to {file}\n")
+    assert (first.status, first.err) == (0, f"2 dead letters written to {file}\n")
     assert (refused.status, refused.out) == (2, "")
-    assert "say --force" in refused.err
+    assert "use --force" in refused.err
     assert file.stat().st_mode & 0o777 == 0o600
     lines = file.read_text().splitlines()
     assert piped.out.splitlines() == lines[1:]
@@ -186,7 +186,7 @@ async def test_an_export_holds_every_byte_and_a_file_that_is_there_stays(
     assert message["key"] == {"text": "customer-2"}
 
 
-async def test_letters_are_chosen_by_time_and_place(dlq: Dlq, source: str, settings: KafkaSettings) -> None:
+async def test_dead_letters_are_selected_by_time_and_place(dlq: Dlq, source: str, settings: KafkaSettings) -> None:
     await post(settings, [letter_of(number, topic=source) for number in range(5)])
     everything = (await dlq.typed("list", "--json")).lines
     middle, last = everything[2], everything[4]
@@ -197,35 +197,35 @@ async def test_letters_are_chosen_by_time_and_place(dlq: Dlq, source: str, setti
     limited = await dlq.typed("list", "--json", "--limit", "2", "--since", "1h")
     one = await dlq.typed("replay", middle["place"], "--dry-run", "--json")
     nowhere = await dlq.typed("show", f"{source}.dlq:0:99")
-    async with open_letter_box(settings) as box:
-        (late,) = await box.stretches([Partition(f"{source}.dlq", 0)], datetime(2100, 1, 1, tzinfo=UTC))
+    async with open_dead_letter_reader(settings) as reader:
+        (late,) = await reader.offset_ranges([Partition(f"{source}.dlq", 0)], datetime(2100, 1, 1, tzinfo=UTC))
 
-    assert late.length == 0  # what is too old is not even read
+    assert late.length == 0  # older messages are not read at all
     assert last in since.lines
-    assert (until.json["letters"], future.json["letters"]) == (0, 0)
+    assert (until.json["dead_letters"], future.json["dead_letters"]) == (0, 0)
     assert limited.lines == everything[:2]
     assert (one.json["published"], one.json["dry_run"]) == (1, True)
-    assert (nowhere.status, "its partition holds offsets 0 to 4" in nowhere.err) == (1, True)
+    assert (nowhere.status, "the partition contains offsets 0 to 4" in nowhere.err) == (1, True)
     assert dlq.audit == []
 
 
-async def test_where_no_letters_are_the_command_says_where_it_looked(dlq: Dlq, topic_prefix: str) -> None:
+async def test_without_dead_letters_the_command_prints_where_it_searched(dlq: Dlq, topic_prefix: str) -> None:
     anywhere = await dlq.typed("list")
     named = await dlq.typed("list", "--topic", "nothing")
     app = await dlq.typed("list", "--app", PLATFORM, "--summary", "--json")
     replayed = await dlq.typed("replay", "--yes", "--json")
 
     assert [each.status for each in (anywhere, named, app, replayed)] == [0, 2, 0, 0]
-    assert (app.json["letters"], replayed.json["published"]) == (0, 0)
-    assert "letters" not in anywhere.out
-    assert anywhere.err.endswith("\n0 letters\n")
-    assert anywhere.err.removesuffix("0 letters\n") in replayed.err
-    assert f"no topic begins with {topic_prefix} and ends in .dlq" in anywhere.err
-    assert 'no dead-letter topic "nothing.dlq"' in named.err
-    assert f"none of {topic_prefix}order_placed.dlq is there" in app.err
+    assert (app.json["dead_letters"], replayed.json["published"]) == (0, 0)
+    assert "dead letters" not in anywhere.out
+    assert anywhere.err.endswith("\n0 dead letters\n")
+    assert anywhere.err.removesuffix("0 dead letters\n") in replayed.err
+    assert f"no topic starts with {topic_prefix} and ends with .dlq" in anywhere.err
+    assert 'dead-letter topic "nothing.dlq" not found' in named.err
+    assert f"none of {topic_prefix}order_placed.dlq exists" in app.err
 
 
-async def test_letters_whose_topic_is_gone_are_left_out_and_no_topic_is_made(
+async def test_dead_letters_of_a_deleted_topic_are_skipped_and_no_topic_is_created(
     dlq: Dlq, kafka: Kafka, topic_prefix: str, settings: KafkaSettings
 ) -> None:
     await kafka.create_topics({f"{topic_prefix}gone.dlq": 1})
@@ -233,11 +233,11 @@ async def test_letters_whose_topic_is_gone_are_left_out_and_no_topic_is_made(
 
     answers = [await dlq.typed("replay", "--yes", "--json") for _ in range(2)]
 
-    assert [answer.json["left_out"] for answer in answers] == [{"no_topic": 1}] * 2
+    assert [answer.json["skipped"] for answer in answers] == [{"no_topic": 1}] * 2
 
 
 def on_a_terminal(dlq: Dlq, *arguments: str, answer: bytes) -> tuple[int, str]:
-    """Type the command and, when it asks, `answer`; its status, and all that stood on the terminal."""
+    """Run the command on a terminal and type `answer` at its prompt; return its status and output."""
     master, slave = pty.openpty()
     with subprocess.Popen(
         dlq.command(*arguments), cwd=ROOT, env=dlq.environment(), stdin=slave, stdout=slave, stderr=slave
@@ -252,14 +252,14 @@ def on_a_terminal(dlq: Dlq, *arguments: str, answer: bytes) -> tuple[int, str]:
             if not more:
                 break
             seen += more
-            if b"again? [y/N]" in seen and not is_asked:
+            if b"? [y/N]" in seen and not is_asked:
                 is_asked = True
                 os.write(master, answer)
     os.close(master)
     return process.returncode, seen.decode()
 
 
-async def test_on_a_terminal_it_counts_asks_and_does_what_is_answered(
+async def test_on_a_terminal_replay_counts_and_asks_for_confirmation(
     dlq: Dlq, source: str, settings: KafkaSettings
 ) -> None:
     await post(settings, [letter_of(number, topic=source) for number in range(3)])
@@ -270,15 +270,15 @@ async def test_on_a_terminal_it_counts_asks_and_does_what_is_answered(
     yes = await asyncio.to_thread(on_a_terminal, dlq, "replay", "--limit", "2", answer=b"y\n")
 
     assert (refused.status, asked, unchanged) == (2, [], [])
-    assert "nothing was changed: there is no terminal to ask on. Publish 3 letters again? Say --yes" in refused.err
+    assert "nothing was changed: no terminal to ask for confirmation. Replay 3 dead letters? Use --yes" in refused.err
     assert "nothing was changed" in no[1]
     assert (no[0], yes[0]) == (1, 0)
-    assert "Publish 2 letters again?" in yes[1]
-    assert "2 letters replayed" in yes[1]
+    assert "Replay 2 dead letters?" in yes[1]
+    assert "2 dead letters replayed" in yes[1]
     assert dlq.audit[-1]["counts"]["published"] == 2
 
 
-async def test_what_is_piped_away_stays_whole_while_progress_is_on_the_terminal(
+async def test_progress_on_the_terminal_does_not_mix_with_piped_output(
     dlq: Dlq, source: str, settings: KafkaSettings
 ) -> None:
     await post(settings, [letter_of(number, topic=source) for number in range(50)])
@@ -301,7 +301,7 @@ async def test_what_is_piped_away_stays_whole_while_progress_is_on_the_terminal(
     assert b"order_placed:event" not in seen
 
 
-async def test_a_replay_that_is_cut_short_says_how_far_it_came_and_the_next_one_does_the_rest(
+async def test_an_interrupted_replay_reports_its_progress_and_the_next_replay_completes_it(
     own_kafka: KafkaBroker, topic_prefix: str, redis_url: str, tmp_path: Path
 ) -> None:
     count = 1_500
@@ -314,17 +314,17 @@ async def test_a_replay_that_is_cut_short_says_how_far_it_came_and_the_next_one_
     await post(settings, (letter_of(number, topic=source, filling="x" * 8_000) for number in range(count)))
 
     async def in_the_middle(dlq: Dlq) -> asyncio.subprocess.Process:
-        """A replay that has begun to publish."""
-        async with open_letter_box(settings) as box:
-            (before,) = await box.stretches([Partition(source, 0)])
+        """Start a replay, and return once it publishes."""
+        async with open_dead_letter_reader(settings) as reader:
+            (before,) = await reader.offset_ranges([Partition(source, 0)])
             process = await dlq.start("replay", "--yes", "--json")
-            while (await box.stretches([Partition(source, 0)]))[0].end == before.end:
-                assert process.returncode is None, "it has ended"
+            while (await reader.offset_ranges([Partition(source, 0)]))[0].end == before.end:
+                assert process.returncode is None, "the replay has ended"
         return process
 
     interrupted = await in_the_middle(patient)
     interrupted.send_signal(signal.SIGINT)
-    _, told = await interrupted.communicate()
+    _, message = await interrupted.communicate()
     first = patient.audit[-1]
     silent = await in_the_middle(hasty)
     os.kill(own_kafka.pid, signal.SIGSTOP)
@@ -334,7 +334,7 @@ async def test_a_replay_that_is_cut_short_says_how_far_it_came_and_the_next_one_
     await asyncio.to_thread(own_kafka.wait_until_it_serves)
     last = await patient.typed("replay", "--yes", "--json")
 
-    assert (interrupted.returncode, first["says"], b"interrupted" in told) == (130, "interrupted", True)
+    assert (interrupted.returncode, first["says"], b"interrupted" in message) == (130, "interrupted", True)
     assert silent.returncode == 1
     assert b"no answer from" in err or b"did not confirm" in out
     assert first["counts"]["published"] < count
@@ -344,11 +344,11 @@ async def test_a_replay_that_is_cut_short_says_how_far_it_came_and_the_next_one_
 
 
 async def numbers_in(settings: KafkaSettings, topic: str) -> set[int]:
-    """The orders that stand in `topic`."""
+    """Return the numbers of the orders in `topic`."""
     numbers: set[int] = set()
-    async with open_letter_box(settings) as box:
-        async for page in box.pages(await box.stretches([Partition(topic, 0)])):
-            values: list[Any] = [letter.record.value for letter in page.letters]
+    async with open_dead_letter_reader(settings) as reader:
+        async for page in reader.pages(await reader.offset_ranges([Partition(topic, 0)])):
+            values: list[Any] = [dead_letter.record.value for dead_letter in page.dead_letters]
             numbers |= {int(value.partition(b'"event_id":"event-')[2].partition(b'"')[0]) for value in values}
     return numbers
 
@@ -357,7 +357,7 @@ PAGE = (ROOT / "docs" / "how-to" / "replay-a-dead-letter.md").read_text(encoding
 TYPED = [shlex.split(line)[2:] for line in PAGE.splitlines() if line.strip().startswith("integr8s-idem dlq ")]
 
 
-async def test_what_the_page_types_can_be_typed(
+async def test_the_commands_in_the_guide_work(
     dlq: Dlq, source: str, settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     await post(settings, [letter_of(number, topic=source, error=NoSuchCardError("no")) for number in range(20)])
@@ -370,14 +370,14 @@ async def test_what_the_page_types_can_be_typed(
         answer = await dlq.typed(*here)
 
         assert answer.status == refused, answer
-        assert ("there is no terminal to ask on" in answer.err) is bool(refused)
-        assert "0 letters" not in answer.out.splitlines()
+        assert ("no terminal to ask for confirmation" in answer.err) is bool(refused)
+        assert "0 dead letters" not in answer.out.splitlines()
 
     assert len(TYPED) == 7
     assert (tmp_path / "letters.jsonl").read_text().count("\n") == 20
 
 
-async def test_what_the_page_does_in_code_puts_a_letter_back(settings: KafkaSettings, source: str) -> None:
+async def test_the_code_in_the_guide_replays_a_dead_letter(settings: KafkaSettings, source: str) -> None:
     page: dict[str, Any] = {}
     exec(compile(code_blocks(PAGE, "python")[0], "replay-a-dead-letter.md", "exec"), page)
     publisher, repository = EventPublisher(settings), MemoryIdempotencyRepository()

@@ -1,4 +1,4 @@
-"""`integr8s-idem dlq` on the embedded Kafka, which knows neither administrators nor times."""
+"""`integr8s-idem dlq` on the embedded Kafka, which supports neither the admin API nor offsets by time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from integr8s_idem.embedded import EmbeddedKafka
 from tests.support.dead_letters import Dlq, letter_of, post
 
 
-async def test_letters_are_found_by_time_and_put_back(tmp_path: Path) -> None:
+async def test_dead_letters_are_found_by_time_and_replayed(tmp_path: Path) -> None:
     dlq = Dlq(tmp_path / "settings.toml")
     async with EmbeddedKafka() as kafka:
         settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)
@@ -19,10 +19,10 @@ async def test_letters_are_found_by_time_and_put_back(tmp_path: Path) -> None:
         early = await dlq.typed("list", "--summary", "--json", "--since", "1h")
         late = await dlq.typed("list", "--summary", "--json", "--since", "2100-01-01")
         nowhere = await dlq.typed("replay", "--yes", "--json")
-        await post(settings, [letter_of(9, topic="order_placed")])  # the emulator makes the topics it is told of
+        await post(settings, [letter_of(9, topic="order_placed")])  # the emulator creates topics on demand
         await post(settings, [letter_of(9, topic="order_placed.dlq")])
-        there = await dlq.typed("replay", "--topic", "order_placed.dlq.dlq", "--yes", "--json")
+        existing = await dlq.typed("replay", "--topic", "order_placed.dlq.dlq", "--yes", "--json")
 
-    assert (early.json["letters"], late.json["letters"]) == (5, 0)
-    assert nowhere.json["left_out"] == {"no_topic": 5}
-    assert there.json["published"] == 1
+    assert (early.json["dead_letters"], late.json["dead_letters"]) == (5, 0)
+    assert nowhere.json["skipped"] == {"no_topic": 5}
+    assert existing.json["published"] == 1

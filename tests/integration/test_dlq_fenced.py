@@ -1,4 +1,4 @@
-"""Dead letters are found although a broker, for a moment, names no broker of its cluster."""
+"""`dlq` waits for a broker whose metadata temporarily lists no brokers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from aiokafka.protocol.metadata import MetadataRequest
 
 from integr8s_idem.errors import BrokerUnavailableError
-from integr8s_idem.operations.dead_letter_reader import open_letter_box
+from integr8s_idem.operations.dead_letter_reader import open_dead_letter_reader
 from tests.support.kafka.broker import Kafka
 from tests.support.workers import kafka_settings
 
@@ -22,7 +22,7 @@ _BY_VERSION = {request.API_VERSION: request for request in MetadataRequest._CLAS
 
 
 class Fenced:
-    """Before a broker: its first `left` answers about the cluster name no broker."""
+    """A proxy that removes all brokers from the first `left` metadata responses."""
 
     def __init__(self, kafka: Kafka, left: int) -> None:
         host, _, port = kafka.bootstrap.partition(":")
@@ -65,18 +65,21 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(size)
 
 
-async def test_a_broker_that_names_no_broker_yet_is_asked_again(kafka: Kafka, topic_prefix: str) -> None:
+async def test_empty_metadata_is_requested_again(kafka: Kafka, topic_prefix: str) -> None:
     await kafka.create_topics({f"{topic_prefix}orders.dlq": 3})
-    async with open_letter_box(kafka_settings(kafka, topic_prefix)) as box, Fenced(kafka, 3).serve() as bootstrap:
-        box._kafka = box._kafka.model_copy(update={"bootstrap_servers": bootstrap})  # this call only
-        found = await box.partitions()
+    async with (
+        open_dead_letter_reader(kafka_settings(kafka, topic_prefix)) as reader,
+        Fenced(kafka, 3).serve() as bootstrap,
+    ):
+        reader._kafka = reader._kafka.model_copy(update={"bootstrap_servers": bootstrap})  # this call only
+        found = await reader.partitions()
 
     assert found[f"{topic_prefix}orders.dlq"] == [0, 1, 2]
 
 
-async def test_one_that_never_names_any_is_an_error(kafka: Kafka, topic_prefix: str) -> None:
+async def test_metadata_that_stays_empty_is_an_error(kafka: Kafka, topic_prefix: str) -> None:
     settings = kafka_settings(kafka, topic_prefix).model_copy(update={"request_timeout_seconds": 0.5})
-    async with open_letter_box(settings) as box, Fenced(kafka, 10_000).serve() as bootstrap:
-        box._kafka = settings.model_copy(update={"bootstrap_servers": bootstrap})  # this call only
+    async with open_dead_letter_reader(settings) as reader, Fenced(kafka, 10_000).serve() as bootstrap:
+        reader._kafka = settings.model_copy(update={"bootstrap_servers": bootstrap})  # this call only
         with pytest.raises(BrokerUnavailableError):
-            await box.partitions()
+            await reader.partitions()

@@ -20,7 +20,7 @@ import providers
 from examples.billing.workers import platform as billing
 from integr8s_idem import Platform
 from integr8s_idem.config import load_settings
-from integr8s_idem.operations.graphs import ServiceGraph, drawn
+from integr8s_idem.operations.graphs import ServiceGraph, make_graphs
 from integr8s_idem.operations.graphs.page import as_page
 from tests.support.browser import Browser, Colours
 
@@ -50,7 +50,7 @@ return Object.fromEntries(["is-chosen", "is-needed", "asks"].map((kind) =>
 
 def graphs_of(platform: Platform, overrides: dict[str, Any] | None = None) -> list[ServiceGraph]:
     settings = load_settings(Path("/dev/null"), platform.settings_type, overrides=overrides)
-    return asyncio.run(drawn(platform, settings))
+    return asyncio.run(make_graphs(platform, settings))
 
 
 def test_each_service_of_the_platform_gets_the_dispatcher_that_its_container_says() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from integr8s_idem.config import RedisStoreSettings
-from integr8s_idem.embedded import settings_of_running
+from integr8s_idem.embedded import load_embedded_settings
 from tests.support.processes import ServiceProcess
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_an_order_that_is_placed_beside_the_running_worker_is_charged_once(
     said = python(folder, "corner_shop.place_order", "7", "--embedded")
     worker.wait_for_line("charging 9.90 for order 7")
     blocked = wait_for(DUPLICATE, f"http://127.0.0.1:{metrics_port}/metrics")
-    settings = settings_of_running(folder / "settings.toml", folder=folder)
+    settings = load_embedded_settings(folder / "settings.toml", folder=folder)
     worker.terminate()
 
     assert said.startswith("order 7 was published twice, as event ")

@@ -10,7 +10,7 @@ import pytest
 
 from integr8s_idem import EventPublisher
 from integr8s_idem.errors import EventTooLargeError, PublishError
-from integr8s_idem.operations.dead_letter_reader import open_letter_box
+from integr8s_idem.operations.dead_letter_reader import open_dead_letter_reader
 from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.kafka.broker import Kafka
 from tests.support.workers import OrderPlaced, kafka_settings, open_shop
@@ -50,9 +50,9 @@ async def test_many_messages_keep_their_order_and_what_is_too_large_spoils_no_ot
     assert {n: type(outcome) for n, outcome in enumerate(outcomes) if outcome} == dict.fromkeys(
         (3, 7), EventTooLargeError
     )
-    letters = [letter async for letter in letters_in(kafka, topic_prefix, topic)]
+    messages = [message async for message in messages_in(kafka, topic_prefix, topic)]
     for key in range(3):
-        arrived = [int(value or b"") for each_key, value in letters if each_key == f"key-{key}".encode()]
+        arrived = [int(value or b"") for each_key, value in messages if each_key == f"key-{key}".encode()]
         assert list(dict.fromkeys(arrived)) == [n for n in range(key, 300, 3) if n not in (3, 7)]
 
 
@@ -65,7 +65,7 @@ async def test_what_shares_a_batch_with_one_too_large_arrives_without_it(kafka: 
     await publisher.close()
 
     assert [type(outcome) for outcome in outcomes] == [type(None), type(None), EventTooLargeError, type(None)]
-    assert [value async for _, value in letters_in(kafka, topic_prefix, topic)] == [b"1", b"2", b"3"]
+    assert [value async for _, value in messages_in(kafka, topic_prefix, topic)] == [b"1", b"2", b"3"]
 
 
 async def test_what_this_client_refuses_is_no_reason_to_send_the_others_twice(kafka: Kafka, topic_prefix: str) -> None:
@@ -77,7 +77,7 @@ async def test_what_this_client_refuses_is_no_reason_to_send_the_others_twice(ka
     await publisher.close()
 
     assert [type(outcome) for outcome in outcomes] == [type(None), EventTooLargeError, type(None)]
-    assert [value async for _, value in letters_in(kafka, topic_prefix, topic)] == [b"1", b"2"]
+    assert [value async for _, value in messages_in(kafka, topic_prefix, topic)] == [b"1", b"2"]
 
 
 async def test_of_a_topic_that_confirms_nothing_the_rest_is_not_tried_and_other_topics_get_theirs(
@@ -95,13 +95,13 @@ async def test_of_a_topic_that_confirms_nothing_the_rest_is_not_tried_and_other_
 
     assert [type(outcome) for outcome in outcomes] == [type(None), PublishError] * 2 + [type(None)]
     assert outcomes[1] is outcomes[3]
-    assert [value async for _, value in letters_in(kafka, topic_prefix, good)] == [b"0", b"2", b"4"]
+    assert [value async for _, value in messages_in(kafka, topic_prefix, good)] == [b"0", b"2", b"4"]
 
 
-async def letters_in(kafka: Kafka, prefix: str, topic: str) -> AsyncIterator[tuple[bytes | None, bytes | None]]:
+async def messages_in(kafka: Kafka, prefix: str, topic: str) -> AsyncIterator[tuple[bytes | None, bytes | None]]:
     """Keys and values of all messages of `topic`."""
-    async with open_letter_box(kafka_settings(kafka, prefix)) as box:
-        partitions = [Partition(topic, number) for number in (await box.partitions())[topic]]
-        async for page in box.pages(await box.stretches(partitions)):
-            for letter in page.letters:
-                yield letter.record.key, letter.record.value
+    async with open_dead_letter_reader(kafka_settings(kafka, prefix)) as reader:
+        partitions = [Partition(topic, number) for number in (await reader.partitions())[topic]]
+        async for page in reader.pages(await reader.offset_ranges(partitions)):
+            for dead_letter in page.dead_letters:
+                yield dead_letter.record.key, dead_letter.record.value

@@ -29,8 +29,8 @@ from examples.billing.handlers import OrderPlaced
 from integr8s_idem import EventPublisher
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import KafkaSettings
-from integr8s_idem.embedded.discovery import told_where
-from integr8s_idem.operations.fleet import Figures, Fleet, ServiceRow, WorkerLook
+from integr8s_idem.embedded.discovery import announced_servers
+from integr8s_idem.operations.fleet import Figures, Fleet, ServiceRow, WorkerSnapshot
 from integr8s_idem.operations.worker_addresses import address_of, endpoints_of
 from integr8s_idem.runtime.endpoints import Endpoints
 from integr8s_idem.telemetry import Gauge, Signal
@@ -68,12 +68,12 @@ def watched(*ports: int, timeout: float = 3.0) -> Fleet:
     return Fleet([address_of(str(port)) for port in ports], timeout=timeout)
 
 
-async def only(fleet: Fleet) -> WorkerLook:
-    (worker,) = (await fleet.look()).workers
+async def only(fleet: Fleet) -> WorkerSnapshot:
+    (worker,) = (await fleet.poll()).workers
     return worker
 
 
-def figures_of(worker: WorkerLook) -> Figures:
+def figures_of(worker: WorkerSnapshot) -> Figures:
     (row,) = worker.rows
     assert row.figures is not None
     return row.figures
@@ -116,7 +116,7 @@ async def test_a_worker_that_goes_is_down_and_comes_back_by_itself() -> None:
     async with process.served() as endpoints:
         port = endpoints.port
         fleet = watched(port)
-        await fleet.look()
+        await fleet.poll()
     gone = await only(fleet)
     again = Process()
     again.observer.count(Signal.HANDLED, "order_placed", 2)
@@ -146,40 +146,40 @@ async def machines(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return known
 
 
-async def test_a_name_of_several_machines_is_a_row_for_each(machines: dict[str, int]) -> None:
-    # What has an address of version 6 besides is the same machine.
+async def test_a_host_name_with_several_addresses_is_one_row_for_each(machines: dict[str, int]) -> None:
+    # The IPv6 address belongs to one of the same machines.
     machines.update({"::1": socket.AF_INET6, "127.0.0.2": socket.AF_INET, "127.0.0.1": socket.AF_INET})
     async with Process().served() as one, Process().served(one.port, host="127.0.0.2"):
         fleet = Fleet([address_of(f"workers.shop:{one.port}")])
-        seen = [(worker.worker, worker.is_up) for worker in (await fleet.look()).workers]
+        seen = [(worker.worker, worker.is_up) for worker in (await fleet.poll()).workers]
         del machines["127.0.0.2"]
-        after = [worker.worker for worker in (await fleet.look()).workers]
+        after = [worker.worker for worker in (await fleet.poll()).workers]
 
     assert seen == [(f"127.0.0.1:{one.port}", True), (f"127.0.0.2:{one.port}", True)]
     assert after == [f"127.0.0.1:{one.port}"]
 
 
-async def test_a_name_with_addresses_of_version_6_alone_stands_for_those(machines: dict[str, int]) -> None:
+async def test_ipv6_addresses_are_used_if_there_are_no_others(machines: dict[str, int]) -> None:
     machines["fd00::7"] = socket.AF_INET6
 
     assert [endpoint.text for endpoint in await endpoints_of(address_of("workers.shop"))] == ["[fd00::7]:9464"]
 
 
-async def test_a_name_that_is_lost_for_a_while_keeps_its_machines(machines: dict[str, int]) -> None:
+async def test_a_name_that_temporarily_does_not_resolve_keeps_its_endpoints(machines: dict[str, int]) -> None:
     machines["127.0.0.1"] = socket.AF_INET
     async with Process().served() as endpoints:
         fleet = Fleet([address_of(f"workers.shop:{endpoints.port}")])
-        await fleet.look()
+        await fleet.poll()
         machines.clear()
 
         assert (await only(fleet)).is_up
 
 
-async def test_a_name_that_nobody_knows_is_a_row() -> None:
+async def test_an_unknown_host_name_is_a_row() -> None:
     worker = await only(Fleet([address_of("nobody.invalid:1")]))
 
     assert (worker.worker, worker.is_up) == ("nobody.invalid:1", False)
-    assert "its name is not known" in worker.reason
+    assert "cannot resolve the host name" in worker.reason
 
 
 async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -216,40 +216,40 @@ def answer_of(text: bytes) -> Say:
         (answer_of(b"+PONG\r\n"), "does not speak HTTP"),
         (answer_of(b""), "does not speak HTTP"),
         (answer_of(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n#"), "does not speak HTTP"),
-        (answer_of(b"HTTP/1.1 500 Oops\r\ncontent-length: 0\r\n\r\n"), "answers 500 for /metrics"),
-        (answer_of(b"HTTP/1.1 302 Found\r\nlocation: /\r\ncontent-length: 0\r\n\r\n"), "answers 302 for /metrics"),
+        (answer_of(b"HTTP/1.1 500 Oops\r\ncontent-length: 0\r\n\r\n"), "HTTP status 500 for /metrics"),
+        (answer_of(b"HTTP/1.1 302 Found\r\nlocation: /\r\ncontent-length: 0\r\n\r\n"), "HTTP status 302 for /metrics"),
         (answer_of(b"HTTP/1.0 200 OK\r\n\r\n<html>"), "has no metrics of integr8s-idem"),
-        (answer_of(b"HTTP/1.0 200 OK\r\n\r\nidempotency_in_flight{\n"), "a page that cannot be read"),
+        (answer_of(b"HTTP/1.0 200 OK\r\n\r\nidempotency_in_flight{\n"), "cannot parse the metrics"),
     ],
     ids=["silent", "drop by drop", "redis", "empty", "cut off", "error", "redirect", "a site", "garbage"],
 )
-async def test_what_is_no_worker_is_down_and_says_why(say: Say, why: str) -> None:
+async def test_an_endpoint_that_is_not_a_worker_is_down_with_a_reason(say: Say, why: str) -> None:
     process = Process()
     async with saying(say) as port, process.served() as endpoints:
-        strange, good = (await watched(port, endpoints.port, timeout=2.0).look()).workers
+        strange, good = (await watched(port, endpoints.port, timeout=2.0).poll()).workers
 
     assert why in strange.reason
     assert good.is_up
 
 
-async def test_no_page_is_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.operations.metrics_scraper.MOST_BYTES", 1_000)
+async def test_pages_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("integr8s_idem.operations.metrics_scraper.MAX_BYTES", 1_000)
 
     async with saying(answer_of(b"HTTP/1.0 200 OK\r\n\r\n" + b"#" * 2_000)) as port:
         assert "more than 1,000 bytes" in (await only(watched(port))).reason
 
 
-async def test_workers_are_asked_at_the_same_time() -> None:
+async def test_workers_are_polled_concurrently() -> None:
     async with saying(silent) as port:
         fleet = Fleet([address_of(f"http://127.0.0.1:{port}/{number}") for number in range(30)], timeout=0.3)
-        began = time.monotonic()
-        look = await fleet.look()
+        started_at = time.monotonic()
+        look = await fleet.poll()
 
     assert len(look.workers) == 30
-    assert time.monotonic() - began < 30 * 0.3 / 2
+    assert time.monotonic() - started_at < 30 * 0.3 / 2
 
 
-async def test_a_worker_behind_a_proxy_is_asked_below_its_path() -> None:
+async def test_a_worker_behind_a_proxy_is_polled_below_its_path() -> None:
     asked: list[tuple[str, str]] = []
 
     async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -270,7 +270,7 @@ async def test_a_worker_behind_a_proxy_is_asked_below_its_path() -> None:
 
 @dataclass
 class Worker:
-    """A process with the services of the first hour, on servers of its own, which has handled an order twice."""
+    """A process with the billing example on embedded servers, to which one order was delivered twice."""
 
     address: str
     process: ServiceProcess
@@ -291,8 +291,8 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         "--json",
     )
     with ServiceProcess(*arguments, log=folder / "log") as process:
-        told = process.wait_for_line("embedded Kafka (emulator) on ")
-        servers = re.search(r"on (\S+:\d+),", told)
+        answer = process.wait_for_line("embedded Kafka (emulator) on ")
+        servers = re.search(r"on (\S+:\d+),", answer)
         assert servers is not None
         process.wait_for_line("billing: partitions that are ours now")
         asyncio.run(ordered_twice(servers[1]))
@@ -314,19 +314,19 @@ def top(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_a_script_gets_one_object_with_every_number(worker: Worker) -> None:
+def test_json_output_is_one_object_with_every_number(worker: Worker) -> None:
     deadline = time.monotonic() + 60
     while True:
         ended = top("--once", "--json", "--interval", "0.2", worker.address, "127.0.0.1:1")
         assert (ended.returncode, ended.stderr) == (0, "")
-        told = json.loads(ended.stdout)
-        seen = told["services"]["billing"]
+        answer = json.loads(ended.stdout)
+        seen = answer["services"]["billing"]
         if seen["handled"] == seen["duplicates_blocked"] == 1 or time.monotonic() > deadline:
             break
 
     assert (seen["handled"], seen["duplicates_blocked"], seen["errors"]) == (1, 1, 0)
     assert seen["handled_per_second"] is not None
-    up, down = told["workers"]
+    up, down = answer["workers"]
     assert [(service["service"], service["state"]) for service in up["services"]] == [
         ("audit", "ready"),
         ("billing", "ready"),
@@ -339,7 +339,7 @@ def asked(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["top", "--once", "--interval", "0.1", *arguments])
 
 
-def test_without_an_address_it_is_that_of_the_settings(
+def test_the_default_address_is_that_of_the_settings(
     worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -353,7 +353,7 @@ def test_without_an_address_it_is_that_of_the_settings(
     assert "\x1b" not in ended.stdout
 
 
-def test_a_platform_with_settings_of_its_own_says_where_its_worker_is(worker: Worker, tmp_path: Path) -> None:
+def test_the_address_is_read_from_the_settings_of_a_platform(worker: Worker, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(f"[telemetry]\nmetrics_port = {worker.address.partition(':')[2]}\n[platform]\n")
 
@@ -361,13 +361,13 @@ def test_a_platform_with_settings_of_its_own_says_where_its_worker_is(worker: Wo
     assert asked("--settings", str(file), "--app", "providers:platform").exit_code == 0
 
 
-def test_the_metrics_of_an_embedded_worker_are_found_from_its_folder(
+def test_the_metrics_of_an_embedded_worker_are_found_in_its_folder(
     worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     port = int(worker.address.partition(":")[2])
     servers = {"kafka": {"bootstrap_servers": "127.0.0.1:1"}, "telemetry": {"metrics_host": "127.0.0.1"}}
-    with told_where(servers) as file:
+    with announced_servers(servers) as file:
         file.add({"telemetry": {"metrics_port": port}})
 
         monkeypatch.setenv("COLUMNS", "120")
@@ -384,14 +384,14 @@ def test_a_named_worker_needs_no_settings(worker: Worker, tmp_path: Path, monkey
     assert asked(worker.address).exit_code == 0
 
 
-def test_a_script_is_told_that_nobody_answers() -> None:
+def test_the_exit_status_is_1_if_no_worker_answers() -> None:
     ended = asked("127.0.0.1:1")
 
     assert ended.exit_code == 1
     assert "127.0.0.1:1 down: connection refused" in ended.stdout
 
 
-def test_a_pipe_gets_an_object_a_look_until_a_signal(worker: Worker) -> None:
+def test_json_output_is_one_object_per_poll_until_a_signal(worker: Worker) -> None:
     command = [sys.executable, "-m", "integr8s_idem", "top", "--json", "--interval", "0.1", worker.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
         assert process.stdout is not None
@@ -406,7 +406,7 @@ def test_a_pipe_gets_an_object_a_look_until_a_signal(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["redis://x"], ["--interval", "0", "x"], ["--interval", "nan", "x"]])
-def test_a_wrong_question_is_told(arguments: list[str]) -> None:
+def test_invalid_arguments_are_reported(arguments: list[str]) -> None:
     ended = CliRunner().invoke(app, ["top", *arguments])
 
     assert ended.exit_code == 2
@@ -414,35 +414,35 @@ def test_a_wrong_question_is_told(arguments: list[str]) -> None:
 
 
 class Screen:
-    """A terminal of 100 columns with a program in it."""
+    """A program on a terminal with 100 columns."""
 
     def __init__(self, *command: str) -> None:
         self.said = ""
-        self._ours, theirs = pty.openpty()
-        termios.tcsetwinsize(theirs, (30, 100))
-        self._before = termios.tcgetattr(theirs)
-        self._theirs = theirs
+        self._master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (30, 100))
+        self._before = termios.tcgetattr(slave)
+        self._slave = slave
         environment = {
             name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "integr8s_idem", *command],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
             env={**environment, "TERM": "xterm-256color"},
             start_new_session=True,
         )
 
     def wait_for(self, fact: Callable[[str], object]) -> None:
-        """Read on until what was said is so."""
+        """Read until the output satisfies `fact`."""
         deadline = time.monotonic() + 60
         while not fact(self.said):
             assert time.monotonic() < deadline, self.said
             self._read(0.1)
 
     def end(self) -> int:
-        """Its exit status, and all it said."""
+        """Read the rest of the output, and return the exit status."""
         status = self.process.wait(30)
         while self._read(0.2):
             pass
@@ -450,8 +450,8 @@ class Screen:
 
     @property
     def is_as_before(self) -> bool:
-        """Whether the terminal does what it did, and shows its cursor."""
-        return termios.tcgetattr(self._theirs) == self._before and self.said.rfind("\x1b[?25h") > self.said.rfind(
+        """Whether the terminal's mode is restored and its cursor is visible."""
+        return termios.tcgetattr(self._slave) == self._before and self.said.rfind("\x1b[?25h") > self.said.rfind(
             "\x1b[?25l"
         )
 
@@ -459,18 +459,18 @@ class Screen:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        os.close(self._ours)
-        os.close(self._theirs)
+        os.close(self._master)
+        os.close(self._slave)
 
     def _read(self, seconds: float) -> bool:
-        ready, _, _ = select.select([self._ours], [], [], seconds)
+        ready, _, _ = select.select([self._master], [], [], seconds)
         if ready:
-            self.said += os.read(self._ours, 65_536).decode(errors="replace")
+            self.said += os.read(self._master, 65_536).decode(errors="replace")
         return bool(ready)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_on_a_terminal_the_table_lives_until_ctrl_c_and_stays(number: int) -> None:
+async def test_the_live_table_is_updated_until_ctrl_c_and_stays_on_the_screen(number: int) -> None:
     process = Process()
     async with process.served() as endpoints:
         screen = Screen("top", "--interval", "0.2", f"127.0.0.1:{endpoints.port}", "127.0.0.1:1")
@@ -492,5 +492,5 @@ async def test_on_a_terminal_the_table_lives_until_ctrl_c_and_stays(number: int)
     assert "\x1b[?1049h" not in screen.said
     assert "54,321" in last
     assert "connection refused" in last
-    assert "\x1b[2K" not in last  # nothing of it is taken away
+    assert "\x1b[2K" not in last  # the last table is not erased
     assert "Traceback" not in screen.said

@@ -19,8 +19,8 @@ from integr8s_idem.events import BaseEvent, encode_event
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import KeyResolver
-from integr8s_idem.operations.fleet import Figures, FleetLook, ServiceRow, WorkerLook
-from integr8s_idem.operations.metrics_scraper import numbers_in
+from integr8s_idem.operations.fleet import Figures, FleetSnapshot, ServiceRow, WorkerSnapshot
+from integr8s_idem.operations.metrics_scraper import parse_metrics
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
@@ -346,17 +346,17 @@ async def test_what_was_refused_and_passed_by_is_in_the_metrics_and_in_top() -> 
     observer.count(Signal.REPLAY_REFUSED, reason="unsigned")
     observer.count(Signal.REPLAY_REFUSED, reason="malformed")
     observer.count(Signal.REPLAY_FOR_OTHERS)
-    _, services = numbers_in(generate_latest(registry).decode())
+    _, services = parse_metrics(generate_latest(registry).decode())
     figures = Figures({signal: int(count) for signal, count in services["billing"].counts.items()})
-    look = FleetLook([WorkerLook("w:1", [ServiceRow("billing", "w:1", "ready", figures=figures)])])
+    snapshot = FleetSnapshot([WorkerSnapshot("w:1", [ServiceRow("billing", "w:1", "ready", figures=figures)])])
 
     page = StringIO()
-    Console(file=page, width=100).print(fleet_table(look, 100))
+    Console(file=page, width=100).print(fleet_table(snapshot, 100))
 
-    assert "billing: 2 with replay headers that were refused, handled as if they had none" in page.getvalue()
-    assert "billing: 1 replays for other groups passed by" in page.getvalue()
-    assert look.told()["services"]["billing"]["replays_refused"] == 2
-    assert look.told()["services"]["billing"]["replays_for_other_groups"] == 1
+    assert "billing: 2 messages with refused replay headers, handled as ordinary deliveries" in page.getvalue()
+    assert "billing: 1 replays for other consumer groups skipped" in page.getvalue()
+    assert snapshot.as_json()["services"]["billing"]["replays_refused"] == 2
+    assert snapshot.as_json()["services"]["billing"]["replays_for_other_groups"] == 1
     labels = {"service": "billing", "event_type": "", "reason": "unsigned"}
     assert registry.get_sample_value("idempotency_replays_refused_total", labels) == 1
 

@@ -17,8 +17,8 @@ from examples.replay_dead_letters import letters
 from integr8s_idem import Settings, load_settings
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import KafkaSettings, settings_warnings
-from integr8s_idem.embedded import EmbeddedKafka, running_servers, settings_of_running
-from integr8s_idem.embedded.discovery import told_where
+from integr8s_idem.embedded import EmbeddedKafka, load_embedded_settings, running_servers
+from integr8s_idem.embedded.discovery import announced_servers
 from integr8s_idem.embedded.servers import EmbeddedServers
 from integr8s_idem.errors import SettingsError
 from integr8s_idem.worker.dead_letters import REPLAY_SIGNATURE
@@ -85,8 +85,8 @@ def test_trust_in_every_producer_is_warned_of() -> None:
 def test_embedded_servers_have_a_secret_of_their_own_that_commands_of_the_folder_find() -> None:
     one, other = (EmbeddedServers(bootstrap_servers="localhost:7", redis_url=None) for _ in range(2))
 
-    with told_where(one.settings()) as told:
-        found, mode = settings_of_running(), stat.S_IMODE(told.path.stat().st_mode)
+    with announced_servers(one.settings()) as told:
+        found, mode = load_embedded_settings(), stat.S_IMODE(told.path.stat().st_mode)
         shown = f"{running_servers()} {running_servers()!r} {one!r}"
 
     assert one.replay_secret != other.replay_secret

@@ -1,4 +1,4 @@
-"""What commands and logs show of hostile letters, records, keys, settings and names: nothing that a terminal obeys."""
+"""Control characters in dead letters, records, keys, settings and names are escaped by commands and logs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Final
 from typer.testing import CliRunner
 
 from integr8s_idem.cli.app import app
-from integr8s_idem.cli.dlq_output import Columns, Story, story_text, tally_lines
+from integr8s_idem.cli.dlq_output import DeadLetterDetails, ListFormat, details_text, tally_lines
 from integr8s_idem.cli.keys_output import Listing
 from integr8s_idem.cli.log_format import TextFormatter
 from integr8s_idem.cli.output import safe_console, say, write_error
 from integr8s_idem.operations.dead_letter_counts import Group
 from integr8s_idem.operations.dead_letter_reader import OffsetRange
-from integr8s_idem.operations.dead_letter_replay import Decision, Fate
-from integr8s_idem.operations.dead_letters import Letter
+from integr8s_idem.operations.dead_letter_replay import ReplayDecision, ReplayStatus
+from integr8s_idem.operations.dead_letters import StoredDeadLetter
 from integr8s_idem.operations.keys.key_parser import Named
 from integr8s_idem.records import Corrupt
 from integr8s_idem.worker.dead_letters import GENERATION, PREFIX
@@ -40,7 +40,7 @@ EVIL: Final = (
     "\udc9b",
     "\0",
 )
-_COLUMNS: Final = Columns([OffsetRange(Partition("orders.dlq", 0), 0, 10)])
+_LIST_FORMAT: Final = ListFormat([OffsetRange(Partition("orders.dlq", 0), 0, 10)])
 _TOLD: Final = (
     "topic",
     "reason",
@@ -53,8 +53,8 @@ _TOLD: Final = (
     "service",
     "event-type",
 )
-_FATES: Final = [fate for fate in Fate if fate is not Fate.PUBLISHED]
-"""What a letter without a replay may come to."""
+_STATUSES: Final = [status for status in ReplayStatus if status is not ReplayStatus.PUBLISHED]
+"""What a dead letter without a replay may come to."""
 _ONE_IN: Final = 40
 """A whole command takes a hundred times as long as a line of one."""
 
@@ -84,30 +84,35 @@ def _letter(random: Random) -> Figures:
     names = [*(PREFIX + each for each in _TOLD), GENERATION, evil(random).encode("utf-8", "replace").decode()]
     headers = [(random.choice(names), value()) for _ in range(random.randint(0, 8))]
     record = FakeRecord("orders.dlq", 0, random.randrange(10), random.choice((None, value())), value(), headers)
-    letter = Letter(record)
-    story = Story(letter, {0: Corrupt(key="k", reason=evil(random))}, Decision(letter, random.choice(_FATES)), "")
-    must_be_harmless(_COLUMNS.line(letter))
-    must_be_harmless(story_text(story, payload=random.random() < 0.5))
-    must_be_harmless("\n".join(tally_lines([(Group.of(letter), 1)])))
+    dead_letter = StoredDeadLetter(record)
+    details = DeadLetterDetails(
+        dead_letter,
+        {0: Corrupt(key="k", reason=evil(random))},
+        ReplayDecision(dead_letter, random.choice(_STATUSES)),
+        "",
+    )
+    must_be_harmless(_LIST_FORMAT.line(dead_letter))
+    must_be_harmless(details_text(details, payload=random.random() < 0.5))
+    must_be_harmless("\n".join(tally_lines([(Group.of(dead_letter), 1)])))
     return Figures(letters_shown=1)
 
 
 def _record(random: Random) -> Figures:
-    written = io.StringIO()
+    output = io.StringIO()
     key = f"idempotency:{evil(random)}"
-    with redirect_stdout(written):
+    with redirect_stdout(output):
         Listing(as_json=random.random() < 0.3).show(Corrupt(key=key, reason=evil(random)), Named(key, evil(random)))
-    must_be_harmless(written.getvalue())
+    must_be_harmless(output.getvalue())
     return Figures(records_shown=1)
 
 
 def _line(random: Random) -> Figures:
-    written = io.StringIO()
-    with redirect_stdout(written), redirect_stderr(written):
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
         say(evil(random))
         write_error(ValueError(evil(random)))
-        safe_console(file=written, width=80, color_system=None).print(evil(random))
-    must_be_harmless(written.getvalue())
+        safe_console(file=output, width=80, color_system=None).print(evil(random))
+    must_be_harmless(output.getvalue())
     return Figures(lines_shown=1)
 
 

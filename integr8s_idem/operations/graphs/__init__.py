@@ -118,7 +118,7 @@ class ServiceGraph:
         return {part.id: part for scope in self.scopes for part in scope.parts}
 
 
-async def drawn(platform: Platform, settings: Settings, names: Sequence[str] = ()) -> list[ServiceGraph]:
+async def make_graphs(platform: Platform, settings: Settings, names: Sequence[str] = ()) -> list[ServiceGraph]:
     """The services named, or all.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The commands as they are typed: what they print, and where, and their exit status."""
+"""Output and exit status of the commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ platform = Platform(Service("billing", providers=[]), settings=ShopSettings)
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No settings of this machine, and a working directory with one application."""
+    """Remove settings of this machine, and create a working directory with one application."""
     for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -46,18 +46,18 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def typed(*arguments: str) -> Result:
-    """What comes of `integr8s-idem` with these arguments."""
+    """Run `integr8s-idem` with these arguments."""
     return CliRunner().invoke(app, arguments)
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_is_printed() -> None:
     answer = typed("--version")
 
     assert answer.stdout == f"integr8s-idem {version('integr8s-idem')}\n"
     assert answer.exit_code == 0
 
 
-def test_good_settings_are_ok_and_their_warnings_are_shown() -> None:
+def test_valid_settings_are_ok_and_warnings_are_listed() -> None:
     Path("settings.toml").write_text('[store]\nkind = "memory"\n[idempotency]\ndefault_ttl_seconds = 700_000')
 
     answer = typed("settings", "check")
@@ -70,7 +70,7 @@ def test_good_settings_are_ok_and_their_warnings_are_shown() -> None:
     ]
 
 
-def test_mistakes_are_a_table_on_stderr_and_status_2() -> None:
+def test_mistakes_are_printed_on_stderr_with_status_2() -> None:
     Path("settings.toml").write_text("[store]\nurl = 'x'\n[kafka]\nclient_idd = 'x'")
 
     answer = typed("settings", "check")
@@ -85,7 +85,7 @@ def test_mistakes_are_a_table_on_stderr_and_status_2() -> None:
     ]
 
 
-def test_mistakes_are_json_for_machines() -> None:
+def test_mistakes_are_printed_as_json() -> None:
     Path("shop.toml").write_text("[kafka]\nclient_idd = 'x'")
 
     answer = typed("settings", "check", "--settings", "shop.toml", "--json")
@@ -99,7 +99,7 @@ def test_mistakes_are_json_for_machines() -> None:
     }
 
 
-def test_the_sections_of_an_application_are_checked_with_it() -> None:
+def test_the_sections_of_an_application_are_checked_with_app() -> None:
     Path("settings.toml").write_text("[shop]\ncurrency = 1\n[services.audit]")
 
     alone, together = typed("settings", "check"), typed("settings", "check", "--app", "cli_shop:platform")
@@ -108,7 +108,7 @@ def test_the_sections_of_an_application_are_checked_with_it() -> None:
     assert together.stderr.splitlines()[1:-1] == ["  shop.currency  must be text, not 1"]
 
 
-def test_the_example_loads_with_the_sections_of_an_application() -> None:
+def test_the_example_contains_the_sections_of_an_application() -> None:
     answer = typed("settings", "example", "--app", "cli_shop:platform")
 
     assert tomllib.loads(answer.stdout)["shop"] == {"currency": "EUR"}
@@ -119,15 +119,15 @@ def test_the_example_loads_with_the_sections_of_an_application() -> None:
     ("arguments", "shown"),
     [
         (["run", "cli_shop"], "ApplicationError: "),
-        (["run", "cli_nowhere:platform"], 'no module "cli_nowhere" is found'),
-        (["run", "cli_shop:platform", "--service", "audit"], "known: billing"),
+        (["run", "cli_nowhere:platform"], 'module "cli_nowhere" not found'),
+        (["run", "cli_shop:platform", "--service", "audit"], "known services: billing"),
         (["run", "cli_shop:platform", "--settings", "gone.toml"], "gone.toml: 1 mistake"),
-        (["settings", "check", "--app", "cli_shop:platfrm"], "perhaps cli_shop:platform is meant"),
+        (["settings", "check", "--app", "cli_shop:platfrm"], "did you mean cli_shop:platform?"),
         (["run"], "Missing argument"),
         (["settings", "chek"], "No such command"),
     ],
 )
-def test_what_cannot_be_is_said_on_stderr_with_status_2(arguments: list[str], shown: str) -> None:
+def test_invalid_arguments_are_reported_on_stderr_with_status_2(arguments: list[str], shown: str) -> None:
     answer = typed(*arguments)
 
     assert answer.exit_code == 2
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_said_on_stderr_with_status_2(arguments: list[str], sh
     assert "Traceback" not in answer.stderr
 
 
-def test_the_module_is_the_command() -> None:
+def test_the_module_can_be_run_as_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "integr8s_idem", "run", "cli_shop:platform", "--service", "audit"],
         capture_output=True,
@@ -146,10 +146,10 @@ def test_the_module_is_the_command() -> None:
     )
 
     assert done.returncode == 2
-    assert done.stderr.startswith('ApplicationError: no service is called "audit"')
+    assert done.stderr.startswith('ApplicationError: unknown service "audit"')
 
 
-def test_a_misspelled_service_is_refused_with_the_other_mistakes() -> None:
+def test_a_misspelled_service_is_reported_with_the_other_mistakes() -> None:
     Path("settings.toml").write_text("[kafka]\nclient_id = 3\n[services.biling]")
 
     answer = typed("settings", "check", "--app", "cli_shop:platform")
@@ -160,7 +160,7 @@ def test_a_misspelled_service_is_refused_with_the_other_mistakes() -> None:
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["settings", "check"]])
-def test_the_help_gives_a_flag_no_value(command: list[str]) -> None:
+def test_the_help_shows_flags_without_a_value(command: list[str]) -> None:
     answer = typed(*command, "--help")
 
     assert answer.exit_code == 0
@@ -168,7 +168,7 @@ def test_the_help_gives_a_flag_no_value(command: list[str]) -> None:
     assert "..." not in answer.stdout.replace("[ARGS]...", "")
 
 
-def test_a_platform_without_services_is_one_sentence() -> None:
+def test_a_platform_without_services_is_reported_on_one_line() -> None:
     Path("cli_empty.py").write_text("from integr8s_idem.runtime import Platform\nplatform = Platform()")
 
     answer = typed("run", "cli_empty:platform")
@@ -178,7 +178,7 @@ def test_a_platform_without_services_is_one_sentence() -> None:
     assert len(answer.stderr.splitlines()) == 1
 
 
-def test_dead_letters_of_brokers_that_are_away_are_an_error_with_a_page() -> None:
+def test_unavailable_brokers_are_reported_with_a_link() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         Path("settings.toml").write_text(f'[kafka]\nbootstrap_servers = "127.0.0.1:{nobody.getsockname()[1]}"')

@@ -1,4 +1,4 @@
-"""What all commands have in common: help, streams, exit statuses, files that are not overwritten unasked."""
+"""Conventions shared by all commands: help, streams, exit statuses, and confirmation before overwriting files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import integr8s_idem
 from integr8s_idem.cli.app import app
-from integr8s_idem.cli.common import FAILURE, answered
+from integr8s_idem.cli.common import FAILURE, exit_status_of
 from integr8s_idem.cli.keys_output import show_explanation
 from integr8s_idem.cli.live_table import LiveTable
 from integr8s_idem.cli.output import INTERRUPTED
@@ -61,13 +61,13 @@ def test_every_command_takes_h_for_help(command: str) -> None:
 
 
 def test_shells_can_complete_commands() -> None:
-    told = typed("--help").stdout
+    help_text = typed("--help").stdout
 
-    assert "--install-completion" in told
-    assert "--show-completion" in told
+    assert "--install-completion" in help_text
+    assert "--show-completion" in help_text
 
 
-def test_a_graph_does_not_overwrite_a_file_unasked() -> None:
+def test_a_graph_does_not_overwrite_a_file_without_force() -> None:
     file = Path("graph.md")
     file.write_text("mine")
 
@@ -76,21 +76,21 @@ def test_a_graph_does_not_overwrite_a_file_unasked() -> None:
     forced = typed("graph", "conventions_shop:platform", "-o", str(file), "--force")
 
     assert refused.exit_code == 2
-    assert "graph.md is there already" in refused.stderr
+    assert "graph.md already exists" in refused.stderr
     assert kept == "mine"
     assert forced.exit_code == 0, forced.output
     assert file.read_text() != "mine"
 
 
 def test_top_without_a_terminal_prints_once() -> None:
-    told = typed("top", "127.0.0.1:1", "--interval", "0.1")
+    result = typed("top", "127.0.0.1:1", "--interval", "0.1")
 
-    assert told.exit_code == FAILURE
-    assert told.stdout.count("127.0.0.1:1 down") == 1
+    assert result.exit_code == FAILURE
+    assert result.stdout.count("127.0.0.1:1 down") == 1
 
 
 @pytest.mark.parametrize("command", ["release", "purge"])
-def test_keys_that_nobody_knows_are_status_1_and_an_empty_list_is_not(command: str) -> None:
+def test_unknown_keys_exit_with_status_1_and_an_empty_list_with_0(command: str) -> None:
     Path("settings.toml").write_text('[store]\nkind = "sqlite"\npath = "records.db"\n')
     typed("store", "migrate")
 
@@ -101,21 +101,21 @@ def test_keys_that_nobody_knows_are_status_1_and_an_empty_list_is_not(command: s
     assert typed("keys", "purge", "--all", "--yes").exit_code == 0
 
 
-def test_an_interruption_is_status_130_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interruption_exits_with_status_130_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> int:
         raise KeyboardInterrupt
 
-    assert answered(interrupted) == INTERRUPTED == 130
+    assert exit_status_of(interrupted) == INTERRUPTED == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_what_is_not_there_is_status_1_and_what_is_wrong_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_things_exit_with_status_1_and_invalid_arguments_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     def raising(**how: Any) -> int:
-        raise ApplicationError("there is no letter at orders.dlq:0:7", **how)
+        raise ApplicationError("no dead letter at orders.dlq:0:7", **how)
 
-    assert answered(lambda: raising(is_missing=True)) == 1
-    assert answered(raising) == 2
-    assert capsys.readouterr().err.count("there is no letter") == 2
+    assert exit_status_of(lambda: raising(is_missing=True)) == 1
+    assert exit_status_of(raising) == 2
+    assert capsys.readouterr().err.count("no dead letter") == 2
 
 
 def test_an_explanation_opens_with_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +128,7 @@ def test_an_explanation_opens_with_the_answer(capsys: pytest.CaptureFixture[str]
     assert last == "read as the id of an event"
 
 
-async def test_the_last_table_stays_on_the_screen_and_its_hint_does_not() -> None:
+async def test_the_last_table_remains_on_the_screen_without_its_hint() -> None:
     screen, drawn = io.StringIO(), itertools.count(1)
 
     async with LiveTable(Console(file=screen, force_terminal=True)).shown(lambda _: f"table {next(drawn)}", "press"):
@@ -140,6 +140,6 @@ async def test_the_last_table_stays_on_the_screen_and_its_hint_does_not() -> Non
     assert last == f"{next(drawn) - 1}\n"
 
 
-def test_the_error_of_a_wait_that_was_too_long_is_public() -> None:
+def test_the_error_for_a_wait_timeout_is_public() -> None:
     assert integr8s_idem.IdempotencyConflictError is IdempotencyConflictError
     assert "IdempotencyConflictError" in integr8s_idem.__all__

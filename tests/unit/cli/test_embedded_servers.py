@@ -1,4 +1,4 @@
-"""Commands that read settings do so for any application, and those that ask servers find embedded ones."""
+"""Settings of commands with sections of applications, and embedded servers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from integr8s_idem.cli.app import app
-from integr8s_idem.cli.embedded_servers import found_by_others
+from integr8s_idem.cli.embedded_servers import announce_servers
 from integr8s_idem.config import load_settings
-from integr8s_idem.embedded.discovery import running_servers, told_where
+from integr8s_idem.embedded.discovery import announced_servers, running_servers
 from integr8s_idem.errors import SettingsError
 
 SHOP = """
@@ -37,7 +37,7 @@ NOBODY = (
     '[kafka]\nbootstrap_servers = "127.0.0.1:1"\nrequest_timeout_seconds = 1\n'
     '[store]\nurl = "redis://127.0.0.1:1/0"\ntimeout_seconds = 0.2\n[telemetry]\nmetrics_port = 1\n'
 )
-HINT = "A worker runs embedded servers in this folder: add --embedded to ask those"
+HINT = "A worker runs embedded servers in this folder: add --embedded to use them"
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("application", [[], ["--app", "servers_shop:platform"]], ids=["unknown", "known"])
-def test_a_section_of_an_application_does_not_stop_a_command(command: tuple[str, ...], application: list[str]) -> None:
+def test_commands_ignore_sections_of_applications(command: tuple[str, ...], application: list[str]) -> None:
     Path("settings.toml").write_text(SQLITE + AN_APPLICATIONS)
     assert typed("store", "migrate").exit_code == 0
     if command[:2] == ("keys", "explain"):
@@ -84,7 +84,7 @@ def test_a_section_of_an_application_does_not_stop_a_command(command: tuple[str,
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_misspelled_section_of_the_library_stays_a_mistake(command: tuple[str, ...]) -> None:
+def test_a_misspelled_section_of_the_library_is_a_mistake(command: tuple[str, ...]) -> None:
     Path("settings.toml").write_text(SQLITE + '[kafak]\nclient_id = "x"\n')
 
     answer = typed(*command)
@@ -93,7 +93,7 @@ def test_a_misspelled_section_of_the_library_stays_a_mistake(command: tuple[str,
     assert "kafak  unknown setting; did you mean kafka?" in answer.stderr
 
 
-def test_a_mistake_in_a_section_of_the_application_is_found_with_the_application() -> None:
+def test_a_mistake_in_a_section_of_the_application_is_found_with_app() -> None:
     Path("settings.toml").write_text(SQLITE + '[shop]\ncurrency_code = "EUR"\n')
 
     ignoring, knowing = typed("store", "migrate"), typed("store", "migrate", "--app", "servers_shop:platform")
@@ -103,28 +103,28 @@ def test_a_mistake_in_a_section_of_the_application_is_found_with_the_application
     assert "shop.currency_code" in knowing.stderr
 
 
-def test_settings_check_says_which_sections_it_did_not_check() -> None:
+def test_settings_check_lists_the_sections_it_did_not_check() -> None:
     Path("settings.toml").write_text(AN_APPLICATIONS)
 
-    assert "[shop]: not checked; add --app MODULE:APP" in typed("settings", "check").stderr
+    assert "[shop]: not checked; use --app MODULE:APP" in typed("settings", "check").stderr
     assert "not checked" not in typed("settings", "check", "--app", "servers_shop:platform").output
 
 
-def test_the_settings_of_the_reference_platform_are_read() -> None:
+def test_the_settings_of_the_reference_platform_are_valid() -> None:
     file = Path("platform.toml")
     file.write_text((Path(__file__).parents[3] / "settings.example.toml").read_text() + "\n[platform]\n")
 
     assert typed("settings", "check", "--settings", str(file)).exit_code == 0
 
 
-def test_an_application_that_reads_its_own_settings_is_told_of_unknown_sections() -> None:
+def test_unknown_sections_are_a_mistake_when_an_application_loads_its_settings() -> None:
     Path("settings.toml").write_text(AN_APPLICATIONS)
 
     with pytest.raises(SettingsError, match="shop  unknown setting"):
         load_settings()
 
 
-ASKING = [
+SERVER_COMMANDS = [
     ("keys", "list"),
     ("keys", "show", "order_placed:1"),
     ("keys", "explain", "order_placed:1"),
@@ -136,12 +136,12 @@ ASKING = [
 ]
 
 
-@pytest.mark.parametrize("command", ASKING, ids=" ".join)
-def test_a_command_without_an_answer_points_at_the_embedded_servers_of_this_folder(command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("command", SERVER_COMMANDS, ids=" ".join)
+def test_commands_suggest_embedded_servers_if_no_server_answers(command: tuple[str, ...]) -> None:
     Path("settings.toml").write_text(NOBODY)
 
     alone = typed(*command)
-    with told_where({"kafka": {"bootstrap_servers": "127.0.0.1:1"}}):
+    with announced_servers({"kafka": {"bootstrap_servers": "127.0.0.1:1"}}):
         beside = typed(*command)
         embedded = typed(*command, "--embedded")
 
@@ -151,18 +151,18 @@ def test_a_command_without_an_answer_points_at_the_embedded_servers_of_this_fold
     assert HINT not in embedded.stderr
 
 
-@pytest.mark.parametrize("command", [*ASKING, *COMMANDS[:3]], ids=" ".join)
-def test_every_command_that_asks_servers_knows_embedded_ones(command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("command", [*SERVER_COMMANDS, *COMMANDS[:3]], ids=" ".join)
+def test_every_command_that_uses_servers_supports_embedded(command: tuple[str, ...]) -> None:
     answer = typed(*command, "--embedded")
 
     assert answer.exit_code != 0
     assert "no embedded servers run here" in answer.stderr
 
 
-def test_the_file_of_an_embedded_worker_tells_its_metrics_once_they_are_served() -> None:
-    with found_by_others({"kafka": {"bootstrap_servers": "127.0.0.1:1"}}) as tell_metrics:
+def test_the_metrics_address_is_announced_once_it_is_known() -> None:
+    with announce_servers({"kafka": {"bootstrap_servers": "127.0.0.1:1"}}) as announce_metrics:
         before = running_servers().sections
-        tell_metrics("127.0.0.1", 12345)
+        announce_metrics("127.0.0.1", 12345)
         after = running_servers().sections
         files = [path.name for path in Path(".integr8s-idem").glob("*.toml")]
 

@@ -1,4 +1,4 @@
-"""What becomes of the errors of a command."""
+"""Errors of commands, as printed on standard error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Never
 
 import pytest
 
-from integr8s_idem.cli.common import FAILURE, answered
+from integr8s_idem.cli.common import FAILURE, exit_status_of
 
 
 def raising(error: BaseException) -> Never:
@@ -17,18 +17,18 @@ def raising(error: BaseException) -> Never:
 
 @pytest.fixture(autouse=True)
 def _output_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The standard output of this process is not ours to turn away."""
+    """Keep the standard output of the test process."""
     monkeypatch.setattr("integr8s_idem.cli.common.drop_output", lambda: None)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_place_that_is_full_is_named(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    why = os.strerror(number)
+def test_a_full_disk_is_reported_with_the_file(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    reason = os.strerror(number)
 
-    assert answered(lambda: raising(OSError(number, why, "export.jsonl"))) == FAILURE
-    assert capsys.readouterr().err == f"export.jsonl: {why}: nothing more can be written\n"
+    assert exit_status_of(lambda: raising(OSError(number, reason, "export.jsonl"))) == FAILURE
+    assert capsys.readouterr().err == f"export.jsonl: {reason}\n"
 
 
-def test_another_error_of_the_system_is_not_swallowed() -> None:
+def test_other_operating_system_errors_are_raised() -> None:
     with pytest.raises(OSError, match="Input/output"):
-        answered(lambda: raising(OSError(errno.EIO, os.strerror(errno.EIO))))
+        exit_status_of(lambda: raising(OSError(errno.EIO, os.strerror(errno.EIO))))

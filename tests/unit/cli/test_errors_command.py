@@ -1,4 +1,4 @@
-"""`integr8s-idem errors`: the documentation of errors, for whoever has the package alone."""
+"""`integr8s-idem errors`: the documentation of errors on the command line."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def asked(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_every_error_is_listed_on_a_line_of_its_own() -> None:
-    status, said = asked()
+def test_every_error_is_listed_on_one_line() -> None:
+    status, output = asked()
 
     assert status == 0
-    assert set(EVERY) <= {line.split()[0] for line in said.splitlines()}
-    assert all(len(line.split(maxsplit=1)[1]) < 120 for line in said.splitlines())
+    assert set(EVERY) <= {line.split()[0] for line in output.splitlines()}
+    assert all(len(line.split(maxsplit=1)[1]) < 120 for line in output.splitlines())
 
 
 @pytest.mark.parametrize("name", ["LeaseLostError", "leaselosterror", "docs/reference/errors.md#leaselosterror"])
-def test_an_error_is_found_by_its_name_and_by_what_its_message_tells(name: str) -> None:
-    status, said = asked(name)
+def test_an_error_is_found_by_its_name_and_by_its_link(name: str) -> None:
+    status, output = asked(name)
 
-    assert (status, said.splitlines()[0]) == (0, "LeaseLostError")
-    assert "\nTo do. " in said
+    assert (status, output.splitlines()[0]) == (0, "LeaseLostError")
+    assert "\nTo do. " in output
 
 
-def test_links_are_told_as_their_words_and_places() -> None:
+def test_links_are_printed_as_text() -> None:
     every = "\n".join(error_sections().values())
 
     assert "](" not in every
@@ -43,8 +43,8 @@ def test_links_are_told_as_their_words_and_places() -> None:
     assert "it is\nIdempotencyConflictError." in error_sections()["InProgressError"]
 
 
-def test_an_error_that_is_none_is_told_so() -> None:
-    status, said = asked("LeaseLost")
+def test_an_unknown_error_is_refused_with_a_suggestion() -> None:
+    status, output = asked("LeaseLost")
 
     assert status == 2
-    assert 'no error of ours is called "LeaseLost" (did you mean "LeaseLostError"?)' in said
+    assert 'unknown error "LeaseLost" (did you mean "LeaseLostError"?)' in output

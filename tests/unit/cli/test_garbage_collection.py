@@ -1,4 +1,4 @@
-"""The garbage collector of a worker's process."""
+"""Tuning of the garbage collector."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from integr8s_idem.cli.garbage_collection import AS_IT_COMES, SELDOM, collect_seldom
+from integr8s_idem.cli.garbage_collection import DEFAULT_THRESHOLDS, RARE_THRESHOLD, collect_rarely
 
 
 @pytest.fixture(autouse=True)
@@ -18,35 +18,35 @@ def _as_before() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("thresholds", sorted(AS_IT_COMES))
-def test_what_is_there_is_not_looked_at_again_and_what_is_new_seldom(thresholds: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("thresholds", sorted(DEFAULT_THRESHOLDS))
+def test_existing_objects_are_frozen_and_new_ones_collected_rarely(thresholds: tuple[int, int, int]) -> None:
     gc.set_threshold(*thresholds)
 
-    collect_seldom()
+    collect_rarely()
 
-    assert gc.get_threshold() == (SELDOM, *thresholds[1:])
-    assert gc.get_freeze_count() > 10_000  # what this process has imported
+    assert gc.get_threshold() == (RARE_THRESHOLD, *thresholds[1:])
+    assert gc.get_freeze_count() > 10_000  # the modules that this process has imported
 
 
-def test_thresholds_that_somebody_has_set_stay() -> None:
+def test_custom_thresholds_are_kept() -> None:
     gc.set_threshold(5_000, 20, 30)
 
-    collect_seldom()
+    collect_rarely()
 
     assert gc.get_threshold() == (5_000, 20, 30)
     assert gc.get_freeze_count() > 10_000
 
 
-def test_a_collector_that_was_switched_off_stays_off() -> None:
+def test_a_disabled_collector_stays_disabled() -> None:
     gc.set_threshold(0)
 
-    collect_seldom()
+    collect_rarely()
 
     assert gc.get_threshold()[0] == 0
 
 
-def test_cycles_made_later_are_found() -> None:
-    collect_seldom()
+def test_new_reference_cycles_are_collected() -> None:
+    collect_rarely()
     cycle: list[object] = []
     cycle.append(cycle)
     del cycle

@@ -1,4 +1,4 @@
-"""What a log line looks like, for machines and for people."""
+"""Log lines as JSON and as text."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from integr8s_idem.cli.log_format import REPEAT_SECONDS, ConsoleHandler, JsonFormatter, NotTheSameAgain, TextFormatter
+from integr8s_idem.cli.log_format import REPEAT_SECONDS, ConsoleHandler, JsonFormatter, RepeatFilter, TextFormatter
 
 
 def record(message: str = "handled %s", *args: Any, extra: dict[str, Any] | None = None) -> logging.LogRecord:
-    """A record as a logger makes it."""
+    """Return a log record."""
     return logging.getLogger("shop").makeRecord("shop", logging.INFO, "f.py", 1, message, args, None, extra=extra)
 
 
 def as_json(given: logging.LogRecord) -> dict[str, Any]:
-    """The line, read back."""
+    """Parse a JSON line."""
     line = JsonFormatter().format(given)
     assert "\n" not in line
     return json.loads(line, parse_constant=pytest.fail)  # type: ignore[no-any-return]
 
 
-def test_a_json_line_holds_time_level_logger_message_and_extra_fields() -> None:
+def test_a_json_line_contains_time_level_logger_message_and_extra_fields() -> None:
     given = record("handled %s", "a\nb", extra={"service": "billing", "attempt": 2})
     given.created = 1_700_000_000.5
 
@@ -40,14 +40,14 @@ def test_a_json_line_holds_time_level_logger_message_and_extra_fields() -> None:
     }
 
 
-def test_extra_fields_do_not_replace_ours() -> None:
+def test_extra_fields_do_not_replace_standard_fields() -> None:
     line = as_json(record("m", extra={"level": "x", "time": "x", "logger": "x"}))
 
     assert (line["level"], line["logger"]) == ("INFO", "shop")
     assert line["time"] != "x"
 
 
-def test_a_json_line_is_json_whatever_was_logged() -> None:
+def test_values_that_json_does_not_support_are_converted() -> None:
     odd = {("a", 1): object, "deep": [{b"k": float("nan")}], "inf": float("inf"), "text": "\ud800"}
 
     line = as_json(record("m", extra={"odd": odd}))
@@ -56,7 +56,7 @@ def test_a_json_line_is_json_whatever_was_logged() -> None:
     assert line["odd"]["deep"] == [{"b'k'": "nan"}]
 
 
-def test_a_json_line_holds_the_exception() -> None:
+def test_a_json_line_contains_the_exception() -> None:
     given = record("m")
     try:
         raise ValueError("broken")
@@ -66,13 +66,13 @@ def test_a_json_line_holds_the_exception() -> None:
     assert as_json(given)["exception"].endswith("ValueError: broken")
 
 
-def test_a_line_for_people_is_short_and_ends_with_the_extra_fields() -> None:
+def test_a_text_line_ends_with_the_extra_fields() -> None:
     line = TextFormatter().format(record("handled %s", "one", extra={"service": "billing"}))
 
     assert line[8:] == " INFO    shop  handled one  service=billing"
 
 
-def test_a_line_on_the_console_is_no_markup() -> None:
+def test_markup_in_a_text_line_is_not_interpreted() -> None:
     stream = StringIO()
     handler = ConsoleHandler(Console(file=stream, width=20))
 
@@ -81,7 +81,7 @@ def test_a_line_on_the_console_is_no_markup() -> None:
     assert stream.getvalue() == "[red]a long message that must not be broken[/red]\n"
 
 
-def test_what_would_steer_the_terminal_is_shown_as_escapes() -> None:
+def test_control_characters_are_escaped() -> None:
     stream = StringIO()
     handler = ConsoleHandler(Console(file=stream, width=20))
     handler.setFormatter(TextFormatter())
@@ -93,7 +93,7 @@ def test_what_would_steer_the_terminal_is_shown_as_escapes() -> None:
     )
 
 
-def test_a_traceback_keeps_its_lines_indented_and_cannot_steer_either() -> None:
+def test_a_traceback_is_indented_and_escaped() -> None:
     given = record("m")
     try:
         raise ValueError("first\nsecond\x1b[2J")
@@ -108,22 +108,22 @@ def test_a_traceback_keeps_its_lines_indented_and_cannot_steer_either() -> None:
 
 
 def from_aiokafka(message: str, when: float) -> logging.LogRecord:
-    """A line of aiokafka at this second."""
+    """Return a record of aiokafka at this time."""
     line = logging.makeLogRecord({"name": "aiokafka.conn", "msg": message})
     line.created = when
     return line
 
 
-def test_the_same_line_of_aiokafka_is_shown_once_in_a_while() -> None:
-    again = NotTheSameAgain()
+def test_repeated_lines_of_aiokafka_are_dropped() -> None:
+    again = RepeatFilter()
 
     shown = [again.filter(from_aiokafka("gone", when)) for when in (100, 101, 100 + REPEAT_SECONDS, 99)]
 
     assert shown == [True, False, True, True]
 
 
-def test_other_lines_are_shown_each_time() -> None:
-    again = NotTheSameAgain()
+def test_repeated_lines_of_other_loggers_are_kept() -> None:
+    again = RepeatFilter()
     lines = [record("same"), record("same"), from_aiokafka("one", 1), from_aiokafka("two", 1)]
 
     assert all(again.filter(line) for line in lines)

@@ -1,4 +1,4 @@
-"""`integr8s-idem run`: what it gives the worker's runner, what it shows, how it exits."""
+"""`integr8s-idem run`: settings, log, table, embedded servers and exit status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from dishka import AsyncContainer, make_async_container
 from rich.console import Console
 
-from integr8s_idem.cli.garbage_collection import SELDOM
+from integr8s_idem.cli.garbage_collection import RARE_THRESHOLD
 from integr8s_idem.cli.run_command import Run, run
 from integr8s_idem.cli.run_table import report_table
 from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings
@@ -35,11 +35,11 @@ REPORT = ServiceReport(
 )
 
 
-FOUND = "other commands reach them from this folder by --embedded"
+FOUND = "other commands in this folder can use these servers with --embedded"
 
 
 def no_container(_: Any) -> AsyncContainer:
-    """Nothing is consumed here."""
+    """Return an empty container; nothing is consumed."""
     return make_async_container()
 
 
@@ -48,11 +48,11 @@ SHOP = Platform(Service("billing", container=no_container), Service("audit", con
 
 @dataclass
 class FakeGroup:
-    """Remembers what it was made with, and does `then` instead of consuming."""
+    """Records its arguments, and calls `then` instead of consuming."""
 
     status: int = 0
     then: Callable[[], None] = lambda: None
-    asked: int = 0
+    options: int = 0
     settings: Settings = field(default_factory=Settings)
     services: Sequence[str] | None = None
     stuck: bool = False
@@ -63,7 +63,7 @@ class FakeGroup:
         return self
 
     def reports(self) -> Sequence[ServiceReport]:
-        self.asked += 1
+        self.options += 1
         return [REPORT]
 
     async def run(self) -> int:
@@ -73,7 +73,7 @@ class FakeGroup:
 
 
 class Terminal(StringIO):
-    """Says that somebody looks at it."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -81,7 +81,7 @@ class Terminal(StringIO):
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No settings of this machine, an empty working directory, logging and the garbage collector as they were."""
+    """Remove settings of this machine, use an empty working directory, and restore logging and garbage collection."""
     for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -96,95 +96,93 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     logging.captureWarnings(capture=False)
 
 
-def asked(*services: str, embedded: bool = False, as_json: bool = False) -> Run:
-    """A run of the shop."""
+def options(*services: str, embedded: bool = False, as_json: bool = False) -> Run:
+    """Return the options for a run of the shop."""
     return Run(SHOP, SHOP.choose(services), None, embedded, as_json)
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_the_status_is_that_of_the_group(status: int) -> None:
-    assert run(asked(), FakeGroup(status=status)) == status
+def test_the_exit_status_is_that_of_the_group(status: int) -> None:
+    assert run(options(), FakeGroup(status=status)) == status
 
 
 @pytest.mark.parametrize(("installed", "module"), [(True, "uvloop"), (False, "asyncio.unix_events")])
-def test_uvloop_runs_the_services_where_it_is_installed(
-    installed: bool, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uvloop_is_used_if_it_is_installed(installed: bool, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not installed:
         monkeypatch.setitem(sys.modules, "uvloop", None)
     loops: list[str] = []
 
-    status = run(asked(), FakeGroup(then=lambda: loops.append(type(asyncio.get_running_loop()).__module__)))
+    status = run(options(), FakeGroup(then=lambda: loops.append(type(asyncio.get_running_loop()).__module__)))
 
     assert (status, loops) == (0, [module])
 
 
-def test_the_garbage_collector_looks_seldom_by_the_time_the_services_run() -> None:
+def test_the_garbage_collector_is_tuned_before_the_services_run() -> None:
     seen: list[tuple[int, int]] = []
     gc.unfreeze()
 
-    run(asked(), FakeGroup(then=lambda: seen.append((gc.get_threshold()[0], gc.get_freeze_count()))))
+    run(options(), FakeGroup(then=lambda: seen.append((gc.get_threshold()[0], gc.get_freeze_count()))))
 
     [(threshold, frozen)] = seen
-    assert threshold == SELDOM
+    assert threshold == RARE_THRESHOLD
     assert frozen > 10_000
 
 
-def test_the_group_gets_the_settings_and_the_services_asked_for() -> None:
+def test_the_group_gets_the_settings_and_the_selected_services() -> None:
     Path("settings.toml").write_text('[kafka]\ntopic_prefix = "shop."')
     group = FakeGroup()
 
-    run(asked("audit"), group)
+    run(options("audit"), group)
 
     assert group.settings.kafka.topic_prefix == "shop."
     assert group.services == ["audit"]
 
 
 @pytest.mark.scenario(96)
-def test_mistakes_in_the_settings_are_said_before_anything_starts() -> None:
+def test_mistakes_in_the_settings_are_reported_before_anything_starts() -> None:
     Path("settings.toml").write_text("[kafka]\ntopic_prefx = 1")
     group = FakeGroup()
 
     with pytest.raises(SettingsError):
-        run(asked(), group)
+        run(options(), group)
 
     assert group.services is None
 
 
-def test_an_error_that_nobody_expected_is_logged_and_ends_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unexpected_error_is_logged_and_exits_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise RuntimeError("out of order")
 
-    status = run(asked(), FakeGroup(then=fail))
+    status = run(options(), FakeGroup(then=fail))
 
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert status == 1
     assert last["exception"].endswith("RuntimeError: out of order")
 
 
-def test_an_error_of_ours_is_left_to_the_command_line() -> None:
+def test_errors_of_the_library_are_raised() -> None:
     def fail() -> None:
         raise StoreConfigurationError("ping", "WRONGPASS")
 
     with pytest.raises(StoreConfigurationError):
-        run(asked(), FakeGroup(then=fail))
+        run(options(), FakeGroup(then=fail))
 
 
-def test_without_a_terminal_there_are_json_lines_and_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_json_lines_are_logged_without_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     group = FakeGroup(then=lambda: logging.getLogger("shop").info("hello", extra={"service": "billing"}))
 
-    run(asked(), group)
+    run(options(), group)
 
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[-1]["message"] == "hello"
     assert lines[-1]["service"] == "billing"
-    assert group.asked == 0
+    assert group.options == 0
 
 
-def test_the_log_shows_the_level_that_settings_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_level_is_that_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     Path("settings.toml").write_text('[telemetry]\nlog_level = "ERROR"')
 
-    run(asked(), FakeGroup(then=lambda: logging.getLogger("shop").warning("hello")))
+    run(options(), FakeGroup(then=lambda: logging.getLogger("shop").warning("hello")))
 
     assert capsys.readouterr().out == ""
 
@@ -192,16 +190,16 @@ def test_the_log_shows_the_level_that_settings_say(capsys: pytest.CaptureFixture
 def test_warnings_about_settings_are_logged_at_start(capsys: pytest.CaptureFixture[str]) -> None:
     Path("settings.toml").write_text("[services.shipping]")
 
-    run(asked(), FakeGroup())
+    run(options(), FakeGroup())
 
     assert "services.shipping is no service of this application: nothing reads it" in capsys.readouterr().out
 
 
-def test_on_a_terminal_there_is_a_table_and_lines_for_people_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_text_lines_are_logged_above_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
 
-    run(asked(), FakeGroup(then=lambda: logging.getLogger("shop").info("hello")))
+    run(options(), FakeGroup(then=lambda: logging.getLogger("shop").info("hello")))
 
     shown = terminal.getvalue()
     for text in ("hello", "billing", "running", "1,234", "56", "dead letters", "[odd]", "Ctrl-C drains"):
@@ -209,21 +207,21 @@ def test_on_a_terminal_there_is_a_table_and_lines_for_people_above_it(monkeypatc
     assert '"message"' not in shown
 
 
-def test_json_is_json_on_a_terminal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_lines_are_logged_on_a_terminal_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     group = FakeGroup(then=lambda: logging.getLogger("shop").info("hello"))
 
-    run(asked(as_json=True), group)
+    run(options(as_json=True), group)
 
     assert json.loads(terminal.getvalue().splitlines()[-1])["message"] == "hello"
-    assert group.asked == 0
+    assert group.options == 0
 
 
-def test_the_table_is_drawn_again_while_services_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_redrawn_while_services_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class UntilDrawnThrice(FakeGroup):
         def reports(self) -> Sequence[ServiceReport]:
-            if self.asked == 2:
+            if self.options == 2:
                 self.drawn.set()
             return super().reports()
 
@@ -233,12 +231,12 @@ def test_the_table_is_drawn_again_while_services_run(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(sys, "stdout", Terminal())
 
-    assert run(asked(), UntilDrawnThrice()) == 0
+    assert run(options(), UntilDrawnThrice()) == 0
 
 
 @dataclass
 class FakeServers:
-    """Remembers whether they were stopped."""
+    """Records whether it was stopped."""
 
     stopped: bool = False
     during_start: Callable[[], None] = lambda: None
@@ -259,7 +257,7 @@ class FakeServers:
             self.stopped = True
 
 
-def test_embedded_servers_replace_addresses_and_credentials_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_servers_replace_only_addresses_and_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("settings.toml").write_text(
         '[kafka]\nsecurity_protocol = "SASL_SSL"\nsasl_username = "u"\ntopic_prefix = "shop."\n'
         '[store]\nurl = "rediss://prod/0"\ntls_ca_file = "ca.pem"\ntimeout_seconds = 1'
@@ -267,7 +265,7 @@ def test_embedded_servers_replace_addresses_and_credentials_and_nothing_else(mon
     monkeypatch.setenv("INTEGR8S_IDEM_STORE__PASSWORD", "hunter2")
     group, servers = FakeGroup(), FakeServers()
 
-    run(asked(embedded=True), group, servers)
+    run(options(embedded=True), group, servers)
 
     kafka, store = group.settings.kafka, group.settings.store
     assert (kafka.bootstrap_servers, kafka.security_protocol, kafka.topic_prefix) == (
@@ -286,40 +284,40 @@ def test_a_misspelled_service_stops_the_run() -> None:
     group = FakeGroup()
 
     with pytest.raises(SettingsError, match=r"did you mean services\.billing\?"):
-        run(asked(), group)
+        run(options(), group)
 
     assert group.services is None
 
 
-def test_where_embedded_servers_are_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    run(asked(embedded=True), FakeGroup(), FakeServers())
+def test_the_addresses_of_embedded_servers_are_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    run(options(embedded=True), FakeGroup(), FakeServers())
 
     lines = [json.loads(line)["message"] for line in capsys.readouterr().out.splitlines()]
     assert lines == ["embedded Kafka (emulator) on localhost:7, embedded Redis on unix:///embedded.sock", FOUND]
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def messages(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [json.loads(line)["message"] for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_sqlite_store_stays_beside_an_embedded_kafka(
+def test_a_sqlite_store_is_kept_with_an_embedded_kafka(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("settings.toml").write_text('[store]\nkind = "sqlite"\npath = "shop.db"\nlock_timeout_seconds = 1')
-    asked_for: list[bool] = []
+    requested: list[bool] = []
 
     def start(*, redis: bool, durable: bool) -> AbstractAsyncContextManager[FakeServers]:
-        asked_for.append(redis)
+        requested.append(redis)
         return FakeServers(redis=redis)()
 
     monkeypatch.setattr("integr8s_idem.embedded.embedded", start)
     group = FakeGroup()
 
-    run(asked(embedded=True), group)
+    run(options(embedded=True), group)
 
-    assert asked_for == [False]
+    assert requested == [False]
     assert group.settings.store == SqliteStoreSettings(kind="sqlite", path="shop.db", lock_timeout_seconds=1)
-    assert told(capsys) == ["embedded Kafka (emulator) on localhost:7, records in shop.db as [store] says", FOUND]
+    assert messages(capsys) == ["embedded Kafka (emulator) on localhost:7, records in shop.db ([store] path)", FOUND]
 
 
 @pytest.mark.parametrize(
@@ -330,23 +328,23 @@ def test_a_sqlite_store_stays_beside_an_embedded_kafka(
         'kind = "dynamodb"\ntable = "shop"',
     ],
 )
-def test_another_store_is_replaced_by_the_embedded_redis_which_is_told(
+def test_other_stores_are_replaced_by_the_embedded_redis_with_a_warning(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("settings.toml").write_text(f"[store]\n{text}")
     group = FakeGroup()
 
-    run(asked(embedded=True), group, FakeServers())
+    run(options(embedded=True), group, FakeServers())
 
     assert isinstance(group.settings.store, RedisStoreSettings)
     assert group.settings.store.url == "unix:///embedded.sock"
-    assert "--embedded does not use [store] (kind = " in told(capsys)[1]
+    assert "--embedded ignores [store] (kind = " in messages(capsys)[1]
 
 
-def test_embedded_servers_warn_of_what_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_about_settings_are_logged_with_embedded_servers(capsys: pytest.CaptureFixture[str]) -> None:
     Path("settings.toml").write_text('[kafka]\nauto_offset_reset = "latest"\n[services.audit]\nmax_in_flight = 2')
 
-    run(asked(embedded=True), FakeGroup(), FakeServers())
+    run(options(embedded=True), FakeGroup(), FakeServers())
 
     shown = capsys.readouterr().out
     assert "kafka.auto_offset_reset" in shown
@@ -354,39 +352,39 @@ def test_embedded_servers_warn_of_what_can_be_changed(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("text", "port"), [("", 0), ("[telemetry]\nmetrics_port = 9464", 9464)])
-def test_embedded_servers_come_with_a_free_metrics_port_unless_one_is_set(text: str, port: int) -> None:
+def test_embedded_servers_use_a_free_metrics_port_unless_one_is_set(text: str, port: int) -> None:
     Path("settings.toml").write_text(text)
     group = FakeGroup()
 
-    run(asked(embedded=True), group, FakeServers())
+    run(options(embedded=True), group, FakeServers())
 
     assert group.settings.telemetry.metrics_port == port
 
 
-def test_the_embedded_redis_keeps_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the worker warns of records that a restart would lose."""
-    asked_for: list[bool] = []
+def test_the_embedded_redis_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the worker warns about records that a restart would lose."""
+    requested: list[bool] = []
 
-    def noted(*, redis: bool, durable: bool = False) -> FakeServers:
-        asked_for.append(redis and durable)
+    def start(*, redis: bool, durable: bool = False) -> FakeServers:
+        requested.append(redis and durable)
         return FakeServers()
 
-    monkeypatch.setattr("integr8s_idem.embedded.embedded", lambda **options: noted(**options)())
+    monkeypatch.setattr("integr8s_idem.embedded.embedded", lambda **options: start(**options)())
 
-    run(asked(embedded=True), FakeGroup())
+    run(options(embedded=True), FakeGroup())
 
-    assert asked_for == [True]
+    assert requested == [True]
 
 
 def drawn(width: int, *reports: ServiceReport) -> list[str]:
-    """The lines of the table on a terminal this wide."""
+    """Return the lines of the table on a terminal of this width."""
     stream = StringIO()
     Console(file=stream, width=width).print(report_table(reports, width))
     return stream.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_table_shows_names_states_and_numbers_whole(width: int) -> None:
+def test_the_table_does_not_truncate_names_states_and_numbers(width: int) -> None:
     report = replace(REPORT, name="k8s-worker", state="draining", reason="", lag=190_000)
 
     shown = "\n".join(drawn(width, report))
@@ -396,22 +394,22 @@ def test_the_table_shows_names_states_and_numbers_whole(width: int) -> None:
     assert "…" not in shown
 
 
-def test_a_reason_stands_below_the_table_and_cannot_steer_the_terminal() -> None:
+def test_reasons_are_printed_below_the_table_and_escaped() -> None:
     lines = drawn(80, replace(REPORT, reason="cannot reach Kafka\x1b[2J"))
 
     assert "billing running: cannot reach Kafka\\x1b[2J" in lines
     assert "[2J" not in lines[3]
 
 
-def test_a_sigterm_while_embedded_servers_start_stops_them() -> None:
+def test_a_sigterm_during_startup_stops_the_embedded_servers() -> None:
     group, servers = FakeGroup(), FakeServers(during_start=lambda: os.kill(os.getpid(), signal.SIGTERM))
 
-    status = run(asked(embedded=True), group, servers)
+    status = run(options(embedded=True), group, servers)
 
     assert status == 128 + signal.SIGTERM
     assert servers.stopped
     assert group.services is None
 
 
-def test_merged_tables_keep_what_the_upper_one_does_not_say() -> None:
+def test_merged_tables_keep_values_that_are_not_overridden() -> None:
     assert merged({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"x": 9}, "c": 4}) == {"a": {"x": 9, "y": 2}, "b": 3, "c": 4}

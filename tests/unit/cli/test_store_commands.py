@@ -1,4 +1,4 @@
-"""`integr8s-idem store`: tables made, shown, and freed of what has expired."""
+"""`integr8s-idem store`: migrations, their SQL, and purging of expired records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("settings.toml").write_text(SQLITE)
 
 
-def told_by_sqlite(question: str) -> list[Any]:
+def query(question: str) -> list[Any]:
     with closing(sqlite3.connect("idem.db")) as file:
         return file.execute(question).fetchall()
 
@@ -50,11 +50,11 @@ def typed(*arguments: str) -> Result:
 
 
 def tables() -> set[str]:
-    found = told_by_sqlite("SELECT name FROM sqlite_master WHERE type = 'table'")
+    found = query("SELECT name FROM sqlite_master WHERE type = 'table'")
     return {name for (name,) in found}
 
 
-def test_tables_are_made_once() -> None:
+def test_tables_are_created_once() -> None:
     first, again = typed("migrate"), typed("migrate", "--json")
 
     assert (first.exit_code, first.stdout) == (
@@ -65,7 +65,7 @@ def test_tables_are_made_once() -> None:
     assert json.loads(again.stdout) == {"kind": "sqlite", "migrated": []}
 
 
-def test_the_sql_that_is_shown_makes_what_migrate_makes() -> None:
+def test_the_printed_sql_creates_the_tables_of_migrate() -> None:
     shown = typed("sql").stdout
     assert not Path("idem.db").exists()
 
@@ -74,7 +74,7 @@ def test_the_sql_that_is_shown_makes_what_migrate_makes() -> None:
     assert typed("migrate").stdout == "the tables are up to date\n"
 
 
-def test_the_sql_since_a_version_is_that_of_the_versions_after_it() -> None:
+def test_the_sql_from_a_version_is_that_of_later_versions() -> None:
     everything, first, newer = (
         typed("sql").stdout,
         typed("sql", "--from", "0").stdout,
@@ -87,56 +87,56 @@ def test_the_sql_since_a_version_is_that_of_the_versions_after_it() -> None:
     assert "INSERT" not in newer
 
 
-def test_no_sql_leads_from_this_version_to_itself() -> None:
+def test_sql_from_the_current_version_is_refused() -> None:
     refused = typed("sql", "--from", "2")
 
     assert refused.exit_code == 2
-    assert "no SQL leads from version 2 of the schema to version 2" in told(refused)
-    assert "give a version from 0 (no tables) to 1" in told(refused)
+    assert "no SQL leads from version 2 of the schema to version 2" in message(refused)
+    assert "give a version from 0 (no tables) to 1" in message(refused)
 
 
-def test_what_has_expired_is_purged_and_nothing_else() -> None:
+def test_only_expired_records_are_purged() -> None:
     asyncio.run(fill(expired=1_200, kept=3))
 
     answer = typed("purge", "--batch", "500", "--json")
 
     assert json.loads(answer.stdout) == {"kind": "sqlite", "purged": 1_200}
-    assert told_by_sqlite("SELECT count(*) FROM idempotency_records") == [(3,)]
+    assert query("SELECT count(*) FROM idempotency_records") == [(3,)]
 
 
-def test_a_newer_schema_is_purged_by_nobody_who_does_not_know_it() -> None:
+def test_an_unknown_newer_schema_is_not_purged() -> None:
     asyncio.run(fill(expired=3, kept=0))
     run_script("UPDATE idempotency_store SET version = 9")
 
     purged, migrated = typed("purge"), typed("migrate")
 
     assert (purged.exit_code, migrated.exit_code) == (1, 1)
-    assert "the store refuses purge: the schema is of version 9, this code knows 2" in told(purged)
-    assert "the store refuses migrate: the schema is of version 9, this code knows 2" in told(migrated)
-    assert told_by_sqlite("SELECT count(*) FROM idempotency_records") == [(3,)]
+    assert "the store refuses purge: the schema is of version 9, this code knows 2" in message(purged)
+    assert "the store refuses migrate: the schema is of version 9, this code knows 2" in message(migrated)
+    assert query("SELECT count(*) FROM idempotency_records") == [(3,)]
 
 
 @pytest.mark.parametrize("lost", ["DROP TABLE idempotency_store", "DELETE FROM idempotency_store"])
-def test_tables_that_do_not_say_their_version_are_not_purged(lost: str) -> None:
+def test_tables_without_a_version_are_not_purged(lost: str) -> None:
     asyncio.run(fill(expired=3, kept=0))
     run_script(lost)
 
     answer = typed("purge")
 
     assert answer.exit_code == 1
-    assert "run: integr8s-idem store migrate" in told(answer)
-    assert told_by_sqlite("SELECT count(*) FROM idempotency_records") == [(3,)]
+    assert "run: integr8s-idem store migrate" in message(answer)
+    assert query("SELECT count(*) FROM idempotency_records") == [(3,)]
 
 
-def test_where_no_file_is_there_is_nothing_to_purge_and_none_is_made() -> None:
+def test_purge_does_not_create_a_missing_file() -> None:
     answer = typed("purge")
 
     assert answer.exit_code == 2
-    assert "there is no file idem.db" in told(answer)
+    assert "file idem.db of [store] path does not exist" in message(answer)
     assert not Path("idem.db").exists()
 
 
-def told(answer: Result) -> str:
+def message(answer: Result) -> str:
     return " ".join(answer.stderr.split())
 
 
@@ -150,16 +150,16 @@ async def fill(*, expired: int, kept: int) -> None:
 
 
 @pytest.mark.parametrize("command", ["migrate", "sql", "purge"])
-def test_a_store_without_tables_is_named_and_the_status_is_2(command: str) -> None:
+def test_a_store_without_tables_is_refused_with_status_2(command: str) -> None:
     Path("settings.toml").write_text('[store]\nkind = "memory"\n')
 
     answer = typed(command)
 
     assert answer.exit_code == 2
-    assert 'the store of the settings is of kind "memory", which has no tables' in answer.stderr
+    assert '[store] kind is "memory", which has no tables' in answer.stderr
 
 
-def test_a_database_that_does_not_answer_is_told_and_the_status_is_1() -> None:
+def test_an_unavailable_database_is_reported_with_status_1() -> None:
     Path("settings.toml").write_text('[store]\nkind = "postgresql"\nurl = "postgresql://u:canary@127.0.0.1:1/x"\n')
 
     answer = typed("migrate")
@@ -170,7 +170,7 @@ def test_a_database_that_does_not_answer_is_told_and_the_status_is_1() -> None:
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_a_database_that_says_nothing_is_given_up_after_the_time_of_the_settings(kind: str) -> None:
+def test_a_silent_database_is_reported_after_the_configured_timeout(kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"{kind}://u@127.0.0.1:{silent.getsockname()[1]}/x"
         Path("settings.toml").write_text(f'[store]\nkind = "{kind}"\nurl = "{url}"\ntimeout_seconds = 0.3\n')
@@ -178,12 +178,12 @@ def test_a_database_that_says_nothing_is_given_up_after_the_time_of_the_settings
         answer = typed("purge")
 
     assert answer.exit_code == 1
-    assert f"no answer from {kind} within 0.3 s" in told(answer)
+    assert f"no answer from {kind} within 0.3 s" in message(answer)
 
 
 @pytest.mark.parametrize("missing", ["sqlalchemy", "aiosqlite"])
-def test_without_the_extra_the_error_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integr8s_idem.stores, "sql", integr8s_idem.stores.sql)  # what is imported anew does not stay
+def test_a_missing_extra_is_reported_with_its_installation(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integr8s_idem.stores, "sql", integr8s_idem.stores.sql)  # restored after the test
     for name in [name for name in sys.modules if name.startswith(("integr8s_idem.stores.sql", missing))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from integr8s_idem.config import PostgresqlStoreSettings, RedisStoreSettings, SqliteStoreSettings
-from integr8s_idem.embedded import running_servers, settings_of_running
-from integr8s_idem.embedded.discovery import FOLDER, told_where
+from integr8s_idem.embedded import load_embedded_settings, running_servers
+from integr8s_idem.embedded.discovery import FOLDER, announced_servers
 from integr8s_idem.errors import ApplicationError
 
 SERVERS: Mapping[str, Mapping[str, Any]] = {
@@ -36,7 +36,7 @@ def files() -> list[str]:
 
 
 def test_servers_are_found_while_they_run_and_not_later() -> None:
-    with told_where(SERVERS):
+    with announced_servers(SERVERS):
         found = running_servers()
     left = files()
     with pytest.raises(ApplicationError, match="no embedded servers run here"):
@@ -53,8 +53,8 @@ def test_settings_lead_to_them_and_are_otherwise_those_of_the_file() -> None:
         '[store]\nurl = "rediss://prod/0"\ntls_ca_file = "ca.pem"\n[idempotency]\nkey_prefix = "shop"'
     )
 
-    with told_where(SERVERS):
-        settings = settings_of_running()
+    with announced_servers(SERVERS):
+        settings = load_embedded_settings()
 
     assert (settings.kafka.bootstrap_servers, settings.kafka.topic_prefix) == ("localhost:7", "shop.")
     assert (settings.kafka.security_protocol, settings.kafka.sasl_username) == ("PLAINTEXT", None)
@@ -65,8 +65,8 @@ def test_settings_lead_to_them_and_are_otherwise_those_of_the_file() -> None:
 def test_a_sqlite_store_of_the_settings_stays() -> None:
     Path("settings.toml").write_text('[store]\nkind = "sqlite"\npath = "shop.db"')
 
-    with told_where({"kafka": SERVERS["kafka"]}):
-        store = settings_of_running().store
+    with announced_servers({"kafka": SERVERS["kafka"]}):
+        store = load_embedded_settings().store
 
     assert isinstance(store, SqliteStoreSettings)
 
@@ -74,8 +74,8 @@ def test_a_sqlite_store_of_the_settings_stays() -> None:
 def test_a_database_of_the_settings_gives_way_to_the_embedded_redis() -> None:
     Path("settings.toml").write_text('[store]\nkind = "postgresql"\nurl = "postgresql://db/shop"')
 
-    with told_where(SERVERS):
-        store = settings_of_running().store
+    with announced_servers(SERVERS):
+        store = load_embedded_settings().store
 
     assert not isinstance(store, PostgresqlStoreSettings)
     assert isinstance(store, RedisStoreSettings)
@@ -84,7 +84,7 @@ def test_a_database_of_the_settings_gives_way_to_the_embedded_redis() -> None:
 def test_of_two_runs_in_one_folder_none_is_taken_and_both_are_told() -> None:
     others = {**SERVERS, "kafka": {"bootstrap_servers": "localhost:8"}}
 
-    with told_where(SERVERS), told_where(others), pytest.raises(ApplicationError) as caught:
+    with announced_servers(SERVERS), announced_servers(others), pytest.raises(ApplicationError) as caught:
         running_servers()
 
     told = str(caught.value)
@@ -96,8 +96,8 @@ def test_of_two_runs_in_one_folder_none_is_taken_and_both_are_told() -> None:
 def test_one_that_ends_leaves_the_file_of_the_other() -> None:
     others = {**SERVERS, "kafka": {"bootstrap_servers": "localhost:8"}}
 
-    with told_where(SERVERS):
-        with told_where(others):
+    with announced_servers(SERVERS):
+        with announced_servers(others):
             pass
         found = running_servers()
 
@@ -145,10 +145,10 @@ def test_another_process_is_found_until_it_is_killed(other_process: subprocess.P
 
 
 def test_git_passes_the_folder_over() -> None:
-    with told_where(SERVERS):
+    with announced_servers(SERVERS):
         assert (FOLDER / ".gitignore").read_text() == "*\n"
 
 
 def test_only_its_owner_can_read_the_file() -> None:
-    with told_where(SERVERS) as file:
+    with announced_servers(SERVERS) as file:
         assert file.path.stat().st_mode & 0o777 == 0o600

@@ -1,4 +1,4 @@
-"""What workers are watched by: addresses, numbers in a page, rates between two looks, sums."""
+"""`top`: addresses, parsing of metrics, rates between two polls, totals and the table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.console import Console
 from integr8s_idem.cli.top_table import fleet_table
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.operations.fleet import ERRORS, Figures, FleetLook, ServiceRow, WorkerLook, _Worker, total
-from integr8s_idem.operations.metrics_scraper import NoAnswerError, Numbers, Readiness, Scrape, numbers_in
+from integr8s_idem.operations.fleet import ERRORS, Figures, FleetSnapshot, ServiceRow, WorkerSnapshot, _Worker, total
+from integr8s_idem.operations.metrics_scraper import Readiness, Scrape, ScrapeError, ServiceMetrics, parse_metrics
 from integr8s_idem.operations.worker_addresses import Address, Endpoint, address_in, address_of, endpoints_of
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
@@ -28,22 +28,22 @@ def scrape(
     at: float,
     handled: float = 0,
     *,
-    began: float | None = 1_000.0,
+    started_at: float | None = 1_000.0,
     readiness: dict[str, Readiness] = READY,
     **levels: Any,
 ) -> Scrape:
-    """Of billing, which has handled so many."""
-    numbers = Numbers({Signal.HANDLED: handled}, {Gauge[name.upper()]: value for name, value in levels.items()})
-    return Scrape(at, began, {"billing": numbers}, readiness)
+    """Return a scrape of billing with this number of handled events."""
+    metrics = ServiceMetrics({Signal.HANDLED: handled}, {Gauge[name.upper()]: value for name, value in levels.items()})
+    return Scrape(at, started_at, {"billing": metrics}, readiness)
 
 
-def only(look: WorkerLook) -> ServiceRow:
-    (row,) = look.rows
+def only(snapshot: WorkerSnapshot) -> ServiceRow:
+    (row,) = snapshot.rows
     return row
 
 
-def handled_per_second(look: WorkerLook) -> float | None:
-    figures = only(look).figures
+def handled_per_second(snapshot: WorkerSnapshot) -> float | None:
+    figures = only(snapshot).figures
     assert figures is not None
     return figures.rate(Signal.HANDLED)
 
@@ -62,25 +62,25 @@ def handled_per_second(look: WorkerLook) -> float | None:
         ("http://gate:80/readyz", Address("gate", 80)),
     ],
 )
-def test_people_write_addresses_as_they_like(text: str, address: Address) -> None:
+def test_addresses_can_be_written_in_several_forms(text: str, address: Address) -> None:
     assert address_of(text) == address
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "is no address of a worker"),
+        ("", "invalid address of a worker"),
         ("redis://worker-1:6379", "write host:port"),
         ("worker-1:99999", "Port out of range"),
-        ("worker-1:0", "is no address of a worker"),
+        ("worker-1:0", "invalid address of a worker"),
         ("worker-1:http", "write host:port"),
-        ("http://worker-1/metrics?match=x", "is no address of a worker"),
+        ("http://worker-1/metrics?match=x", "invalid address of a worker"),
         ("[::1", "Invalid IPv6"),
-        ("http://me:hunter2@worker-1", "without a user"),
+        ("http://me:hunter2@worker-1", "credentials are not supported"),
         ("worker\x1b[2J:1/?", "write host:port"),
     ],
 )
-def test_what_is_no_address_is_refused_without_its_secrets(text: str, why: str) -> None:
+def test_an_invalid_address_is_refused_without_printing_its_credentials(text: str, why: str) -> None:
     with pytest.raises(ApplicationError) as refusal:
         address_of(text)
 
@@ -89,7 +89,7 @@ def test_what_is_no_address_is_refused_without_its_secrets(text: str, why: str) 
     assert "\x1b" not in str(refusal.value)
 
 
-def test_an_address_reads_as_it_was_written() -> None:
+def test_the_text_of_an_address() -> None:
     assert [address_of(text).text for text in ("worker-1", "[::1]:9000", "https://gate/w/metrics")] == [
         "worker-1:9464",
         "[::1]:9000",
@@ -106,25 +106,25 @@ def test_an_address_reads_as_it_was_written() -> None:
         ({"metrics_host": "10.0.0.7"}, "10.0.0.7:9464"),
     ],
 )
-def test_without_an_address_it_is_the_worker_of_these_settings(telemetry: dict[str, Any], text: str) -> None:
+def test_the_default_address_is_that_of_the_settings(telemetry: dict[str, Any], text: str) -> None:
     assert address_in(Settings.model_validate({"telemetry": telemetry})).text == text
 
 
 @pytest.mark.parametrize(
     ("telemetry", "why"), [({"metrics_port": 0}, "a free port"), ({"metrics_enabled": False}, "metrics_enabled = true")]
 )
-def test_settings_without_a_port_that_is_known_say_what_to_do(telemetry: dict[str, Any], why: str) -> None:
+def test_settings_without_a_known_port_are_refused_with_a_remedy(telemetry: dict[str, Any], why: str) -> None:
     with pytest.raises(ApplicationError, match=why):
         address_in(Settings.model_validate({"telemetry": telemetry}))
 
 
-async def test_an_address_in_numbers_is_one_machine() -> None:
+async def test_an_ip_address_is_one_endpoint() -> None:
     address = address_of("[0:0:0:0:0:0:0:1]:9000")
 
     assert await endpoints_of(address) == [Endpoint(address, "::1")]
 
 
-def test_numbers_of_a_page_are_added_up_over_their_labels() -> None:
+def test_metrics_are_summed_over_their_labels() -> None:
     registry = CollectorRegistry()
     billing, audit = PrometheusObserver("billing", registry), PrometheusObserver('odd "name"\n', registry)
     billing.count(Signal.HANDLED, "order_placed", 3)
@@ -134,9 +134,9 @@ def test_numbers_of_a_page_are_added_up_over_their_labels() -> None:
     billing.measure(Gauge.CONSUMER_LAG, 6, "payments")
     audit.measure(Gauge.STORE_UP, 0)
 
-    began, services = numbers_in(generate_latest(registry).decode())
+    started_at, services = parse_metrics(generate_latest(registry).decode())
 
-    assert began is None
+    assert started_at is None
     assert sorted(services) == ["billing", 'odd "name"\n']
     assert services["billing"].counts[Signal.HANDLED] == 7
     assert services["billing"].counts[Signal.DEAD_LETTER] == 1
@@ -144,7 +144,7 @@ def test_numbers_of_a_page_are_added_up_over_their_labels() -> None:
     assert services['odd "name"\n'].levels == {Gauge.STORE_UP: 0}
 
 
-def test_every_signal_and_every_level_is_found_by_the_name_it_is_served_by() -> None:
+def test_every_signal_and_gauge_is_parsed() -> None:
     registry = CollectorRegistry()
     observer = PrometheusObserver("billing", registry)
     for signal in Signal:
@@ -152,82 +152,82 @@ def test_every_signal_and_every_level_is_found_by_the_name_it_is_served_by() -> 
     for gauge in Gauge:
         observer.measure(gauge, 3, "orders" if gauge is Gauge.CONSUMER_LAG else "")
 
-    _, services = numbers_in(generate_latest(registry).decode())
+    _, services = parse_metrics(generate_latest(registry).decode())
 
     assert services["billing"].counts == dict.fromkeys(Signal, 2)
     assert services["billing"].levels == dict.fromkeys(Gauge, 3)
 
 
-def test_what_is_no_number_counts_nothing() -> None:
+def test_values_that_are_not_finite_are_ignored() -> None:
     page = 'idempotency_in_flight{service="a"} NaN\nidempotency_in_flight{service="a"} +Inf\n# what is this\n'
 
-    assert numbers_in(page + 'idempotency_in_flight{service="a"} 2\n')[1]["a"].levels == {Gauge.IN_FLIGHT: 2}
+    assert parse_metrics(page + 'idempotency_in_flight{service="a"} 2\n')[1]["a"].levels == {Gauge.IN_FLIGHT: 2}
 
 
 @pytest.mark.parametrize(
     "line", ["idempotency_in_flight", 'idempotency_in_flight{service="a" 1', "idempotency_in_flight{} one"]
 )
-def test_a_page_that_cannot_be_read_is_no_answer(line: str) -> None:
-    with pytest.raises(NoAnswerError, match="cannot be read"):
-        numbers_in(line)
+def test_a_page_that_cannot_be_parsed_is_an_error(line: str) -> None:
+    with pytest.raises(ScrapeError, match="cannot parse the metrics"):
+        parse_metrics(line)
 
 
-def test_there_are_no_rates_before_the_second_look() -> None:
+def test_there_are_no_rates_before_the_second_poll() -> None:
     worker = _Worker("w:1")
 
-    assert handled_per_second(worker.seen(scrape(10.0, 5))) is None
-    assert handled_per_second(worker.seen(scrape(12.0, 25))) == 10.0
+    assert handled_per_second(worker.answered(scrape(10.0, 5))) is None
+    assert handled_per_second(worker.answered(scrape(12.0, 25))) == 10.0
 
 
-def test_a_rate_is_of_the_time_between_two_answers_however_long_it_was_down() -> None:
+def test_a_rate_covers_the_time_between_two_answers_even_if_the_worker_was_down() -> None:
     worker = _Worker("w:1")
-    worker.seen(scrape(10.0, 0))
-    worker.missed("connection refused")
-    worker.missed("connection refused")
+    worker.answered(scrape(10.0, 0))
+    worker.failed("connection refused")
+    worker.failed("connection refused")
 
-    assert handled_per_second(worker.seen(scrape(20.0, 30))) == 3.0
+    assert handled_per_second(worker.answered(scrape(20.0, 30))) == 3.0
 
 
-def test_a_worker_that_began_anew_has_counted_from_zero() -> None:
+def test_a_restarted_worker_counts_from_zero() -> None:
     worker = _Worker("w:1")
-    worker.seen(scrape(10.0, 500, began=1_000.0))
+    worker.answered(scrape(10.0, 500, started_at=1_000.0))
 
-    again = worker.seen(scrape(12.0, 700, began=1_011.0))
+    again = worker.answered(scrape(12.0, 700, started_at=1_011.0))
 
     assert handled_per_second(again) == 350.0
     assert again.restarts == 1
 
 
-def test_a_worker_that_does_not_say_when_it_began_is_known_by_a_count_that_fell() -> None:
+def test_a_restart_without_a_start_time_is_detected_by_a_decreasing_counter() -> None:
     worker = _Worker("w:1")
-    worker.seen(scrape(10.0, 500, began=None))
+    worker.answered(scrape(10.0, 500, started_at=None))
 
-    assert worker.seen(scrape(12.0, 600, began=None)).restarts == 0
+    assert worker.answered(scrape(12.0, 600, started_at=None)).restarts == 0
 
-    again = worker.seen(scrape(14.0, 8, began=None))
+    again = worker.answered(scrape(14.0, 8, started_at=None))
     assert handled_per_second(again) == 4.0
     assert again.restarts == 1
 
 
-def test_a_service_that_was_not_there_before_has_counted_from_zero() -> None:
+def test_a_new_service_counts_from_zero() -> None:
     worker = _Worker("w:1")
-    worker.seen(replace(scrape(10.0), services={"audit": Numbers()}, readiness={}))
+    worker.answered(replace(scrape(10.0), services={"audit": ServiceMetrics()}, readiness={}))
 
-    assert handled_per_second(worker.seen(scrape(12.0, 6, readiness={}))) == 3.0
+    assert handled_per_second(worker.answered(scrape(12.0, 6, readiness={}))) == 3.0
 
 
-def test_two_answers_of_one_moment_make_no_rate() -> None:
+def test_two_answers_at_the_same_time_have_no_rate() -> None:
     worker = _Worker("w:1")
-    worker.seen(scrape(10.0, 5))
+    worker.answered(scrape(10.0, 5))
 
-    assert handled_per_second(worker.seen(scrape(10.0, 6))) is None
+    assert handled_per_second(worker.answered(scrape(10.0, 6))) is None
 
 
-def test_a_lag_grows_if_it_is_more_than_in_the_looks_before() -> None:
+def test_a_lag_is_growing_if_it_exceeds_the_previous_snapshots() -> None:
     worker = _Worker("w:1")
 
     def grows(at: float, lag: float) -> bool:
-        figures = only(worker.seen(scrape(at, consumer_lag=lag))).figures
+        figures = only(worker.answered(scrape(at, consumer_lag=lag))).figures
         assert figures is not None
         assert figures.lag == lag
         return figures.lag_is_growing
@@ -254,33 +254,33 @@ def test_a_lag_grows_if_it_is_more_than_in_the_looks_before() -> None:
         ({}, {"store_up": 1}, "running"),
     ],
 )
-def test_the_state_is_the_worst_that_is_known(
+def test_the_state_is_the_worst_known_state(
     readiness: dict[str, Readiness], levels: dict[str, Any], state: str
 ) -> None:
-    row = only(_Worker("w:1").seen(scrape(1.0, readiness=readiness, **levels)))
+    row = only(_Worker("w:1").answered(scrape(1.0, readiness=readiness, **levels)))
 
     assert row.state == state
     assert row.reason == (readiness["billing"].reason if readiness else "")
 
 
-def test_a_service_that_has_no_numbers_yet_has_a_row() -> None:
-    row = only(_Worker("w:1").seen(Scrape(1.0, None, {}, {"audit": Readiness(True, False, "starting")})))
+def test_a_service_without_metrics_has_a_row() -> None:
+    row = only(_Worker("w:1").answered(Scrape(1.0, None, {}, {"audit": Readiness(True, False, "starting")})))
 
     assert (row.service, row.state, row.reason, row.figures) == ("audit", "not ready", "starting", Figures())
 
 
-def test_a_worker_that_is_down_keeps_a_row_for_each_service_it_had() -> None:
+def test_a_worker_that_is_down_keeps_a_row_for_each_service() -> None:
     worker = _Worker("w:1")
 
-    assert [row.service for row in worker.missed("refused").rows] == [""]
+    assert [row.service for row in worker.failed("refused").rows] == [""]
 
-    worker.seen(scrape(1.0))
-    assert worker.missed("refused") == WorkerLook(
+    worker.answered(scrape(1.0))
+    assert worker.failed("refused") == WorkerSnapshot(
         "w:1", [ServiceRow("billing", "w:1", "down", "refused")], "refused", restarts=0
     )
 
 
-def test_sums_are_of_what_is_known() -> None:
+def test_totals_ignore_unknown_rates() -> None:
     one = Figures({Signal.HANDLED: 3}, {Signal.HANDLED: 1.5}, in_flight=1, lag=4)
     other = Figures({Signal.HANDLED: 4, Signal.RETRY: 1}, None, in_flight=2, lag=5, lag_is_growing=True)
 
@@ -290,8 +290,8 @@ def test_sums_are_of_what_is_known() -> None:
     assert total([]) == Figures()
 
 
-def a_look(*, workers: int = 3) -> FleetLook:
-    """Billing on some workers, the first with trouble, and a last worker that is down."""
+def a_snapshot(*, workers: int = 3) -> FleetSnapshot:
+    """Return billing on some workers, the first with errors, and another worker that is down."""
     good = Figures({Signal.HANDLED: 1_234_567, Signal.DUPLICATE_BLOCKED: 56}, {Signal.HANDLED: 987.6}, 12, 0)
     bad = Figures(
         {Signal.HANDLED: 9, Signal.HANDLER_FAILED: 7, Signal.DEAD_LETTER: 2},
@@ -301,25 +301,25 @@ def a_look(*, workers: int = 3) -> FleetLook:
     )
     names = [f"10.0.0.{number}:9464" for number in range(workers)]
     up = [
-        WorkerLook(name, [ServiceRow("billing", name, "ready", "", bad if number == 0 else good)])
+        WorkerSnapshot(name, [ServiceRow("billing", name, "ready", "", bad if number == 0 else good)])
         for number, name in enumerate(names)
     ]
-    down = WorkerLook(
+    down = WorkerSnapshot(
         "\x1b[2Jw", [ServiceRow("billing", "\x1b[2Jw", "down", "connection refused")], "connection refused"
     )
-    return FleetLook([*up, down])
+    return FleetSnapshot([*up, down])
 
 
-def drawn(look: FleetLook, width: int, *, colours: bool = False) -> str:
+def drawn(snapshot: FleetSnapshot, width: int, *, colours: bool = False) -> str:
     stream = StringIO()
     console = Console(file=stream, width=width, force_terminal=colours, color_system="standard" if colours else None)
-    console.print(fleet_table(look, width))
+    console.print(fleet_table(snapshot, width))
     return stream.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
-def test_the_table_fits_and_its_numbers_are_whole(width: int) -> None:
-    table = drawn(a_look(), width)
+def test_the_table_fits_the_terminal_without_truncated_numbers(width: int) -> None:
+    table = drawn(a_snapshot(), width)
 
     assert max(map(len, table.splitlines())) <= width
     assert "…" not in table
@@ -327,8 +327,8 @@ def test_the_table_fits_and_its_numbers_are_whole(width: int) -> None:
         assert text in table
 
 
-def test_what_there_is_no_room_for_goes_in_its_order() -> None:
-    headings = {width: set(drawn(a_look(), width).splitlines()[1].split()) for width in (80, 100, 200)}
+def test_columns_are_dropped_in_order_on_narrow_terminals() -> None:
+    headings = {width: set(drawn(a_snapshot(), width).splitlines()[1].split()) for width in (80, 100, 200)}
 
     assert headings[80] < headings[100] < headings[200]
     assert {"takeovers", "retries", "dead", "dups/s"} <= headings[200]
@@ -336,36 +336,36 @@ def test_what_there_is_no_room_for_goes_in_its_order() -> None:
     assert "takeovers" not in headings[80]
 
 
-def test_the_worker_is_not_named_where_there_is_one_only_and_no_room() -> None:
-    look = FleetLook(a_look(workers=1).workers[:1])
+def test_the_name_of_a_single_worker_is_dropped_on_narrow_terminals() -> None:
+    snapshot = FleetSnapshot(a_snapshot(workers=1).workers[:1])
 
-    assert "10.0.0.0" in drawn(look, 120)
-    assert "10.0.0.0" not in drawn(look, 70)
+    assert "10.0.0.0" in drawn(snapshot, 120)
+    assert "10.0.0.0" not in drawn(snapshot, 70)
 
 
-def test_the_sums_of_a_service_say_how_many_of_its_workers_answer() -> None:
-    (sums,) = [line.split() for line in drawn(a_look(), 200).splitlines() if "total" in line]
+def test_the_total_of_a_service_shows_how_many_workers_answer() -> None:
+    (sums,) = [line.split() for line in drawn(a_snapshot(), 200).splitlines() if "total" in line]
 
     assert sums[:6] == ["billing", "3", "of", "4", "total", "1,975"]
 
 
-def test_nobody_steers_the_terminal() -> None:
-    assert "\x1b" not in drawn(a_look(), 120)
-    assert "\\x1b[2Jw down: connection refused" in drawn(a_look(), 120)
+def test_control_characters_of_worker_names_are_escaped() -> None:
+    assert "\x1b" not in drawn(a_snapshot(), 120)
+    assert "\\x1b[2Jw down: connection refused" in drawn(a_snapshot(), 120)
 
 
-def test_a_service_of_a_strange_name_does_not_either() -> None:
+def test_control_characters_of_service_names_are_escaped() -> None:
     row = ServiceRow("bil\x1b[2Jling\n", "w:1", "ready", "why\x07", Figures())
 
-    table = drawn(FleetLook([WorkerLook("w:1", [row])]), 120)
+    table = drawn(FleetSnapshot([WorkerSnapshot("w:1", [row])]), 120)
 
     assert "bil\\x1b[2Jling\\n" in table
     assert "ready: why\\x07" in table
     assert not {"\x1b", "\x07"} & set(table)
 
 
-def test_colours_mean_trouble() -> None:
-    table = drawn(a_look(), 200, colours=True)
+def test_problems_are_colored() -> None:
+    table = drawn(a_snapshot(), 200, colours=True)
 
     assert re.search(r"\x1b\[1;31m *▲ 7\x1b", table)  # errors that go on
     assert re.search(r"\x1b\[33m *2\x1b", table)  # dead letters of before
@@ -374,16 +374,16 @@ def test_colours_mean_trouble() -> None:
     assert "\x1b[32mready" in table
 
 
-def test_json_has_every_number_and_says_which_errors() -> None:
-    told = json.loads(json.dumps(a_look().told()))
+def test_json_contains_every_number_and_the_errors_by_kind() -> None:
+    answer = json.loads(json.dumps(a_snapshot().as_json()))
 
-    (billing,) = told["workers"][0]["services"]
+    (billing,) = answer["workers"][0]["services"]
     assert billing["state"] == "ready"
     assert (billing["handled"], billing["handled_per_second"], billing["lag_is_growing"]) == (9, 0.25, True)
     assert (billing["errors"], billing["errors_by_kind"]) == (7, {"handler_failures": 7})
-    assert told["workers"][3]["services"] == [{"service": "billing", "state": "down", "reason": "connection refused"}]
-    assert told["workers"][3]["is_up"] is False
-    assert told["services"]["billing"]["handled"] == told["total"]["handled"] == 2 * 1_234_567 + 9
+    assert answer["workers"][3]["services"] == [{"service": "billing", "state": "down", "reason": "connection refused"}]
+    assert answer["workers"][3]["is_up"] is False
+    assert answer["services"]["billing"]["handled"] == answer["total"]["handled"] == 2 * 1_234_567 + 9
 
 
 def test_what_counts_as_an_error_is_nothing_that_a_healthy_service_does() -> None:

@@ -54,7 +54,7 @@ from integr8s_idem.integrations.dishka import (
     TelemetryProvider,
 )
 from integr8s_idem.keys import KeyResolver
-from integr8s_idem.operations.graphs import Part, ServiceGraph, drawn
+from integr8s_idem.operations.graphs import Part, ServiceGraph, make_graphs
 from integr8s_idem.operations.graphs.mermaid import as_mermaid
 from integr8s_idem.operations.graphs.page import as_page, lasting
 
@@ -117,7 +117,7 @@ PLAIN = container_of(DispatcherProvider(router), PaymentsProvider())
 
 def graph_of(container: Any, settings: dict[str, Any] | None = None, name: str = "billing") -> ServiceGraph:
     platform = Platform(Service(name, container=container, group_id="payers"))
-    (graph,) = asyncio.run(drawn(platform, Settings.model_validate(settings or {})))
+    (graph,) = asyncio.run(make_graphs(platform, Settings.model_validate(settings or {})))
     return graph
 
 
@@ -261,7 +261,7 @@ def test_only_the_services_asked_for_are_made() -> None:
 
     platform = Platform(Service("billing", container=PLAIN), Service("audit", container=broken))
 
-    assert [graph.name for graph in asyncio.run(drawn(platform, Settings(), ["billing"]))] == ["billing"]
+    assert [graph.name for graph in asyncio.run(make_graphs(platform, Settings(), ["billing"]))] == ["billing"]
 
 
 def test_containers_are_closed_whatever_comes_of_it() -> None:
@@ -391,7 +391,7 @@ class Markup(HTMLParser):
 
 def test_the_page_is_well_formed_and_its_links_lead_to_its_parts() -> None:
     platform = Platform(Service("billing", container=guarded()), Service("audit", container=PLAIN, group_id="others"))
-    page = Markup(as_page(asyncio.run(drawn(platform, Settings())), "shop:platform"))
+    page = Markup(as_page(asyncio.run(make_graphs(platform, Settings())), "shop:platform"))
 
     assert len(set(page.ids)) == len(page.ids)
     assert {target.removeprefix("#") for target in page.targets} <= set(page.ids)
@@ -456,7 +456,7 @@ def test_a_file_is_what_its_name_or_the_format_says(tmp_path: Path, name: str, o
     status, printed, told = graph_command("--output", str(tmp_path / name), *options)
 
     assert (status, printed) == (0, "")
-    assert told == f"{tmp_path / name} is written\n"
+    assert told == f"wrote {tmp_path / name}\n"
     assert (tmp_path / name).read_text(encoding="utf-8").startswith(start)
 
 
@@ -464,7 +464,7 @@ def test_a_file_is_what_its_name_or_the_format_says(tmp_path: Path, name: str, o
     ("arguments", "why"),
     [
         (["--service", "biling"], 'did you mean "billing"?'),
-        (["--output", "nowhere/graph.html"], "nowhere/graph.html cannot be written: No such file or directory"),
+        (["--output", "nowhere/graph.html"], "cannot write nowhere/graph.html: No such file or directory"),
         (["--settings", "nowhere.toml"], "nowhere.toml"),
     ],
 )
