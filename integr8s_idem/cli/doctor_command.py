@@ -21,7 +21,7 @@ from integr8s_idem.cli.common import (
 )
 from integr8s_idem.cli.output import echo
 from integr8s_idem.diagnostics import Code
-from integr8s_idem.doctor import Asked, as_json, as_text, examined, status_of
+from integr8s_idem.doctor import Examination, as_json, as_text, examine, status_of
 from integr8s_idem.doctor.permissions import access_of
 
 USAGE: Final = 64
@@ -64,12 +64,12 @@ def doctor_command(
 
     def run() -> int:
         silence_client_logs()
-        asked = Asked(settings, optional_application(application), embedded)
+        examination = Examination(settings, optional_application(application), embedded)
         if acl:
-            permissions = access_of(asked.settings())
+            permissions = access_of(examination.settings())
             echo(_as_json(permissions) if as_objects else permissions)
             return 0
-        findings = asyncio.run(examined(asked))
+        findings = asyncio.run(examine(examination))
         echo(as_json(findings) if as_objects else as_text(findings, verbose=verbose))
         if not embedded and not _UNANSWERED.isdisjoint(finding.code for finding in findings):
             print_embedded_hint()

@@ -1,4 +1,4 @@
-"""Commands that change records: counted, asked about, told to the audit file, done."""
+"""Commands that change records: count, ask for confirmation, write audit lines, change, and report."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from integr8s_idem._util.escaping import printable
 from integr8s_idem.cli.common import FAILURE
 from integr8s_idem.cli.confirmation import confirm
-from integr8s_idem.cli.keys_format import counted_text
+from integr8s_idem.cli.keys_format import summary_text
 from integr8s_idem.cli.output import echo, run_async, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
 from integr8s_idem.keys import Key
 from integr8s_idem.operations.audit import audited, store_place
-from integr8s_idem.operations.keys.record_changes import Changer, Counted
-from integr8s_idem.operations.keys.record_reader import opened, size
+from integr8s_idem.operations.keys.record_changes import ChangeSummary, RecordChanger
+from integr8s_idem.operations.keys.record_reader import estimated_size, open_repository
 
 
 @dataclass(frozen=True)
-class HowToChange:
-    """What all of these commands are told."""
+class ChangeOptions:
+    """Options shared by these commands."""
 
     yes: bool
     audit_file: str | None
@@ -31,83 +31,81 @@ class HowToChange:
 
 @dataclass(frozen=True)
 class Change:
-    """One of these commands."""
+    """A command that changes records."""
 
     command: str
-    """As people type it."""
+    """The command as typed."""
     done: str
-    """What was done, as a word."""
+    """Past participle of the action, for the report."""
     question: str
-    """`{}` stands for what it would be done to."""
-    count: Callable[[Changer], Awaitable[Counted]]
-    do: Callable[[Changer, Counted], Awaitable[None]]
+    """Question for the confirmation; `{}` is replaced by the counts."""
+    count: Callable[[RecordChanger], Awaitable[ChangeSummary]]
+    do: Callable[[RecordChanger, ChangeSummary], Awaitable[None]]
 
-    def made(self, settings: Settings, asked: Mapping[str, Any], how: HowToChange) -> int:
-        """The exit status.  Nothing is counted beforehand where nobody is asked."""
-        if not how.yes:
-            # Asked between two event loops: within one, Ctrl-C would not end the question.
-            counted = run_async(self._counted(settings))
-            if not counted.records:
-                self._tell(counted, how)
-                return _status_of(counted)
-            _tell_left(counted)
-            if not confirm(self.question.format(counted_text(counted))):
+    def run(self, settings: Settings, selected: Mapping[str, Any], options: ChangeOptions) -> int:
+        """Run the command and return its exit status.  Counts beforehand only if it asks for confirmation."""
+        if not options.yes:
+            # Asked outside of an event loop, where Ctrl-C would not interrupt the prompt.
+            summary = run_async(self._count(settings))
+            if not summary.records:
+                self._print(summary, options)
+                return _status_of(summary)
+            _print_skipped(summary)
+            if not confirm(self.question.format(summary_text(summary))):
                 return FAILURE
-        counted = run_async(self._done(settings, asked, how))
-        self._tell(counted, how)
-        if settings.idempotency.local_memory_keys and counted.records:
-            told = "workers that completed some of it themselves remember that until they restart (local_memory_keys)"
-            write_error(told)
-        return _status_of(counted)
+        summary = run_async(self._execute(settings, selected, options))
+        self._print(summary, options)
+        if settings.idempotency.local_memory_keys and summary.records:
+            write_error("workers keep outcomes of their own runs in memory until they restart (local_memory_keys)")
+        return _status_of(summary)
 
-    async def _counted(self, settings: Settings) -> Counted:
-        async with opened(settings) as repository:
-            with progress("counting", await size(repository)) as advance:
-                return await self.count(Changer(settings, repository, advance))
+    async def _count(self, settings: Settings) -> ChangeSummary:
+        async with open_repository(settings) as repository:
+            with progress("counting", await estimated_size(repository)) as advance:
+                return await self.count(RecordChanger(settings, repository, advance))
 
-    async def _done(self, settings: Settings, asked: Mapping[str, Any], how: HowToChange) -> Counted:
-        counted = Counted()
-        told = {**_fit_for_audit(asked, settings), "store": store_place(settings)}
-        with audited(self.command, told, how.audit_file) as entry:
+    async def _execute(self, settings: Settings, selected: Mapping[str, Any], options: ChangeOptions) -> ChangeSummary:
+        summary = ChangeSummary()
+        audit_fields = {**_hashed_names(selected, settings), "store": store_place(settings)}
+        with audited(self.command, audit_fields, options.audit_file) as entry:
             try:
-                async with opened(settings) as repository:
-                    with progress(self.done, await size(repository)) as advance:
-                        await self.do(Changer(settings, repository, advance), counted)
+                async with open_repository(settings) as repository:
+                    with progress(self.done, await estimated_size(repository)) as advance:
+                        await self.do(RecordChanger(settings, repository, advance), summary)
             finally:
-                entry.counts.update(counted.told())
-        return counted
+                entry.counts.update(summary.as_json())
+        return summary
 
-    def _tell(self, counted: Counted, how: HowToChange) -> None:
-        told = counted.told()
-        if how.as_json:
-            echo(json.dumps({self.done: told.pop("records"), **told, "unmatched": counted.unmatched}))
+    def _print(self, summary: ChangeSummary, options: ChangeOptions) -> None:
+        counts = summary.as_json()
+        if options.as_json:
+            echo(json.dumps({self.done: counts.pop("records"), **counts, "unmatched": summary.unmatched}))
             return
-        echo(f"{self.done}: {counted_text(counted)}")
-        _tell_left(counted)
+        echo(f"{self.done}: {summary_text(summary)}")
+        _print_skipped(summary)
 
 
-def _status_of(counted: Counted) -> int:
-    """`FAILURE` if keys were named and none of them has a record."""
-    return FAILURE if counted.unmatched and not counted.records else 0
+def _status_of(summary: ChangeSummary) -> int:
+    """Return `FAILURE` if keys were named and none of them has a record."""
+    return FAILURE if summary.unmatched and not summary.records else 0
 
 
-def _fit_for_audit(asked: Mapping[str, Any], settings: Settings) -> Mapping[str, Any]:
-    """Where keys are hashed because they hold personal data, what people call them holds it, too."""
+def _hashed_names(selected: Mapping[str, Any], settings: Settings) -> Mapping[str, Any]:
+    """Hash the names of keys if keys are hashed, since both may contain personal data."""
     config = settings.idempotency
-    if not config.hash_keys or "keys" not in asked:
-        return asked
+    if not config.hash_keys or "keys" not in selected:
+        return selected
     full = f"{config.key_prefix}:"
-    return {**asked, "keys": [name if name.startswith(full) else Key.of(name).digest for name in asked["keys"]]}
+    return {**selected, "keys": [name if name.startswith(full) else Key.of(name).digest for name in selected["keys"]]}
 
 
-def _tell_left(counted: Counted) -> None:
-    for reason, number in sorted(counted.spared.items()):
-        write_error(f"left alone: {number:,} {reason}")
-    tell_unmatched(counted)
+def _print_skipped(summary: ChangeSummary) -> None:
+    for reason, number in sorted(summary.skipped.items()):
+        write_error(f"skipped: {number:,} {reason}")
+    print_unmatched(summary)
 
 
-def tell_unmatched(counted: Counted) -> None:
-    """Name by name, or one that was mistyped would pass for one that is done."""
-    for name in counted.unmatched:
-        told = f"no record of {printable(name)}: never seen, expired, or called otherwise; `keys explain` says more"
-        write_error(told)
+def print_unmatched(summary: ChangeSummary) -> None:
+    """Report each name without a record, since it may be mistyped."""
+    for name in summary.unmatched:
+        write_error(f"no record found for {printable(name)}: never seen, expired or mistyped; see `keys explain`")

@@ -1,4 +1,4 @@
-"""`integr8s-idem keys`: records looked up and explained, listed, released, purged."""
+"""`integr8s-idem keys`: list, show, explain, release and purge records."""
 
 from __future__ import annotations
 
@@ -22,45 +22,49 @@ from integr8s_idem.cli.common import (
 )
 from integr8s_idem.cli.confirmation import AuditFile, Yes
 from integr8s_idem.cli.embedded_servers import command_settings
-from integr8s_idem.cli.keys_change import Change, HowToChange, tell_unmatched
-from integr8s_idem.cli.keys_format import counted_text
-from integr8s_idem.cli.keys_output import Listing, show_explanation, show_record
+from integr8s_idem.cli.keys_change import Change, ChangeOptions, print_unmatched
+from integr8s_idem.cli.keys_format import summary_text
+from integr8s_idem.cli.keys_output import Listing, print_explanation, print_record
 from integr8s_idem.cli.output import run_async, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.keys.explanation import READINGS, Explainer
 from integr8s_idem.operations.keys.open_services import OpenService, open_services
-from integr8s_idem.operations.keys.record_changes import Changer, Chosen, Counted
-from integr8s_idem.operations.keys.record_filter import Wanted, checked_states, length_of
-from integr8s_idem.operations.keys.record_reader import opened, size, wanted_records
+from integr8s_idem.operations.keys.record_changes import ChangeSummary, RecordChanger, Selection
+from integr8s_idem.operations.keys.record_filter import RecordFilter, check_statuses, parse_duration
+from integr8s_idem.operations.keys.record_reader import estimated_size, matching_records, open_repository
 from integr8s_idem.runtime import Platform
 from integr8s_idem.stores import RecordAdmin
 
-keys_app = typer.Typer(help="Look up what was handled, and mend it.", no_args_is_help=True, rich_markup_mode=None)
+keys_app = typer.Typer(help="Inspect and change idempotency records.", no_args_is_help=True, rich_markup_mode=None)
 
 Keys = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY", help="Full keys, their last parts, or events' ids; or a filter.")
+    list[str] | None,
+    typer.Argument(metavar="KEY", help="Full keys, their last parts, or event ids; or use filter options."),
 ]
 ServiceFilter = Annotated[
-    list[str] | None, typer.Option("--service", metavar="NAME", help="Only of this service; can be repeated.")
+    list[str] | None, typer.Option("--service", metavar="NAME", help="Match only this service; can be repeated.")
 ]
 StatusFilter = Annotated[
     list[str] | None,
-    typer.Option("--status", metavar="STATUS", help="Only processing, completed, failed or corrupt; can be repeated."),
+    typer.Option("--status", metavar="STATUS", help="Match processing, completed, failed or corrupt; can be repeated."),
 ]
 TypeFilter = Annotated[
-    list[str] | None, typer.Option("--event-type", metavar="TYPE", help="Only of these events; can be repeated.")
+    list[str] | None, typer.Option("--event-type", metavar="TYPE", help="Match only this type; can be repeated.")
 ]
 OwnerFilter = Annotated[
     list[str] | None,
-    typer.Option("--owner", metavar="NAME", help="Only held, or held last, by billing@host-7; can be repeated."),
+    typer.Option("--owner", metavar="NAME", help="Match the current or last owner, such as billing@host-7."),
 ]
-Ended = Annotated[bool, typer.Option("--lease-ended", help="Only in progress, and nobody works on it.")]
+Ended = Annotated[bool, typer.Option("--lease-ended", help="Match only records in progress without an active lease.")]
 OlderThan = Annotated[
-    str | None, typer.Option(metavar="LENGTH", help="Settled, or begun, longer ago than 90s, 15m, 2h or 8d.")
+    str | None,
+    typer.Option(metavar="DURATION", help="Match records settled or started longer ago than 90s, 15m, 2h or 8d."),
 ]
-NewerThan = Annotated[str | None, typer.Option(metavar="LENGTH", help="Settled, or begun, within this length.")]
+NewerThan = Annotated[
+    str | None, typer.Option(metavar="DURATION", help="Match records settled or started within this duration.")
+]
 
 
 @keys_app.command("list")
@@ -72,105 +76,108 @@ def list_command(
     lease_ended: Ended = False,
     older_than: OlderThan = None,
     newer_than: NewerThan = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="No more than this many.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many records.")] = None,
     application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Print records as they are found: a table on a terminal, lines with tabs in a pipe, JSON lines with --json."""
+    """List records: a table on a terminal, tab-separated lines in a pipe, JSON lines with --json."""
 
     def show() -> int:
-        wanted = _wanted(service, status, event_type, owner, lease_ended, older_than, newer_than)
+        record_filter = _wanted(service, status, event_type, owner, lease_ended, older_than, newer_than)
         return run_async(
-            _listed(
-                command_settings(settings, optional_application(application), embedded=embedded), wanted, limit, as_json
+            _list(
+                command_settings(settings, optional_application(application), embedded=embedded),
+                record_filter,
+                limit,
+                as_json,
             )
         )
 
     raise typer.Exit(exit_status_of(show, embedded=embedded))
 
 
-async def _listed(settings: Settings, wanted: Wanted, limit: int | None, as_json: bool) -> int:
+async def _list(settings: Settings, record_filter: RecordFilter, limit: int | None, as_json: bool) -> int:
     silence_client_logs()
-    counted, listing = Counted(), Listing(as_json=as_json)
-    async with opened(settings) as repository:
+    summary, listing = ChangeSummary(), Listing(as_json=as_json)
+    async with open_repository(settings) as repository:
         if not isinstance(repository, RecordAdmin):
-            write_error("records that cannot be read are not shown: this store shows no such thing")
-        with progress("keys", await size(repository)) as advance:
-            found_ones = wanted_records(repository, settings.idempotency.key_prefix, wanted, advance)
+            write_error("corrupt records are not listed: this store does not support it")
+        with progress("keys", await estimated_size(repository)) as advance:
+            found_ones = matching_records(repository, settings.idempotency.key_prefix, record_filter, advance)
             async with aclosing(found_ones) as records:
-                async for found, told in records:
-                    listing.show(found, told)
-                    counted.add(found, told)
-                    if counted.records == limit:
+                async for found, parsed in records:
+                    listing.show(found, parsed)
+                    summary.add(found, parsed)
+                    if summary.records == limit:
                         break
-    summary = {"records": counted.records, "by": counted.told()["by"]}
-    write_error(json.dumps(summary) if as_json else counted_text(counted))
+    counts = {"records": summary.records, "by": summary.as_json()["by"]}
+    write_error(json.dumps(counts) if as_json else summary_text(summary))
     return 0
 
 
 @keys_app.command("show")
 def show_command(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Full keys, their last parts, or events' ids.")],
+    keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Full keys, their last parts, or event ids.")],
     application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Print the records of keys, with all that is stored of them; status 1 if there are none."""
+    """Show all stored fields of records; the exit status is 1 if none are found."""
 
     def show() -> int:
         return run_async(
-            _shown(command_settings(settings, optional_application(application), embedded=embedded), keys, as_json)
+            _show(command_settings(settings, optional_application(application), embedded=embedded), keys, as_json)
         )
 
     raise typer.Exit(exit_status_of(show, embedded=embedded))
 
 
-async def _shown(settings: Settings, keys: Sequence[str], as_json: bool) -> int:
+async def _show(settings: Settings, keys: Sequence[str], as_json: bool) -> int:
     silence_client_logs()
-    counted = Counted()
-    async with opened(settings) as repository:
-        with progress("keys", await size(repository)) as advance:
-            changer = Changer(settings, repository, advance)
-            async with aclosing(changer.chosen(Chosen(tuple(keys)), counted)) as records:
-                async for found, told in records:
-                    counted.add(found, told)
-                    show_record(found, told, as_json=as_json)
-    tell_unmatched(counted)
-    return 0 if counted.records else FAILURE
+    summary = ChangeSummary()
+    async with open_repository(settings) as repository:
+        with progress("keys", await estimated_size(repository)) as advance:
+            changer = RecordChanger(settings, repository, advance)
+            async with aclosing(changer.select(Selection(tuple(keys)), summary)) as records:
+                async for found, parsed in records:
+                    summary.add(found, parsed)
+                    print_record(found, parsed, as_json=as_json)
+    print_unmatched(summary)
+    return 0 if summary.records else FAILURE
 
 
 @keys_app.command("explain")
 def explain_command(
-    what: Annotated[
+    name: Annotated[
         str,
-        typer.Argument(metavar="WHAT", help="A key, its last parts, an event's id, or topic:partition:offset."),
+        typer.Argument(metavar="NAME", help="A key, its last parts, an event's id, or topic:partition:offset."),
     ],
     application: Annotated[
         str | None,
         typer.Option(
-            "--app", metavar="MODULE:APP", help="The platform: its services compute their keys, without a search."
+            "--app", metavar="MODULE:APP", help="Let this platform's services compute the keys, instead of searching."
         ),
     ] = None,
     reading: Annotated[
-        str | None, typer.Option("--as", metavar="READING", help="What WHAT is: key, event or message.")
+        str | None, typer.Option("--as", metavar="READING", help="Read NAME as a key, event or message.")
     ] = None,
-    result: Annotated[bool, typer.Option("--result", help="All of the stored result.")] = False,
+    result: Annotated[bool, typer.Option("--result", help="Print the whole stored result.")] = False,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Say in one screen what is known of some work, and what would happen to its next delivery."""
+    """Explain on one screen how an event was handled, and what would happen to its next delivery."""
 
     def explain() -> int:
         if reading not in (None, *READINGS):
-            raise ApplicationError(f'--as is {", ".join(READINGS)}, not "{reading}"')
+            raise ApplicationError(f'--as must be one of {", ".join(READINGS)}, not "{reading}"')
         platform = optional_application(application)
         return run_async(
-            _explained(
-                _Question(what, reading, result, as_json),
+            _explain(
+                _Query(name, reading, result, as_json),
                 command_settings(settings, platform, embedded=embedded),
                 platform,
             )
@@ -180,20 +187,20 @@ def explain_command(
 
 
 @dataclass(frozen=True)
-class _Question:
-    what: str
+class _Query:
+    name: str
     reading: str | None
     whole_result: bool
     as_json: bool
 
 
-async def _explained(question: _Question, settings: Settings, platform: Platform | None) -> int:
+async def _explain(query: _Query, settings: Settings, platform: Platform | None) -> int:
     silence_client_logs()
-    async with opened(settings) as repository, _services(platform, settings) as services:
-        with progress("keys", await size(repository)) as advance:
+    async with open_repository(settings) as repository, _services(platform, settings) as services:
+        with progress("keys", await estimated_size(repository)) as advance:
             explainer = Explainer(settings, repository, services, advance)
-            answer = await explainer.explain(question.what, question.reading)
-    show_explanation(answer, as_json=question.as_json, whole_result=question.whole_result)
+            answer = await explainer.explain(query.name, query.reading)
+    print_explanation(answer, as_json=query.as_json, whole_result=query.whole_result)
     return 0
 
 
@@ -203,7 +210,7 @@ def release_command(
     service: ServiceFilter = None,
     owner: OwnerFilter = None,
     event_type: TypeFilter = None,
-    force: Annotated[bool, typer.Option("--force", help="Also where the owner seems to live.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Include owners that seem to be alive.")] = False,
     yes: Yes = False,
     audit_file: AuditFile = None,
     application: AppOption = None,
@@ -211,30 +218,30 @@ def release_command(
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Let the leases of a dead owner end now, so that others take over; attempts stay counted.
+    """End the leases of a dead owner now, so that other workers take over; attempts stay counted.
 
-    Name the keys or the owner.  Left alone is what was renewed lately: its owner seems to live.
+    Name the keys or the owner.  Leases that were renewed recently are skipped, since their owner seems to be alive.
     """
 
     def release() -> int:
-        chosen = Chosen(tuple(keys or ()), _wanted(service, None, event_type, owner))
+        selection = Selection(tuple(keys or ()), _wanted(service, None, event_type, owner))
         if not keys and not owner:
-            raise ApplicationError("say whose leases are to end: KEY, or --owner; `keys list` shows them")
-        asked = {**_asked(chosen), "force": force}
+            raise ApplicationError("name the leases to release: KEY or --owner; `keys list` shows them")
+        selected = {**_audit_fields(selection), "force": force}
         question = (
-            "End the lease of {} now? If an owner lives after all, it notices at its next renewal, and until then "
-            "two may do the same work."
+            "End the leases of {} now? An owner that is still alive notices at its next renewal; until then two "
+            "workers may do the same work."
         )
         return Change(
             "keys release",
             "released",
             question,
-            count=lambda changer: changer.count_to_release(chosen, force=force),
-            do=lambda changer, counted: changer.release(chosen, counted, force=force),
-        ).made(
+            count=lambda changer: changer.count_releasable(selection, force=force),
+            do=lambda changer, summary: changer.release(selection, summary, force=force),
+        ).run(
             command_settings(settings, optional_application(application), embedded=embedded),
-            asked,
-            HowToChange(yes, audit_file, as_json),
+            selected,
+            ChangeOptions(yes, audit_file, as_json),
         )
 
     raise typer.Exit(exit_status_of(release, embedded=embedded))
@@ -250,8 +257,10 @@ def purge_command(
     lease_ended: Ended = False,
     older_than: OlderThan = None,
     newer_than: NewerThan = None,
-    everything: Annotated[bool, typer.Option("--all", help="All records of the settings' key_prefix.")] = False,
-    in_progress: Annotated[bool, typer.Option("--in-progress", help="Also what somebody holds now.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Match all records with the key_prefix of the settings.")
+    ] = False,
+    in_progress: Annotated[bool, typer.Option("--in-progress", help="Include records with an active lease.")] = False,
     yes: Yes = False,
     audit_file: AuditFile = None,
     application: AppOption = None,
@@ -259,24 +268,24 @@ def purge_command(
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Forget records, by their names or by a filter: what they guard is handled again when it comes again."""
+    """Delete records by name or filter; their events are handled again if they are redelivered."""
 
     def purge() -> int:
-        wanted = _wanted(service, status, event_type, owner, lease_ended, older_than, newer_than)
-        chosen = Chosen(tuple(keys or ()), wanted)
-        if not keys and wanted.is_all and not everything:
-            raise ApplicationError("say what is to be forgotten: KEY, a filter, or --all")
-        asked = {**_asked(chosen), "in_progress": in_progress}
+        record_filter = _wanted(service, status, event_type, owner, lease_ended, older_than, newer_than)
+        selection = Selection(tuple(keys or ()), record_filter)
+        if not keys and record_filter.is_empty and not everything:
+            raise ApplicationError("name the records to purge: KEY, filter options, or --all")
+        selected = {**_audit_fields(selection), "in_progress": in_progress}
         return Change(
             "keys purge",
             "purged",
-            "Forget {}? What they guard is handled again when it comes again.",
-            count=lambda changer: changer.count_to_purge(chosen, in_progress=in_progress),
-            do=lambda changer, counted: changer.purge(chosen, counted, in_progress=in_progress),
-        ).made(
+            "Delete {}? Their events are handled again if they are redelivered.",
+            count=lambda changer: changer.count_purgeable(selection, in_progress=in_progress),
+            do=lambda changer, summary: changer.purge(selection, summary, in_progress=in_progress),
+        ).run(
             command_settings(settings, optional_application(application), embedded=embedded),
-            asked,
-            HowToChange(yes, audit_file, as_json),
+            selected,
+            ChangeOptions(yes, audit_file, as_json),
         )
 
     raise typer.Exit(exit_status_of(purge, embedded=embedded))
@@ -290,20 +299,21 @@ def _wanted(
     lease_ended: bool = False,
     older_than: str | None = None,
     newer_than: str | None = None,
-) -> Wanted:
-    return Wanted(
+) -> RecordFilter:
+    return RecordFilter(
         tuple(services or ()),
-        checked_states(states or ()),
+        check_statuses(states or ()),
         tuple(event_types or ()),
         tuple(owners or ()),
         lease_ended,
-        length_of(older_than) if older_than else None,
-        length_of(newer_than) if newer_than else None,
+        parse_duration(older_than) if older_than else None,
+        parse_duration(newer_than) if newer_than else None,
     )
 
 
-def _asked(chosen: Chosen) -> dict[str, Any]:
-    return {"keys": list(chosen.names), **chosen.wanted.told()} if chosen.names else chosen.wanted.told()
+def _audit_fields(selection: Selection) -> dict[str, Any]:
+    fields = selection.record_filter.as_json()
+    return {"keys": list(selection.names), **fields} if selection.names else fields
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Records in words and as JSON."""
+"""Format records as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from typing import Any, Final
 
 from integr8s_idem._util.escaping import printable
 from integr8s_idem.engine.steps import step_name
-from integr8s_idem.operations.keys.explanation import Absent, Account, Explanation
-from integr8s_idem.operations.keys.key_parser import Named, named
-from integr8s_idem.operations.keys.next_delivery import span
-from integr8s_idem.operations.keys.record_changes import Counted
-from integr8s_idem.operations.keys.record_reader import Found
-from integr8s_idem.operations.keys.record_state import Lease, Standing, state_of
+from integr8s_idem.operations.keys.explanation import Explanation, MissingRecord, RecordExplanation
+from integr8s_idem.operations.keys.key_parser import ParsedKey, parse_key
+from integr8s_idem.operations.keys.next_delivery import format_duration
+from integr8s_idem.operations.keys.record_changes import ChangeSummary
+from integr8s_idem.operations.keys.record_reader import AnyRecord
+from integr8s_idem.operations.keys.record_state import Lease, RecordState, status_of
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus, StoredResult
 
-BEGINNING: Final = 200
-"""Characters of a result that are shown of themselves."""
+RESULT_PREVIEW: Final = 200
+"""Number of characters of a result that are shown by default."""
 
 
-def record_json(found: Found, told: Named, *, body: int = 0) -> dict[str, Any]:
-    """A record for scripts; `body`: how many bytes of its result, at most."""
+def record_json(found: AnyRecord, parsed: ParsedKey, *, body: int = 0) -> dict[str, Any]:
+    """Return a record, JSON-serializable, with at limit `body` bytes of its result."""
     names = {
         "key": found.key,
-        "label": told.label,
-        "service": told.scope,
-        "handler": told.handler,
-        "event_type": told.event_type,
-        "made_of": told.how or ("hash" if told.digest else "caller"),
-        "value": told.value,
-        "generation": told.generation,
-        "step": told.step,
-        "status": state_of(found),
+        "label": parsed.label,
+        "service": parsed.scope,
+        "handler": parsed.handler,
+        "event_type": parsed.event_type,
+        "made_of": parsed.source or ("hash" if parsed.digest else "caller"),
+        "value": parsed.value,
+        "generation": parsed.generation,
+        "step": parsed.step,
+        "status": status_of(found),
     }
     if isinstance(found, Corrupt):
         return {**names, "reason": found.reason}
-    standing = Standing(found)
+    state = RecordState(found)
     return {
         **names,
         "attempt": found.attempt,
         "fence": found.fence,
-        "lease": standing.lease.value if standing.lease else None,
+        "lease": state.lease.value if state.lease else None,
         "lease_until": _iso(found.lease_until),
-        "lease_left_seconds": standing.lease_left.total_seconds() if found.lease_until else None,
+        "lease_left_seconds": state.lease_left.total_seconds() if found.lease_until else None,
         "owner": found.owner,
-        "reserved_at": _iso(standing.reserved_at),
+        "reserved_at": _iso(state.reserved_at),
         "settled_at": _iso(found.settled_at),
         "expires_at": _iso(found.expires_at),
         "seen_at": _iso(found.seen_at),
-        "age_seconds": standing.age.total_seconds(),
+        "age_seconds": state.age.total_seconds(),
         "fingerprint": found.fingerprint.hex() if found.fingerprint else None,
         "trace_id": found.trace.trace_id.hex() if found.trace else None,
         "span_id": found.trace.span_id.hex() if found.trace else None,
@@ -60,203 +60,206 @@ def record_json(found: Found, told: Named, *, body: int = 0) -> dict[str, Any]:
     }
 
 
-def _result_json(result: StoredResult, most: int) -> dict[str, Any]:
-    told: dict[str, Any] = {"content_type": result.content_type, "bytes": len(result.body)}
-    if not most:
-        return told
-    body = result.body[:most]
+def _result_json(result: StoredResult, limit: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {"content_type": result.content_type, "bytes": len(result.body)}
+    if not limit:
+        return fields
+    body = result.body[:limit]
     try:
-        return {**told, "text": body.decode()}
+        return {**fields, "text": body.decode()}
     except UnicodeDecodeError:
-        return {**told, "base64": base64.b64encode(body).decode()}
+        return {**fields, "base64": base64.b64encode(body).decode()}
 
 
 def explanation_json(answer: Explanation, *, whole_result: bool) -> dict[str, Any]:
     return {
         "asked": answer.asked,
         "read_as": answer.read_as,
-        "records": [_account_json(account, whole_result) for account in answer.accounts],
-        "absent": [_absent_json(absent) for absent in answer.absent],
+        "records": [_record_explanation_json(explained, whole_result) for explained in answer.records],
+        "absent": [_missing_json(absent) for absent in answer.absent],
         "notes": answer.notes,
         "more": answer.more,
     }
 
 
-def _account_json(account: Account, whole_result: bool) -> dict[str, Any]:
-    prefix = account.config.key_prefix
-    most = len(_body(account.found)) if whole_result else BEGINNING
-    below = {
+def _record_explanation_json(explained: RecordExplanation, whole_result: bool) -> dict[str, Any]:
+    prefix = explained.config.key_prefix
+    limit = len(_body(explained.found)) if whole_result else RESULT_PREVIEW
+    related = {
         "generations": {
-            number: record_json(one, named(one.key, prefix)) for number, one in account.generations.items()
+            number: record_json(one, parse_key(one.key, prefix)) for number, one in explained.generations.items()
         },
         "steps": {
-            place: {**record_json(one, named(one.key, prefix)), "name": _step_name(one)}
-            for place, one in account.steps.items()
+            place: {**record_json(one, parse_key(one.key, prefix)), "name": _step_name(one)}
+            for place, one in explained.steps.items()
         },
     }
-    record = record_json(account.found, account.told, body=max(most, 1))
-    failed = state_of(account.found) == "failed"
-    dead_letters = account.dead_letters if failed and account.dead_letters else None
-    return {**record, "next_delivery": account.outlook, **below, "dead_letters": dead_letters}
+    record = record_json(explained.found, explained.parsed, body=max(limit, 1))
+    failed = status_of(explained.found) == "failed"
+    dead_letters = explained.dead_letters if failed and explained.dead_letters else None
+    return {**record, "next_delivery": explained.next_delivery, **related, "dead_letters": dead_letters}
 
 
-def _absent_json(absent: Absent) -> dict[str, Any]:
+def _missing_json(absent: MissingRecord) -> dict[str, Any]:
     return {
         "service": absent.service,
         "handler": absent.handler,
         "event_type": absent.event_type,
         "key": absent.key or None,
         "guarded": bool(absent.key),
-        "next_delivery": absent.outlook,
+        "next_delivery": absent.next_delivery,
     }
 
 
-def heading(account: Account) -> str:
-    """What it is, and how it stands, in a line."""
-    return printable(f"{account.told.label}: {state_of(account.found)}")
+def heading(explained: RecordExplanation) -> str:
+    """Return the label and status of a record."""
+    return printable(f"{explained.parsed.label}: {status_of(explained.found)}")
 
 
-def rows(account: Account, *, whole_result: bool = False) -> Iterator[tuple[str, str]]:
-    """What people want to know of a record, one thing a row."""
-    yield "key", account.found.key
-    if isinstance(account.found, Corrupt):
-        yield "handled", "unknown: its record cannot be read"
-        yield "why", printable(account.found.reason)
+def rows(explained: RecordExplanation, *, whole_result: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a record's description, as names and values."""
+    yield "key", explained.found.key
+    if isinstance(explained.found, Corrupt):
+        yield "handled", "unknown: the record is corrupt"
+        yield "reason", printable(explained.found.reason)
     else:
-        yield from _record_rows(account, account.found, whole_result)
-    for generation, found in account.generations.items():
-        yield f"generation {generation}", _in_short(found)
-    for place, found in account.steps.items():
-        yield f"step {place}", printable(f"{_step_name(found) or '(unnamed)'}: {_in_short(found)}")
-    yield "next delivery", account.outlook
+        yield from _record_rows(explained, explained.found, whole_result)
+    for generation, found in explained.generations.items():
+        yield f"generation {generation}", _short_text(found)
+    for place, found in explained.steps.items():
+        yield f"step {place}", printable(f"{_step_name(found) or '(unnamed)'}: {_short_text(found)}")
+    yield "next delivery", explained.next_delivery
 
 
-def _record_rows(account: Account, record: IdempotencyRecord, whole_result: bool) -> Iterator[tuple[str, str]]:
-    standing = Standing(record)
-    yield "handled", printable(_handled(account, standing))
-    yield "last run", _moment(standing.reserved_at, standing.now)
+def _record_rows(
+    explained: RecordExplanation, record: IdempotencyRecord, whole_result: bool
+) -> Iterator[tuple[str, str]]:
+    state = RecordState(record)
+    yield "handled", printable(_handled(explained, state))
+    yield "last run", _moment(state.reserved_at, state.now)
     if record.settled_at is not None:
-        yield record.status.value, _moment(record.settled_at, standing.now)
-    yield "tried", f"{_times(record.attempt)}; max_attempts is {account.config.max_attempts}"
-    if standing.lease is Lease.HELD:
-        yield "lease", f"ends in {span(standing.lease_left)} unless it is renewed, {_moment(record.lease_until)}"
-    if standing.lease is Lease.LAPSED:
-        yield "lease", f"ended {span(standing.lease_left)} ago, {_moment(record.lease_until)}"
+        yield record.status.value, _moment(record.settled_at, state.now)
+    yield "attempts", f"{record.attempt} of at most {explained.config.max_attempts}"
+    if state.lease is Lease.HELD:
+        yield "lease", f"ends in {format_duration(state.lease_left)} unless renewed, {_moment(record.lease_until)}"
+    if state.lease is Lease.LAPSED:
+        yield "lease", f"ended {format_duration(state.lease_left)} ago, {_moment(record.lease_until)}"
     if record.error:
         yield "error", printable(record.error)
-    if record.status is IdempotencyStatus.FAILED and account.dead_letters:
-        yield "dead letter", f"in {account.dead_letters}, unless it came by a topic of another name"
+    if record.status is IdempotencyStatus.FAILED and explained.dead_letters:
+        yield "dead letter", f"in {explained.dead_letters}, unless the event came from a topic of another name"
     yield "trace", f"{record.trace.trace_id.hex()}, span {record.trace.span_id.hex()}" if record.trace else "none"
     yield "stored", _stored(record, whole_result)
     if record.fingerprint is not None:
-        yield "fingerprint", f"{record.fingerprint.hex()}; another payload under this key is refused"
+        yield "fingerprint", f"{record.fingerprint.hex()}; other payloads with this key are refused"
     yield "fence", str(record.fence)
-    yield "kept until", _moment(record.expires_at) if record.expires_at else "somebody deletes it"
+    yield "kept until", _moment(record.expires_at) if record.expires_at else "deleted manually"
 
 
-def _handled(account: Account, standing: Standing) -> str:
-    told, record = account.told, standing.record
-    service = told.scope or "?"
-    who = f"{service} (handler {told.handler})" if told.handler else service
+def _handled(explained: RecordExplanation, state: RecordState) -> str:
+    parsed, record = explained.parsed, state.record
+    service = parsed.scope or "?"
+    who = f"{service} (handler {parsed.handler})" if parsed.handler else service
     if record.status is IdempotencyStatus.COMPLETED:
         return f"yes, by {who}"
     if record.status is IdempotencyStatus.FAILED:
-        return f"{_later(account)}{who} gave it up"
-    owner = record.owner or "an owner without a name"
+        return f"{_replay_outcome(explained)}failed in {who}"
+    owner = record.owner or "an unnamed owner"
     return {
-        Lease.HELD: f"not yet: {owner} is at it, for {who}",
-        Lease.LAPSED: f"no: the lease of {owner} ended without a word, for {who}; it crashed, or stalled",
-        Lease.RELEASED: f"not yet: {owner} gave it back, for {who}, after a failure, at a shutdown or by an operator",
-    }[standing.lease or Lease.RELEASED]
+        Lease.HELD: f"not yet: in progress at {owner}, for {who}",
+        Lease.LAPSED: f"no: the lease of {owner} expired without an outcome, for {who}; the owner crashed or stalled",
+        Lease.RELEASED: f"not yet: released by {owner}, for {who}, after a failure, at a shutdown or by an operator",
+    }[state.lease or Lease.RELEASED]
 
 
-def _later(account: Account) -> str:
-    """Whether a replay of what was given up has been handled."""
-    if account.replayed is None:
+def _replay_outcome(explained: RecordExplanation) -> str:
+    """Return whether a replay has been handled, as the beginning of a sentence."""
+    if explained.replayed is None:
         return "no: "
-    generation, found = account.replayed
+    generation, found = explained.replayed
     is_done = not isinstance(found, Corrupt) and found.status is IdempotencyStatus.COMPLETED
-    return f"yes, as generation {generation}; at first " if is_done else "no: "
+    return f"yes, as generation {generation}; before, it " if is_done else "no: "
 
 
 def _stored(record: IdempotencyRecord, whole: bool) -> str:
     if record.result_dropped:
-        return "no result: it was too large, or could not be encoded"
+        return "no result: it was too large or could not be encoded"
     if record.result is None:
         return "nothing yet" if record.status is IdempotencyStatus.PROCESSING else "no result"
-    told = f"{len(record.result.body):,} bytes of {record.result.content_type}"
+    size = f"{len(record.result.body):,} bytes of {record.result.content_type}"
     try:
         text = record.result.body.decode()
     except UnicodeDecodeError:
         text = record.result.body.hex()
-    more = len(text) > BEGINNING and not whole
-    return printable(f"{told}: {text[:BEGINNING] if more else text}") + ("… (--result for all)" if more else "")
+    more = len(text) > RESULT_PREVIEW and not whole
+    preview = text[:RESULT_PREVIEW] if more else text
+    return printable(f"{size}: {preview}") + ("… (use --result to show all)" if more else "")
 
 
-def _body(found: Found) -> bytes:
+def _body(found: AnyRecord) -> bytes:
     return b"" if isinstance(found, Corrupt) or found.result is None else found.result.body
 
 
-def _step_name(found: Found) -> str:
+def _step_name(found: AnyRecord) -> str:
     return "" if isinstance(found, Corrupt) or found.result is None else step_name(found.result)
 
 
-def _in_short(found: Found) -> str:
+def _short_text(found: AnyRecord) -> str:
     if isinstance(found, Corrupt):
-        return printable(f"cannot be read: {found.reason}")
-    standing = Standing(found)
+        return printable(f"corrupt: {found.reason}")
+    state = RecordState(found)
     error = f": {found.error}" if found.error else ""
-    return printable(f"{found.status.value} {span(standing.age)} ago, {_times(found.attempt)}{error}")
+    return printable(f"{found.status.value} {format_duration(state.age)} ago, {_times(found.attempt)}{error}")
 
 
 def _times(attempt: int) -> str:
     return "once" if attempt == 1 else f"{attempt} times"
 
 
-def absent_line(absent: Absent) -> str:
-    """A handler without a record, in a line."""
-    what = " ".join(part for part in (absent.service, absent.handler, absent.event_type) if part)
+def missing_line(absent: MissingRecord) -> str:
+    """Describe a handler without a record on one line."""
+    handler = " ".join(part for part in (absent.service, absent.handler, absent.event_type) if part)
     if not absent.key:
-        return printable(f"{what}: not guarded; {absent.outlook}")
-    return printable(f"{what}: never seen, or forgotten since; {absent.outlook}")
+        return printable(f"{handler}: not guarded; {absent.next_delivery}")
+    return printable(f"{handler}: never seen or expired; {absent.next_delivery}")
 
 
-def line_of(found: Found, told: Named) -> tuple[str, str, str, str, str]:
-    """Status, age, attempts, what becomes of it, key."""
+def list_row(found: AnyRecord, parsed: ParsedKey) -> tuple[str, str, str, str, str]:
+    """Return the columns of a list: status, age, attempts, details, key."""
     if isinstance(found, Corrupt):
         return "corrupt", "", "", printable(found.reason), found.key
-    standing = Standing(found)
-    return found.status.value, span(standing.age), str(found.attempt), _becomes(standing), found.key
+    state = RecordState(found)
+    return found.status.value, format_duration(state.age), str(found.attempt), _details(state), found.key
 
 
-def _becomes(standing: Standing) -> str:
-    record = standing.record
-    if standing.lease is Lease.HELD:
-        return f"lease ends in {span(standing.lease_left)}"
-    if standing.lease is Lease.LAPSED:
-        return f"lease ended {span(standing.lease_left)} ago"
-    if standing.lease is Lease.RELEASED:
+def _details(state: RecordState) -> str:
+    record = state.record
+    if state.lease is Lease.HELD:
+        return f"lease ends in {format_duration(state.lease_left)}"
+    if state.lease is Lease.LAPSED:
+        return f"lease ended {format_duration(state.lease_left)} ago"
+    if state.lease is Lease.RELEASED:
         return "released"
-    return f"expires in {span(record.expires_at - standing.now)}" if record.expires_at else "kept"
+    return f"expires in {format_duration(record.expires_at - state.now)}" if record.expires_at else "kept"
 
 
-def counted_text(counted: Counted) -> str:
-    """`1,234 records (billing: 1,200 completed, 34 failed)`."""
+def summary_text(summary: ChangeSummary) -> str:
+    """Format counts: `1,234 records (billing: 1,200 completed, 34 failed)`."""
     services: dict[str, list[str]] = {}
-    for (service, state), number in sorted(counted.by.items()):
+    for (service, state), number in sorted(summary.by.items()):
         services.setdefault(service or "?", []).append(f"{number:,} {state}")
     by = "; ".join(f"{printable(service)}: {', '.join(states)}" for service, states in services.items())
-    return f"{counted.records:,} record{'' if counted.records == 1 else 's'}" + (f" ({by})" if by else "")
+    return f"{summary.records:,} record{'' if summary.records == 1 else 's'}" + (f" ({by})" if by else "")
 
 
 def _moment(moment: datetime | None, now: datetime | None = None) -> str:
     if moment is None:
         return ""
-    told = f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+    text = f"{moment:%Y-%m-%d %H:%M:%S} UTC"
     if now is None:
-        return told
+        return text
     since = now - moment
-    return f"{told}, {span(since)} ago" if since >= timedelta() else told
+    return f"{text}, {format_duration(since)} ago" if since >= timedelta() else text
 
 
 def _iso(moment: datetime | None) -> str | None:

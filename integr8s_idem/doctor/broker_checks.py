@@ -1,4 +1,4 @@
-"""The brokers: whether they answer, whether the topics are there, and how all of that fits the settings."""
+"""Check the brokers and topics, and compare them with the settings."""
 
 from __future__ import annotations
 
@@ -27,71 +27,75 @@ _INSTALL_CODECS: Final = "run `pip install 'cramjam>=2.8'` where the workers run
 
 
 @dataclass(frozen=True)
-class BrokerLook:
-    """What was found, and the settings that were compared with those of the brokers rather than with defaults."""
+class BrokerReport:
+    """Findings, and the settings that were compared with the brokers instead of with defaults."""
 
     findings: list[Finding]
-    answered: frozenset[str] = frozenset()
+    checked: frozenset[str] = frozenset()
 
 
-async def look_at_brokers(settings: Settings, readings: Sequence[Reading]) -> BrokerLook:
-    """All about the brokers and the topics that `readings` name."""
+async def check_brokers(settings: Settings, readings: Sequence[Reading]) -> BrokerReport:
+    """Check the brokers and the topics that `readings` name."""
     kafka = settings.kafka
     topics = dict.fromkeys(name for reading in readings for name in reading.topics)
     try:
         facts = await read_facts(kafka, [*topics, *(name + kafka.dead_letter_suffix for name in topics)])
     except BrokerMetadataError as error:
-        return BrokerLook([*_known(readings), _tell_nothing(str(error), topics)])
+        return BrokerReport([*_unknown_topics(readings), _unsupported(str(error), topics)])
     except BrokerUnavailableError as error:
-        told = f"no answer from {error.servers}: {error.reason}"
-        cost = "workers wait, and handle nothing meanwhile"
-        mend = "start them, or mend kafka.bootstrap_servers, its user and its certificates"
-        return BrokerLook([Finding(Code.BROKER_UNAVAILABLE, Severity.ERROR, BROKERS, told, cost, mend)])
-    answered = {_SESSION} if facts.session_bounds else set()
+        what = f"no answer from {error.servers}: {error.reason}"
+        cost = "workers wait and handle no events"
+        remedy = "start the brokers, or correct kafka.bootstrap_servers, the user and the certificates"
+        return BrokerReport([Finding(Code.BROKER_UNAVAILABLE, Severity.ERROR, BROKERS, what, cost, remedy)])
+    checked = {_SESSION} if facts.session_bounds else set()
     if topics and not any(facts.unseen.get(name) for name in topics):
-        answered.add(TTL)
-    return BrokerLook(broker_findings(kafka, readings, facts, unreadable_codecs()), frozenset(answered))
+        checked.add(TTL)
+    return BrokerReport(broker_findings(kafka, readings, facts, unreadable_codecs()), frozenset(checked))
 
 
-def _tell_nothing(told: str, topics: Collection[str]) -> Finding:
+def _unsupported(what: str, topics: Collection[str]) -> Finding:
     severity = Severity.WARNING if topics else Severity.INFO
-    cost = "whether topics are there, and outlive their records, stays unseen"
-    mend = "an emulator is like that; ask the doctor again with the brokers of production"
-    return Finding(Code.BROKER_UNSEEN, severity, BROKERS, told, cost, mend)
+    cost = "topics and their retention were not checked"
+    remedy = "emulators do not support these requests; run the doctor with the production brokers"
+    return Finding(Code.BROKER_UNSEEN, severity, BROKERS, what, cost, remedy)
 
 
 def broker_findings(
     kafka: KafkaSettings, readings: Sequence[Reading], facts: BrokerFacts, unreadable: Sequence[str] = ()
 ) -> list[Finding]:
-    """What these facts mean for these settings.  Pure.
+    """Compare `facts` with the settings.  Pure.
 
-    `unreadable`: compression codecs that the installed client cannot read.
+    Args:
+        kafka: The settings.
+        readings: Topics that the services read, with their retention.
+        facts: What the brokers reported.
+        unreadable: Compression codecs that the installed client cannot read.
     """
-    seen = f"{kafka.bootstrap_servers} answer, {len(facts.topics)} topics looked at"
+    seen = f"{kafka.bootstrap_servers} answer, {len(facts.topics)} topics checked"
     return [
         Finding(Code.BROKER_SEEN, Severity.INFO, BROKERS, seen, "", ""),
-        *_known(readings),
-        *_own(kafka, facts),
+        *_unknown_topics(readings),
+        *_broker_settings(kafka, facts),
         *(_missing(name, facts) for reading in readings for name in reading.topics if name in facts.missing),
-        *_letters_missing(kafka, readings, facts),
+        *_missing_dead_letter_topics(kafka, readings, facts),
         *retention_findings(kafka, readings, facts),
-        *(_codecs_unreadable(kafka, readings, facts, unreadable) if unreadable else ()),
+        *(_unreadable_codecs(kafka, readings, facts, unreadable) if unreadable else ()),
     ]
 
 
-def _known(readings: Sequence[Reading]) -> Iterator[Finding]:
+def _unknown_topics(readings: Sequence[Reading]) -> Iterator[Finding]:
     if not readings:
-        what = "no topic is known: the settings name none, and no application was given"
-        mend = "give MODULE:APP, as to run"
-        yield Finding(Code.TOPICS_UNKNOWN, Severity.INFO, BROKERS, what, "topics were not looked at", mend)
+        what = "no topics are known: the settings name none, and no application was given"
+        remedy = "pass MODULE:APP, as for run"
+        yield Finding(Code.TOPICS_UNKNOWN, Severity.INFO, BROKERS, what, "topics were not checked", remedy)
 
 
-def _own(kafka: KafkaSettings, facts: BrokerFacts) -> Iterator[Finding]:
-    if why := facts.unseen.get(""):
-        what = f"the brokers' own settings cannot be read ({why})"
-        cost = "whether they take the session timeout stays unseen"
-        mend = "let this user DescribeConfigs on the cluster"
-        yield Finding(Code.BROKER_UNSEEN, Severity.INFO, BROKERS, what, cost, mend)
+def _broker_settings(kafka: KafkaSettings, facts: BrokerFacts) -> Iterator[Finding]:
+    if reason := facts.unseen.get(""):
+        what = f"the configuration of the brokers cannot be read ({reason})"
+        cost = "the session timeout was not checked"
+        remedy = "grant this user DescribeConfigs on the cluster"
+        yield Finding(Code.BROKER_UNSEEN, Severity.INFO, BROKERS, what, cost, remedy)
     if facts.session_bounds is None:
         return
     least, most = facts.session_bounds
@@ -102,40 +106,44 @@ def _own(kafka: KafkaSettings, facts: BrokerFacts) -> Iterator[Finding]:
             _SESSION,
             f"= {plain(kafka.session_timeout_seconds)}, the brokers allow {plain(least)} to {plain(most)} seconds "
             "(group.min.session.timeout.ms, group.max.session.timeout.ms)",
-            "they let no worker into its group",
-            "set it between the two",
+            "workers cannot join their consumer groups",
+            "choose a value in this range",
         )
 
 
 def _missing(name: str, facts: BrokerFacts) -> Finding:
     if facts.creates_topics:
-        cost = "the brokers make it at its first use, with their own number of partitions; a misspelled one stays empty"
+        cost = (
+            "the brokers create it on first use with their default number of partitions; a misspelled one stays empty"
+        )
     else:
-        cost = "its service waits for events that never come"
-    return Finding(Code.TOPIC_MISSING, _severity(facts), f"topic {name}", "it is not there", cost, "create it")
+        cost = "its service never receives events"
+    return Finding(Code.TOPIC_MISSING, _severity(facts), f"topic {name}", "does not exist", cost, "create it")
 
 
-def _letters_missing(kafka: KafkaSettings, readings: Sequence[Reading], facts: BrokerFacts) -> Iterator[Finding]:
+def _missing_dead_letter_topics(
+    kafka: KafkaSettings, readings: Sequence[Reading], facts: BrokerFacts
+) -> Iterator[Finding]:
     names = dict.fromkeys(name + kafka.dead_letter_suffix for reading in readings for name in reading.topics)
     for name in names:
         if name not in facts.missing:
             continue
         if facts.creates_topics:
-            cost = "the brokers make it at the first dead letter, with their own retention and size limit"
+            cost = "the brokers create it for the first dead letter with their default retention and size limit"
         else:
-            cost = "an event that is given up cannot leave, and its partition stands still"
-        yield Finding(Code.DEAD_LETTER_MISSING, _severity(facts), f"topic {name}", "it is not there", cost, "create it")
+            cost = "an event that fails cannot be dead-lettered, and blocks its partition"
+        yield Finding(Code.DEAD_LETTER_MISSING, _severity(facts), f"topic {name}", "does not exist", cost, "create it")
 
 
-def _codecs_unreadable(
+def _unreadable_codecs(
     kafka: KafkaSettings, readings: Sequence[Reading], facts: BrokerFacts, unreadable: Sequence[str]
 ) -> Iterator[Finding]:
-    """Topics whose `compression.type` is, or allows, a codec that the installed client cannot read."""
+    """Yield topics whose `compression.type` is or allows a codec that the installed client cannot read."""
     for name in dict.fromkeys(name for reading in readings for name in reading.topics):
-        topic, letters = facts.topics.get(name), facts.topics.get(name + kafka.dead_letter_suffix)
+        topic, dead_letters = facts.topics.get(name), facts.topics.get(name + kafka.dead_letter_suffix)
         if topic is not None and topic.compression in unreadable:
             cost = "a partition is paused at its first message, and its events are not handled"
-            yield _codec_unreadable(Severity.ERROR, topic, cost)
+            yield _unreadable_codec(Severity.ERROR, topic, cost)
         elif topic is not None and topic.compression == PRODUCER:
             yield Finding(
                 Code.CODEC_UNREADABLE,
@@ -146,12 +154,13 @@ def _codecs_unreadable(
                 "a partition is paused at the first message compressed with one of them",
                 _INSTALL_CODECS,
             )
-        # Under `producer` dead letters can be read: the worker does not compress them.
-        if letters is not None and letters.compression in unreadable:
-            yield _codec_unreadable(Severity.WARNING, letters, "`integr8s-idem dlq` cannot list or replay its messages")
+        # With `producer`, dead letters are readable, since the worker does not compress them.
+        if dead_letters is not None and dead_letters.compression in unreadable:
+            cost = "`integr8s-idem dlq` cannot list or replay its messages"
+            yield _unreadable_codec(Severity.WARNING, dead_letters, cost)
 
 
-def _codec_unreadable(severity: Severity, topic: TopicSettings, cost: str) -> Finding:
+def _unreadable_codec(severity: Severity, topic: TopicSettings, cost: str) -> Finding:
     what = f"compression.type = {topic.compression}, and the installed Kafka client cannot read {topic.compression}"
     return Finding(Code.CODEC_UNREADABLE, severity, f"topic {topic.name}", what, cost, _INSTALL_CODECS)
 

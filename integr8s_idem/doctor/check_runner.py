@@ -1,4 +1,4 @@
-"""Checks side by side, each bounded in time; one that breaks says so and hides no other."""
+"""Run checks concurrently with a timeout; a failing check is a finding and does not affect the others."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from integr8s_idem.diagnostics import Code, Finding, Severity
 from integr8s_idem.worker.client_options import bounded
 
 Check: TypeAlias = Callable[[], Awaitable[list[Finding]]]
-"""Looks at one thing."""
+"""Returns the findings of one check."""
 
-PATIENCE: Final = 30.0
-"""Seconds that a check may take; each of its calls has a shorter time of its own."""
+TIMEOUT_SECONDS: Final = 30.0
+"""Timeout of a check in seconds; its calls have shorter timeouts."""
 
 
-async def findings_of(checks: Mapping[str, Check], patience: float = PATIENCE) -> list[Finding]:
-    """What all of them find, in their order."""
-    found = await asyncio.gather(*(_checked(name, check, patience) for name, check in checks.items()))
+async def findings_of(checks: Mapping[str, Check], timeout: float = TIMEOUT_SECONDS) -> list[Finding]:
+    """Run all checks and return their findings in order."""
+    found = await asyncio.gather(*(_run(name, check, timeout) for name, check in checks.items()))
     return [finding for some in found for finding in some]
 
 
-async def _checked(name: str, check: Check, patience: float) -> list[Finding]:
-    async def look() -> list[Finding]:
+async def _run(name: str, check: Check, timeout: float) -> list[Finding]:
+    async def run() -> list[Finding]:
         return await check()
 
-    cost = "what it would have found stays unseen"
+    cost = "the findings of this check are unknown"
     try:
-        return await bounded(look(), patience)
+        return await bounded(run(), timeout)
     except TimeoutError as error:
         return [
             Finding(
                 Code.CHECK_TIMEOUT,
                 Severity.ERROR,
                 name,
-                f"the check did not end: {error}",
+                f"the check timed out: {error}",
                 cost,
-                "see whether it hangs",
+                "find out why the server does not respond",
             )
         ]
-    except Exception as error:  # noqa: BLE001  # told as a finding, so that the others are told, too
-        told = f"the check itself failed by {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        mend = "this is a bug of integr8s-idem: report it"
-        return [Finding(Code.CHECK_FAILED, Severity.ERROR, name, told, cost, mend)]
+    except Exception as error:  # noqa: BLE001  # reported as a finding, so that the other checks are reported as well
+        what = f"the check failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        remedy = "report this bug of integr8s-idem"
+        return [Finding(Code.CHECK_FAILED, Severity.ERROR, name, what, cost, remedy)]

@@ -1,4 +1,4 @@
-"""This machine's clock and the store's.  Pure."""
+"""Compare the clocks of this machine and the store.  Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Final
 from integr8s_idem.diagnostics import Code, Finding, Severity
 
 ALLOWED_SECONDS: Final = 2.0
-"""A difference that nobody needs to look at."""
+"""Differences up to this are not reported."""
 
 
 def skew_findings(store_seconds: float, before: float, after: float) -> list[Finding]:
-    """Compare what the store's clock said with ours, just before and after: all in seconds since 1970."""
+    """Compare the store's clock with this machine's just before and after, all in seconds since 1970."""
     if before - ALLOWED_SECONDS <= store_seconds <= after + ALLOWED_SECONDS:
         return []
     skew = store_seconds - (before + after) / 2
@@ -22,8 +22,8 @@ def skew_findings(store_seconds: float, before: float, after: float) -> list[Fin
             Severity.WARNING,
             "clocks",
             f"the store's clock is {abs(skew):.1f} s {way} this machine's",
-            "no decision compares them, but times of records, logs and messages do not fit together, and a store's "
-            "clock that is set right later lengthens or ends leases at that moment",
-            "let both machines follow one time server",
+            "no decision compares the clocks, but the times of records, logs and messages do not match, and correcting "
+            "the store's clock extends or ends leases at that moment",
+            "synchronize both machines with the same time server",
         )
     ]

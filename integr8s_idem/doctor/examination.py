@@ -1,4 +1,4 @@
-"""A whole examination: settings, store, brokers."""
+"""Run all checks: settings, application, store and brokers."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from pathlib import Path
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.urls import redacted
 from integr8s_idem.diagnostics import Code, Finding, Severity
-from integr8s_idem.doctor.application_checks import ApplicationLook, look_at_application
-from integr8s_idem.doctor.broker_checks import look_at_brokers
+from integr8s_idem.doctor.application_checks import ApplicationReport, check_application
+from integr8s_idem.doctor.broker_checks import check_brokers
 from integr8s_idem.doctor.check_runner import findings_of
-from integr8s_idem.doctor.remedies import of_mistake, of_warning
-from integr8s_idem.doctor.store_checks import OUTBOX, STORE, look_at_store
+from integr8s_idem.doctor.remedies import mistake_remedy, warning_remedy
+from integr8s_idem.doctor.store_checks import OUTBOX, STORE, check_store
 from integr8s_idem.embedded.discovery import load_embedded_settings
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.runtime import Platform
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be examined."""
+class Examination:
+    """What to examine."""
 
     settings_file: Path | None = None
     platform: Platform | None = None
     embedded: bool = False
-    """Whether the servers are those of the worker that runs them in this folder."""
+    """Use the embedded servers of the worker that runs in this folder."""
 
     def settings(self) -> Settings:
-        """Read the settings.
+        """Load the settings.
 
         Raises:
-            SettingsError: As `load_settings`.
-            ApplicationError: As `settings_of_running`.
+            SettingsError: See `load_settings`.
+            ApplicationError: See `load_embedded_settings`.
         """
         settings_type = self.platform.settings_type if self.platform else Settings
         load = load_embedded_settings if self.embedded else load_settings
@@ -47,60 +47,62 @@ class Asked:
         return list(self.platform.services) if self.platform else []
 
 
-async def examined(asked: Asked, *, now: Callable[[], float] = time.time) -> list[Finding]:
-    """All findings, the worst first; no secret is in any of them.
+async def examine(examination: Examination, *, now: Callable[[], float] = time.time) -> list[Finding]:
+    """Run all checks and return their findings, the worst first, without secrets.
 
-    `now`: this machine's clock, in seconds since 1970.
+    Args:
+        examination: What to examine.
+        now: This machine's clock, in seconds since 1970.
     """
     try:
-        settings = asked.settings()
+        settings = examination.settings()
     except SettingsError as error:
-        return [_mistaken(mistake) for mistake in error.mistakes]
-    told_by_brokers: set[str] = set()
+        return [_mistake_finding(mistake) for mistake in error.mistakes]
+    checked_by_brokers: set[str] = set()
 
-    known = ApplicationLook()
+    known = ApplicationReport()
 
     async def application() -> list[Finding]:
         nonlocal known
-        known = await look_at_application(asked.platform, settings, now)
+        known = await check_application(examination.platform, settings, now)
         return known.findings
 
     async def store() -> list[Finding]:
         if not known.uses_store:
-            told = "[store] is not looked at: every store of the application is its own"
-            return [Finding(Code.STORE_SEEN, Severity.INFO, STORE, told, "", "")]
-        return await look_at_store(settings, now)
+            what = "[store] is not checked: the application provides all of its stores itself"
+            return [Finding(Code.STORE_SEEN, Severity.INFO, STORE, what, "", "")]
+        return await check_store(settings, now)
 
     async def brokers() -> list[Finding]:
-        look = await look_at_brokers(settings, known.readings)
-        told_by_brokers.update(look.answered)
-        return look.findings
+        report = await check_brokers(settings, known.readings)
+        checked_by_brokers.update(report.checked)
+        return report.findings
 
     found = await findings_of({"application": application})
     found += await findings_of({"store": store, "brokers": brokers})
     warnings = [
-        _warned(warning)
-        for warning in settings_warnings(settings, asked.services)
-        if warning.path not in told_by_brokers
+        _warning_finding(warning)
+        for warning in settings_warnings(settings, examination.services)
+        if warning.path not in checked_by_brokers
     ]
-    hidden = [_without_secrets(finding, list(_secrets(settings))) for finding in (*warnings, *_told_once(found))]
+    hidden = [_without_secrets(finding, list(_secrets(settings))) for finding in (*warnings, *_deduplicated(found))]
     return sorted(dict.fromkeys(hidden), key=lambda finding: list(Severity).index(finding.severity))
 
 
-def _told_once(found: list[Finding]) -> list[Finding]:
-    """Without what the outbox says as well as the store that it is part of."""
-    told = {finding.code for finding in found if finding.where == STORE}
-    return [finding for finding in found if finding.where != OUTBOX or finding.code not in told]
+def _deduplicated(found: list[Finding]) -> list[Finding]:
+    """Remove findings about the outbox that the store reports as well."""
+    codes = {finding.code for finding in found if finding.where == STORE}
+    return [finding for finding in found if finding.where != OUTBOX or finding.code not in codes]
 
 
-def _mistaken(mistake: SettingsMistake) -> Finding:
-    what, mend = of_mistake(mistake.path, mistake.message)
-    return Finding(Code.SETTINGS_MISTAKE, Severity.ERROR, mistake.path, what, "no worker starts", mend)
+def _mistake_finding(mistake: SettingsMistake) -> Finding:
+    what, remedy = mistake_remedy(mistake.path, mistake.message)
+    return Finding(Code.SETTINGS_MISTAKE, Severity.ERROR, mistake.path, what, "workers cannot start", remedy)
 
 
-def _warned(warning: SettingsMistake) -> Finding:
-    what, cost, mend = of_warning(warning.path, warning.message)
-    return Finding(Code.SETTINGS_WARNING, Severity.WARNING, warning.path, what, cost, mend)
+def _warning_finding(warning: SettingsMistake) -> Finding:
+    what, cost, remedy = warning_remedy(warning.path, warning.message)
+    return Finding(Code.SETTINGS_WARNING, Severity.WARNING, warning.path, what, cost, remedy)
 
 
 def _secrets(settings: Settings) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The least that a user of the store needs, as the commands, statements or policy that give it."""
+"""The minimum permissions of the store's user, as commands, statements or a policy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from integr8s_idem.errors import ApplicationError
 
 
 def access_of(settings: Settings) -> str:
-    """Lines for the administrator of the store.  The password is theirs to put in.
+    """Return the commands, statements or policy for the administrator of the store, without a password.
 
     Raises:
-        ApplicationError: This kind of store has no users, or what it needs is not installed.
+        ApplicationError: This kind of store has no users, or its extra is not installed.
     """
     try:
         return _access_of(settings)

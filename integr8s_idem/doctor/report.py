@@ -1,4 +1,4 @@
-"""Findings for people and for machines."""
+"""Format findings as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Final
 from integr8s_idem.diagnostics import Finding, Severity
 
 STATUS: Final[Mapping[Severity, int]] = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 2}
-"""Exit statuses; that of the worst finding counts."""
+"""Exit statuses by severity; that of the worst finding is used."""
 
-NOTHING: Final = "nothing to mend"
+NO_PROBLEMS: Final = "no problems found"
 
 
 def status_of(findings: Sequence[Finding]) -> int:
-    """The exit status: that of the worst."""
+    """Return the exit status of the worst finding."""
     return max((STATUS[finding.severity] for finding in findings), default=0)
 
 
 def as_text(findings: Sequence[Finding], *, verbose: bool = False) -> str:
-    """One line a finding: severity, code, where, what it is, what it can cost, what to set."""
+    """Format one line for each finding: severity, code, place, problem, consequence, remedy."""
     shown = [finding for finding in findings if verbose or finding.severity is not Severity.INFO]
     lines = [_line(finding) for finding in shown]
     if not status_of(findings):
-        lines.append(NOTHING)
+        lines.append(NO_PROBLEMS)
     return "\n".join(lines)
 
 
 def _line(finding: Finding) -> str:
-    # A setting's own words begin with its value, as in "= 5 exceeds …".
+    # Messages about settings begin with the value, as in "= 5 exceeds …".
     colon = " " if finding.what.startswith("=") else ": "
     return f"{finding.severity.value:<8} {finding.code.value}  {finding.where}{colon}{' '.join(str(finding).split())}"
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """A list of objects: code, severity, where, what, cost, mend."""
+    """Format a list of objects: code, severity, where, what, cost, remedy."""
     return json.dumps(
         [
             {
@@ -44,7 +44,7 @@ def as_json(findings: Sequence[Finding]) -> str:
                 "where": finding.where,
                 "what": finding.what,
                 "cost": finding.cost,
-                "mend": finding.mend,
+                "remedy": finding.mend,
             }
             for finding in findings
         ],

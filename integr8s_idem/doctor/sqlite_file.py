@@ -1,4 +1,4 @@
-"""A SQLite file that is not there yet: whether a worker can make it."""
+"""Check whether a worker can create a missing SQLite file."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from integr8s_idem.diagnostics import Code, Finding, Severity
 _WHERE: Final = "store.path"
 
 
-async def is_to_be_made(settings: Settings) -> bool:
-    """Whether the store is a SQLite file that is not there yet: to look into it would make it."""
+async def is_missing(settings: Settings) -> bool:
+    """Return whether the store is a SQLite file that does not exist; opening it would create it."""
     store = settings.store
-    return isinstance(store, SqliteStoreSettings) and not await asyncio.to_thread(_is_there, store.path)
+    return isinstance(store, SqliteStoreSettings) and not await asyncio.to_thread(_exists, store.path)
 
 
-async def look_at_absent_file(store: SqliteStoreSettings) -> Finding:
-    """What becomes of it at the first start of a worker."""
+async def check_missing_file(store: SqliteStoreSettings) -> Finding:
+    """Check whether the first worker can create the file."""
     try:
-        await asyncio.to_thread(_write_beside, Path(store.path))
+        await asyncio.to_thread(_create_temporary_file, Path(store.path))
     except OSError as error:
-        told = f"{store.path} is not there, and no file can be made in its folder ({error.strerror})"
-        mend = "make that folder and let this user write into it, or change store.path"
-        return Finding(Code.STORE_REFUSED, Severity.ERROR, _WHERE, told, "no worker starts", mend)
-    told = f"{store.path} is not there yet"
-    return Finding(Code.STORE_SEEN, Severity.INFO, "store", told, "", "it is made at the first start")
+        what = f"{store.path} does not exist, and no file can be created in its folder ({error.strerror})"
+        remedy = "create the folder and make it writable for this user, or change store.path"
+        return Finding(Code.STORE_REFUSED, Severity.ERROR, _WHERE, what, "workers cannot start", remedy)
+    what = f"{store.path} does not exist yet"
+    return Finding(Code.STORE_SEEN, Severity.INFO, "store", what, "", "the first worker creates it")
 
 
-def _is_there(path: str) -> bool:
+def _exists(path: str) -> bool:
     try:
         return Path(path).exists()
     except PermissionError:
         return False
 
 
-def _write_beside(path: Path) -> None:
-    # Rights alone do not tell: a file system may be read-only, or hold no files of ours.  This one has no name, or
-    # loses it at once.
+def _create_temporary_file(path: Path) -> None:
+    # Permissions are not sufficient: the file system may be read-only.  The temporary file has no name, or loses it
+    # at once.
     with tempfile.TemporaryFile(dir=path.resolve().parent):
         pass

@@ -1,4 +1,4 @@
-"""The store: whether it answers, what it says of itself, and whether this user may do all that is needed."""
+"""Check the store: availability, version, health, permissions and clock."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Final, TypeVar
 from integr8s_idem.config import MemoryStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.diagnostics import Code, Finding, Severity, StoreWarning
 from integr8s_idem.doctor.clock_skew import skew_findings
-from integr8s_idem.doctor.remedies import of_store
-from integr8s_idem.doctor.sqlite_file import is_to_be_made, look_at_absent_file
+from integr8s_idem.doctor.remedies import store_remedy
+from integr8s_idem.doctor.sqlite_file import check_missing_file, is_missing
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.records import Completion, Failure, Reserved, ReserveRequest, StoreHealth
 from integr8s_idem.stores import IdempotencyRepository
@@ -26,8 +26,8 @@ STORE: Final = "store"
 OUTBOX: Final = "outbox"
 _LEASE: Final = timedelta(seconds=30)
 _TTL: Final = timedelta(minutes=1)
-_LOOK_SECONDS: Final = 2.0
-"""How long the whole store is searched for our own records: a refusal comes with the first page."""
+_SCAN_SECONDS: Final = 2.0
+"""How long to scan the store: a missing permission shows on the first page."""
 _OLDEST: Final[Mapping[str, tuple[int, ...]]] = {
     "redis": (6, 2),
     "redis-cluster": (6, 2),
@@ -36,88 +36,90 @@ _OLDEST: Final[Mapping[str, tuple[int, ...]]] = {
     "mariadb": (10, 6),
     "sqlite": (3, 35),
 }
-_BEFORE_MARIADB: Final = "5.5.5-"
-"""What some MariaDB put before their version, for clients that took 10 for less than 5."""
-_MADE_AT_START: Final = (Code.SCHEMA_MISSING, Code.SCHEMA_OLDER)
+_MARIADB_PREFIX: Final = "5.5.5-"
+"""Prefix of the version of some MariaDB servers, for old clients."""
+_CREATED_AT_START: Final = (Code.SCHEMA_MISSING, Code.SCHEMA_OLDER)
 
 _COST: Final[Mapping[Code, str]] = {
-    Code.SCHEMA_MISSING: "no worker starts",
-    Code.SCHEMA_OLDER: "no worker starts",
-    Code.SCHEMA_NEWER: "no worker of this version starts",
-    Code.SCHEMA_OTHER: "no worker starts",
+    Code.SCHEMA_MISSING: "workers cannot start",
+    Code.SCHEMA_OLDER: "workers cannot start",
+    Code.SCHEMA_NEWER: "workers of this version cannot start",
+    Code.SCHEMA_OTHER: "workers cannot start",
     Code.STORE_PERMISSION: "workers stop at the first event that needs it",
-    Code.STORE_CREDENTIALS: "no worker starts",
-    Code.STORE_REFUSED: "no worker starts",
+    Code.STORE_CREDENTIALS: "workers cannot start",
+    Code.STORE_REFUSED: "workers cannot start",
 }
-_OUTBOX_COST: Final = "no worker starts whose handlers commit together with their records, and their events stay here"
-_PAUSED: Final = "workers wait, and handle nothing meanwhile"
+_OUTBOX_COST: Final = "workers with transactional handlers cannot start, and their events are not published"
+_PAUSED: Final = "workers wait and handle no events"
 
 
-async def look_at_store(settings: Settings, now: Callable[[], float]) -> list[Finding]:
-    """All about the store.  It writes three records that live for a minute, and deletes them.
+async def check_store(settings: Settings, now: Callable[[], float]) -> list[Finding]:
+    """Check the store.  Writes three records that expire after a minute, and deletes them.
 
-    `now`: this machine's clock, in seconds since 1970.
+    Args:
+        settings: The settings.
+        now: This machine's clock, in seconds since 1970.
     """
     store = settings.store
     if isinstance(store, MemoryStoreSettings):
-        return []  # the settings say all there is to say
-    if isinstance(store, SqliteStoreSettings) and await is_to_be_made(settings):
-        return [await look_at_absent_file(store)]
+        return []  # covered by the warnings about settings
+    if isinstance(store, SqliteStoreSettings) and await is_missing(settings):
+        return [await check_missing_file(store)]
     try:
         with as_it_is():
             async with open_store(store, key_prefix=settings.idempotency.key_prefix) as repository:
-                found = await look_at_repository(repository, settings, now)
-                return [_left_to_a_worker(finding) for finding in found]
+                found = await check_repository(repository, settings, now)
+                return [_without_worker_settings(finding) for finding in found]
     except StoreError as error:
         return [refusal(error, settings)]
 
 
-async def look_at_repository(
+async def check_repository(
     repository: IdempotencyRepository, settings: Settings, now: Callable[[], float]
 ) -> list[Finding]:
-    """All about a store that is open, whoever wrote it; as `look_at_store`."""
+    """Check an open store, as `check_store` does."""
     try:
         health = await repository.ping()
-        found = [*_told(health), *await tried(repository, settings, now)]
-        return _worst([*found, *await _outbox_findings(repository, settings)])
+        found = [*_health_findings(health), *await try_operations(repository, settings, now)]
+        return _without_repeated_warnings([*found, *await _outbox_findings(repository, settings)])
     except StoreError as error:
         return [refusal(error, settings)]
 
 
-def _worst(found: list[Finding]) -> list[Finding]:
-    """Without warnings of what has turned out to be an error."""
+def _without_repeated_warnings(found: list[Finding]) -> list[Finding]:
+    """Remove warnings that are also reported as an error."""
     errors = {finding.code for finding in found if finding.severity is Severity.ERROR}
     return [finding for finding in found if finding.severity is Severity.ERROR or finding.code not in errors]
 
 
-def _left_to_a_worker(finding: Finding) -> Finding:
-    """What a worker sets by itself in a file of the settings, and the doctor has left as it is."""
+def _without_worker_settings(finding: Finding) -> Finding:
+    """Downgrade the finding about the journal mode, which a worker sets at start but the doctor does not."""
     if finding.code is not Code.STORE_JOURNAL:
         return finding
-    return replace(finding, severity=Severity.INFO, cost="", mend="a worker sets WAL at its start")
+    return replace(finding, severity=Severity.INFO, cost="", mend="a worker enables WAL at start")
 
 
 def refusal(error: StoreError, settings: Settings, where: str = STORE) -> Finding:
-    """An error of the store as a finding: it names itself what is wrong."""
+    """Convert an error of the store to a finding."""
     if not isinstance(error, StoreUnavailableError | StoreConfigurationError):
-        what, mend = of_store(Code.STORE_REFUSED, str(error))
-        return Finding(Code.STORE_REFUSED, Severity.ERROR, where, what, _PAUSED, mend)
+        what, remedy = store_remedy(Code.STORE_REFUSED, str(error))
+        return Finding(Code.STORE_REFUSED, Severity.ERROR, where, what, _PAUSED, remedy)
     code = Code(error.code)
-    what, mend = of_store(code, error.reason)
-    if isinstance(settings.store, SqliteStoreSettings) and code in _MADE_AT_START:
-        return Finding(code, Severity.INFO, where, what, "", "a worker does it at its start")
+    what, remedy = store_remedy(code, error.reason)
+    if isinstance(settings.store, SqliteStoreSettings) and code in _CREATED_AT_START:
+        return Finding(code, Severity.INFO, where, what, "", "a worker does this at start")
     waits = isinstance(error, StoreUnavailableError)
-    return Finding(code, Severity.ERROR, where, what, _PAUSED if waits else _COST.get(code, ""), mend)
+    return Finding(code, Severity.ERROR, where, what, _PAUSED if waits else _COST.get(code, ""), remedy)
 
 
 async def _outbox_findings(repository: IdempotencyRepository, settings: Settings) -> list[Finding]:
-    """Whether the tables for events are whole; a user who may not look at them has no such handlers."""
+    """Check the outbox tables.  A user without permission to read them has no transactional handlers."""
     if not isinstance(settings.store, SqlSettings):
         return []
     from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox
 
     if not isinstance(repository, SqlIdempotencyRepository):
-        return []  # the application's own, in place of that of the settings
+        return []  # provided by the application
     try:
         await SqlOutbox(repository.engine).check()
     except StoreError as error:
@@ -128,62 +130,64 @@ async def _outbox_findings(repository: IdempotencyRepository, settings: Settings
     return []
 
 
-def _told(health: StoreHealth) -> list[Finding]:
+def _health_findings(health: StoreHealth) -> list[Finding]:
     milliseconds = health.latency / timedelta(milliseconds=1)
     seen = f"{' '.join([health.kind, health.version]).rstrip()} answers in {milliseconds:.1f} ms"
     found = [Finding(Code.STORE_SEEN, Severity.INFO, STORE, seen, "", "")]
     if is_too_old(health.kind, health.version):
         oldest = ".".join(map(str, _OLDEST[_product(health.kind, health.version)]))
-        what, cost = f"{health.kind} {health.version} is older than {oldest}", "nothing here was tested with it"
+        what, cost = f"{health.kind} {health.version} is older than {oldest}", "this version is not tested"
         found.append(Finding(Code.STORE_VERSION, Severity.WARNING, STORE, what, cost, f"use {oldest} or newer"))
-    return found + [_warned(warning) for warning in health.warnings]
+    return found + [_warning_finding(warning) for warning in health.warnings]
 
 
-def _warned(warning: str) -> Finding:
+def _warning_finding(warning: str) -> Finding:
     if isinstance(warning, StoreWarning):
         return Finding(warning.code, Severity.WARNING, STORE, warning.what, warning.cost, warning.mend)
     return Finding(Code.STORE_WARNING, Severity.WARNING, STORE, warning, "", "")
 
 
 def is_too_old(kind: str, version: str) -> bool:
-    """Whether `version`, or one of several, is below the oldest that we support; what cannot be read is not."""
+    """Return whether `version`, or one of several, is older than supported; an unknown format is not."""
     oldest = _OLDEST.get(_product(kind, version))
     if oldest is None:
         return False
-    read = (re.match(r"\d+(\.\d+)*", one.removeprefix(_BEFORE_MARIADB)) for one in version.split(", "))
-    told = [tuple(map(int, numbers[0].split("."))) for numbers in read if numbers]
-    # Of a version that is not told to the end, the rest is taken for new enough.
-    return any(numbers < oldest[: len(numbers)] for numbers in told)
+    matches = (re.match(r"\d+(\.\d+)*", one.removeprefix(_MARIADB_PREFIX)) for one in version.split(", "))
+    versions = [tuple(map(int, match[0].split("."))) for match in matches if match]
+    # Missing parts of a version are assumed to be new enough.
+    return any(numbers < oldest[: len(numbers)] for numbers in versions)
 
 
 def _product(kind: str, version: str) -> str:
     return "mariadb" if kind == "mysql" and "mariadb" in version.lower() else kind
 
 
-async def tried(repository: IdempotencyRepository, settings: Settings, now: Callable[[], float]) -> list[Finding]:
-    """Use each verb once, on records of our own: a permission that lacks shows, and a store that forgets."""
+async def try_operations(
+    repository: IdempotencyRepository, settings: Settings, now: Callable[[], float]
+) -> list[Finding]:
+    """Use each operation once on test records, to find missing permissions and lost writes."""
     prefix = f"{settings.idempotency.key_prefix}:doctor:{os.urandom(8).hex()}"
     trial = _Trial(repository, settings, prefix)
     before = now()
-    reserved = await trial.told(trial.reserve())
+    reserved = await trial.result(trial.reserve())
     after = now()
     if reserved is None:
         return trial.found
     first, second, third = reserved
     answers = {
-        "renew": await trial.told(repository.renew([first], _LEASE)),
-        "complete": await trial.told(repository.complete([Completion(reservation=first, ttl=_TTL)])),
-        "fail": await trial.told(repository.fail([Failure(reservation=second, ttl=_TTL, error="doctor")])),
-        "release": await trial.told(repository.release([third])),
+        "renew": await trial.result(repository.renew([first], _LEASE)),
+        "complete": await trial.result(repository.complete([Completion(reservation=first, ttl=_TTL)])),
+        "fail": await trial.result(repository.fail([Failure(reservation=second, ttl=_TTL, error="doctor")])),
+        "release": await trial.result(repository.release([third])),
     }
-    read = await trial.told(repository.get([one.key for one in reserved]))
-    await trial.told(trial.searched())
-    await trial.told(repository.delete([one.key for one in reserved]))
-    forgotten = [verb for verb, answer in answers.items() if answer == [False]]
+    read = await trial.result(repository.get([one.key for one in reserved]))
+    await trial.result(trial.scan())
+    await trial.result(repository.delete([one.key for one in reserved]))
+    forgotten = [operation for operation, answer in answers.items() if answer == [False]]
     if forgotten or (read is not None and None in read):
-        trial.forgets(", ".join(forgotten) or "get")
-    if not isinstance(settings.store, SqliteStoreSettings):  # its clock is ours
-        # The fence of a key that is new is the store's clock.
+        trial.add_lost_writes(", ".join(forgotten) or "get")
+    if not isinstance(settings.store, SqliteStoreSettings):  # SQLite uses this machine's clock
+        # The fence of a new key is the store's clock.
         trial.found += skew_findings(first.fence / 1e6, before, after)
     return trial.found
 
@@ -196,30 +200,30 @@ class _Trial:
     found: list[Finding] = field(default_factory=list)
 
     async def reserve(self) -> list[Reserved]:
-        wishes = [
+        requests = [
             ReserveRequest(key=f"{self.prefix}:{name}", token=os.urandom(16), lease=_LEASE, retention=_TTL)
             for name in ("a", "b", "c")
         ]
-        verdicts = await self.repository.reserve(wishes)
+        verdicts = await self.repository.reserve(requests)
         reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
-        assert len(reserved) == len(wishes), "keys that nobody else can know were taken"
+        assert len(reserved) == len(requests), "random keys were already reserved"
         return reserved
 
-    async def searched(self) -> None:
-        """Look for our records among all others, for a while."""
-        for looking in (lambda: self.repository.count_active(self.prefix), self._first_scanned):
+    async def scan(self) -> None:
+        """Scan the store for the test records, for a limited time."""
+        for operation in (lambda: self.repository.count_active(self.prefix), self._scan_one):
             try:
-                async with asyncio.timeout(_LOOK_SECONDS):
-                    await looking()
+                async with asyncio.timeout(_SCAN_SECONDS):
+                    await operation()
             except TimeoutError:
-                continue  # so many records are there; that it may look is known
+                continue  # the store is large, but permits scanning
 
-    async def _first_scanned(self) -> None:
+    async def _scan_one(self) -> None:
         async for _ in self.repository.scan(self.prefix):
             return
 
-    async def told(self, call: Awaitable[T]) -> T | None:
-        """The answer; `None` for an error, which is a finding then."""
+    async def result(self, call: Awaitable[T]) -> T | None:
+        """Return the result of `call`; for an error, add a finding and return `None`."""
         try:
             return await call
         except StoreError as error:
@@ -228,8 +232,8 @@ class _Trial:
                 self.found.append(finding)
             return None
 
-    def forgets(self, verbs: str) -> None:
-        what = f"it has forgotten within a second what it was told ({verbs})"
-        cost = "events that come again run again"
-        mend = "look for evictions, a flush, or another server behind the same address"
-        self.found.append(Finding(Code.STORE_FORGETS, Severity.ERROR, STORE, what, cost, mend))
+    def add_lost_writes(self, operations: str) -> None:
+        what = f"writes were lost within a second ({operations})"
+        cost = "redelivered events are handled again"
+        remedy = "check for evictions, a flush, or several servers at the same address"
+        self.found.append(Finding(Code.STORE_FORGETS, Severity.ERROR, STORE, what, cost, remedy))

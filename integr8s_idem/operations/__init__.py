@@ -1,4 +1,4 @@
-"""What an operator asks of a running deployment, and does to it: keys, dead letters, workers.
+"""Operations on a running deployment: records, dead letters and workers.
 
-Nothing here prints.  `integr8s_idem.cli` asks people before something is changed, and shows what came of it.
+These modules print nothing.  `integr8s_idem.cli` asks for confirmation and prints the results.
 """

@@ -1,4 +1,4 @@
-"""A new application: settings, providers, one service, and tests that pass.  Its files are templates in `scaffold/`."""
+"""Create an application with settings, providers, one service and tests, from the templates in `scaffold/`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from integr8s_idem.errors import ApplicationError
 TEMPLATES: Final = Path(__file__).with_name("scaffold")
 _SUFFIX: Final = ".tmpl"
 _PLACES: Final = {"app": "{package}", "gitignore": ".gitignore"}
-"""What is called otherwise in an application."""
+"""Templates with another name in the application."""
 
 
 class Store(str, Enum):
-    """Where the records of a new application are."""
+    """Store of a new application."""
 
     REDIS = "redis"
     SQLITE = "sqlite"
@@ -32,8 +32,8 @@ class Store(str, Enum):
 
 
 @dataclass(frozen=True)
-class _Words:
-    """What the files say of a store."""
+class _StoreTexts:
+    """Texts about a store in the files."""
 
     section: str
     extras: str
@@ -41,21 +41,21 @@ class _Words:
     migrate: str = ""
 
 
-_WORDS: Final[Mapping[Store, _Words]] = {
-    Store.REDIS: _Words(
+_TEXTS: Final[Mapping[Store, _StoreTexts]] = {
+    Store.REDIS: _StoreTexts(
         '[store]\nkind = "redis"\nurl = "redis://localhost:6379/0"\n',
         "embedded",
-        "a Kafka (an emulator) and a Redis come with the worker, and go with it.",
+        "the worker starts and stops a Kafka emulator and a Redis server.",
     ),
-    Store.SQLITE: _Words(
+    Store.SQLITE: _StoreTexts(
         '[store]\nkind = "sqlite"                      # for workers of one machine\npath = "{package}.db"\n',
         "embedded,sql",
-        "a Kafka (an emulator) comes with the worker, and goes with it. The records stay in `{package}.db`.",
+        "the worker starts and stops a Kafka emulator. The records are kept in `{package}.db`.",
     ),
-    Store.POSTGRESQL: _Words(
+    Store.POSTGRESQL: _StoreTexts(
         '[store]\nkind = "postgresql"\nurl = "postgresql://localhost:5432/{package}"\n',
         "embedded,sql",
-        "a Kafka (an emulator) comes with the worker, and a Redis that has the records in place of PostgreSQL.",
+        "the worker starts and stops a Kafka emulator, and a Redis server that is used instead of PostgreSQL.",
         "    integr8s-idem store migrate\n",
     ),
 }
@@ -66,34 +66,34 @@ _MODULES: Final[Mapping[str, Sequence[str]]] = {
     "sql": ("aiosqlite", "asyncpg", "sqlalchemy"),
     "testing": ("hypothesis", "pytest", "pytest_asyncio"),
 }
-"""What an extra brings."""
+"""Modules that an extra installs."""
 
 
 def application_files(name: str, store: Store = Store.REDIS) -> dict[Path, str]:
-    """The files of a new application, by their paths in its folder.
+    """Return the contents of a new application's files by path.
 
     Raises:
-        ApplicationError: `name` cannot be the name of a package.
+        ApplicationError: `name` is not a valid package name.
     """
     _check(name)
-    words = _WORDS[store]
+    texts = _TEXTS[store]
     values = {
         "package": name,
         "distribution": name.replace("_", "-"),
-        "extras": words.extras,
-        "library": library_requirement(f"testing,{words.extras}"),
-        "store": words.section.format(package=name),
-        "embedded": words.embedded.format(package=name),
-        "migrate": words.migrate,
+        "extras": texts.extras,
+        "library": library_requirement(f"testing,{texts.extras}"),
+        "store": texts.section.format(package=name),
+        "embedded": texts.embedded.format(package=name),
+        "migrate": texts.migrate,
     }
     templates = sorted(path for path in TEMPLATES.rglob(f"*{_SUFFIX}"))
     return {_place(path, name): Template(path.read_text("utf-8")).substitute(values) for path in templates}
 
 
 def library_requirement(extras: str) -> str:
-    """What pip installs this library from, with `extras`: the wheel or folder that it was installed from, if any.
+    """Return the pip requirement of this library: the wheel or folder it was installed from, or its name.
 
-    A package of that name need not be published: the README of a new application names what was installed here.
+    The README of a new application names this requirement, since the package may not be published.
     """
     requirement = f"integr8s-idem[{extras}]"
     origin = distribution("integr8s-idem").read_text("direct_url.json")
@@ -102,27 +102,27 @@ def library_requirement(extras: str) -> str:
 
 
 def missing_extras(store: Store) -> list[str]:
-    """What the new application's tests and its run without servers need and is not installed."""
-    wanted = ["testing", *_WORDS[store].extras.split(",")]
+    """Return the extras that the application's tests and embedded servers need and that are not installed."""
+    wanted = ["testing", *_TEXTS[store].extras.split(",")]
     return [extra for extra in wanted if any(find_spec(module) is None for module in _MODULES[extra])]
 
 
 def write_application(folder: Path, files: Mapping[Path, str]) -> None:
-    """Write `files` into `folder`, which is made if it is not there.
+    """Write `files` to `folder`, which is created if necessary.
 
     Raises:
-        ApplicationError: There is something in it, or it cannot be written to.
+        ApplicationError: The folder is not empty or cannot be written.
     """
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ApplicationError(
-                f"{folder} is there and is not empty: nothing was written. Name another folder: --into"
+                f"{folder} already exists and is not empty: nothing was written. Choose another folder with --into"
             )
         for path, text in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, "utf-8")
     except OSError as error:
-        raise ApplicationError(f"{folder} cannot be written to: {error.strerror or error}") from error
+        raise ApplicationError(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
 def _place(template: Path, name: str) -> Path:
@@ -131,26 +131,26 @@ def _place(template: Path, name: str) -> Path:
 
 
 def _check(name: str) -> None:
-    why = _why_not(name)
-    if why:
-        raise ApplicationError(f'"{name}" cannot be the name of an application: {why}; {_other(name)} could')
+    problem = _name_problem(name)
+    if problem:
+        raise ApplicationError(f'invalid application name "{name}": {problem}; try {_suggestion(name)}')
 
 
-def _why_not(name: str) -> str:
-    """Why it is none; empty if it is one."""
+def _name_problem(name: str) -> str:
+    """Return why `name` is invalid, or an empty string."""
     if keyword.iskeyword(name):
-        return "it is a word of Python's own"
+        return "it is a Python keyword"
     if not re.fullmatch("[a-z_][a-z0-9_]*", name):
-        return "a package has small letters, digits and underscores in its name, and no digit first"
+        return "use lowercase letters, digits and underscores, starting with a letter"
     if name in sys.stdlib_module_names:
-        return "Python has a module of that name"
+        return "it is the name of a module of the standard library"
     if name in {"tests", "conftest"}:
-        return "the tests of the application are there"
+        return "it is reserved for the application's tests"
     if name in packages_distributions():
-        return "a package of that name is installed"
+        return "a package with that name is installed"
     return ""
 
 
-def _other(name: str) -> str:
-    words = "_".join(re.findall("[a-z0-9]+", name.lower())).lstrip("0123456789_") or "shop"
-    return words if not _why_not(words) else f"{words}_app"
+def _suggestion(name: str) -> str:
+    suggestion = "_".join(re.findall("[a-z0-9]+", name.lower())).lstrip("0123456789_") or "shop"
+    return suggestion if not _name_problem(suggestion) else f"{suggestion}_app"

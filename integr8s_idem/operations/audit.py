@@ -1,8 +1,8 @@
-"""A line for every change that people make by hand: who, when, what, and what came of it.
+"""Audit lines for changes by operators: who, when, what, and the result.
 
-One JSON object a line, in ASCII, appended and flushed to the disk.  A command writes `begun` before it touches
-anything, and refuses to go on where that fails; so a change without a line cannot be.  `ended` follows with what was
-counted, or `failed: …`, or `interrupted`; a `begun` with nothing behind it was killed.
+Each line is a JSON object in ASCII, appended and synced to disk.  A command writes `begun` before it changes anything,
+and stops if that fails, so that there is no change without a line.  `ended` follows with the counts, or `failed: …`, or
+`interrupted`.  A `begun` without a later line belongs to a command that was killed.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from integr8s_idem.config.urls import redacted
 from integr8s_idem.errors import ApplicationError
 
 _ADDRESS: Final = {"kind", "url", "urls", "sentinels", "path", "table", "region", "endpoint_url"}
-"""Settings of a store that say where it is."""
+"""Settings of a store that contain its address."""
 
 STANDARD_ERROR: Final = "-"
-"""In place of a file's name: lines go to standard error, for those who collect that."""
+"""Write lines to standard error instead of a file."""
 
 
 @dataclass
 class Entry:
-    """What a command reports while it runs; `counts` stands in its last line."""
+    """Results that a command reports; `counts` is included in its last line."""
 
     counts: dict[str, Any] = field(default_factory=dict)
 
 
 def audit_file() -> Path:
-    """Where lines go if nobody says otherwise: `integr8s-idem/audit.jsonl` below the folder for state.
+    """Return the default file: `integr8s-idem/audit.jsonl` in the state directory.
 
-    That is `XDG_STATE_HOME`, or `~/.local/state` (XDG Base Directory Specification, which has relative ones ignored).
+    That is `XDG_STATE_HOME`, or `~/.local/state`.  Relative paths are ignored, as the XDG specification requires.
 
     Raises:
-        OSError: This user has no home.
+        OSError: The user has no home directory.
     """
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():
@@ -58,30 +58,31 @@ def audit_file() -> Path:
 
 
 def store_place(settings: Settings) -> dict[str, Any]:
-    """Which store a change is made in, fit for an audit line: its kind, its address without credentials, the prefix."""
+    """Return the store's kind, its address without credentials, and the key prefix, for an audit line."""
     store = settings.store.model_dump(mode="json", include=_ADDRESS, exclude_none=True)
     return {**store, "key_prefix": settings.idempotency.key_prefix}
 
 
 @contextmanager
 def audited(command: str, asked: Mapping[str, Any], file: str | None = None) -> Iterator[Entry]:
-    """Write a line before the block and one behind it, however that ends.
+    """Write a line before the block and a line after it, even if it fails.
 
     Args:
-        command: As people type it: `keys release`.
-        asked: What it is to do it to, fit for JSON; no payload.
-        file: Its name, `-` for standard error, or `None` for `audit_file()`.
+        command: The command as typed: `keys release`.
+        asked: Options of the command, JSON-serializable, without payloads.
+        file: Path of the file, `-` for standard error, or `None` for `audit_file()`.
 
     Raises:
-        ApplicationError: A line cannot be written.  The first: the block does not run.  The last: it has run.
+        ApplicationError: A line cannot be written.  For the first line, the block does not run; for the last, it has
+            run.
     """
-    told = {"run": uuid4().hex, "command": command, **_who(), "asked": dict(asked)}
+    fields = {"run": uuid4().hex, "command": command, **_who(), "asked": dict(asked)}
     try:
-        _append(file, {"at": _now(), "says": "begun", **told})
+        _append(file, {"at": _now(), "says": "begun", **fields})
     except OSError as error:
         raise ApplicationError(
-            f"nothing was changed: no audit line can be written ({error}); name another file with --audit-file, "
-            f"or {STANDARD_ERROR} for standard error"
+            f"nothing was changed: cannot write the audit line ({error}); choose another file with --audit-file, or "
+            f"{STANDARD_ERROR} for standard error"
         ) from error
     entry = Entry()
     try:
@@ -93,16 +94,16 @@ def audited(command: str, asked: Mapping[str, Any], file: str | None = None) -> 
             else "interrupted"
         )
         try:
-            _append(file, {"at": _now(), "says": how, **told, "counts": entry.counts})
+            _append(file, {"at": _now(), "says": how, **fields, "counts": entry.counts})
         except OSError as fault:
-            # What went wrong first is what is raised.
-            error.add_note(f"and no audit line can be written of that any more ({fault}): {entry.counts}")
+            # Raise the original error.
+            error.add_note(f"the audit line cannot be written either ({fault}): {entry.counts}")
         raise
     try:
-        _append(file, {"at": _now(), "says": "ended", **told, "counts": entry.counts})
+        _append(file, {"at": _now(), "says": "ended", **fields, "counts": entry.counts})
     except OSError as error:
         raise ApplicationError(
-            f"it was done, but its last audit line cannot be written ({error}); what that would say: "
+            f"the command succeeded, but its last audit line cannot be written ({error}); its counts: "
             f"{json.dumps(entry.counts)}"
         ) from error
 
@@ -114,7 +115,7 @@ def _append(file: str | None, line: Mapping[str, Any]) -> None:
         sys.stderr.flush()
         return
     path = Path(file) if file else audit_file()
-    # For this user alone; what is there keeps its rights.
+    # Readable by this user only; existing folders keep their permissions.
     for folder in reversed([each for each in path.parents if not each.exists()]):
         folder.mkdir(mode=0o700, exist_ok=True)
     audit = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -125,16 +126,16 @@ def _append(file: str | None, line: Mapping[str, Any]) -> None:
 
 
 def _write(audit: int, line: bytes) -> None:
-    # In one call, so that lines of two commands do not mix.
+    # A single write, so that lines of concurrent commands do not mix.
     written = os.write(audit, line)
     if written < len(line):
-        # The disk is full, or nearly so: half a line is none, and the next one must not be part of it.
+        # The disk is full: terminate the partial line, so that the next line stays intact.
         os.write(audit, b"\n")
         raise OSError(f"only {written} of {len(line)} bytes could be written")
     try:
         os.fsync(audit)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a pipe, or a device: there is no disk behind it
+        if error.errno != errno.EINVAL:  # pipes and devices cannot be synced
             raise
 
 
@@ -143,7 +144,7 @@ def _now() -> str:
 
 
 def _who() -> dict[str, str]:
-    """By the system rather than the environment, which anybody can set; who used sudo is told by sudo."""
+    """Return user and host.  The user comes from the system, since environment variables can be set by anyone."""
     who = {"user": _user(), "host": socket.gethostname()}
     through = os.environ.get("SUDO_USER")
     return {**who, "sudo_user": through} if through else who

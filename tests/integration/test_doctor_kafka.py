@@ -158,6 +158,6 @@ async def test_a_good_set_up_is_one_line(shop: Shop, tmp_path: Path) -> None:
         calls = [["doctor", "--settings", str(file), *more] for more in ([], ["--json"], ["--verbose"])]
         plain, as_json, verbose = [await asyncio.to_thread(CliRunner().invoke, app, call) for call in calls]
 
-    assert (plain.output, plain.exit_code) == ("nothing to mend\n", 0)
+    assert (plain.output, plain.exit_code) == ("no problems found\n", 0)
     assert {one["severity"] for one in json.loads(as_json.output)} == {"info"}
     assert len(verbose.output.splitlines()) == 3

@@ -21,9 +21,9 @@ from examples.bookings import platform as bookings_platform
 from integr8s_idem import Platform, Service
 from integr8s_idem.config import PostgresqlStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.diagnostics import Code, Finding, Severity
-from integr8s_idem.doctor.application_checks import look_at_application
+from integr8s_idem.doctor.application_checks import check_application
 from integr8s_idem.doctor.permissions import access_of
-from integr8s_idem.doctor.store_checks import look_at_repository
+from integr8s_idem.doctor.store_checks import check_repository
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
 from integr8s_idem.integrations.dishka import (
@@ -224,9 +224,9 @@ def booking_providers(settings: Settings) -> Sequence[BaseProvider]:
 async def found_in_bookings(server: PostgresServer) -> list[Finding]:
     url = server.url.replace("postgresql+asyncpg", "postgresql").replace("postgres@", "")
     settings = Settings(store=PostgresqlStoreSettings(kind="postgresql", url=url, username="worker"))
-    look = await look_at_application(Platform(Service("bookings", providers=booking_providers)), settings)
-    assert [reading.topics for reading in look.readings] == [("payment_received",)]
-    return look.findings
+    report = await check_application(Platform(Service("bookings", providers=booking_providers)), settings)
+    assert [reading.topics for reading in report.readings] == [("payment_received",)]
+    return report.findings
 
 
 async def test_nothing_is_found_in_sound_transactional_handlers(database: PostgresServer) -> None:
@@ -252,10 +252,10 @@ async def test_a_look_at_transactional_handlers_makes_no_sqlite_file(tmp_path: P
     file = tmp_path / "bookings.db"
     settings = Settings(store=SqliteStoreSettings(kind="sqlite", path=str(file)))
 
-    look = await look_at_application(bookings_platform, settings)
+    report = await check_application(bookings_platform, settings)
 
-    assert look.findings == []
-    assert len(look.readings) == 2
+    assert report.findings == []
+    assert len(report.readings) == 2
     assert not file.exists()
 
 
@@ -264,7 +264,7 @@ async def test_nothing_is_found_in_transactional_handlers_on_sqlite(tmp_path: Pa
     async with open_store(settings.store, key_prefix="idempotency") as store:
         await store.ping()
 
-    assert (await look_at_application(bookings_platform, settings)).findings == []
+    assert (await check_application(bookings_platform, settings)).findings == []
 
 
 async def test_an_outbox_whose_store_is_away_is_told_once(tmp_path: Path) -> None:
@@ -286,17 +286,17 @@ async def test_an_absent_sqlite_file_is_no_mistake_and_is_not_made(tmp_path: Pat
 
 
 @pytest.mark.parametrize("folder", ["nowhere", "file", "/proc"])
-async def test_a_sqlite_file_that_no_worker_can_make_is_found(tmp_path: Path, folder: str) -> None:
+async def test_a_sqlite_file_that_workers_cannot_create_is_found(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
     settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / folder / "idem.db"))
 
     (only,) = await found_in_store(settings)
 
     assert (only.code, only.severity, only.where) == (Code.STORE_REFUSED, Severity.ERROR, "store.path")
-    assert only.cost == "no worker starts"
+    assert only.cost == "workers cannot start"
 
 
-async def test_a_look_at_a_sqlite_file_leaves_its_journal_as_it_was(tmp_path: Path) -> None:
+async def test_the_doctor_does_not_change_the_journal_mode_of_a_sqlite_file(tmp_path: Path) -> None:
     settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"))
     async with open_store(settings, key_prefix="idempotency") as store:
         await store.ping()
@@ -308,7 +308,7 @@ async def test_a_look_at_a_sqlite_file_leaves_its_journal_as_it_was(tmp_path: Pa
     with closing(sqlite3.connect(settings.path)) as file:
         assert file.execute("PRAGMA journal_mode").fetchone() == ("delete",)
     assert codes(found) == []
-    assert [one.mend for one in found if one.code is Code.STORE_JOURNAL] == ["a worker sets WAL at its start"]
+    assert [one.mend for one in found if one.code is Code.STORE_JOURNAL] == ["a worker enables WAL at start"]
 
 
 async def test_a_sqlite_file_that_another_process_holds_is_found_with_what_to_do_about_it(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ async def test_a_sqlite_file_without_a_write_ahead_log_is_found(tmp_path: Path) 
     file.close()
     engine = create_async_engine(f"sqlite+aiosqlite:///{settings.path}")  # one of an application, which is not ours
 
-    found = await look_at_repository(SqlIdempotencyRepository(engine), Settings(store=settings), time.time)
+    found = await check_repository(SqlIdempotencyRepository(engine), Settings(store=settings), time.time)
     await engine.dispose()
 
     assert "store-journal" in codes(found)

@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from integr8s_idem import IdempotencyManager
-from integr8s_idem.cli.keys_format import BEGINNING
+from integr8s_idem.cli.keys_format import RESULT_PREVIEW
 from integr8s_idem.engine.steps import Steps
 from integr8s_idem.keys import Key, KeyResolver
 from integr8s_idem.records import IdempotencyStatus, Reserved
@@ -37,7 +37,7 @@ def spoil(url: str, key: str) -> None:
 # List and show.
 
 
-def test_every_record_is_listed_with_how_it_stands(desk: Desk) -> None:
+def test_every_record_is_listed_with_its_state(desk: Desk) -> None:
     desk.fill()
 
     found = {one["label"]: one for one in desk.told("list")}
@@ -68,13 +68,13 @@ def test_every_record_is_listed_with_how_it_stands(desk: Desk) -> None:
         (("--older-than", "1h"), []),
     ],
 )
-def test_a_filter_leaves_what_is_asked_for(desk: Desk, filters: tuple[str, ...], labels: list[str]) -> None:
+def test_records_are_listed_by_filter(desk: Desk, filters: tuple[str, ...], labels: list[str]) -> None:
     desk.fill()
 
     assert sorted(one["label"] for one in desk.told("list", *filters)) == labels
 
 
-def test_a_list_for_a_pipe_has_a_line_for_each_and_a_summary_beside_it(desk: Desk) -> None:
+def test_a_list_in_a_pipe_has_one_line_per_record_and_a_summary_on_stderr(desk: Desk) -> None:
     desk.fill()
 
     answer = desk.typed("list")
@@ -86,19 +86,19 @@ def test_a_list_for_a_pipe_has_a_line_for_each_and_a_summary_beside_it(desk: Des
     assert len(desk.typed("list", "--limit", "2").stdout.splitlines()) == 2
 
 
-def test_show_has_all_that_is_stored(desk: Desk) -> None:
+def test_show_prints_the_whole_record(desk: Desk) -> None:
     desk.fill()
 
-    (told,) = desk.told("show", "order_placed:1")
+    (shown,) = desk.told("show", "order_placed:1")
     missing = desk.typed("show", "nothing")
 
-    assert told["result"]["text"] == LONG.body.decode()
+    assert shown["result"]["text"] == LONG.body.decode()
     assert LONG.body.decode() in desk.typed("show", "1").stdout
     assert missing.exit_code == 1
     assert "no record" in missing.stderr
 
 
-def test_what_the_store_keeps_for_itself_is_no_record(desk: Desk) -> None:
+def test_internal_entries_of_the_store_are_not_listed(desk: Desk) -> None:
     desk.fill()
     desk.do(lambda store: store.ping())
 
@@ -108,27 +108,27 @@ def test_what_the_store_keeps_for_itself_is_no_record(desk: Desk) -> None:
 # Explain.
 
 
-@pytest.mark.parametrize("words", ["1", "order_placed:1", "billing:charge:order_placed:id:1", None])
-def test_a_record_is_explained_by_whatever_people_call_it(desk: Desk, words: str | None) -> None:
+@pytest.mark.parametrize("name", ["1", "order_placed:1", "billing:charge:order_placed:id:1", None])
+def test_a_record_is_explained_by_any_of_its_names(desk: Desk, name: str | None) -> None:
     desk.fill()
     full = desk.manage(_full_key)
 
-    answer = desk.explained(words or full)
+    answer = desk.explained(name or full)
 
     (one,) = answer["records"]
     assert one["key"] == full
     assert (one["status"], one["attempt"], one["service"]) == ("completed", 1, "billing")
     assert (one["trace_id"], one["span_id"]) == (TRACE.trace_id.hex(), TRACE.span_id.hex())
-    assert one["result"]["text"] == LONG.body.decode()[:BEGINNING]
-    assert one["next_delivery"].startswith("it would not be handled, but answered with the stored result")
-    assert answer["read_as"].startswith("a full key" if words is None else "an event's id")
+    assert one["result"]["text"] == LONG.body.decode()[:RESULT_PREVIEW]
+    assert one["next_delivery"].startswith("would not be handled, but answered with the stored result")
+    assert answer["read_as"].startswith("a full key" if name is None else "an event's id")
 
 
 async def _full_key(manager: IdempotencyManager) -> str:
     return manager.space.full(event("1"))
 
 
-def test_the_screen_says_what_people_ask(desk: Desk) -> None:
+def test_the_explanation_describes_the_state_of_a_record(desk: Desk) -> None:
     desk.fill()
 
     completed = desk.typed("explain", "1").stdout
@@ -137,31 +137,31 @@ def test_the_screen_says_what_people_ask(desk: Desk) -> None:
     lapsed = desk.typed("explain", "lapsed").stdout
 
     assert "handled        yes, by billing (handler charge)" in completed
-    assert "tried          once; max_attempts is 3" in completed
+    assert "attempts       1 of at most 3" in completed
     assert f"trace          {TRACE.trace_id.hex()}, span {TRACE.span_id.hex()}" in completed
     assert "1,000 bytes of application/json" in completed
-    assert "(--result for all)" in completed
-    assert "(--result for all)" not in desk.typed("explain", "1", "--result").stdout
+    assert "(use --result to show all)" in completed
+    assert "(use --result to show all)" not in desk.typed("explain", "1", "--result").stdout
     assert "error          no such account" in failed
     assert "dead letter    in order_placed.dlq" in failed
-    assert "not yet: billing@host-7 is at it" in held
-    assert "it would wait at most 30 s" in held
-    assert "it crashed, or stalled" in lapsed
+    assert "not yet: in progress at billing@host-7" in held
+    assert "would wait at most 30 s" in held
+    assert "the owner crashed or stalled" in lapsed
     assert "taken over and handled, as attempt 2" in lapsed
 
 
-def test_what_was_never_seen_would_be_handled(desk: Desk) -> None:
+def test_an_unknown_event_would_be_handled(desk: Desk) -> None:
     desk.fill()
 
     answer = desk.explained("idempotency:billing:charge:order_placed:id:9")
 
     assert desk.explained("other:order:1", "--as", "key")["absent"] == []
     assert answer["records"] == []
-    assert [one["next_delivery"] for one in answer["absent"]] == ["it would be handled, as attempt 1 of at most 3"]
+    assert [one["next_delivery"] for one in answer["absent"]] == ["would be handled, as attempt 1 of at most 3"]
     assert "never seen, or its record has expired" in " ".join(desk.explained("9")["notes"])
 
 
-def test_with_the_application_each_handler_is_told_of(desk: Desk) -> None:
+def test_with_the_application_every_handler_is_explained(desk: Desk) -> None:
     desk.fill()
 
     found, missing = desk.explained("1", *APP), desk.explained("order_placed:9", *APP)
@@ -173,7 +173,7 @@ def test_with_the_application_each_handler_is_told_of(desk: Desk) -> None:
     assert desk.explained("held", *APP)["records"][0]["status"] == "processing"
 
 
-def test_a_hashed_key_is_found_with_the_application_alone(tmp_path: Path, redis_url: str) -> None:
+def test_a_hashed_key_is_found_only_with_the_application(tmp_path: Path, redis_url: str) -> None:
     desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"', "[idempotency]\nhash_keys = true\n")
     desk.take(event("1"))
 
@@ -182,7 +182,7 @@ def test_a_hashed_key_is_found_with_the_application_alone(tmp_path: Path, redis_
     assert desk.explained("1", *APP)["records"][0]["owner"] == "billing@host-7"
 
 
-def test_generations_and_steps_are_told_beside_their_unit(desk: Desk) -> None:
+def test_generations_and_steps_are_listed_with_their_unit(desk: Desk) -> None:
     resolved = KeyResolver().resolve("charge", OrderPlaced(event_id="1", order_id="1"))
 
     async def fulfil(manager: IdempotencyManager) -> None:
@@ -209,7 +209,7 @@ async def _reserve() -> str:
     return "r-1"
 
 
-def test_what_cannot_be_read_is_told_and_breaks_nothing(tmp_path: Path, redis_url: str) -> None:
+def test_a_corrupt_record_is_listed_and_explained(tmp_path: Path, redis_url: str) -> None:
     desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"')
     desk.fill()
     spoil(redis_url, "idempotency:billing::broken")
@@ -219,14 +219,14 @@ def test_what_cannot_be_read_is_told_and_breaks_nothing(tmp_path: Path, redis_ur
 
     assert (listed["label"], listed["reason"]) == ("broken", "it was written by another program")
     assert len(desk.told("list")) == 6
-    assert explained["records"][0]["next_delivery"] == "it would not be handled: CorruptRecordError"
+    assert explained["records"][0]["next_delivery"] == "would not be handled: CorruptRecordError"
     assert desk.explained("idempotency:billing::broken")["records"][0]["status"] == "corrupt"
 
 
 # Release.
 
 
-def test_the_leases_of_a_dead_owner_end_and_attempts_stay(desk: Desk) -> None:
+def test_release_ends_the_leases_of_an_owner_and_keeps_attempts(desk: Desk) -> None:
     desk.take("a", lease=timedelta(seconds=100))
     desk.take("b", lease=timedelta(seconds=100))
     desk.take("c", lease=timedelta(seconds=100), owner="billing@host-9")
@@ -245,26 +245,26 @@ def test_the_leases_of_a_dead_owner_end_and_attempts_stay(desk: Desk) -> None:
     assert ended["counts"]["records"] == 2
 
 
-def test_a_lease_that_was_renewed_lately_is_left_alone_unless_it_is_forced(desk: Desk) -> None:
+def test_recently_renewed_leases_are_released_only_with_force(desk: Desk) -> None:
     desk.take("a")
 
-    spared = desk.changing("release", "a", "--yes")
-    assert (spared.exit_code, spared.stdout) == (0, "released: 0 records\n")
-    assert "left alone: 1 renewed lately: its owner seems to live" in spared.stderr
+    skipped = desk.changing("release", "a", "--yes")
+    assert (skipped.exit_code, skipped.stdout) == (0, "released: 0 records\n")
+    assert "skipped: 1 renewed recently: the owner seems to be alive" in skipped.stderr
 
     assert json.loads(desk.changing("release", "a", "--yes", "--force", "--json").stdout)["released"] == 1
     assert desk.told("list")[0]["lease"] == "released"
 
 
-def test_a_release_needs_a_name(desk: Desk) -> None:
+def test_release_requires_a_key_or_an_owner(desk: Desk) -> None:
     answer = desk.changing("release", "--service", "billing", "--yes")
 
     assert answer.exit_code == 2
-    assert "KEY, or --owner" in answer.stderr
+    assert "KEY or --owner" in answer.stderr
     assert desk.audited() == []
 
 
-def test_what_is_hashed_in_the_store_is_hashed_in_the_audit(tmp_path: Path, redis_url: str) -> None:
+def test_names_of_hashed_keys_are_hashed_in_the_audit_file(tmp_path: Path, redis_url: str) -> None:
     desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"', "[idempotency]\nhash_keys = true\n")
 
     desk.changing("release", "anna@example.org", "--yes")
@@ -277,7 +277,7 @@ def test_what_is_hashed_in_the_store_is_hashed_in_the_audit(tmp_path: Path, redi
 
 
 @pytest.mark.parametrize(
-    ("chosen", "left"),
+    ("chosen", "remaining"),
     [
         (("--status", "failed"), ["held", "lapsed", "order_placed:1", "released"]),
         (("order_placed:1",), ["held", "lapsed", "order_placed:2", "released"]),
@@ -288,18 +288,18 @@ def test_what_is_hashed_in_the_store_is_hashed_in_the_audit(tmp_path: Path, redi
         (("held", "--in-progress"), ["lapsed", "order_placed:1", "order_placed:2", "released"]),
     ],
 )
-def test_what_is_chosen_is_forgotten_and_nothing_else(desk: Desk, chosen: tuple[str, ...], left: list[str]) -> None:
+def test_only_selected_records_are_purged(desk: Desk, chosen: tuple[str, ...], remaining: list[str]) -> None:
     desk.fill()
 
     answer = desk.changing("purge", *chosen, "--yes", "--json")
 
-    assert desk.labels() == left
-    assert json.loads(answer.stdout)["purged"] == 5 - len(left)
+    assert desk.labels() == remaining
+    assert json.loads(answer.stdout)["purged"] == 5 - len(remaining)
     assert [line["says"] for line in desk.audited()] == ["begun", "ended"]
-    assert desk.audited()[1]["counts"]["records"] == 5 - len(left)
+    assert desk.audited()[1]["counts"]["records"] == 5 - len(remaining)
 
 
-def test_a_name_of_no_record_is_told_and_the_others_are_done(desk: Desk) -> None:
+def test_names_without_a_record_are_reported_and_the_others_purged(desk: Desk) -> None:
     desk.fill()
 
     scripted = desk.changing("purge", "order_placed:1", "order_placed:7", "--yes", "--json")
@@ -308,13 +308,13 @@ def test_a_name_of_no_record_is_told_and_the_others_are_done(desk: Desk) -> None
 
     assert (scripted.exit_code, json.loads(scripted.stdout)["unmatched"]) == (0, ["order_placed:7"])
     assert (read.exit_code, read.stdout) == (0, "purged: 1 record (billing: 1 failed)\n")
-    spared, missing = read.stderr.splitlines()
-    assert spared == "left alone: 1 named, but not what the filter asks for"
-    assert missing.startswith("no record of order_placed:1: never seen, expired, or called otherwise;")
-    assert (shown.exit_code, "no record of order_placed:7: " in shown.stderr) == (0, True)
+    skipped, missing = read.stderr.splitlines()
+    assert skipped == "skipped: 1 named, but excluded by the filter"
+    assert missing.startswith("no record found for order_placed:1: never seen, expired or mistyped;")
+    assert (shown.exit_code, "no record found for order_placed:7: " in shown.stderr) == (0, True)
 
 
-def test_more_than_one_batch_is_purged(desk: Desk) -> None:
+def test_records_are_purged_in_batches(desk: Desk) -> None:
     async def fill(manager: IdempotencyManager) -> None:
         verdicts = (await manager.acquire_batch([f"k{n}" for n in range(1_203)])).values()
         reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
@@ -326,7 +326,7 @@ def test_more_than_one_batch_is_purged(desk: Desk) -> None:
     assert desk.labels() == []
 
 
-def test_a_unit_takes_its_steps_along(desk: Desk) -> None:
+def test_steps_are_purged_with_their_unit(desk: Desk) -> None:
     async def fulfil(manager: IdempotencyManager) -> None:
         async def work() -> None:
             await manager.steps().run("reserve", _reserve)
@@ -342,7 +342,7 @@ def test_a_unit_takes_its_steps_along(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("how", ["by its name", "by its full key"])
-def test_steps_whose_keys_are_hashed_go_with_their_unit(desk: Desk, how: str) -> None:
+def test_steps_with_hashed_keys_are_purged_with_their_unit(desk: Desk, how: str) -> None:
     name = "order:" + "1" * 222
 
     async def fulfil(manager: IdempotencyManager) -> str:
@@ -361,35 +361,34 @@ def test_steps_whose_keys_are_hashed_go_with_their_unit(desk: Desk, how: str) ->
     assert desk.labels() == []
 
 
-def test_what_cannot_be_read_is_purged_by_name_or_by_status(tmp_path: Path, redis_url: str) -> None:
+def test_corrupt_records_are_purged_by_name_or_by_status(tmp_path: Path, redis_url: str) -> None:
     desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"')
     for name in ("one", "two", "three"):
         spoil(redis_url, f"idempotency:billing::{name}")
 
-    spared = desk.changing("purge", "--service", "billing", "--yes", "--json")
-    named = desk.changing("purge", "one", "--yes", "--json")
+    skipped = desk.changing("purge", "--service", "billing", "--yes", "--json")
+    by_name = desk.changing("purge", "one", "--yes", "--json")
     rest = desk.changing("purge", "--status", "corrupt", "--yes", "--json")
 
-    counts = [json.loads(answer.stdout)["purged"] for answer in (spared, named, rest)]
+    counts = [json.loads(answer.stdout)["purged"] for answer in (skipped, by_name, rest)]
     assert counts == [0, 1, 2]
 
 
-def test_nobody_forgets_all_by_mistake(desk: Desk) -> None:
+def test_purging_everything_requires_all_and_confirmation(desk: Desk) -> None:
     desk.fill()
 
-    bare, unasked = desk.changing("purge", "--yes"), desk.changing("purge", "--all")
+    bare, unconfirmed = desk.changing("purge", "--yes"), desk.changing("purge", "--all")
 
-    assert (bare.exit_code, unasked.exit_code) == (2, 2)
-    assert "say what is to be forgotten" in bare.stderr
-    assert "no terminal to ask on. Forget 4 records (billing: 1 completed, 1 failed, 2 processing)?" in unasked.stderr
+    assert (bare.exit_code, unconfirmed.exit_code) == (2, 2)
+    assert "name the records to purge" in bare.stderr
+    question = "Delete 4 records (billing: 1 completed, 1 failed, 2 processing)?"
+    assert f"no terminal to ask for confirmation. {question}" in unconfirmed.stderr
     assert len(desk.labels()) == 5
     assert desk.audited() == []
 
 
-def test_what_changes_between_the_look_and_the_change_is_left_alone(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the survey and the deletion its owner takes the key anew."""
+def test_records_that_change_in_the_meantime_are_skipped(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner reserves the key again between the scan and the deletion."""
     desk.take("lapsed", lease=timedelta(milliseconds=1))
     kind = type(desk.do(_itself))
     forget = kind.forget  # type: ignore[attr-defined]
@@ -403,7 +402,12 @@ def test_what_changes_between_the_look_and_the_change_is_left_alone(
 
     answer = desk.changing("purge", "lapsed", "--yes", "--json")
 
-    assert json.loads(answer.stdout) == {"purged": 0, "by": [], "spared": {"changed meanwhile": 1}, "unmatched": []}
+    assert json.loads(answer.stdout) == {
+        "purged": 0,
+        "by": [],
+        "skipped": {"changed in the meantime": 1},
+        "unmatched": [],
+    }
     record = desk.record("lapsed")
     assert record is not None
     assert (record.status, record.attempt) == (IdempotencyStatus.PROCESSING, 2)
@@ -413,27 +417,27 @@ async def _itself(store: IdempotencyRepository) -> IdempotencyRepository:
     return store
 
 
-# What there is nothing to be looked at in.
+# Stores that cannot be read.
 
 
-def test_a_look_makes_no_file(tmp_path: Path) -> None:
+def test_reading_does_not_create_a_file(tmp_path: Path) -> None:
     desk = Desk(tmp_path, f'kind = "sqlite"\npath = "{tmp_path / "none.db"}"')
 
     for command in (("list",), ("show", "x"), ("explain", "x")):
         answer = desk.typed(*command)
         assert answer.exit_code == 2
-        assert "nothing was remembered yet" in answer.stderr
+        assert "there are no records yet" in answer.stderr
     assert not (tmp_path / "none.db").exists()
 
 
-def test_records_in_memory_are_seen_from_nowhere_else(tmp_path: Path) -> None:
+def test_a_memory_store_is_refused(tmp_path: Path) -> None:
     answer = Desk(tmp_path, 'kind = "memory"').typed("list")
 
     assert answer.exit_code == 2
-    assert "live in the process that made them" in answer.stderr
+    assert "exist only in the process that created them" in answer.stderr
 
 
-def test_a_store_that_is_down_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_an_unavailable_store_is_reported_without_a_traceback(tmp_path: Path) -> None:
     desk = Desk(tmp_path, f'kind = "redis"\nurl = "unix://{tmp_path / "nobody.sock"}"\ntimeout_seconds = 0.3')
 
     answer = desk.changing("purge", "--all", "--yes")
@@ -443,11 +447,11 @@ def test_a_store_that_is_down_is_told_without_a_traceback(tmp_path: Path) -> Non
     assert answer.exception is None or isinstance(answer.exception, SystemExit)
 
 
-NONSENSE = (("explain", " "), ("explain", "x", "--as", "poem"), ("list", "--status", "done"))
+INVALID = (("explain", " "), ("explain", "x", "--as", "poem"), ("list", "--status", "done"))
 
 
-@pytest.mark.parametrize("arguments", NONSENSE)
-def test_what_cannot_be_asked_is_refused(desk: Desk, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", INVALID)
+def test_invalid_arguments_are_refused(desk: Desk, arguments: tuple[str, ...]) -> None:
     desk.fill()
 
     assert desk.typed(*arguments).exit_code == 2

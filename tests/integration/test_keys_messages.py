@@ -72,7 +72,7 @@ class Shop:
         return self.desk.do(done)
 
     def topics(self) -> set[str]:
-        async def told() -> set[str]:
+        async def read() -> set[str]:
             consumer: Any = AIOKafkaConsumer(bootstrap_servers=self._kafka.bootstrap)
             await consumer.start()
             try:
@@ -80,7 +80,7 @@ class Shop:
             finally:
                 await consumer.stop()
 
-        return asyncio.run(told())
+        return asyncio.run(read())
 
 
 async def _receipt() -> str:
@@ -103,14 +103,14 @@ def test_a_message_is_explained_for_every_service_that_reads_it(shop: Shop) -> N
     assert (record["key"], record["result"]["text"]) == (by_id, '"receipt-1"')
     absent = {one["service"]: one for one in answer["absent"]}
     assert sorted(absent) == ["audit", "fraud"]
-    assert absent["fraud"]["next_delivery"].startswith("it would be handled, as attempt 1")
-    assert absent["audit"]["next_delivery"] == "it would be handled: this handler is not guarded"
+    assert absent["fraud"]["next_delivery"].startswith("would be handled, as attempt 1")
+    assert absent["audit"]["next_delivery"] == "would be handled: this handler is not guarded"
 
     by_content = shop.handled("fraud", strategy=KeyStrategy.CONTENT_HASH)
     assert {one["key"] for one in shop.desk.explained(place, *APP)["records"]} == {by_id, by_content}
 
 
-def test_without_the_application_its_id_is_searched_for(shop: Shop) -> None:
+def test_without_the_application_the_event_id_is_searched(shop: Shop) -> None:
     place, by_id = shop.event(), shop.handled("billing")
     shop.handled("billing", OrderPlaced(event_id="0192-b", order_id="1"))
 
@@ -120,13 +120,13 @@ def test_without_the_application_its_id_is_searched_for(shop: Shop) -> None:
     assert answer["read_as"].endswith("order_placed:0192-a")
 
 
-def test_another_payload_under_the_same_id_is_seen(shop: Shop) -> None:
+def test_a_different_payload_with_the_same_id_is_detected(shop: Shop) -> None:
     shop.handled("billing")
     place = shop.event(OrderPlaced(event_id="0192-a", order_id="2"))
 
     answer = shop.desk.explained(place, *APP)
 
-    assert "dead-letters it (key_reused)" in answer["records"][0]["next_delivery"]
+    assert "dead-letter it (key_reused)" in answer["records"][0]["next_delivery"]
 
 
 def test_a_dead_letter_leads_to_its_record(shop: Shop) -> None:
@@ -141,7 +141,7 @@ def test_a_dead_letter_leads_to_its_record(shop: Shop) -> None:
     assert answer["read_as"].startswith("the dead letter")
 
 
-def test_a_replay_is_work_of_its_own_and_of_its_group(shop: Shop) -> None:
+def test_a_replay_is_explained_for_its_group_and_generation(shop: Shop) -> None:
     shop.handled("billing")
     record = FakeRecord(shop.topic, 0, 0, None, encode_event(EVENT), event_headers(EVENT))
     headers = DeadLetter("handler_failed", "no", event_id=EVENT.event_id).headers(record, "billing", "billing")
@@ -154,36 +154,36 @@ def test_a_replay_is_work_of_its_own_and_of_its_group(shop: Shop) -> None:
     assert sorted(note.split()[0] for note in answer["notes"]) == ["audit", "fraud"]
 
 
-def test_replay_headers_that_are_not_signed_are_refused_and_leave_the_event_as_it_is(shop: Shop) -> None:
+def test_unsigned_replay_headers_are_refused(shop: Shop) -> None:
     key = shop.handled("billing")
     place = shop.event(EVENT, (GENERATION, b"1"), (REPLAY_GROUP, b"analytics"))
 
     answer = shop.desk.explained(place, *APP)
 
     assert key in [one["key"] for one in answer["records"]]
-    assert "billing refuses its replay headers (unsigned), and handles it as if it had none" in answer["notes"]
+    assert "billing refuses its replay headers (unsigned), and handles it as an ordinary delivery" in answer["notes"]
 
 
-def test_a_message_that_is_no_event_is_told_as_workers_tell_it(shop: Shop) -> None:
+def test_an_undecodable_message_is_explained(shop: Shop) -> None:
     (offset,) = shop.publish((b"no json", ()))
 
-    told = shop.desk.explained(f"{shop.topic}:0:{offset}", *APP)
-    untold = shop.desk.explained(f"{shop.topic}:0:{offset}")
+    with_app = shop.desk.explained(f"{shop.topic}:0:{offset}", *APP)
+    without_app = shop.desk.explained(f"{shop.topic}:0:{offset}")
 
-    assert [note for note in told["notes"] if "dead-letters it (malformed)" in note] == told["notes"]
-    assert untold["notes"] == ["no event's id can be read in it; give --app MODULE:APP, whose services can"]
+    assert [note for note in with_app["notes"] if "dead-letters it (malformed)" in note] == with_app["notes"]
+    assert without_app["notes"] == ["the message contains no readable event id; use --app MODULE:APP to decode it"]
 
 
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("{topic}:0:7", "is not there yet: its partition holds 0 to 0"),
-        ("{topic}:1:0", "is not there yet: its partition is empty"),
-        ("{topic}:9:0", "has the partitions 0 to 1, not 9"),
-        ("{topic}-other:0:0", "have no topic"),
+        ("{topic}:0:7", "does not exist yet: the partition contains offsets 0 to 0"),
+        ("{topic}:1:0", "does not exist yet: the partition is empty"),
+        ("{topic}:9:0", "has partitions 0 to 1, not 9"),
+        ("{topic}-other:0:0", "not found on"),
     ],
 )
-def test_a_message_that_is_not_there_is_told_and_nothing_is_made(shop: Shop, place: str, said: str) -> None:
+def test_a_missing_message_is_reported_and_no_topic_created(shop: Shop, place: str, said: str) -> None:
     shop.event()
     topics = shop.topics()
 
@@ -194,7 +194,7 @@ def test_a_message_that_is_not_there_is_told_and_nothing_is_made(shop: Shop, pla
     assert shop.topics() == topics
 
 
-def test_what_looks_like_a_message_may_be_a_key(shop: Shop) -> None:
+def test_a_place_can_be_read_as_a_key(shop: Shop) -> None:
     shop.desk.take("orders:0:7")
 
     answer = shop.desk.explained("orders:0:7", "--as", "event")
@@ -202,11 +202,11 @@ def test_what_looks_like_a_message_may_be_a_key(shop: Shop) -> None:
     assert [one["label"] for one in answer["records"]] == ["orders:0:7"]
 
 
-def test_brokers_that_are_away_are_told(tmp_path: Path, redis_url: str) -> None:
+def test_unavailable_brokers_are_reported(tmp_path: Path, redis_url: str) -> None:
     more = '[kafka]\nbootstrap_servers = "127.0.0.1:9"\nrequest_timeout_seconds = 1\n'
     desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"', more)
 
     answer = desk.typed("explain", "orders:0:7")
 
     assert answer.exit_code == 2
-    assert "orders[0]@7 cannot be read from 127.0.0.1:9" in answer.stderr
+    assert "cannot read orders[0]@7 from 127.0.0.1:9" in answer.stderr

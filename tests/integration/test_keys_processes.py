@@ -68,25 +68,25 @@ def audited(desk: Desk) -> list[str]:
         (("purge", "--status", "failed", "--yes"), 0, "purged: 1 record (billing: 1 failed)"),
     ],
 )
-def test_each_command_answers_in_a_pipe(desk: Desk, arguments: Sequence[str], status: int, said: str) -> None:
+def test_each_command_works_in_a_pipe(desk: Desk, arguments: Sequence[str], status: int, said: str) -> None:
     answer = ran(desk, *arguments)
 
     assert (answer.returncode, said in answer.stdout) == (status, True), answer
     assert "\x1b" not in answer.stdout + answer.stderr
 
 
-def test_without_a_terminal_nothing_is_changed_unasked(desk: Desk) -> None:
+def test_without_a_terminal_confirmation_is_required(desk: Desk) -> None:
     answer = ran(desk, "purge", "--all")
 
     assert answer.returncode == 2
-    assert "Say --yes to do it" in answer.stderr
+    assert "Use --yes to confirm" in answer.stderr
     assert len(desk.labels()) == 5
     assert audited(desk) == []
 
 
-def test_who_says_yes_has_it_done(desk: Desk) -> None:
+def test_records_are_purged_after_confirmation(desk: Desk) -> None:
     with on_terminal(desk, "purge", "--status", "failed") as terminal:
-        terminal.wait_for("Forget 1 record (billing: 1 failed)? What they guard is handled again")
+        terminal.wait_for("Delete 1 record (billing: 1 failed)? Their events are handled again")
         assert len(desk.labels()) == 5
         terminal.enter("y\n")
         assert terminal.wait() == 0
@@ -97,9 +97,9 @@ def test_who_says_yes_has_it_done(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", "\x04", None], ids=["no", "enter", "end", "interrupt"])
-def test_who_says_anything_else_has_not(desk: Desk, answer: str | None) -> None:
+def test_nothing_is_released_without_confirmation(desk: Desk, answer: str | None) -> None:
     with on_terminal(desk, "release", "held", "--force") as terminal:
-        terminal.wait_for("two may do the same work.")
+        terminal.wait_for("may do the same work.")
         terminal.wait_for("[y/N]")
         if answer is None:
             terminal.wait_for_sleep()
@@ -113,10 +113,10 @@ def test_who_says_anything_else_has_not(desk: Desk, answer: str | None) -> None:
     assert audited(desk) == []
 
 
-def test_a_terminal_has_a_table_and_a_screen(desk: Desk) -> None:
+def test_a_terminal_shows_a_table_and_a_panel(desk: Desk) -> None:
     with on_terminal(desk, "list") as terminal:
         assert terminal.wait() == 0
-    assert "status     age        tried then" in terminal.said
+    assert "status     age        tries details" in terminal.said
     assert "5 records (billing: 1 completed, 1 failed, 3 processing)" in terminal.said
 
     with on_terminal(desk, "explain", "order_placed:1") as terminal:
@@ -125,21 +125,21 @@ def test_a_terminal_has_a_table_and_a_screen(desk: Desk) -> None:
     assert "next delivery" in terminal.said
 
 
-def test_a_narrow_terminal_cuts_no_key(desk: Desk) -> None:
+def test_keys_are_not_truncated_on_narrow_terminals(desk: Desk) -> None:
     with on_terminal(desk, "list", env={"COLUMNS": "60"}) as terminal:
         assert terminal.wait() == 0
 
     assert {one["key"] for one in desk.told("list")} == set(re.findall(r"idempotency:billing:\S+", terminal.said))
 
 
-def test_a_full_disk_is_told_in_a_line(desk: Desk) -> None:
+def test_a_full_disk_is_reported_on_one_line(desk: Desk) -> None:
     with Path("/dev/full").open("w") as full:
         answer = ran(desk, "list", output=full)
 
-    assert (answer.returncode, answer.stderr) == (1, "No space left on device: nothing more can be written\n")
+    assert (answer.returncode, answer.stderr) == (1, "No space left on device\n")
 
 
-def test_the_bar_on_a_terminal_leaves_a_pipe_alone(desk: Desk) -> None:
+def test_progress_does_not_mix_with_piped_output(desk: Desk) -> None:
     output = desk.folder / "records.jsonl"
     with on_terminal(desk, "list", "--json", output=output) as terminal:
         assert terminal.wait() == 0
@@ -148,7 +148,7 @@ def test_the_bar_on_a_terminal_leaves_a_pipe_alone(desk: Desk) -> None:
     assert "order_placed" not in terminal.said
 
 
-def test_a_reader_that_has_enough_ends_a_list(desk: Desk) -> None:
+def test_a_list_ends_when_its_reader_closes_the_pipe(desk: Desk) -> None:
     _many(desk, 5_000)
     listing = subprocess.Popen(
         [sys.executable, "-m", "integr8s_idem", "keys", "list", "--json"],
@@ -180,7 +180,7 @@ def test_ctrl_c_ends_a_list_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in terminal.said
 
 
-def test_a_purge_that_is_interrupted_says_so_in_its_audit(tmp_path: Path) -> None:
+def test_an_interrupted_purge_is_recorded_in_the_audit_file(tmp_path: Path) -> None:
     with RedisServer(tcp=True) as server:
         desk = Desk(tmp_path, f'kind = "redis"\nurl = "{server.url}"\ntimeout_seconds = 60')
         desk.fill()
@@ -208,7 +208,7 @@ def test_memory_does_not_grow_with_the_store_and_one_key_takes_seconds(tmp_path:
     assert by_key.output.splitlines()[0].endswith(b": completed")
     assert max(by_key.seconds, by_id.seconds) < 30
     assert max(run.peak_mb for run in many.values()) < LIMIT_MB
-    # Forty times the records: with all of them in memory it would be far beyond this.
+    # Forty times as many records would exceed this limit if they were all in memory.
     assert many["list"].peak_mb < few["list"].peak_mb + 10
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from integr8s_idem.config import KafkaSettings, MemoryStoreSettings, Settings, TelemetrySettings
 from integr8s_idem.diagnostics import Code, Severity
-from integr8s_idem.doctor.broker_checks import look_at_brokers
+from integr8s_idem.doctor.broker_checks import check_brokers
 from integr8s_idem.embedded import EmbeddedKafka, embedded
 from integr8s_idem.errors import SettingsError
 from integr8s_idem.runtime import ServiceGroup
@@ -126,14 +126,14 @@ async def test_brokers_that_know_no_such_question_stop_nothing() -> None:
             await read_facts(kafka, ["orders"])
 
 
-async def test_brokers_that_know_no_such_question_are_not_called_away() -> None:
+async def test_brokers_without_metadata_support_are_not_reported_as_unavailable() -> None:
     async with EmbeddedKafka() as kafka:
         settings = Settings(kafka=KafkaSettings(bootstrap_servers=kafka.bootstrap_servers))
-        look = await look_at_brokers(settings, [Reading(("orders",), 1)])
+        report = await check_brokers(settings, [Reading(("orders",), 1)])
 
-    (only,) = look.findings
+    (only,) = report.findings
     assert (only.code, only.severity) == (Code.BROKER_UNSEEN, Severity.WARNING)
-    assert not look.answered
+    assert not report.checked
 
 
 async def test_a_group_that_refuses_ends_with_status_1(

@@ -19,7 +19,7 @@ from integr8s_idem.operations.dead_letter_counts import Group
 from integr8s_idem.operations.dead_letter_reader import OffsetRange
 from integr8s_idem.operations.dead_letter_replay import ReplayDecision, ReplayStatus
 from integr8s_idem.operations.dead_letters import StoredDeadLetter
-from integr8s_idem.operations.keys.key_parser import Named
+from integr8s_idem.operations.keys.key_parser import ParsedKey
 from integr8s_idem.records import Corrupt
 from integr8s_idem.worker.dead_letters import GENERATION, PREFIX
 from integr8s_idem.worker.kafka_protocols import Partition
@@ -101,7 +101,7 @@ def _record(random: Random) -> Figures:
     output = io.StringIO()
     key = f"idempotency:{evil(random)}"
     with redirect_stdout(output):
-        Listing(as_json=random.random() < 0.3).show(Corrupt(key=key, reason=evil(random)), Named(key, evil(random)))
+        Listing(as_json=random.random() < 0.3).show(Corrupt(key=key, reason=evil(random)), ParsedKey(key, evil(random)))
     must_be_harmless(output.getvalue())
     return Figures(records_shown=1)
 

@@ -17,9 +17,9 @@ import integr8s_idem.doctor.examination as examination
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import Settings, StoreSettings
 from integr8s_idem.diagnostics import Finding, Severity
-from integr8s_idem.doctor import Asked, examined
-from integr8s_idem.doctor.broker_checks import BrokerLook
-from integr8s_idem.doctor.store_checks import look_at_store
+from integr8s_idem.doctor import Examination, examine
+from integr8s_idem.doctor.broker_checks import BrokerReport
+from integr8s_idem.doctor.store_checks import check_store
 from integr8s_idem.runtime import Platform
 
 KEPT_FOR_EIGHT_DAYS = "[idempotency]\ndefault_ttl_seconds = 691_200\n"
@@ -35,12 +35,12 @@ async def found_in(text: str, folder: Path, platform: Platform | None = None) ->
     """All that a whole examination finds with such a settings.toml."""
     file = folder / "settings.toml"
     file.write_text(text)
-    return await examined(Asked(file, platform))
+    return await examine(Examination(file, platform))
 
 
 async def found_in_store(store: StoreSettings, now: Callable[[], float] = time.time) -> list[Finding]:
     """What is found about a store alone."""
-    return await look_at_store(Settings(store=store), now)
+    return await check_store(Settings(store=store), now)
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ Typed: TypeAlias = Callable[[StoreSettings], Answer]
 def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typed:
     """`integr8s-idem doctor --json` for a store, with brokers of which nothing is to be said."""
 
-    async def nothing(*_: Any) -> BrokerLook:
-        return BrokerLook([])
+    async def nothing(*_: Any) -> BrokerReport:
+        return BrokerReport([])
 
-    monkeypatch.setattr(examination, "look_at_brokers", nothing)
+    monkeypatch.setattr(examination, "check_brokers", nothing)
     for name in [name for name in os.environ if name.startswith("INTEGR8S_IDEM_")]:
         monkeypatch.delenv(name)
 

@@ -1,7 +1,7 @@
-"""What the container of each service holds, and which dispatcher it gets: looked at, and closed again.
+"""Dependency graphs of the services' containers.
 
-The graph is that of Dishka's own plotter, from the outermost scope on.  Nothing is connected: stores are opened as they
-are, brokers are not asked.
+The graph comes from Dishka's plotter, starting at the outermost scope.  No connections are opened: stores are not
+modified, and brokers are not contacted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from integr8s_idem.stores.factory import as_it_is
 from integr8s_idem.worker.client_options import bounded
 
 MAKE_SECONDS: Final = 15.0
-"""Longest time for a dispatcher to be made, and for a container to close."""
+"""Timeout for creating a dispatcher, and for closing a container."""
 DISPATCHER: Final = EventDispatcher.__name__
-"""Name of the part that is the dispatcher."""
+"""Name of the dispatcher's part."""
 HANDLER: Final = "handler"
-"""Kind of a part that is what a handler asks for."""
+"""Kind of a part that represents the dependencies of a handler."""
 _KINDS: Final = {
     NodeType.CONTEXT: "context",
     NodeType.FACTORY: "factory",
@@ -39,39 +39,39 @@ _KINDS: Final = {
     NodeType.COLLECTION: "collection",
     NodeType.ALIAS: "alias",
 }
-_OF_DISHKA: Final = "HasProvider"
-"""Answers Dishka's own questions about its context; of no interest where nobody asks."""
+_INTERNAL_PROVIDER: Final = "HasProvider"
+"""Dishka's internal provider; hidden unless another part depends on it."""
 _CONTAINERS: Final = frozenset({"AsyncContainer", "Container"})
-_WITHIN: Final = re.compile(r"[\w.]+\.<locals>\.")
-"""Where a class or a function is defined within another function: of no use to readers."""
+_LOCAL_PREFIX: Final = re.compile(r"[\w.]+\.<locals>\.")
+"""Prefix of classes and functions that are defined in another function."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that a container can give."""
+    """An object that a container provides."""
 
     id: str
-    """Unique among all parts of all services that are drawn together."""
+    """Unique among all parts of all services."""
     name: str
     kind: str
-    """`factory`, `context` (put in from outside), `alias`, `decorator`, `selector`, `collection`, or `handler`."""
+    """`factory`, `context` (passed from outside), `alias`, `decorator`, `selector`, `collection` or `handler`."""
     provider: str
-    """The class of Dishka's providers that makes it; empty where it is another thing."""
+    """The provider class that creates it; empty if it has none."""
     source: str
-    """What makes it: a method of its provider, a class, a function; empty for what is put in from outside."""
+    """The method, class or function that creates it; empty for context."""
     component: str
-    """Dishka's component, empty for the usual one."""
+    """Dishka's component; empty for the default component."""
     needs: tuple[str, ...]
-    """Ids of the parts that it is made of."""
+    """Ids of its dependencies."""
     is_protocol: bool = False
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Parts that live as long as each other."""
+    """Parts with the same lifetime."""
 
     name: str
-    """Dishka's: `RUNTIME`, `APP`, `SESSION`, `REQUEST`, or one of the application's own."""
+    """Dishka's scope: `RUNTIME`, `APP`, `SESSION`, `REQUEST`, or a custom scope."""
     parts: tuple[Part, ...]
 
 
@@ -86,23 +86,23 @@ class Handler:
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """The dispatcher that the container of a service gives."""
+    """The dispatcher that a container provides."""
 
     type: str
     is_idempotent: bool
     strategy: str | None = None
-    """How keys are made, as `event_based`; with the fields that count, if they were named; `None` if it is plain."""
+    """The key strategy, such as `event_based`, with its fields if they were named; `None` if not idempotent."""
     ttl_seconds: float | None = None
-    """How long outcomes are remembered; `None` if they are not."""
+    """How long outcomes are kept; `None` if not idempotent."""
     is_transactional: bool = False
-    """Whether outcomes commit together with what handlers write."""
+    """Whether outcomes are committed in the handlers' transactions."""
     store: str | None = None
-    """The kind of `[store]`, or the class of a store of the application's own; `None` if it is plain."""
+    """The kind of `[store]`, or the class of the application's store; `None` if not idempotent."""
 
 
 @dataclass(frozen=True)
 class ServiceGraph:
-    """One service: what it runs, and what its container holds."""
+    """A service with its dispatcher, its handlers and the parts of its container."""
 
     name: str
     group_id: str
@@ -110,25 +110,25 @@ class ServiceGraph:
     handlers: tuple[Handler, ...]
     scopes: tuple[Scope, ...]
     is_synchronous: bool = False
-    """Whether its container is one that the worker refuses."""
+    """Whether its container is synchronous, which the worker refuses."""
 
     @property
     def parts(self) -> dict[str, Part]:
-        """All of them, by id."""
+        """All parts by id."""
         return {part.id: part for scope in self.scopes for part in scope.parts}
 
 
 async def make_graphs(platform: Platform, settings: Settings, names: Sequence[str] = ()) -> list[ServiceGraph]:
-    """The services named, or all.
+    """Return the graphs of the named services, or of all services.
 
     Raises:
-        ApplicationError: A container cannot be made, or gives no dispatcher; the error says why.
+        ApplicationError: A container cannot be created, or provides no dispatcher.
     """
     services = enumerate(platform.choose(names), start=1)
-    return [await _drawn(service, settings, f"s{number}") for number, service in services]
+    return [await _make_graph(service, settings, f"s{number}") for number, service in services]
 
 
-async def _drawn(service: Service, settings: Settings, prefix: str) -> ServiceGraph:
+async def _make_graph(service: Service, settings: Settings, prefix: str) -> ServiceGraph:
     with as_it_is() as opened:
         container = build(service, settings)
         if not isinstance(container, AsyncContainer | Container):
@@ -137,24 +137,24 @@ async def _drawn(service: Service, settings: Settings, prefix: str) -> ServiceGr
             with explained(service.name, NO_DISPATCHER):
                 dispatcher = await _dispatcher_of(container)
             scopes = _scopes(container, dispatcher, prefix)
-            told = _told(dispatcher, settings, opened)
+            description = _describe(dispatcher, settings, opened)
         finally:
             await _close(container)
     handlers = tuple(
         Handler(handler.event_type, handler.name, handler.batch is not None) for handler in dispatcher.router.handlers
     )
     group = settings.service(service.name).group_id or service.group_id or service.name
-    return ServiceGraph(service.name, group, told, handlers, scopes, isinstance(container, Container))
+    return ServiceGraph(service.name, group, description, handlers, scopes, isinstance(container, Container))
 
 
 async def _dispatcher_of(container: AsyncContainer | Container) -> EventDispatcher:
-    """The very one that the worker would get: only that tells what it is."""
+    """Return the dispatcher that the worker would get."""
     if isinstance(container, AsyncContainer):
         found: object = await bounded(container.get(EventDispatcher), MAKE_SECONDS)
     else:
         found = container.get(EventDispatcher)
     if not isinstance(found, EventDispatcher):
-        raise ApplicationError(f"what it gives as EventDispatcher is a {type(found).__name__}")
+        raise ApplicationError(f"its EventDispatcher is a {type(found).__name__}")
     return found
 
 
@@ -165,7 +165,7 @@ async def _close(container: AsyncContainer | Container) -> None:
         container.close()
 
 
-def _told(dispatcher: EventDispatcher, settings: Settings, opened: Sequence[IdempotencyRepository]) -> Dispatcher:
+def _describe(dispatcher: EventDispatcher, settings: Settings, opened: Sequence[IdempotencyRepository]) -> Dispatcher:
     name = type(dispatcher).__name__
     if not isinstance(dispatcher, IdempotentEventDispatcher):
         return Dispatcher(name, is_idempotent=False)
@@ -186,11 +186,15 @@ def _scopes(container: AsyncContainer | Container, dispatcher: EventDispatcher, 
     handlers = {name_of_dependencies(handler.function): handler.name for handler in dispatcher.router.handlers}
     groups = Transformer().transform(_outermost(container))
     used = {
-        needed for group in groups for _, node in _nodes(group) if not _is_dishkas(node) for needed in node.dependencies
+        needed
+        for group in groups
+        for _, node in _nodes(group)
+        if not _is_internal(node)
+        for needed in node.dependencies
     }
     scopes = []
     for group in groups:
-        found = [(component, node) for component, node in _nodes(group) if not _is_dishkas(node) or node.id in used]
+        found = [(component, node) for component, node in _nodes(group) if not _is_internal(node) or node.id in used]
         parts = tuple(_part(node, component, handlers, prefix) for component, node in found)
         if parts:
             scopes.append(Scope(group.name.rpartition(".")[2], parts))
@@ -198,7 +202,7 @@ def _scopes(container: AsyncContainer | Container, dispatcher: EventDispatcher, 
 
 
 def _outermost(container: Any) -> AsyncContainer | Container:
-    """Containers begin with the scope APP; what is put in from outside lies in the one before."""
+    """Return the outermost container.  Containers start in scope APP; context is in the scope above."""
     while container.parent_container is not None:
         container = container.parent_container
     found: AsyncContainer | Container = container
@@ -206,22 +210,22 @@ def _outermost(container: Any) -> AsyncContainer | Container:
 
 
 def _nodes(group: Group) -> Iterator[tuple[str, Node]]:
-    """All nodes of a scope, with their components."""
+    """Yield all nodes of a scope with their components."""
     for component in group.children:
         for node in component.nodes:
             yield component.name, node
 
 
-def _is_dishkas(node: Node) -> bool:
-    return node.source_name.startswith(f"{_OF_DISHKA}.") or node.name in _CONTAINERS
+def _is_internal(node: Node) -> bool:
+    return node.source_name.startswith(f"{_INTERNAL_PROVIDER}.") or node.name in _CONTAINERS
 
 
 def _part(node: Node, component: str, handlers: dict[str, str], prefix: str) -> Part:
-    source = _WITHIN.sub("", node.source_name)
+    source = _LOCAL_PREFIX.sub("", node.source_name)
     is_handler = node.name in handlers
     return Part(
         id=f"{prefix}-{node.id}",
-        name=handlers[node.name] if is_handler else _WITHIN.sub("", node.name),
+        name=handlers[node.name] if is_handler else _LOCAL_PREFIX.sub("", node.name),
         kind=HANDLER if is_handler else _KINDS[node.type],
         provider="" if is_handler else source.rpartition(".")[0],
         source=source,

@@ -1,4 +1,4 @@
-"""Graphs as Mermaid, the language that code hosts and wikis draw: one flowchart, a box for each service."""
+"""Render graphs as a Mermaid flowchart with a box for each service."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ENTITIES: Final = str.maketrans(
     {"#": "#35;", '"': "#quot;", "&": "#amp;", "<": "#lt;", ">": "#gt;", "`": "#96;", "\n": " "}
 )
 _SHAPES: Final = {"context": ("([", "])"), HANDLER: ("{{", "}}")}
-"""Of what does not come from a provider; all else is a box."""
+"""Shapes of parts without a provider; all others are boxes."""
 _CLASSES: Final = (
     "classDef idempotent fill:#d9f2e3,stroke:#0b6b3a,stroke-width:3px,color:#0a3d22",
     "classDef plain fill:#fdefc8,stroke:#8a5a00,stroke-width:3px,color:#4a3000",
@@ -19,12 +19,12 @@ _CLASSES: Final = (
 
 
 def as_mermaid(graphs: Sequence[ServiceGraph]) -> str:
-    """One diagram of them all; an arrow leads from what is needed to who needs it."""
+    """Return one diagram of all graphs; arrows lead from dependencies to dependents."""
     return "\n".join(["flowchart LR", *(line for graph in graphs for line in _lines(graph)), *_indented(_CLASSES), ""])
 
 
 def _lines(graph: ServiceGraph) -> Iterator[str]:
-    """A box of a service with a box for each scope, and behind it its arrows."""
+    """Yield the box of a service with a box for each scope, followed by the arrows."""
     prefix = next(iter(graph.parts), "s0").partition("-")[0]
     yield f'  subgraph {prefix}["{_text(graph.name)}: {_text(graph.dispatcher.type)}"]'
     for number, scope in enumerate(graph.scopes):
@@ -48,7 +48,7 @@ def _box(part: Part, graph: ServiceGraph) -> str:
 
 
 def _text(text: str) -> str:
-    """`text` within the quotes of a label."""
+    """Escape `text` for a quoted label."""
     return text.translate(_ENTITIES)
 
 

@@ -1,4 +1,4 @@
-"""Graphs as one HTML page that needs nothing else: no network, no other file, and no script to be read."""
+"""Render graphs as one self-contained HTML page that is readable without JavaScript."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _LIVES: Final = {
     "STEP": "one for each step within an action",
 }
 _KINDS: Final = frozenset({"alias", "decorator", "selector", "collection"})
-"""What is said of a part; that others come from a provider, from outside or for a handler stands above them."""
+"""Labels of kinds that the headings of the groups do not cover."""
 _WORDS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-"""Between the words of a name."""
+"""Word boundaries in a name."""
 _FEW: Final = 6
-"""Parts that stand below each other in one column; more of them take two."""
+"""Number of parts in one column; more are laid out in two."""
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def as_page(graphs: Sequence[ServiceGraph], title: str) -> str:
-    """The page.  `title`: what was drawn, as `billing.workers:platform`."""
+    """Return the page.  `title` names the application, such as `billing.workers:platform`."""
     sections = "\n".join(_service(graph, number) for number, graph in enumerate(graphs, start=1))
     count = f"{len(graphs)} service{'' if len(graphs) == 1 else 's'}"
     return f"""<!doctype html>
@@ -87,10 +87,10 @@ def _row(graph: ServiceGraph, number: int, headings: Sequence[str]) -> str:
         _handlers(graph.handlers),
         _code(dispatcher.store) if dispatcher.store else _none("no records"),
     ]
-    told = "".join(
+    cells_html = "".join(
         f'<td data-heading="{heading}">{cell}</td>' for heading, cell in zip(headings[1:], cells, strict=True)
     )
-    return f'<tr><th scope="row"><a href="#service-{number}">{escape(graph.name)}</a></th>{told}</tr>'
+    return f'<tr><th scope="row"><a href="#service-{number}">{escape(graph.name)}</a></th>{cells_html}</tr>'
 
 
 def _badge(dispatcher: Dispatcher) -> str:
@@ -111,7 +111,7 @@ def _remembered(dispatcher: Dispatcher) -> str:
 
 
 def _handlers(handlers: Sequence[Handler]) -> str:
-    """By handler: the events that it takes."""
+    """Return the event types by handler."""
     events: dict[tuple[str, bool], list[str]] = {}
     for handler in handlers:
         events.setdefault((handler.name, handler.takes_batches), []).append(handler.event_type)
@@ -170,7 +170,7 @@ def _columns(scope: Scope) -> int:
 
 
 def _grouped(scope: Scope) -> Iterator[tuple[str, list[Part]]]:
-    """By who makes them: first what comes from outside, last the handlers."""
+    """Group parts by provider: first context, last the handlers."""
     groups: dict[tuple[int, str], list[Part]] = {}
     for part in scope.parts:
         groups.setdefault(_group_of(part), []).append(part)
@@ -197,20 +197,20 @@ def _part(part: Part, graph: ServiceGraph) -> str:
     marks = [part.kind] if part.kind in _KINDS else []
     marks += ["protocol"] if part.is_protocol else []
     kinds = "".join(f'<span class="kind">{escape(mark)}</span>' for mark in marks)
-    look, told = "part", ""
+    look, cells_html = "part", ""
     if part.name == DISPATCHER:
         look += " idempotent" if graph.dispatcher.is_idempotent else " plain"
-        told = f'<p class="needs">is {_code(graph.dispatcher.type)}</p>'
+        cells_html = f'<p class="needs">is {_code(graph.dispatcher.type)}</p>'
     needs = ", ".join(f'<a href="#{needed}">{_name(parts[needed].name)}</a>' for needed in part.needs)
-    told += f'<p class="needs">needs {needs}</p>' if needs else ""
+    cells_html += f'<p class="needs">needs {needs}</p>' if needs else ""
     return (
         f'<li class="{look}" id="{part.id}" data-needs="{" ".join(part.needs)}">'
-        f'<button type="button" aria-pressed="false">{_name(part.name)}</button>{kinds}{told}</li>'
+        f'<button type="button" aria-pressed="false">{_name(part.name)}</button>{kinds}{cells_html}</li>'
     )
 
 
 def lasting(seconds: float) -> str:
-    """So many seconds, as people say it."""
+    """Format a duration."""
     for unit, length in (("day", timedelta(days=1)), ("hour", timedelta(hours=1)), ("minute", timedelta(minutes=1))):
         count = seconds / length.total_seconds()
         if count >= 1 and count == int(count):
@@ -219,7 +219,7 @@ def lasting(seconds: float) -> str:
 
 
 def _name(text: str) -> str:
-    """Escaped, and with places where a long name may be broken: before each word of it."""
+    """Escape a name, and allow line breaks before each of its words."""
     return "<wbr>".join(escape(word) for word in _WORDS.split(text))
 
 

@@ -1,1 +1,1 @@
-"""The records of a store, as operators ask for them: found, explained, listed, released, purged."""
+"""Find, explain, list, release and purge the records of a store."""

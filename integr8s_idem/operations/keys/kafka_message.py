@@ -1,4 +1,4 @@
-"""One message of Kafka, read by its place.  No group is joined, and no offset committed."""
+"""Read one Kafka message by its place, without a consumer group."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from integr8s_idem.worker.kafka_protocols import Partition, Record
 
 _PLACE: Final = re.compile(r"(?P<topic>[A-Za-z0-9._-]{1,249}):(?P<partition>\d{1,9}):(?P<offset>\d{1,18})")
 _CLOSE_SECONDS: Final = 2.0
-_LOOK_SECONDS: Final = 0.02
+_RETRY_SECONDS: Final = 0.02
 _POLL_MS: Final = 500
 
 
 class MessagePlace(NamedTuple):
-    """Where a message stands."""
+    """The topic, partition and offset of a message."""
 
     topic: str
     partition: int
@@ -35,17 +35,17 @@ class MessagePlace(NamedTuple):
         return f"{self.topic}[{self.partition}]@{self.offset}"
 
 
-def place_of(text: str) -> MessagePlace | None:
-    """`topic:partition:offset`; `None` if it is no such thing."""
+def parse_place(text: str) -> MessagePlace | None:
+    """Parse `topic:partition:offset`; return `None` for another form."""
     found = _PLACE.fullmatch(text)
     return MessagePlace(found["topic"], int(found["partition"]), int(found["offset"])) if found else None
 
 
 async def message_at(kafka: KafkaSettings, place: MessagePlace) -> Record:
-    """The message at `place`.  Makes no topic.
+    """Return the message at `place`, without creating its topic.
 
     Raises:
-        ApplicationError: There is none, any more or yet; or the brokers give no answer.
+        ApplicationError: The message does not exist, or the brokers do not answer.
     """
     consumer: Any = AIOKafkaConsumer(
         **connection_options(kafka),
@@ -57,41 +57,41 @@ async def message_at(kafka: KafkaSettings, place: MessagePlace) -> Record:
     try:
         return await bounded(_read(consumer, kafka, place), 3 * kafka.request_timeout_seconds)
     except (KafkaError, OSError, TimeoutError) as error:
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise ApplicationError(f"{place} cannot be read from {kafka.bootstrap_servers}: {told[:300]}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ApplicationError(f"cannot read {place} from {kafka.bootstrap_servers}: {reason[:300]}") from error
     finally:
-        await _stopped(consumer)
+        await _stop(consumer)
 
 
 async def _read(consumer: Any, kafka: KafkaSettings, place: MessagePlace) -> Record:
     await consumer.start()
-    # Asked for all: to ask for one topic makes it, where brokers make topics at their first use.
+    # Request all topics: requesting one creates it on brokers with automatic topic creation.
     if place.topic not in await consumer.topics():
-        raise ApplicationError(f"{kafka.bootstrap_servers} have no topic {place.topic}")
+        raise ApplicationError(f"topic {place.topic} not found on {kafka.bootstrap_servers}")
     partition = Partition(place.topic, place.partition)
     consumer.assign([partition])
     known = await _partitions(consumer, place.topic)
     if place.partition not in known:
-        raise ApplicationError(f"topic {place.topic} has the partitions 0 to {max(known)}, not {place.partition}")
+        raise ApplicationError(f"topic {place.topic} has partitions 0 to {max(known)}, not {place.partition}")
     begin = (await consumer.beginning_offsets([partition]))[partition]
     end = (await consumer.end_offsets([partition]))[partition]
     if not begin <= place.offset < end:
-        what = "is deleted already" if place.offset < begin else "is not there yet"
-        held = f"holds {begin} to {end - 1}" if end > begin else "is empty"
-        raise ApplicationError(f"the message {place} {what}: its partition {held}")
+        problem = "has been deleted" if place.offset < begin else "does not exist yet"
+        content = f"contains offsets {begin} to {end - 1}" if end > begin else "is empty"
+        raise ApplicationError(f"message {place} {problem}: the partition {content}")
     consumer.seek(partition, place.offset)
     while True:
         messages = (await consumer.getmany(partition, timeout_ms=_POLL_MS, max_records=1)).get(partition)
         if messages:
             if messages[0].offset != place.offset:
                 raise ApplicationError(
-                    f"there is no message {place}: it was compacted away, or belongs to a transaction; "
-                    f"the next one is {messages[0].offset}"
+                    f"message {place} not found: it was removed by compaction or is a transaction marker; "
+                    f"the next message has offset {messages[0].offset}"
                 )
             found: Record = messages[0]
             return found
         if await consumer.position(partition) > place.offset:
-            raise ApplicationError(f"there is no message {place}: it belongs to a transaction, and nothing follows")
+            raise ApplicationError(f"message {place} not found: it is a transaction marker, and no message follows")
 
 
 async def _partitions(consumer: Any, topic: str) -> set[int]:
@@ -99,28 +99,28 @@ async def _partitions(consumer: Any, topic: str) -> set[int]:
         known: set[int] | None = consumer.partitions_for_topic(topic)
         if known:
             return known
-        # It has been assigned, so the client asks for it in the background.
-        await asyncio.sleep(_LOOK_SECONDS)
+        # The client requests the metadata of assigned topics in the background.
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
-async def _stopped(consumer: Any) -> None:
+async def _stop(consumer: Any) -> None:
     try:
         await bounded(consumer.stop(), _CLOSE_SECONDS)
     except (KafkaError, OSError, TimeoutError):
-        return  # it had nothing to tell any more, and its connections end with it
+        return  # nothing is left to send, and the connections close with the client
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """What names the event in a message."""
+class EventIdentity:
+    """Type and id of the event in a message."""
 
     event_type: str
     event_id: str
 
 
-def identities(message: Record, sections: Iterable[ServiceSettings]) -> Iterator[Identity]:
-    """How services with these settings may read the event in `message`, without its class."""
-    seen: set[Identity] = set()
+def event_identities(message: Record, sections: Iterable[ServiceSettings]) -> Iterator[EventIdentity]:
+    """Yield the identities that services with these settings may decode from `message`."""
+    seen: set[EventIdentity] = set()
     for section in (ServiceSettings(), *sections):
         codec = codec_of(section.envelope, read_json)
         if section.event_id_header is not None:
@@ -133,9 +133,9 @@ def identities(message: Record, sections: Iterable[ServiceSettings]) -> Iterator
     yield from _new(seen, header(message.headers, "event_type"), header(message.headers, "event_id"))
 
 
-def _new(seen: set[Identity], event_type: object, event_id: object) -> Iterator[Identity]:
+def _new(seen: set[EventIdentity], event_type: object, event_id: object) -> Iterator[EventIdentity]:
     if isinstance(event_id, str) and event_id:
-        found = Identity(event_type if isinstance(event_type, str) else "", event_id)
+        found = EventIdentity(event_type if isinstance(event_type, str) else "", event_id)
         if found not in seen:
             seen.add(found)
             yield found

@@ -1,4 +1,4 @@
-"""Full keys taken apart: the reverse of `integr8s_idem.keys`, as far as there is one.  Pure."""
+"""Parse full keys into their parts, and match them by name.  Pure."""
 
 from __future__ import annotations
 
@@ -9,101 +9,101 @@ from urllib.parse import unquote
 
 from integr8s_idem.keys import LAST_GENERATION, KeySpace, generation_key
 
-_BEHIND: Final = re.compile(r"^(?P<unit>[^;]*)(?:;(?P<generation>[1-9]\d{0,2}))?(?:;s(?P<step>\d+))?$")
+_UNIT: Final = re.compile(r"^(?P<unit>[^;]*)(?:;(?P<generation>[1-9]\d{0,2}))?(?:;s(?P<step>\d+))?$")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9._~@+,/-]+")
-"""What stands in a key as people type it."""
-_WITH_GENERATION: Final = re.compile(r"^(?P<words>.*);(?P<generation>[1-9]\d{0,2})$", re.DOTALL)
+"""Characters that keys contain unescaped."""
+_WITH_GENERATION: Final = re.compile(r"^(?P<name>.*);(?P<generation>[1-9]\d{0,2})$", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """What a full key says of the work that it names."""
+class ParsedKey:
+    """The parts of a full key."""
 
     full: str
     scope: str
-    """The service; a hash (`#…`) of a name that is too long."""
+    """The service, or a hash (`#…`) of a name that is too long."""
     handler: str = ""
     event_type: str = ""
-    how: str = ""
-    """`id`, `content` or `custom`; empty for a key that a caller gave."""
+    source: str = ""
+    """`id`, `content` or `custom`; empty for a key that a caller chose."""
     value: str = ""
-    """The event's id, or whatever makes the key; empty for a hashed key."""
+    """The event's id, or other text that the key is made of; empty for a hashed key."""
     digest: str = ""
-    """`#…` for a key of which nothing else can be read."""
+    """`#…` for a hashed key."""
     generation: int = 0
     step: int | None = None
-    """The place of a step, for the record of one."""
+    """The place of the step, for the record of a step."""
 
     @property
     def label(self) -> str:
-        """What people call it: `order_placed:0192…`."""
-        text = self.digest or (f"{self.event_type}:{self.value}" if self.how else self.value)
+        """The readable name: `order_placed:0192…`."""
+        text = self.digest or (f"{self.event_type}:{self.value}" if self.source else self.value)
         generation = f" (generation {self.generation})" if self.generation else ""
         return text + generation + (f" (step in place {self.step})" if self.step is not None else "")
 
     @property
     def unit(self) -> str:
-        """The full key of the first generation of the work that it is, or is a step of."""
+        """The full key of the first generation of the unit of work, also for its steps."""
         return self.full.partition(";")[0]
 
 
-def named(full: str, prefix: str) -> Named:
-    """Take `full` apart; one that is none of ours has nothing but its text."""
+def parse_key(full: str, prefix: str) -> ParsedKey:
+    """Parse `full`; an unknown format has only a `value`."""
     rest = full.removeprefix(f"{prefix}:")
-    scope, colon, behind = rest.partition(":")
-    found = _BEHIND.match(behind)
+    scope, colon, unit_text = rest.partition(":")
+    found = _UNIT.match(unit_text)
     if rest == full or not colon or found is None:
-        return Named(full, "", value=full)
+        return ParsedKey(full, "", value=full)
     scope = scope if scope.startswith("#") else _plain(scope)
     unit, generation = found["unit"], int(found["generation"] or 0)
     step = int(found["step"]) if found["step"] else None
     if unit.startswith("#"):
-        return Named(full, scope, digest=unit, generation=generation, step=step)
+        return ParsedKey(full, scope, digest=unit, generation=generation, step=step)
     if unit.startswith(":"):
-        return Named(full, scope, value=_plain(unit[1:]), generation=generation, step=step)
+        return ParsedKey(full, scope, value=_plain(unit[1:]), generation=generation, step=step)
     parts = unit.split(":", 3)
     if len(parts) < 4:
-        return Named(full, "", value=full)
-    handler, event_type, how, value = map(_plain, parts)
-    return Named(full, scope, handler, event_type, how, value, "", generation, step)
+        return ParsedKey(full, "", value=full)
+    handler, event_type, source, value = map(_plain, parts)
+    return ParsedKey(full, scope, handler, event_type, source, value, "", generation, step)
 
 
-def space_of(told: Named, prefix: str, *, hash_keys: bool) -> KeySpace | None:
-    """Where the other records of the same work are; `None` if its scope is a hash, which cannot be told back."""
-    if not told.scope or told.scope.startswith("#"):
+def key_space(parsed: ParsedKey, prefix: str, *, hash_keys: bool) -> KeySpace | None:
+    """Return the key space of the key's service; `None` if the scope is a hash, which cannot be reversed."""
+    if not parsed.scope or parsed.scope.startswith("#"):
         return None
-    return KeySpace(prefix, told.scope, hash_keys)
+    return KeySpace(prefix, parsed.scope, hash_keys)
 
 
-def split_generation(words: str) -> tuple[str, int | None]:
-    """What people typed, and the generation behind it, if they named one."""
-    found = _WITH_GENERATION.match(words)
+def split_generation(name: str) -> tuple[str, int | None]:
+    """Split a name as typed into the name and its generation, if there is one."""
+    found = _WITH_GENERATION.match(name)
     if found is None or int(found["generation"]) > LAST_GENERATION:
-        return words, None
-    return found["words"], int(found["generation"])
+        return name, None
+    return found["name"], int(found["generation"])
 
 
-def is_meant(told: Named, words: str) -> bool:
-    """Whether `words` are an id, a label, a caller's key or the end of a full key, and name this one."""
-    wanted, generation = split_generation(words)
-    if generation is not None and generation != told.generation:
+def matches_name(parsed: ParsedKey, text: str) -> bool:
+    """Return whether `text` names this key: an id, a label, a caller's key or the end of a full key."""
+    name, generation = split_generation(text)
+    if generation is not None and generation != parsed.generation:
         return False
-    if wanted in (told.value, f"{told.event_type}:{told.value}") and told.value:
+    if name in (parsed.value, f"{parsed.event_type}:{parsed.value}") and parsed.value:
         return True
-    return told.unit == wanted or told.unit.endswith(f":{wanted}")
+    return parsed.unit == name or parsed.unit.endswith(f":{name}")
 
 
-def parts_of(words: str) -> list[str]:
-    """What the key must hold, in this order, if `is_meant` by these words: for a store that looks for it by itself.
+def literal_parts(text: str) -> list[str]:
+    """Return texts that every key matching `text` contains, in this order, for the filter of a store.
 
-    Letters that may stand in the key as they are or escaped are left out, so that either is found.
+    Characters that may be escaped in keys are excluded.
     """
-    wanted, _ = split_generation(words)
-    return _PLAIN.findall(wanted)
+    name, _ = split_generation(text)
+    return _PLAIN.findall(name)
 
 
 def generations_of(unit: str) -> list[str]:
-    """The full keys that the work of `unit` may have, by generation."""
+    """Return the full keys of all generations of `unit`."""
     return [generation_key(unit, generation) for generation in range(LAST_GENERATION + 1)]
 
 

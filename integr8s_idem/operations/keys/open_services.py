@@ -1,4 +1,4 @@
-"""The services of an application, made to be asked for their keys; no handler runs, and nothing is consumed."""
+"""Open the services of an application to compute their keys.  No handler runs, and nothing is consumed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from integr8s_idem.worker.consumer import codec_for, topics_read
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a handler keeps its record of some work, if it has one."""
+class RecordPlace:
+    """Where a handler would store its record."""
 
     service: str
     handler: str
@@ -31,12 +31,12 @@ class Place:
     key: str
     """The full key."""
     expected: bool = True
-    """Whether that there is no record says something; not so where the key was only guessed."""
+    """Whether a missing record is worth reporting; false for keys that are only guesses."""
 
 
 @dataclass(frozen=True)
 class OpenService:
-    """A service, by what its container gives."""
+    """A service and the objects of its container."""
 
     name: str
     group: str
@@ -46,7 +46,7 @@ class OpenService:
 
     @property
     def repository(self) -> IdempotencyRepository | None:
-        """`None`: its handlers are not guarded."""
+        """The store; `None` if no handler is guarded."""
         return self.dispatcher.manager.repository if self.dispatcher.manager is not None else None
 
     @property
@@ -55,49 +55,51 @@ class OpenService:
 
     @property
     def config(self) -> IdempotencyConfig | None:
-        """As its manager has it."""
+        """The configuration of its manager."""
         return self.dispatcher.manager.config if self.dispatcher.manager is not None else None
 
     @property
     def guarded(self) -> list[IdempotentEventHandler]:
         return [handler for handler in self.dispatcher.handlers if isinstance(handler, IdempotentEventHandler)]
 
-    def places(self, words: str, generation: int) -> Iterator[Place]:
-        """Where the work that people call by these words can be: an event's id, its label, a caller's key."""
+    def places(self, name: str, generation: int) -> Iterator[RecordPlace]:
+        """Yield where records named `name` can be: an event's id, its label or a caller's key."""
         space = self.space
         if space is None:
             return
         for handler in self.guarded:
-            own = words.removeprefix(f"{handler.event_type}:")
-            for value in dict.fromkeys((own, words)):
+            event_id = name.removeprefix(f"{handler.event_type}:")
+            for value in dict.fromkeys((event_id, name)):
                 strategy = handler.resolver.strategy
-                key = Key.of_event(handler.name, handler.event_type, _HOW[strategy], value).in_generation(generation)
-                expected = strategy is KeyStrategy.EVENT_BASED and value == own
-                yield Place(self.name, handler.name, handler.event_type, space.full(space.key(key)), expected)
-        given = Key.of(words).in_generation(generation)
-        yield Place(self.name, "", "", space.full(space.key(given)), expected=False)
+                key = Key.of_event(handler.name, handler.event_type, _SOURCES[strategy], value).in_generation(
+                    generation
+                )
+                expected = strategy is KeyStrategy.EVENT_BASED and value == event_id
+                yield RecordPlace(self.name, handler.name, handler.event_type, space.full(space.key(key)), expected)
+        given = Key.of(name).in_generation(generation)
+        yield RecordPlace(self.name, "", "", space.full(space.key(given)), expected=False)
 
 
-_HOW = {KeyStrategy.EVENT_BASED: "id", KeyStrategy.CONTENT_HASH: "content", KeyStrategy.CUSTOM: "custom"}
+_SOURCES = {KeyStrategy.EVENT_BASED: "id", KeyStrategy.CONTENT_HASH: "content", KeyStrategy.CUSTOM: "custom"}
 
 
 @asynccontextmanager
 async def open_services(platform: Platform, settings: Settings) -> AsyncIterator[list[OpenService]]:
-    """All services of an application, by their containers, closed at the end of the block.
+    """Open the containers of all services of an application, and close them at the end of the block.
 
-    The store stays as it is, as for the doctor.
+    The store is not modified.
 
     Raises:
-        ApplicationError: A container does not give what its service needs.
-        StoreError: The store refuses us.
+        ApplicationError: A container lacks an object that its service needs.
+        StoreError: The store refuses the connection.
     """
     async with AsyncExitStack() as stack:
         with as_it_is():
-            services = [await _opened(stack, service, settings) for service in platform.services.values()]
+            services = [await _open(stack, service, settings) for service in platform.services.values()]
         yield services
 
 
-async def _opened(stack: AsyncExitStack, service: Service, settings: Settings) -> OpenService:
+async def _open(stack: AsyncExitStack, service: Service, settings: Settings) -> OpenService:
     container = make_container(service, settings)
     stack.push_async_callback(_close, container)
     dispatcher = await get_dispatcher(container, service.name)

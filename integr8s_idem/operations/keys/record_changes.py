@@ -1,6 +1,6 @@
-"""What operators change: leases that end now, records that are forgotten.
+"""Changes by operators: release leases and purge records.
 
-They hold no token.  Each record is changed as it was seen, or not at all: see docs/decisions/0047.
+Operators have no token.  A record is changed only if it is still as it was read_records: see docs/decisions/0047.
 """
 
 from __future__ import annotations
@@ -8,194 +8,214 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from integr8s_idem.config import Settings
 from integr8s_idem.keys import generation_key
-from integr8s_idem.operations.keys.key_parser import Named, is_meant, named, parts_of, space_of
-from integr8s_idem.operations.keys.record_filter import Wanted
-from integr8s_idem.operations.keys.record_reader import Advance, Found, read, steps_of, survey, tended, wanted_records
-from integr8s_idem.operations.keys.record_state import Lease, Standing, state_of
+from integr8s_idem.operations.keys.key_parser import ParsedKey, key_space, literal_parts, matches_name, parse_key
+from integr8s_idem.operations.keys.record_filter import RecordFilter
+from integr8s_idem.operations.keys.record_reader import (
+    Advance,
+    AnyRecord,
+    matching_records,
+    read_records,
+    read_steps,
+    require_admin,
+    scan_records,
+)
+from integr8s_idem.operations.keys.record_state import Lease, RecordState, status_of
 from integr8s_idem.records import Corrupt, IdempotencyRecord
 from integr8s_idem.stores import IdempotencyRepository
 
-HELD: Final = "in progress, with a lease that holds"
-RENEWED: Final = "renewed lately: its owner seems to live"
-NOT_HELD: Final = "nobody holds it"
-UNREADABLE: Final = "unreadable; name it, or say --status corrupt"
-CHANGED: Final = "changed meanwhile"
-FILTERED: Final = "named, but not what the filter asks for"
+ParsedRecord: TypeAlias = tuple[AnyRecord, ParsedKey]
 
-BATCH: Final = 500
-"""Records that are changed in one call."""
+HELD: Final = "in progress with an active lease"
+RENEWED: Final = "renewed recently: the owner seems to be alive"
+NOT_HELD: Final = "not leased"
+CORRUPT: Final = "corrupt; name the key, or use --status corrupt"
+CHANGED: Final = "changed in the meantime"
+FILTERED: Final = "named, but excluded by the filter"
+
+BATCH_SIZE: Final = 500
+"""Number of records to change in one call."""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What a command is to be done to: by names, by a filter, or by both."""
+class Selection:
+    """The records to change: by name, by a filter, or both."""
 
     names: tuple[str, ...] = ()
-    wanted: Wanted = field(default_factory=Wanted)
+    record_filter: RecordFilter = field(default_factory=RecordFilter)
 
 
 @dataclass
-class Counted:
-    """What was found, or changed."""
+class ChangeSummary:
+    """Counts of records that were found or changed."""
 
     records: int = 0
     by: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By service and state."""
-    spared: Counter[str] = field(default_factory=Counter)
-    """Left alone, by the reason why."""
+    """Counts by service and status."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Counts of records that were not changed, by reason."""
     unmatched: list[str] = field(default_factory=list)
-    """Names of which there is no record: mistyped, or gone already."""
+    """Names without a record: mistyped, expired or already purged."""
 
-    def add(self, found: Found, told: Named) -> None:
+    def add(self, found: AnyRecord, parsed: ParsedKey) -> None:
         self.records += 1
-        self.by[told.scope, state_of(found)] += 1
+        self.by[parsed.scope, status_of(found)] += 1
 
-    def add_all(self, batch: Sequence[tuple[Found, Named]], done: Sequence[bool]) -> None:
-        for (found, told), is_done in zip(batch, done, strict=True):
+    def add_all(self, batch: Sequence[ParsedRecord], done: Sequence[bool]) -> None:
+        for (found, parsed), is_done in zip(batch, done, strict=True):
             if is_done:
-                self.add(found, told)
+                self.add(found, parsed)
             else:
-                self.spared[CHANGED] += 1
+                self.skipped[CHANGED] += 1
 
-    def told(self) -> dict[str, object]:
-        """For audit lines and `--json`."""
+    def as_json(self) -> dict[str, object]:
+        """Return the counts for audit lines and `--json`."""
         by = [{"service": service, "status": state, "records": n} for (service, state), n in sorted(self.by.items())]
-        return {"records": self.records, "by": by, "spared": dict(self.spared)}
+        return {"records": self.records, "by": by, "skipped": dict(self.skipped)}
 
 
-class Changer:
-    """Chooses records of one store, and changes them."""
+class RecordChanger:
+    """Selects and changes the records of one store."""
 
     def __init__(
         self, settings: Settings, repository: IdempotencyRepository, advance: Advance = lambda _: None
     ) -> None:
         self._settings = settings
         self._repository = repository
-        self._store = tended(repository)
+        self._store = require_admin(repository)
         self.advance = advance
         self._prefix = settings.idempotency.key_prefix
 
-    async def count_to_release(self, chosen: Chosen, *, force: bool) -> Counted:
-        """What `release` would do it to."""
-        return await self._count(self._to_release(chosen, force, counted := Counted()), counted)
+    async def count_releasable(self, selection: Selection, *, force: bool) -> ChangeSummary:
+        """Count the records that `release` would change."""
+        return await self._count(self._releasable(selection, force, summary := ChangeSummary()), summary)
 
-    async def count_to_purge(self, chosen: Chosen, *, in_progress: bool) -> Counted:
-        """What `purge` would do it to."""
-        return await self._count(self._to_purge(chosen, in_progress, counted := Counted()), counted)
+    async def count_purgeable(self, selection: Selection, *, in_progress: bool) -> ChangeSummary:
+        """Count the records that `purge` would delete."""
+        return await self._count(self._purgeable(selection, in_progress, summary := ChangeSummary()), summary)
 
-    async def _count(self, records: AsyncIterator[tuple[Found, Named]], counted: Counted) -> Counted:
-        async for found, told in records:
-            counted.add(found, told)
-        return counted
+    async def _count(self, records: AsyncIterator[ParsedRecord], summary: ChangeSummary) -> ChangeSummary:
+        async for found, parsed in records:
+            summary.add(found, parsed)
+        return summary
 
-    async def release(self, chosen: Chosen, counted: Counted, *, force: bool) -> None:
-        """Let leases end now, a batch at a time; `counted` is told of each.
+    async def release(self, selection: Selection, summary: ChangeSummary, *, force: bool) -> None:
+        """End leases now, in batches.
 
-        `force`: of owners that seem to live as well.
+        Args:
+            selection: The records to release.
+            summary: Updated for each record.
+            force: Whether to end leases that were renewed recently as well.
         """
-        async for batch in _batches(self._to_release(chosen, force, counted)):
+        async for batch in _batches(self._releasable(selection, force, summary)):
             records = [found for found, _ in batch if isinstance(found, IdempotencyRecord)]
-            counted.add_all(batch, await self._store.end_leases(records))
+            summary.add_all(batch, await self._store.end_leases(records))
 
-    async def purge(self, chosen: Chosen, counted: Counted, *, in_progress: bool) -> None:
-        """Forget records, a batch at a time; `counted` is told of each.
+    async def purge(self, selection: Selection, summary: ChangeSummary, *, in_progress: bool) -> None:
+        """Delete records, in batches.
 
-        `in_progress`: those that somebody holds as well.
+        Args:
+            selection: The records to delete.
+            summary: Updated for each record.
+            in_progress: Whether to delete records with an active lease as well.
         """
-        async for batch in _batches(self._to_purge(chosen, in_progress, counted)):
+        async for batch in _batches(self._purgeable(selection, in_progress, summary)):
             readable = [one for one in batch if isinstance(one[0], IdempotencyRecord)]
             damaged = [one for one in batch if isinstance(one[0], Corrupt)]
             gone = await self._store.forget([found for found, _ in readable])  # type: ignore[misc]
-            counted.add_all(readable, gone)
-            # What cannot be read cannot have changed, either: nobody writes it.
+            summary.add_all(readable, gone)
+            # A corrupt record is never written, so it cannot have changed.
             await self._repository.delete([found.key for found, _ in damaged])
-            counted.add_all(damaged, [True] * len(damaged))
+            summary.add_all(damaged, [True] * len(damaged))
 
-    async def _to_release(self, chosen: Chosen, force: bool, counted: Counted) -> AsyncIterator[tuple[Found, Named]]:
-        async for found, told in self.chosen(chosen, counted):
+    async def _releasable(
+        self, selection: Selection, force: bool, summary: ChangeSummary
+    ) -> AsyncIterator[ParsedRecord]:
+        async for found, parsed in self.select(selection, summary):
             if isinstance(found, Corrupt):
-                counted.spared[UNREADABLE] += 1
+                summary.skipped[CORRUPT] += 1
                 continue
-            standing = Standing(found)
-            lease = self._settings.idempotency_for(told.scope).lease
-            if standing.lease is not Lease.HELD:
-                counted.spared[NOT_HELD] += 1
-            elif standing.seems_alive(lease) and not force:
-                counted.spared[RENEWED] += 1
+            state = RecordState(found)
+            lease = self._settings.idempotency_for(parsed.scope).lease
+            if state.lease is not Lease.HELD:
+                summary.skipped[NOT_HELD] += 1
+            elif state.is_owner_alive(lease) and not force:
+                summary.skipped[RENEWED] += 1
             else:
-                yield found, told
+                yield found, parsed
 
-    async def _to_purge(
-        self, chosen: Chosen, in_progress: bool, counted: Counted
-    ) -> AsyncIterator[tuple[Found, Named]]:
-        async for found, told in self.chosen(chosen, counted):
+    async def _purgeable(
+        self, selection: Selection, in_progress: bool, summary: ChangeSummary
+    ) -> AsyncIterator[ParsedRecord]:
+        async for found, parsed in self.select(selection, summary):
             if isinstance(found, Corrupt):
-                if chosen.names or "corrupt" in chosen.wanted.states:
-                    yield found, told
+                if selection.names or "corrupt" in selection.record_filter.states:
+                    yield found, parsed
                 else:
-                    counted.spared[UNREADABLE] += 1
-            elif Standing(found).lease is Lease.HELD and not in_progress:
-                counted.spared[HELD] += 1
+                    summary.skipped[CORRUPT] += 1
+            elif RecordState(found).lease is Lease.HELD and not in_progress:
+                summary.skipped[HELD] += 1
             else:
-                yield found, told
+                yield found, parsed
 
-    async def chosen(self, chosen: Chosen, counted: Counted) -> AsyncGenerator[tuple[Found, Named], None]:
-        """What is named, and the steps of that, as far as the filter takes it; `counted` is told of names in vain."""
-        if not chosen.names:
-            async for found, told in wanted_records(self._repository, self._prefix, chosen.wanted, self.advance):
-                yield found, told
+    async def select(self, selection: Selection, summary: ChangeSummary) -> AsyncGenerator[ParsedRecord, None]:
+        """Yield the selected records and their steps; names without a record are added to `summary.unmatched`."""
+        if not selection.names:
+            async for found, parsed in matching_records(
+                self._repository, self._prefix, selection.record_filter, self.advance
+            ):
+                yield found, parsed
             return
         seen: set[str] = set()
-        for name in chosen.names:
-            in_vain = True
-            async for found in self._called(name):
-                told = named(found.key, self._prefix)
-                in_vain = False
+        for name in selection.names:
+            is_unmatched = True
+            async for found in self._find(name):
+                parsed = parse_key(found.key, self._prefix)
+                is_unmatched = False
                 if found.key in seen:
                     continue
                 seen.add(found.key)
-                if chosen.wanted.takes(found, told):
-                    yield found, told
+                if selection.record_filter.matches(found, parsed):
+                    yield found, parsed
                 else:
-                    counted.spared[FILTERED] += 1
-            if in_vain:
-                counted.unmatched.append(name)
+                    summary.skipped[FILTERED] += 1
+            if is_unmatched:
+                summary.unmatched.append(name)
 
-    async def _called(self, name: str) -> AsyncIterator[Found]:
-        """What `name` names, and the steps of it: with those left behind, a new run would take them for done."""
+    async def _find(self, name: str) -> AsyncIterator[AnyRecord]:
+        """Yield the records named `name` with their steps.  A new run would skip steps whose records remain."""
         if name.startswith(f"{self._prefix}:"):
-            for found in (await read(self._repository, [name])).values():
+            for found in (await read_records(self._repository, [name])).values():
                 yield found
             for step in await self._steps(name):
                 yield step
             return
-        async for found in survey(self._repository, f"{self._prefix}:", parts_of(name), self.advance):
-            if is_meant(named(found.key, self._prefix), name):
+        async for found in scan_records(self._repository, f"{self._prefix}:", literal_parts(name), self.advance):
+            if matches_name(parse_key(found.key, self._prefix), name):
                 yield found
                 for step in await self._steps(found.key):
                     yield step
 
-    async def _steps(self, full: str) -> Sequence[Found]:
-        told = named(full, self._prefix)
-        config = self._settings.idempotency_for(told.scope)
-        space = space_of(told, self._prefix, hash_keys=config.hash_keys)
-        if space is None or told.step is not None:
+    async def _steps(self, full: str) -> Sequence[AnyRecord]:
+        parsed = parse_key(full, self._prefix)
+        config = self._settings.idempotency_for(parsed.scope)
+        space = key_space(parsed, self._prefix, hash_keys=config.hash_keys)
+        if space is None or parsed.step is not None:
             return ()
-        unit = generation_key(told.unit, told.generation)
-        return list((await steps_of(self._repository, space, unit)).values())
+        unit = generation_key(parsed.unit, parsed.generation)
+        return list((await read_steps(self._repository, space, unit)).values())
 
 
 async def _batches(
-    records: AsyncIterator[tuple[Found, Named]],
-) -> AsyncIterator[list[tuple[Found, Named]]]:
-    batch: list[tuple[Found, Named]] = []
+    records: AsyncIterator[ParsedRecord],
+) -> AsyncIterator[list[ParsedRecord]]:
+    batch: list[ParsedRecord] = []
     async for one in records:
         batch.append(one)
-        if len(batch) == BATCH:
+        if len(batch) == BATCH_SIZE:
             yield batch
             batch = []
     if batch:

@@ -1,4 +1,4 @@
-"""The store that the settings name, opened to be looked at; and records read from it in bounded parts."""
+"""Open the configured store for inspection, and read records in bounded batches."""
 
 from __future__ import annotations
 
@@ -11,52 +11,51 @@ from typing import Final
 from integr8s_idem.config import MemoryStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.errors import ApplicationError, CorruptRecordError
 from integr8s_idem.keys import KeySpace
-from integr8s_idem.operations.keys.key_parser import Named, named
-from integr8s_idem.operations.keys.record_filter import Wanted
+from integr8s_idem.operations.keys.key_parser import ParsedKey, parse_key
+from integr8s_idem.operations.keys.record_filter import RecordFilter
 from integr8s_idem.records import Corrupt, IdempotencyRecord
 from integr8s_idem.stores import IdempotencyRepository, RecordAdmin
 from integr8s_idem.stores.factory import as_it_is, open_store
 
-Found = IdempotencyRecord | Corrupt
+AnyRecord = IdempotencyRecord | Corrupt
 Advance = Callable[[int], None]
-"""Told how many more keys were gone by."""
+"""Called with the number of keys that were scanned."""
 
-_AT_ONCE: Final = 500
-_STEPS_AT_ONCE: Final = 16
-_MOST_STEPS: Final = 10_000
+_BATCH_SIZE: Final = 500
+_STEP_BATCH_SIZE: Final = 16
+_MAX_STEPS: Final = 10_000
 
 
 @asynccontextmanager
-async def opened(settings: Settings) -> AsyncIterator[IdempotencyRepository]:
-    """The store of the settings as it is: no table is made, no file.
+async def open_repository(settings: Settings) -> AsyncIterator[IdempotencyRepository]:
+    """Open the store of the settings without creating tables or files.
 
     Raises:
-        ApplicationError: There is nothing that could be looked at from here.
-        StoreError: The store refuses us.
+        ApplicationError: The store cannot be read from this process.
+        StoreError: The store refuses the connection.
     """
     store = settings.store
     if isinstance(store, MemoryStoreSettings):
         raise ApplicationError(
-            'records of a store of kind "memory" live in the process that made them, and are seen from nowhere else; '
-            "use a store that outlives it"
+            'records of a store of kind "memory" exist only in the process that created them; use a persistent store'
         )
     if isinstance(store, SqliteStoreSettings) and not await asyncio.to_thread(Path(store.path).exists):
-        raise ApplicationError(f"there is no file {store.path}, which [store] path names: nothing was remembered yet")
+        raise ApplicationError(f"file {store.path} of [store] path does not exist: there are no records yet")
     with as_it_is():
         async with open_store(store, key_prefix=settings.idempotency.key_prefix) as repository:
             yield repository
 
 
-async def read(repository: IdempotencyRepository, keys: Sequence[str]) -> dict[str, Found]:
-    """What is there under `keys`, damaged records too."""
-    found: dict[str, Found] = {}
-    for start in range(0, len(keys), _AT_ONCE):
-        asked = list(dict.fromkeys(keys[start : start + _AT_ONCE]))
+async def read_records(repository: IdempotencyRepository, keys: Sequence[str]) -> dict[str, AnyRecord]:
+    """Return the existing records of `keys`, including corrupt ones."""
+    found: dict[str, AnyRecord] = {}
+    for start in range(0, len(keys), _BATCH_SIZE):
+        asked = list(dict.fromkeys(keys[start : start + _BATCH_SIZE]))
         while asked:
             try:
                 records = await repository.get(asked)
             except CorruptRecordError as error:
-                # It names the record; the others are asked for again.
+                # Read the others again without the corrupt record.
                 found[error.key] = Corrupt(key=error.key, reason=error.reason)
                 asked = [key for key in asked if key != error.key]
                 continue
@@ -65,69 +64,69 @@ async def read(repository: IdempotencyRepository, keys: Sequence[str]) -> dict[s
     return found
 
 
-async def steps_of(repository: IdempotencyRepository, space: KeySpace, unit: str) -> dict[int, Found]:
-    """The records of the steps of a unit, by their places; `unit`: its full key, generation included."""
-    found: dict[int, Found] = {}
-    for begin in range(0, _MOST_STEPS, _STEPS_AT_ONCE):
-        keys = {space.full(space.step(unit, "", place)): place for place in range(begin, begin + _STEPS_AT_ONCE)}
-        page = await read(repository, list(keys))
+async def read_steps(repository: IdempotencyRepository, space: KeySpace, unit: str) -> dict[int, AnyRecord]:
+    """Return the records of the steps of `unit` by place.  `unit` is a full key with its generation."""
+    found: dict[int, AnyRecord] = {}
+    for begin in range(0, _MAX_STEPS, _STEP_BATCH_SIZE):
+        keys = {space.full(space.step(unit, "", place)): place for place in range(begin, begin + _STEP_BATCH_SIZE)}
+        page = await read_records(repository, list(keys))
         if not page:
             break
         found |= {keys[key]: record for key, record in page.items()}
     return found
 
 
-async def survey(
+async def scan_records(
     repository: IdempotencyRepository,
     prefix: str,
-    holding: Sequence[str] = (),
+    key_parts: Sequence[str] = (),
     advance: Advance = lambda _: None,
-) -> AsyncIterator[Found]:
-    """Every record under `prefix` whose key holds these parts, one page of the store in memory at a time.
+) -> AsyncIterator[AnyRecord]:
+    """Yield every record under `prefix` whose key contains `key_parts`, one page of the store at a time.
 
-    A store that is not `RecordAdmin` shows no damaged ones.
+    Stores that do not implement `RecordAdmin` omit corrupt records.
     """
     if isinstance(repository, RecordAdmin):
-        async for page in repository.survey(prefix, holding):
+        async for page in repository.survey(prefix, key_parts):
             for found in page.found:
-                if _holds(found, holding):
+                if _contains(found, key_parts):
                     yield found
             advance(page.passed)
         return
     async for record in repository.scan(prefix):
         advance(1)
-        if _holds(record, holding):
+        if _contains(record, key_parts):
             yield record
 
 
-async def wanted_records(
-    repository: IdempotencyRepository, key_prefix: str, wanted: Wanted, advance: Advance = lambda _: None
-) -> AsyncGenerator[tuple[Found, Named], None]:
-    """The records that are wanted, with what their keys say."""
-    async for found in survey(repository, wanted.prefix(key_prefix), wanted.holding, advance):
-        told = named(found.key, key_prefix)
-        if wanted.takes(found, told):
-            yield found, told
+async def matching_records(
+    repository: IdempotencyRepository, key_prefix: str, record_filter: RecordFilter, advance: Advance = lambda _: None
+) -> AsyncGenerator[tuple[AnyRecord, ParsedKey], None]:
+    """Yield the records that match the filter, with their parsed keys."""
+    async for found in scan_records(repository, record_filter.prefix(key_prefix), record_filter.key_parts, advance):
+        parsed = parse_key(found.key, key_prefix)
+        if record_filter.matches(found, parsed):
+            yield found, parsed
 
 
-async def size(repository: IdempotencyRepository) -> int | None:
-    """About how many keys a survey goes by; `None` if the store cannot tell."""
+async def estimated_size(repository: IdempotencyRepository) -> int | None:
+    """Return the approximate number of keys that a scan reads; `None` if unknown."""
     return await repository.size() if isinstance(repository, RecordAdmin) else None
 
 
-def tended(repository: IdempotencyRepository) -> RecordAdmin:
-    """`repository`, if people can change what they see in it.
+def require_admin(repository: IdempotencyRepository) -> RecordAdmin:
+    """Return `repository` if operators can change its records.
 
     Raises:
-        ApplicationError: It is a store that offers no such thing.
+        ApplicationError: The store does not implement `RecordAdmin`.
     """
     if isinstance(repository, RecordAdmin):
         return repository
     raise ApplicationError(
-        f"{type(repository).__name__} can change a record for its owner only: a store that people can look after "
-        "has the methods of integr8s_idem.stores.RecordAdmin"
+        f"{type(repository).__name__} does not support changes by operators: it must implement "
+        "integr8s_idem.stores.RecordAdmin"
     )
 
 
-def _holds(found: Found, parts: Iterable[str]) -> bool:
+def _contains(found: AnyRecord, parts: Iterable[str]) -> bool:
     return all(part in found.key for part in parts)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 import integr8s_idem
 from integr8s_idem.cli.app import app
 from integr8s_idem.cli.common import FAILURE, exit_status_of
-from integr8s_idem.cli.keys_output import show_explanation
+from integr8s_idem.cli.keys_output import print_explanation
 from integr8s_idem.cli.live_table import LiveTable
 from integr8s_idem.cli.output import INTERRUPTED
 from integr8s_idem.errors import ApplicationError, IdempotencyConflictError
@@ -121,7 +121,7 @@ def test_missing_things_exit_with_status_1_and_invalid_arguments_with_2(capsys: 
 def test_an_explanation_opens_with_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     answer = Explanation("1", read_as="the id of an event", notes=["no record of it"])
 
-    show_explanation(answer, as_json=False, whole_result=False)
+    print_explanation(answer, as_json=False, whole_result=False)
 
     first, *_, last = capsys.readouterr().out.strip().splitlines()
     assert first == "no record of it"

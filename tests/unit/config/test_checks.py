@@ -14,7 +14,7 @@ from integr8s_idem.config import (
     check_settings,
     settings_warnings,
 )
-from integr8s_idem.doctor.remedies import of_warning
+from integr8s_idem.doctor.remedies import warning_remedy
 
 LONG = {"default_ttl_seconds": 691_200}
 
@@ -193,7 +193,7 @@ def test_what_may_surprise_is_a_warning_and_no_refusal(tables: dict[str, Any], p
 
     [warning] = settings_warnings(settings)
     assert warning.path == path
-    what, cost, mend = of_warning(warning.path, warning.message)
+    what, cost, mend = warning_remedy(warning.path, warning.message)
     assert all((what, cost, mend))
     assert check_settings(settings) == []
 

@@ -26,8 +26,8 @@ from integr8s_idem.doctor import as_json, as_text, status_of
 from integr8s_idem.doctor.broker_checks import broker_findings
 from integr8s_idem.doctor.check_runner import findings_of
 from integr8s_idem.doctor.clock_skew import skew_findings
-from integr8s_idem.doctor.remedies import of_mistake, of_warning
-from integr8s_idem.doctor.store_checks import is_too_old, look_at_repository, look_at_store, refusal, tried
+from integr8s_idem.doctor.remedies import mistake_remedy, warning_remedy
+from integr8s_idem.doctor.store_checks import check_repository, check_store, is_too_old, refusal, try_operations
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.integrations.dishka import (
     IdempotencyProvider,
@@ -69,43 +69,43 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([Severity.ERROR, Severity.WARNING, Severity.INFO], 2),
     ],
 )
-def test_the_status_is_that_of_the_worst_finding(severities: list[Severity], status: int) -> None:
+def test_the_exit_status_is_that_of_the_worst_finding(severities: list[Severity], status: int) -> None:
     assert status_of([finding(severity) for severity in severities]) == status
 
 
 def test_a_finding_is_one_line() -> None:
-    told = Finding(Code.STORE_EVICTION, Severity.WARNING, "store", "it\ndrops", "runs again", "set it")
+    result = Finding(Code.STORE_EVICTION, Severity.WARNING, "store", "it\ndrops", "runs again", "set it")
 
-    assert as_text([told]) == "warning  store-eviction  store: it drops: runs again; set it"
+    assert as_text([result]) == "warning  store-eviction  store: it drops: runs again; set it"
 
 
 def test_a_setting_is_followed_by_its_value() -> None:
-    told = Finding(Code.SETTINGS_MISTAKE, Severity.ERROR, "kafka.client_id", "= 3 is no text", "", "")
+    result = Finding(Code.SETTINGS_MISTAKE, Severity.ERROR, "kafka.client_id", "= 3 is no text", "", "")
 
-    assert as_text([told]) == "error    settings-mistake  kafka.client_id = 3 is no text"
+    assert as_text([result]) == "error    settings-mistake  kafka.client_id = 3 is no text"
 
 
-def test_what_is_well_is_shown_on_request_only() -> None:
+def test_passed_checks_are_listed_only_with_verbose() -> None:
     well = [finding(Severity.INFO, Code.STORE_SEEN)]
 
-    assert as_text(well) == "nothing to mend"
+    assert as_text(well) == "no problems found"
     assert as_text(well, verbose=True).splitlines()[0].startswith("info     store-seen")
 
 
-def test_machines_get_a_list_of_objects() -> None:
-    (told,) = json.loads(as_json([finding(Severity.WARNING)]))
+def test_json_output_is_a_list_of_objects() -> None:
+    (result,) = json.loads(as_json([finding(Severity.WARNING)]))
 
-    assert told == {
+    assert result == {
         "code": "store-warning",
         "severity": "warning",
         "where": "store",
         "what": "it is so",
         "cost": "it loses that",
-        "mend": "set this",
+        "remedy": "set this",
     }
 
 
-async def test_a_check_that_breaks_says_so_and_hides_no_other() -> None:
+async def test_a_failing_check_is_a_finding_and_does_not_hide_others() -> None:
     async def broken() -> list[Finding]:
         raise KeyError("size")
 
@@ -119,12 +119,12 @@ async def test_a_check_that_breaks_says_so_and_hides_no_other() -> None:
     assert "KeyError: 'size'" in found[0].what
 
 
-async def test_a_check_that_does_not_end_is_given_up() -> None:
+async def test_a_check_times_out() -> None:
     async def endless() -> list[Finding]:
         await asyncio.Event().wait()
         return []
 
-    found = await findings_of({"brokers": endless}, patience=0.05)
+    found = await findings_of({"brokers": endless}, timeout=0.05)
 
     assert codes(found) == ["check-timeout"]
 
@@ -135,7 +135,7 @@ async def test_settings_that_contradict_each_other_are_found(tmp_path: Path) -> 
     found = await found_in(text, tmp_path)
 
     assert codes(found) == ["settings-mistake", "settings-mistake"]
-    assert [one.cost for one in found] == ["no worker starts"] * 2
+    assert [one.cost for one in found] == ["workers cannot start"] * 2
     assert [one.where for one in found] == [
         "kafka.heartbeat_interval_seconds",
         "services.billing.handler_timeout_seconds",
@@ -151,21 +151,21 @@ async def test_settings_that_lose_events_are_found(tmp_path: Path) -> None:
     assert found[-1].where == "idempotency.on_in_progress"
 
 
-async def test_a_secret_is_in_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_findings_contain_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def loud(settings: Settings, now: object) -> list[Finding]:
         raise ValueError(f"bad {SECRET} in redis://:other@cache")
 
-    monkeypatch.setattr(examination, "look_at_store", loud)
+    monkeypatch.setattr(examination, "check_store", loud)
     text = AWAY + f'password = "{SECRET}"\n'
 
-    told = as_json(await found_in(text, tmp_path))
+    result = as_json(await found_in(text, tmp_path))
 
-    assert "check-failed" in told
-    assert SECRET not in told
-    assert "other" not in told
+    assert "check-failed" in result
+    assert SECRET not in result
+    assert "other" not in result
 
 
-async def test_a_container_that_cannot_be_made_is_a_finding(tmp_path: Path) -> None:
+async def test_a_broken_container_is_a_finding(tmp_path: Path) -> None:
     def container(settings: Settings) -> Any:
         raise RuntimeError("no billing without a bank")
 
@@ -177,7 +177,7 @@ async def test_a_container_that_cannot_be_made_is_a_finding(tmp_path: Path) -> N
 
 
 def guarded_by(repository: type[MemoryIdempotencyRepository], *more: Service) -> Platform:
-    """An application whose service `billing` has a store of its own."""
+    """Return an application that provides the store of its service `billing`."""
 
     class OwnStore(Provider):
         @provide(scope=Scope.APP, override=True)
@@ -194,20 +194,20 @@ def guarded_by(repository: type[MemoryIdempotencyRepository], *more: Service) ->
     return Platform(Service("billing", providers=providers), *more)
 
 
-async def test_a_store_of_the_applications_own_is_looked_at_in_place_of_ours(tmp_path: Path) -> None:
+async def test_a_store_of_the_application_is_checked_instead_of_the_configured_store(tmp_path: Path) -> None:
     found = await found_in(AWAY, tmp_path, guarded_by(MemoryIdempotencyRepository))
 
     assert "store-unavailable" not in codes(found)
     assert "store of service billing" in [one.where for one in found if one.code is Code.STORE_SEEN]
 
 
-async def test_what_is_wrong_with_a_store_of_the_applications_own_is_found(tmp_path: Path) -> None:
+async def test_problems_of_a_store_of_the_application_are_found(tmp_path: Path) -> None:
     found = await found_in(AWAY, tmp_path, guarded_by(Forgetful))
 
     assert ("store of service billing", Code.STORE_FORGETS) in [(one.where, one.code) for one in found]
 
 
-async def test_a_store_of_the_applications_own_that_breaks_is_a_finding_about_it(tmp_path: Path) -> None:
+async def test_a_failing_store_of_the_application_is_a_finding(tmp_path: Path) -> None:
     class Broken(MemoryIdempotencyRepository):
         async def ping(self) -> StoreHealth:
             raise KeyError("latency")
@@ -215,10 +215,10 @@ async def test_a_store_of_the_applications_own_that_breaks_is_a_finding_about_it
     found = await found_in(AWAY, tmp_path, guarded_by(Broken))
 
     (broken,) = [one for one in found if one.code is Code.APPLICATION_BROKEN]
-    assert broken.what == "Broken fails by KeyError: 'latency'"
+    assert broken.what == "Broken raises KeyError: 'latency'"
 
 
-async def test_ours_is_looked_at_beside_one_of_the_applications_own(tmp_path: Path) -> None:
+async def test_the_configured_store_is_checked_if_a_service_uses_it(tmp_path: Path) -> None:
     found = await found_in(AWAY, tmp_path, guarded_by(MemoryIdempotencyRepository, Service("audit", providers=GUARDED)))
 
     assert "store-unavailable" in codes(found)
@@ -232,7 +232,7 @@ GUARDED = [
 
 
 class Forgetful(MemoryIdempotencyRepository):
-    """Takes records and drops them."""
+    """A store that loses every record."""
 
     async def reserve(self, requests: Any) -> Any:
         verdicts = await super().reserve(requests)
@@ -240,36 +240,36 @@ class Forgetful(MemoryIdempotencyRepository):
         return verdicts
 
 
-async def test_a_store_that_forgets_at_once_is_found() -> None:
+async def test_a_store_that_loses_writes_is_found() -> None:
     settings = Settings(store=RedisStoreSettings())
 
-    assert codes(await tried(MemoryIdempotencyRepository(), settings, time.time)) == []
-    (only,) = await tried(Forgetful(), settings, time.time)
+    assert codes(await try_operations(MemoryIdempotencyRepository(), settings, time.time)) == []
+    (only,) = await try_operations(Forgetful(), settings, time.time)
 
     assert only.code is Code.STORE_FORGETS
     assert "renew, complete, fail, release" in only.what
 
 
-async def test_a_store_that_is_too_old_or_has_words_of_its_own_is_found() -> None:
+async def test_old_versions_and_other_warnings_of_a_store_are_found() -> None:
     class Old(MemoryIdempotencyRepository):
         async def ping(self) -> StoreHealth:
             return StoreHealth(kind="redis", version="6.0.20", latency=timedelta(0), warnings=("it is tired",))
 
-    found = await look_at_repository(Old(), Settings(), time.time)
+    found = await check_repository(Old(), Settings(), time.time)
 
     assert [one.code for one in found] == [Code.STORE_SEEN, Code.STORE_VERSION, Code.STORE_WARNING]
     assert "6.0.20 is older than 6.2" in found[1].what
 
 
-def test_brokers_without_a_topic_to_look_at_are_seen_and_nothing_is_wrong() -> None:
+def test_brokers_without_known_topics_are_no_problem() -> None:
     found = broker_findings(KafkaSettings(), [], BrokerFacts())
 
     assert [one.code for one in found] == [Code.BROKER_SEEN, Code.TOPICS_UNKNOWN]
     assert codes(found) == []
 
 
-async def test_of_a_store_in_memory_the_settings_say_enough() -> None:
-    assert await look_at_store(Settings(store=MemoryStoreSettings(kind="memory")), time.time) == []
+async def test_a_memory_store_is_not_checked() -> None:
+    assert await check_store(Settings(store=MemoryStoreSettings(kind="memory")), time.time) == []
 
 
 @pytest.mark.parametrize(
@@ -301,11 +301,11 @@ def test_clocks_may_differ_by_two_seconds_and_the_round_trip(stores: float, foun
         ("redis", "unknown", False),
     ],
 )
-def test_a_server_that_is_too_old_is_told_from_one_that_is_not(kind: str, version: str, old: bool) -> None:
+def test_old_versions_are_detected(kind: str, version: str, old: bool) -> None:
     assert is_too_old(kind, version) is old
 
 
-def test_a_warning_of_a_store_is_its_sentence_wherever_it_goes() -> None:
+def test_warnings_of_a_store_can_be_copied_and_pickled() -> None:
     warning = StoreWarning(Code.STORE_EVICTION, "it drops", "runs again", "set it")
 
     for same in (warning, copy.copy(warning), pickle.loads(pickle.dumps(warning))):
@@ -313,7 +313,7 @@ def test_a_warning_of_a_store_is_its_sentence_wherever_it_goes() -> None:
         assert (same.code, same.what, same.cost, same.mend) == (Code.STORE_EVICTION, "it drops", "runs again", "set it")
 
 
-def test_errors_end_with_status_2() -> None:
+def test_errors_exit_with_status_2() -> None:
     Path("settings.toml").write_text(AWAY)
 
     answer = typed()
@@ -328,14 +328,14 @@ def test_errors_end_with_status_2() -> None:
 @pytest.mark.parametrize(
     "arguments", [["--nonsense"], ["a:b", "c:d"], ["--settings"], ["nothing.there:platform"], ["billing"]]
 )
-def test_wrong_usage_has_a_status_of_its_own(arguments: list[str]) -> None:
+def test_wrong_usage_exits_with_status_64(arguments: list[str]) -> None:
     answer = typed(*arguments)
 
     assert answer.exit_code == 64
     assert answer.stdout == ""
 
 
-def test_the_rights_are_printed_for_the_user_and_prefix_of_the_settings() -> None:
+def test_permissions_are_printed_for_the_configured_user_and_prefix() -> None:
     Path("settings.toml").write_text(
         f'[store]\nusername = "billing"\npassword = "{SECRET}"\n[idempotency]\nkey_prefix = "shop"\n'
     )
@@ -347,7 +347,7 @@ def test_the_rights_are_printed_for_the_user_and_prefix_of_the_settings() -> Non
     assert SECRET not in answer.output
 
 
-def test_the_grants_of_postgresql_name_the_user_as_sql_wants_it() -> None:
+def test_grants_for_postgresql_quote_the_user() -> None:
     Path("settings.toml").write_text('[store]\nkind = "postgresql"\nusername = "Bill-ing"\n')
 
     assert typed("--acl").stdout.splitlines()[:3] == [
@@ -357,7 +357,7 @@ def test_the_grants_of_postgresql_name_the_user_as_sql_wants_it() -> None:
     ]
 
 
-def test_the_statements_for_mysql_name_user_and_database_as_sql_wants_them() -> None:
+def test_statements_for_mysql_quote_user_and_database() -> None:
     Path("settings.toml").write_text(
         f'[store]\nkind = "mysql"\nurl = "mysql://db/sh-op"\nusername = "o\'clock"\npassword = "{SECRET}"\n'
     )
@@ -380,16 +380,16 @@ def test_the_statements_for_mysql_name_user_and_database_as_sql_wants_them() -> 
         ("", "arn:aws:dynamodb:*:*:table/idem"),
     ],
 )
-def test_the_policy_for_dynamodb_names_its_table_alone(region: str, arn: str) -> None:
+def test_the_policy_for_dynamodb_is_limited_to_the_table(region: str, arn: str) -> None:
     Path("settings.toml").write_text(f'[store]\nkind = "dynamodb"\ntable = "idem"\n{region}')
 
-    told = json.loads(typed("--acl").stdout)
+    result = json.loads(typed("--acl").stdout)
 
-    assert [statement["Sid"] for statement in told["Statement"]] == ["Worker", "Migrate"]
-    assert {statement["Resource"] for statement in told["Statement"]} == {arn}
+    assert [statement["Sid"] for statement in result["Statement"]] == ["Worker", "Migrate"]
+    assert {statement["Resource"] for statement in result["Statement"]} == {arn}
 
 
-def test_rights_at_sentinels_are_told_from_those_at_redis() -> None:
+def test_permissions_for_sentinels_and_redis_are_separate() -> None:
     Path("settings.toml").write_text(
         '[store]\nkind = "redis-sentinel"\nusername = "billing"\nsentinel_username = "asking"\nwait_replicas = 1\n'
     )
@@ -402,7 +402,7 @@ def test_rights_at_sentinels_are_told_from_those_at_redis() -> None:
     assert at_sentinels == "ACL SETUSER asking on >PASSWORD resetchannels resetkeys -@all +sentinel|masters"
 
 
-def test_rights_of_what_is_not_installed_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permissions_require_the_extra_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("settings.toml").write_text('[store]\nkind = "mysql"\n')
     monkeypatch.setitem(sys.modules, "integr8s_idem.stores.sql.access", None)
     monkeypatch.delattr("integr8s_idem.stores.sql.access", raising=False)
@@ -414,20 +414,20 @@ def test_rights_of_what_is_not_installed_are_not_printed(monkeypatch: pytest.Mon
     assert 'pip install "integr8s-idem[mysql]"' in answer.stderr
 
 
-def test_rights_are_printed_for_machines() -> None:
+def test_permissions_are_printed_as_json() -> None:
     Path("settings.toml").write_text('[store]\nkind = "postgresql"\n')
 
     assert json.loads(typed("--acl", "--json").stdout) == typed("--acl").stdout.splitlines()
 
 
-def test_a_policy_for_machines_is_the_policy() -> None:
+def test_a_policy_is_printed_unchanged_as_json() -> None:
     Path("settings.toml").write_text('[store]\nkind = "dynamodb"\n')
 
     assert "Statement" in json.loads(typed("--acl", "--json").stdout)
 
 
 @pytest.mark.parametrize(
-    ("error", "what", "mend"),
+    ("error", "what", "remedy"),
     [
         (
             StoreConfigurationError("start", "the tables are not there; run: it", Code.SCHEMA_MISSING),
@@ -438,45 +438,45 @@ def test_a_policy_for_machines_is_the_policy() -> None:
         (
             StoreUnavailableError("ping", "Redis is loading its data"),
             "Redis is loading its data",
-            "wait until that has passed, or end it there",
+            "wait until the problem passes, or resolve it on the server",
         ),
         (
             StoreUnavailableError("ping", "no connection to mysql: a; b"),
             "no connection to mysql: a; b",
-            "start it, or mend its address in [store]",
+            "start the server, or correct its address in [store]",
         ),
         (
             StoreConfigurationError("ping", "Redis answers: unknown command 'SENTINEL'"),
             "Redis answers: unknown command 'SENTINEL'",
-            "give the addresses of Sentinels in store.sentinels: usually those at port 26379",
+            "set store.sentinels to the addresses of Sentinels, usually on port 26379",
         ),
     ],
 )
-def test_a_refusal_says_apart_what_is_wrong_and_what_to_do(error: StoreError, what: str, mend: str) -> None:
-    told = refusal(error, Settings())
+def test_an_error_of_the_store_is_split_into_problem_and_remedy(error: StoreError, what: str, remedy: str) -> None:
+    result = refusal(error, Settings())
 
-    assert (told.what, told.mend) == (what, mend)
+    assert (result.what, result.mend) == (what, remedy)
 
 
 @pytest.mark.parametrize("code", [Code(code) for code in Code if code.value.startswith(("store-", "schema-"))])
-def test_no_refusal_is_without_something_to_do(code: Code) -> None:
+def test_every_error_of_the_store_has_a_remedy(code: Code) -> None:
     assert refusal(StoreConfigurationError("start", "it is so", code), Settings()).mend
 
 
 @pytest.mark.parametrize(
-    ("message", "mend"), [("= 5 exceeds 3: why; lower it", "lower it"), ("must be text", "change kafka.client_id")]
+    ("message", "remedy"), [("= 5 exceeds 3: why; lower it", "lower it"), ("must be text", "change kafka.client_id")]
 )
-def test_a_mistake_of_the_settings_says_apart_what_to_do(message: str, mend: str) -> None:
-    assert of_mistake("kafka.client_id", message)[1] == mend
+def test_a_mistake_in_the_settings_is_split_into_problem_and_remedy(message: str, remedy: str) -> None:
+    assert mistake_remedy("kafka.client_id", message)[1] == remedy
 
 
-def test_a_warning_of_the_settings_says_apart_what_it_costs() -> None:
+def test_a_warning_about_settings_is_split_into_problem_cost_and_remedy() -> None:
     message = "= 5 is less than 3: events run again; raise it"
 
-    assert of_warning("kafka.client_id", message) == ("= 5 is less than 3", "events run again", "raise it")
+    assert warning_remedy("kafka.client_id", message) == ("= 5 is less than 3", "events run again", "raise it")
 
 
-def test_a_store_without_users_has_no_rights_to_print() -> None:
+def test_a_store_without_users_has_no_permissions() -> None:
     Path("settings.toml").write_text('[store]\nkind = "sqlite"\n')
 
     answer = typed("--acl")

@@ -12,7 +12,7 @@ from dishka import STRICT_VALIDATION, Provider, Scope, make_async_container, pro
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from integr8s_idem import EventRouter, IdempotencyManager, Platform, Service, Settings
-from integr8s_idem.doctor.application_checks import look_at_application
+from integr8s_idem.doctor.application_checks import check_application
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import (
     EventContextProvider,
@@ -23,7 +23,7 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     TelemetryProvider,
 )
-from integr8s_idem.operations.graphs import drawn
+from integr8s_idem.operations.graphs import make_graphs
 from integr8s_idem.runtime import ServiceGroup
 from tests.support.workers import OrderPlaced
 
@@ -148,12 +148,12 @@ async def test_run_graph_and_doctor_say_what_is_missing_in_one_sentence(
     service = Service("billing", container=factory)
     platform = Platform(service)
     with pytest.raises(ApplicationError) as refusal:
-        await drawn(platform, SETTINGS)
+        await make_graphs(platform, SETTINGS)
     group = ServiceGroup([service], SETTINGS)
     with caplog.at_level(logging.ERROR):
         assert await group.run() == 1
     (record,) = caplog.records
-    (finding,) = (await look_at_application(platform, SETTINGS)).findings
+    (finding,) = (await check_application(platform, SETTINGS)).findings
 
     told = str(refusal.value)
     assert sentence in told
@@ -176,7 +176,7 @@ def test_an_error_of_the_applications_own_code_keeps_its_traceback_in_the_log(
 ) -> None:
     service = Service("billing", container=factory)
     with pytest.raises(ApplicationError) as refusal:
-        asyncio.run(drawn(Platform(service), SETTINGS))
+        asyncio.run(make_graphs(Platform(service), SETTINGS))
     with caplog.at_level(logging.ERROR):
         assert asyncio.run(ServiceGroup([service], SETTINGS).run()) == 1
     (record,) = caplog.records
@@ -203,4 +203,4 @@ class LettersProvider(Provider):
 
 async def test_a_class_of_the_application_with_a_name_of_the_library_is_its_own() -> None:
     with pytest.raises(ApplicationError, match=r"Add a provider of EventPublisher"):
-        await drawn(Platform(Service("billing", container=container(*BOTH, LettersProvider))), SETTINGS)
+        await make_graphs(Platform(Service("billing", container=container(*BOTH, LettersProvider))), SETTINGS)

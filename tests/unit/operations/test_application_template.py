@@ -31,11 +31,11 @@ def new(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_what_was_written_is_shown_as_a_tree_with_what_to_type_next() -> None:
-    status, said = new("billing")
+def test_the_written_files_and_the_next_commands_are_printed() -> None:
+    status, output = new("billing")
 
     assert status == 0
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         "billing/",
         "├── billing/",
         "│   ├── __init__.py",
@@ -65,64 +65,64 @@ def test_what_was_written_is_shown_as_a_tree_with_what_to_type_next() -> None:
     }
 
 
-def test_what_is_not_installed_is_told_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extras_are_reported_with_their_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
 
     def found(name: str, package: str | None = None) -> ModuleSpec | None:
         return None if name in {"aiosqlite", "pytest_asyncio"} else there(name, package)
 
     monkeypatch.setattr("integr8s_idem.operations.application_template.find_spec", found)
-    told = "Not installed yet: install the extra"
+    prefix = "Not installed yet: install the extra"
 
-    assert f'{told} testing,sql: pip install "integr8s-idem[testing,sql]"' in new("shop", "--store", "sqlite")[1]
-    assert f'{told} testing: pip install "integr8s-idem[testing]"' in new("billing")[1]
+    assert f'{prefix} testing,sql: pip install "integr8s-idem[testing,sql]"' in new("shop", "--store", "sqlite")[1]
+    assert f'{prefix} testing: pip install "integr8s-idem[testing]"' in new("billing")[1]
 
 
 @pytest.mark.parametrize(
     ("name", "why", "instead"),
     [
-        ("class", "word of Python's own", "class_app"),
-        ("My-Shop", "small letters", "my_shop"),
-        ("1shop", "no digit first", "shop"),
-        ("shop.orders", "small letters", "shop_orders"),
-        ("../shop", "small letters", "shop"),
-        ("schön", "small letters", "sch_n"),
-        ("-", "small letters", "shop"),
-        ("json", "Python has a module", "json_app"),
+        ("class", "Python keyword", "class_app"),
+        ("My-Shop", "lowercase letters", "my_shop"),
+        ("1shop", "starting with a letter", "shop"),
+        ("shop.orders", "lowercase letters", "shop_orders"),
+        ("../shop", "lowercase letters", "shop"),
+        ("schön", "lowercase letters", "sch_n"),
+        ("-", "lowercase letters", "shop"),
+        ("json", "module of the standard library", "json_app"),
         ("pydantic", "is installed", "pydantic_app"),
-        ("tests", "tests of the application", "tests_app"),
+        ("tests", "application's tests", "tests_app"),
     ],
 )
-def test_a_name_that_can_be_none_is_refused_with_one_that_could(name: str, why: str, instead: str) -> None:
-    with pytest.raises(ApplicationError, match=rf'"{name}" cannot be .*{why}.*; {instead} could'):
+def test_an_invalid_name_is_refused_with_a_suggestion(name: str, why: str, instead: str) -> None:
+    with pytest.raises(ApplicationError, match=rf'invalid application name "{name}": .*{why}.*; try {instead}'):
         application_files(name)
 
 
-def test_nothing_is_written_where_something_is() -> None:
+def test_a_folder_that_is_not_empty_is_refused() -> None:
     Path("billing").mkdir()
     Path("billing/mine.txt").write_text("mine")
 
-    status, said = new("billing")
+    status, output = new("billing")
 
     assert status == 2
-    assert "billing is there and is not empty: nothing was written" in said
+    assert "billing already exists and is not empty: nothing was written" in output
     assert [path.name for path in Path("billing").iterdir()] == ["mine.txt"]
 
 
-def test_nothing_is_written_over_a_file() -> None:
+def test_a_file_is_not_overwritten() -> None:
     Path("billing").write_text("mine")
 
     assert new("billing")[0] == 2
     assert Path("billing").read_text() == "mine"
 
 
-def test_an_empty_folder_of_another_name_is_taken() -> None:
+def test_an_empty_folder_can_be_used() -> None:
     Path("a folder").mkdir()
 
-    status, said = new("billing", "--into", "a folder")
+    status, output = new("billing", "--into", "a folder")
 
     assert status == 0
-    assert "    cd 'a folder'\n" in said
+    assert "    cd 'a folder'\n" in output
     assert Path("a folder/billing/handlers.py").is_file()
 
 
@@ -134,7 +134,7 @@ def test_an_empty_folder_of_another_name_is_taken() -> None:
         ("postgresql", PostgresqlStoreSettings),
     ],
 )
-def test_the_settings_name_the_store_that_was_asked_for(store: str, kind: type) -> None:
+def test_the_settings_contain_the_chosen_store(store: str, kind: type) -> None:
     status, _ = new("billing", "--store", store)
 
     assert status == 0
@@ -142,7 +142,7 @@ def test_the_settings_name_the_store_that_was_asked_for(store: str, kind: type) 
 
 
 @pytest.mark.parametrize("store", list(Store))
-def test_no_mark_of_a_template_is_left(store: Store) -> None:
+def test_all_placeholders_are_replaced(store: Store) -> None:
     assert not [path for path, text in application_files("billing", store).items() if "$" in text]
 
 
@@ -156,7 +156,7 @@ def test_no_mark_of_a_template_is_left(store: Store) -> None:
         (None, "integr8s-idem[testing,embedded]"),
     ],
 )
-def test_the_readme_names_what_the_library_was_installed_from(
+def test_the_readme_names_the_source_of_the_library(
     origin: str | None, requirement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of importlib.metadata, or of its backport where that is installed.

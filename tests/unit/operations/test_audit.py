@@ -19,7 +19,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_change_leaves_two_lines_of_one_run(tmp_path: Path) -> None:
+def test_a_change_writes_two_lines_with_the_same_run(tmp_path: Path) -> None:
     file = tmp_path / "audit.jsonl"
 
     with audited("keys purge", {"service": ["billing"]}, str(file)) as entry:
@@ -34,7 +34,7 @@ def test_a_change_leaves_two_lines_of_one_run(tmp_path: Path) -> None:
     assert last["host"]
 
 
-def test_it_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_readable_only_by_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "new" / "state"))
     before = os.umask(0)
     try:
@@ -49,15 +49,15 @@ def test_it_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in list(file.parents)[:3]] == [0o700] * 3
 
 
-def test_a_relative_folder_for_state_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_relative_state_directory_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "state")
     monkeypatch.setenv("HOME", str(tmp_path))
 
     assert audit_file() == tmp_path / ".local" / "state" / "integr8s-idem" / "audit.jsonl"
 
 
-def test_nothing_is_done_that_cannot_be_told(tmp_path: Path) -> None:
-    with pytest.raises(ApplicationError, match="nothing was changed: no audit line can be written"):
+def test_nothing_is_changed_if_the_first_line_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ApplicationError, match="nothing was changed: cannot write the audit line"):
         purged(tmp_path, error=AssertionError("it was done"))
 
 
@@ -72,22 +72,22 @@ def purged(file: Path, *, spoiled: bool = False, error: BaseException | None = N
             raise error
 
 
-def test_that_the_last_line_cannot_be_written_is_told_with_what_it_would_say(tmp_path: Path) -> None:
-    with pytest.raises(ApplicationError, match=r'it was done, but .* \{"records": 3\}'):
+def test_a_failure_to_write_the_last_line_is_reported_with_the_counts(tmp_path: Path) -> None:
+    with pytest.raises(ApplicationError, match=r'the command succeeded, but .* \{"records": 3\}'):
         purged(tmp_path / "audit.jsonl", spoiled=True)
 
 
-def test_what_went_wrong_first_is_what_is_raised(tmp_path: Path) -> None:
+def test_the_original_error_is_raised(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the work") as caught:
         purged(tmp_path / "audit.jsonl", spoiled=True, error=ValueError("the work"))
 
-    assert "no audit line can be written" in caught.value.__notes__[0]
+    assert "the audit line cannot be written" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
     ("error", "says"), [(ValueError("no"), "failed: ValueError: no"), (KeyboardInterrupt(), "interrupted")]
 )
-def test_how_it_ended_is_told(tmp_path: Path, error: BaseException, says: str) -> None:
+def test_the_last_line_contains_the_result(tmp_path: Path, error: BaseException, says: str) -> None:
     file = tmp_path / "audit.jsonl"
     with pytest.raises(type(error)):
         purged(file, error=error)
@@ -95,16 +95,16 @@ def test_how_it_ended_is_told(tmp_path: Path, error: BaseException, says: str) -
     assert [(line["says"], line.get("counts")) for line in lines(file)] == [("begun", None), (says, {"records": 3})]
 
 
-def test_lines_for_standard_error_go_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_can_be_written_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     with audited("keys purge", {"keys": ["ü\n"]}, "-"):
         pass
 
-    told = capsys.readouterr().err.splitlines()
-    assert [json.loads(line)["says"] for line in told] == ["begun", "ended"]
-    assert json.loads(told[0])["asked"] == {"keys": ["ü\n"]}
+    result = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["says"] for line in result] == ["begun", "ended"]
+    assert json.loads(result[0])["asked"] == {"keys": ["ü\n"]}
 
 
-def test_a_line_that_was_cut_short_is_no_part_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_line_is_terminated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "audit.jsonl"
     write = os.write
     with monkeypatch.context() as full:
@@ -117,7 +117,7 @@ def test_a_line_that_was_cut_short_is_no_part_of_the_next(tmp_path: Path, monkey
     assert [json.loads(line)["says"] for line in file.read_text().splitlines()[1:]] == ["begun", "ended"]
 
 
-def test_who_it_was_is_asked_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "audit.jsonl"
     monkeypatch.setenv("LOGNAME", "somebody-else")
     monkeypatch.setenv("USER", "somebody-else")
@@ -130,10 +130,10 @@ def test_who_it_was_is_asked_of_the_system(tmp_path: Path, monkeypatch: pytest.M
     assert lines(file)[0]["sudo_user"] == "anna"
 
 
-def test_a_store_is_told_without_its_credentials() -> None:
+def test_the_store_is_recorded_without_credentials() -> None:
     url = "redis://idem:secret@redis.example:6379/3"
     settings = Settings.model_validate({"store": {"kind": "redis", "url": url, "password": "other"}})
 
-    told = store_place(settings)
+    result = store_place(settings)
 
-    assert told == {"kind": "redis", "url": "redis://***@redis.example:6379/3", "key_prefix": "idempotency"}
+    assert result == {"kind": "redis", "url": "redis://***@redis.example:6379/3", "key_prefix": "idempotency"}

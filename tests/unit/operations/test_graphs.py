@@ -131,12 +131,12 @@ def needs(graph: ServiceGraph, name: str) -> set[str]:
     return {graph.parts[needed].name for needed in part(graph, name).needs}
 
 
-def test_an_idempotent_dispatcher_is_told_with_its_keys_its_time_and_its_store() -> None:
+def test_an_idempotent_dispatcher_has_keys_ttl_and_store() -> None:
     graph = graph_of(guarded(key_strategy=KeyStrategy.CONTENT_HASH, fields=["order_id"], ttl=timedelta(days=8)))
 
-    told = graph.dispatcher
-    assert (told.type, told.is_idempotent, told.is_transactional) == ("IdempotentEventDispatcher", True, False)
-    assert (told.strategy, told.ttl_seconds, told.store) == ("content_hash of order_id", 691_200, "redis")
+    result = graph.dispatcher
+    assert (result.type, result.is_idempotent, result.is_transactional) == ("IdempotentEventDispatcher", True, False)
+    assert (result.strategy, result.ttl_seconds, result.store) == ("content_hash of order_id", 691_200, "redis")
     assert [(each.event_type, each.name, each.takes_batches) for each in graph.handlers] == [
         ("order_placed", "charge", False)
     ]
@@ -144,13 +144,13 @@ def test_an_idempotent_dispatcher_is_told_with_its_keys_its_time_and_its_store()
 
 
 def test_a_plain_dispatcher_has_neither_keys_nor_store() -> None:
-    told = graph_of(PLAIN).dispatcher
+    result = graph_of(PLAIN).dispatcher
 
-    assert (told.type, told.is_idempotent) == ("EventDispatcher", False)
-    assert (told.strategy, told.ttl_seconds, told.store) == (None, None, None)
+    assert (result.type, result.is_idempotent) == ("EventDispatcher", False)
+    assert (result.strategy, result.ttl_seconds, result.store) == (None, None, None)
 
 
-def test_settings_win_where_they_have_the_last_word() -> None:
+def test_settings_override_the_ttl_of_the_dispatcher() -> None:
     settings = {
         "idempotency": {"default_ttl_seconds": 600},
         "store": {"kind": "memory"},
@@ -161,7 +161,7 @@ def test_settings_win_where_they_have_the_last_word() -> None:
     assert (graph.dispatcher.ttl_seconds, graph.dispatcher.store, graph.group_id) == (600, "memory", "others")
 
 
-def test_a_dispatcher_of_the_applications_own_is_known_for_what_it_is() -> None:
+def test_a_custom_dispatcher_is_recognized() -> None:
     """Its provider says EventDispatcher, as all do: only the object tells."""
 
     class Careful(IdempotentEventDispatcher):
@@ -186,7 +186,7 @@ def test_a_dispatcher_of_the_applications_own_is_known_for_what_it_is() -> None:
     assert part(graph, "EventDispatcher").provider == "Own"
 
 
-def test_parts_stand_in_their_scopes_with_what_they_need() -> None:
+def test_parts_are_listed_by_scope_with_their_dependencies() -> None:
     graph = graph_of(guarded())
 
     scopes = {scope.name: {part.name for part in scope.parts} for scope in graph.scopes}
@@ -208,7 +208,7 @@ def test_parts_stand_in_their_scopes_with_what_they_need() -> None:
     assert part(graph, "IdempotencyManager").source == "IdempotencyProvider.manager"
 
 
-def test_handlers_stand_for_what_they_ask_for() -> None:
+def test_handlers_are_parts_with_their_dependencies() -> None:
     graph = graph_of(PLAIN)
 
     asked = part(graph, "charge")
@@ -216,7 +216,7 @@ def test_handlers_stand_for_what_they_ask_for() -> None:
     assert needs(graph, "charge") == {"Payments"}
 
 
-def test_decorators_and_aliases_are_told() -> None:
+def test_decorators_and_aliases_are_parts() -> None:
     graph = graph_of(PLAIN)
 
     assert part(graph, "Payments", "decorator").source == "PaymentsProvider.carefully"
@@ -224,14 +224,14 @@ def test_decorators_and_aliases_are_told() -> None:
     assert [part.kind for part in graph.parts.values() if "script" in part.name] == ["alias"]
 
 
-def test_what_dishka_has_for_itself_is_left_out_unless_it_is_needed() -> None:
+def test_internal_parts_of_dishka_are_hidden_unless_needed() -> None:
     graph = graph_of(PLAIN)
 
     assert not [part for part in graph.parts.values() if part.name.startswith("HasContext")]
     assert [scope.name for scope in graph.scopes for part in scope.parts if part.name == "AsyncContainer"] == ["APP"]
 
 
-def test_components_are_told() -> None:
+def test_parts_have_their_component() -> None:
     class Far(Provider):
         scope = Scope.APP
         component = "far"
@@ -255,7 +255,7 @@ def test_components_are_told() -> None:
     assert '["int (far)"]' in as_mermaid([graph])
 
 
-def test_only_the_services_asked_for_are_made() -> None:
+def test_only_selected_services_are_created() -> None:
     def broken(settings: Settings) -> AsyncContainer:
         raise AssertionError("nobody asked for this one")
 
@@ -264,7 +264,7 @@ def test_only_the_services_asked_for_are_made() -> None:
     assert [graph.name for graph in asyncio.run(make_graphs(platform, Settings(), ["billing"]))] == ["billing"]
 
 
-def test_containers_are_closed_whatever_comes_of_it() -> None:
+def test_containers_are_always_closed() -> None:
     closed: list[str] = []
 
     class Closing(Provider):
@@ -286,11 +286,11 @@ def test_a_missing_dependency_is_reported_with_the_handler_that_needs_it() -> No
     with pytest.raises(ApplicationError) as refusal:
         graph_of(container)
 
-    told = str(refusal.value)
-    assert "the container of service billing cannot be made:" in told
-    assert "Payments" in told
-    assert "charge" in told  # the way to it
-    assert "Traceback" not in told
+    result = str(refusal.value)
+    assert "the container of service billing cannot be made:" in result
+    assert "Payments" in result
+    assert "charge" in result  # the way to it
+    assert "Traceback" not in result
 
 
 @pytest.mark.parametrize(
@@ -300,12 +300,12 @@ def test_a_missing_dependency_is_reported_with_the_handler_that_needs_it() -> No
         (lambda settings: 1 / 0, "cannot be made: ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_is_wrong_with_a_container_is_told(container: Any, why: str) -> None:
+def test_problems_of_a_container_are_reported(container: Any, why: str) -> None:
     with pytest.raises(ApplicationError, match=re.escape(f"the container of service billing {why}")):
         graph_of(container)
 
 
-def test_a_dispatcher_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_a_dispatcher_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hanging(Provider):
         scope = Scope.APP
 
@@ -320,7 +320,7 @@ def test_a_dispatcher_that_never_comes_is_not_waited_for(monkeypatch: pytest.Mon
         graph_of(lambda settings: make_async_container(Hanging()))
 
 
-def test_a_synchronous_container_is_drawn_and_said_to_be_refused() -> None:
+def test_a_synchronous_container_is_drawn_and_marked() -> None:
     class Plainly(Provider):
         scope = Scope.APP
         settings = from_context(Settings)
@@ -336,7 +336,7 @@ def test_a_synchronous_container_is_drawn_and_said_to_be_refused() -> None:
     assert "make_async_container" in as_page([graph], "shop:platform")
 
 
-def test_mermaid_has_a_box_for_each_part_and_an_arrow_for_each_need() -> None:
+def test_mermaid_has_a_box_for_each_part_and_an_arrow_for_each_dependency() -> None:
     graph = graph_of(guarded())
 
     lines = [line.strip() for line in as_mermaid([graph]).splitlines()]
@@ -352,12 +352,12 @@ def test_mermaid_has_a_box_for_each_part_and_an_arrow_for_each_need() -> None:
     assert dispatcher.startswith(part(graph, "EventDispatcher").id)
 
 
-def test_mermaid_tells_plain_dispatchers_from_others() -> None:
+def test_mermaid_marks_plain_dispatchers() -> None:
     assert ":::plain" in as_mermaid([graph_of(PLAIN)])
     assert ":::idempotent" not in as_mermaid([graph_of(PLAIN)])
 
 
-def test_names_cannot_break_out_of_a_diagram() -> None:
+def test_names_are_escaped_in_mermaid() -> None:
     diagram = as_mermaid([graph_of(PLAIN, name='shop"]\nend <b>&#')])
 
     assert 'subgraph s1["shop#quot;] end #lt;b#gt;#amp;#35;: EventDispatcher"]' in diagram
@@ -379,9 +379,9 @@ class Markup(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        told = dict(attrs)
-        self.ids += [told["id"] or ""] if "id" in told else []
-        self.targets += [told["href"] or ""] if tag == "a" else []
+        result = dict(attrs)
+        self.ids += [result["id"] or ""] if "id" in result else []
+        self.targets += [result["href"] or ""] if tag == "a" else []
         if tag not in ("meta", "link", "wbr", "br"):
             self.open.append(tag)
 
@@ -398,7 +398,7 @@ def test_the_page_is_well_formed_and_its_links_lead_to_its_parts() -> None:
     assert page.tags.count("h1") == page.tags.count("main") == page.tags.count("script") == 1
 
 
-def test_names_of_an_application_are_escaped_in_the_page() -> None:
+def test_names_are_escaped_in_the_page() -> None:
     graph = graph_of(PLAIN, name='<img src="x" onerror="alert(1)">')
 
     page = as_page([graph], "<b>shop</b>:platform")
@@ -413,7 +413,7 @@ def test_names_of_an_application_are_escaped_in_the_page() -> None:
     ("seconds", "text"),
     [(86_400, "1 day"), (691_200, "8 days"), (5_400, "90 minutes"), (7_200, "2 hours"), (0.5, "0.5 seconds")],
 )
-def test_times_are_told_as_people_do(seconds: float, text: str) -> None:
+def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert lasting(seconds) == text
 
 
@@ -425,14 +425,14 @@ def graph_command(*arguments: str) -> tuple[int, str, str]:
     return ended.exit_code, ended.stdout, ended.stderr
 
 
-def test_what_is_drawn_without_a_word_about_it_is_mermaid() -> None:
-    status, printed, told = graph_command()
+def test_the_default_format_is_mermaid() -> None:
+    status, printed, result = graph_command()
 
-    assert (status, told) == (0, "")
+    assert (status, result) == (0, "")
     assert printed.startswith("flowchart LR\n")
 
 
-def test_json_holds_all_of_it() -> None:
+def test_json_contains_the_whole_graph() -> None:
     status, printed, _ = graph_command("--format", "json", "--service", "audit")
 
     (audit,) = json.loads(printed)["services"]
@@ -452,11 +452,11 @@ def test_json_holds_all_of_it() -> None:
         ("graph.txt", ["--format", "html"], "<!doctype html>"),
     ],
 )
-def test_a_file_is_what_its_name_or_the_format_says(tmp_path: Path, name: str, options: list[str], start: str) -> None:
-    status, printed, told = graph_command("--output", str(tmp_path / name), *options)
+def test_the_format_follows_the_option_or_the_suffix(tmp_path: Path, name: str, options: list[str], start: str) -> None:
+    status, printed, result = graph_command("--output", str(tmp_path / name), *options)
 
     assert (status, printed) == (0, "")
-    assert told == f"wrote {tmp_path / name}\n"
+    assert result == f"wrote {tmp_path / name}\n"
     assert (tmp_path / name).read_text(encoding="utf-8").startswith(start)
 
 
@@ -468,8 +468,8 @@ def test_a_file_is_what_its_name_or_the_format_says(tmp_path: Path, name: str, o
         (["--settings", "nowhere.toml"], "nowhere.toml"),
     ],
 )
-def test_mistakes_are_told(arguments: list[str], why: str) -> None:
-    status, printed, told = graph_command(*arguments)
+def test_invalid_arguments_are_reported(arguments: list[str], why: str) -> None:
+    status, printed, result = graph_command(*arguments)
 
     assert (status, printed) == (2, "")
-    assert why in told
+    assert why in result
