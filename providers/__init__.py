@@ -1,4 +1,4 @@
-"""The reference platform, wired: `integr8s-idem run providers:platform`."""
+"""The reference platform: `integr8s-idem run providers:platform`."""
 
 from __future__ import annotations
 

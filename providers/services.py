@@ -1,4 +1,4 @@
-"""The Dishka providers of the platform: its database, and what each service's handlers ask for."""
+"""The Dishka providers of the platform: the database, and the dependencies of each service's handlers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DatabaseProvider(Provider):
 
 
 class TransactionProvider(Provider):
-    """One transaction for each handled event: committed once the handler has succeeded, else rolled back."""
+    """One transaction for each event, committed if the handler succeeds and rolled back otherwise."""
 
     scope = Scope.REQUEST
 
@@ -64,7 +64,7 @@ class ResultProcessorProvider(Provider):
 
 
 class SagaProvider(Provider):
-    """`Sagas`, with short transactions of their own: they commit before they publish."""
+    """`Sagas`, with their own short transactions: they commit before they publish."""
 
     scope = Scope.APP
 
@@ -74,7 +74,7 @@ class SagaProvider(Provider):
 
 
 class K8sWorkerProvider(Provider):
-    """`PodWorker`, with short transactions of its own: none stays open while a script runs."""
+    """`PodWorker`, with its own short transactions: none is open while a script runs."""
 
     scope = Scope.APP
 

@@ -1,4 +1,4 @@
-"""The settings of the platform: the library's, and a section of its own."""
+"""The settings of the platform: those of the library, and the section `[platform]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.settings import PlatformSection
 
 
 class PlatformSettings(Settings):
-    """What settings.toml holds for the platform: `[platform]` beside the library's sections."""
+    """The settings of the library with the section `[platform]`."""
 
     platform: PlatformSection = PlatformSection()
 
@@ -24,15 +24,15 @@ class PlatformSettings(Settings):
         lease, session = self.idempotency.processing_timeout_seconds, self.kafka.session_timeout_seconds
         if self.platform.runner == "kubernetes" and ttl <= lease + session:
             raise ValueError(
-                f"platform.kubernetes.ttl_seconds = {ttl} is not above idempotency.processing_timeout_seconds = "
-                f"{lease:g} and kafka.session_timeout_seconds = {session:g} together: a finished Job would be gone "
-                "when a dead worker's executions are taken over, and its script would run again; raise the first"
+                f"platform.kubernetes.ttl_seconds = {ttl} must exceed idempotency.processing_timeout_seconds = "
+                f"{lease:g} plus kafka.session_timeout_seconds = {session:g}: otherwise a finished Job is gone when a "
+                "dead worker's executions are taken over, and its script runs again; raise ttl_seconds"
             )
         return self
 
     @property
     def records_are_in_the_platforms_database(self) -> bool:
-        """Whether `[store]` and `[platform]` name one database: then records can commit with what handlers write.
+        """Whether `[store]` and `[platform]` name the same database, so that transactions can include both.
 
         Addresses are compared as they are written: localhost and 127.0.0.1 are two.
         """
@@ -40,21 +40,23 @@ class PlatformSettings(Settings):
 
     @property
     def may_be_one_database(self) -> bool:
-        """Whether both name a database of one kind, and not the same: perhaps it is one by two names."""
+        """Whether both name databases of the same kind with different addresses, which may be aliases."""
         return self._kinds_agree and not self.records_are_in_the_platforms_database
 
     @property
     def places(self) -> tuple[str, str]:
-        """Where `[store]` and `[platform]` are, without secrets; the kind of a store that is in no such database."""
-        ours = make_url(self.platform.database_url)
+        """The databases of `[store]` and `[platform]` without secrets; for other stores, the kind."""
+        platform_url = make_url(self.platform.database_url)
         match self.store:
             case SqliteStoreSettings(path=path):
-                theirs = os.path.realpath(path)
+                store_place = os.path.realpath(path)
             case PostgresqlStoreSettings(url=url):
-                theirs = _place(make_url(url))
+                store_place = _place(make_url(url))
             case other:
-                theirs = other.kind
-        return theirs, os.path.realpath(ours.database or "") if ours.get_backend_name() == "sqlite" else _place(ours)
+                store_place = other.kind
+        return store_place, os.path.realpath(
+            platform_url.database or ""
+        ) if platform_url.get_backend_name() == "sqlite" else _place(platform_url)
 
     @property
     def _kinds_agree(self) -> bool:

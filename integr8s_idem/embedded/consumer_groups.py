@@ -1,6 +1,6 @@
-"""Consumer groups as a Kafka coordinator keeps them: members join, a leader assigns, the silent are dropped.
+"""Consumer groups, as a Kafka coordinator manages them: members join, a leader assigns partitions, sessions time out.
 
-Only the state lives here; `wire.py` speaks the protocol.  All of it runs in one event loop.
+This module contains only the state; `kafka_wire.py` implements the protocol.  Everything runs in one event loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Protocols = Sequence[tuple[str, bytes]]
 class GroupState(Enum):
     EMPTY = "empty"
     JOINING = "joining"
-    """Waiting until every member has asked to join the next generation."""
+    """Waiting for every member to join the next generation."""
     SYNCING = "syncing"
     """Waiting for the leader's assignment."""
     STABLE = "stable"
@@ -34,7 +34,7 @@ class GroupState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """Answer to a join.  Only the leader is told the members with their metadata."""
+    """Response to a join.  Only the leader's response contains the members with their metadata."""
 
     error: int = NO_ERROR
     generation: int = -1
@@ -46,7 +46,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synced:
-    """Answer to a sync: what the leader assigned to the member."""
+    """Response to a sync: the member's assignment."""
 
     error: int = NO_ERROR
     assignment: bytes = b""
@@ -66,7 +66,7 @@ class _Member:
 
 @dataclass(slots=True)
 class Group:
-    """One consumer group.  Times are those of the event loop."""
+    """A consumer group.  Times are those of the event loop."""
 
     name: str
     state: GroupState = GroupState.EMPTY
@@ -83,14 +83,14 @@ class Group:
     async def join(
         self, member: str, client: str, protocols: Protocols, *, session_seconds: float, rebalance_seconds: float
     ) -> Joined:
-        """Ask to be in the next generation; waits until it is complete.
+        """Join the next generation, and wait until it is complete.
 
         Args:
-            member: The name given by an earlier answer, or "" for a new member.
-            client: What a new name starts with.
+            member: The member id of an earlier response, or "" for a new member.
+            client: Prefix of a new member id.
             protocols: Assignors with their metadata, best first.
-            session_seconds: A member silent for this long is dropped.
-            rebalance_seconds: How long the others are waited for.
+            session_seconds: A member without a request for this long is removed.
+            rebalance_seconds: How long to wait for the other members.
         """
         if member and member not in self._members:
             return Joined(error=UNKNOWN_MEMBER, member=member)
@@ -101,7 +101,7 @@ class Group:
         known.session_seconds, known.rebalance_seconds = session_seconds, rebalance_seconds
         _answer(known.joining, Joined(error=REBALANCE_IN_PROGRESS, member=known.name))
         known.joining = asyncio.get_running_loop().create_future()
-        _stop(known.silence)  # a member that waits for others is not silent
+        _stop(known.silence)  # the session of a waiting member does not time out
         if self.state is not GroupState.JOINING:
             self._rebalance()
         waiting = known.joining
@@ -109,7 +109,7 @@ class Group:
         return await waiting
 
     async def sync(self, member: str, generation: int, assignments: Sequence[tuple[str, bytes]]) -> Synced:
-        """Give (leader) or ask for (others) the assignment; waits until the leader has given it."""
+        """Send (leader) or request (other members) the assignment, and wait until the leader has sent it."""
         error = self.check(member, generation)
         if error:
             return Synced(error=error)
@@ -124,7 +124,7 @@ class Group:
         return await known.syncing
 
     def check(self, member: str, generation: int) -> int:
-        """A heartbeat, or the guard before a commit: the error code for this member, 0 if all is well."""
+        """Return the error code for a heartbeat or a commit of this member; 0 if it is valid."""
         known = self._members.get(member)
         if known is None:
             return UNKNOWN_MEMBER
@@ -134,7 +134,7 @@ class Group:
         return REBALANCE_IN_PROGRESS if self.state is GroupState.JOINING else NO_ERROR
 
     def check_commit(self, member: str, generation: int) -> int:
-        """As `check`; commits are welcome while the group rejoins, and from outside while nobody is in it."""
+        """Like `check`, but accept commits during a rebalance, and without a member while the group is empty."""
         if generation < 0 and not self._members:
             return NO_ERROR
         error = self.check(member, generation)
@@ -143,14 +143,14 @@ class Group:
         return NO_ERROR if error == REBALANCE_IN_PROGRESS else error
 
     def leave(self, member: str) -> int:
-        """Go without waiting for the session to end."""
+        """Leave without waiting for the session to time out."""
         if member not in self._members:
             return UNKNOWN_MEMBER
         self._drop(member)
         return NO_ERROR
 
     def close(self) -> None:
-        """Forget everybody; whoever waits is told to join again."""
+        """Remove all members; waiting members are asked to rejoin."""
         _stop(self._deadline)
         for member in self._members.values():
             self._forget(member)
@@ -239,7 +239,7 @@ class Group:
 
 
 class Groups:
-    """All groups by name; one appears when somebody asks for it."""
+    """All groups by name, created on first use."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}

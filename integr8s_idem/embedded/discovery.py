@@ -1,8 +1,8 @@
-"""Where the embedded servers of a running worker are, for other commands of the same folder.
+"""Discover the embedded servers of a running worker from other commands in the same folder.
 
-Whoever runs them leaves `.integr8s-idem/embedded-….toml` in the working directory and holds a lock on it for as long as
-it lives.  The kernel lets go of the lock however a process ends, so that a file without one is nobody's: no process
-number is trusted, which may be another's by now.
+The worker creates `.integr8s-idem/embedded-….toml` in its working directory and holds a lock on it.  The kernel
+releases the lock when the process ends, so that a file without a lock is stale.  Process ids are not used, since they
+can be reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from integr8s_idem.embedded.settings_overlay import NO_KAFKA_CREDENTIALS, embedd
 from integr8s_idem.errors import ApplicationError
 
 FOLDER: Final = Path(".integr8s-idem")
-"""In the working directory; git passes it over."""
+"""Folder in the working directory, ignored by git."""
 
 _PREFIX: Final = "embedded-"
 _UNFINISHED: Final = "unfinished-"
@@ -33,12 +33,12 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 @dataclass(frozen=True)
 class RunningServers:
-    """Embedded servers of another process, as it has told."""
+    """Embedded servers of another process."""
 
     process: int
-    """Its number, where it runs: for people."""
+    """Process id, for messages."""
     sections: Mapping[str, Mapping[str, Any]] = field(repr=False)
-    """What leads to them: sections of settings, with a secret."""
+    """Sections of settings with their addresses and a secret."""
 
     def __str__(self) -> str:
         addresses = [
@@ -51,7 +51,7 @@ class RunningServers:
 
 
 class ServersFile:
-    """The file that tells where the servers of this process are; see `told_where`."""
+    """The file with the addresses of the servers of this process; see `announced_servers`."""
 
     def __init__(self, place: Path, sections: Mapping[str, Mapping[str, Any]]) -> None:
         self._place = place
@@ -61,10 +61,10 @@ class ServersFile:
         unfinished.rename(self.path)
 
     def add(self, sections: Mapping[str, Mapping[str, Any]]) -> None:
-        """Tell of `sections` as well.
+        """Add `sections` to the file.
 
         Raises:
-            OSError: The folder cannot be written to.
+            OSError: The folder cannot be written.
         """
         self._sections = merged(self._sections, sections)
         descriptor, unfinished = _written(self._place, self._sections)
@@ -73,21 +73,21 @@ class ServersFile:
         self._descriptor = descriptor
 
     def remove(self) -> None:
-        """Nobody finds the servers any more."""
+        """Remove the file."""
         self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 @contextmanager
 def announced_servers(sections: Mapping[str, Mapping[str, Any]], folder: Path | None = None) -> Iterator[ServersFile]:
-    """Let other commands find servers while inside.
+    """Let other commands find the servers inside the block.
 
     Args:
-        sections: Texts and numbers that lead to them, by section.
-        folder: Where the commands are called; the working directory if not given.
+        sections: Settings of the servers, by section.
+        folder: Folder of the commands; the working directory if not given.
 
     Raises:
-        OSError: The folder cannot be written to.
+        OSError: The folder cannot be written.
     """
     place = (folder or Path.cwd()) / FOLDER
     place.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def announced_servers(sections: Mapping[str, Mapping[str, Any]], folder: Path | 
 
 
 def _written(place: Path, sections: Mapping[str, Mapping[str, Any]]) -> tuple[int, Path]:
-    """A new file, whole and locked before anybody finds it."""
+    """Write and lock a temporary file, before it is renamed."""
     descriptor, name = tempfile.mkstemp(dir=place, prefix=_UNFINISHED, suffix=".toml")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -113,32 +113,32 @@ def _written(place: Path, sections: Mapping[str, Mapping[str, Any]]) -> tuple[in
 
 
 def running_servers(folder: Path | None = None) -> RunningServers:
-    """The embedded servers of the one worker that runs them in this folder.
+    """Return the embedded servers of the worker that runs in this folder.
 
     Args:
-        folder: Where it was started; the working directory if not given.
+        folder: Folder in which it was started; the working directory if not given.
 
     Raises:
-        ApplicationError: There is none, or more than one: which is meant must be said.
+        ApplicationError: There is no such worker, or more than one.
     """
     place = folder or Path.cwd()
     found = list(_all_running(place / FOLDER))
     if not found:
         raise ApplicationError(
-            f"no embedded servers run here: --embedded means those of a worker that was started from {place}. "
+            f"no embedded servers found: --embedded uses those of a worker that was started in {place}. "
             "Start one in another terminal: integr8s-idem run MODULE:APP --embedded"
         )
     if len(found) > 1:
         which = "\n".join(f"    {servers}" for servers in found)
         raise ApplicationError(
-            f"{len(found)} workers were started from {place}, each with embedded servers of its own:\n{which}\n"
-            "To do: end the others; or leave --embedded out, and set what stands behind the one that is meant"
+            f"{len(found)} workers with embedded servers were started in {place}:\n{which}\n"
+            "To do: stop the others; or omit --embedded and set the variables of the one to use"
         )
     return found[0]
 
 
 def has_running_servers(folder: Path | None = None) -> bool:
-    """Whether some worker runs embedded servers in this folder, or in the working directory."""
+    """Return whether a worker runs embedded servers in this folder, by default the working directory."""
     return any(_all_running((folder or Path.cwd()) / FOLDER))
 
 
@@ -171,18 +171,18 @@ def load_embedded_settings(
     folder: Path | None = None,
     ignore_unknown_sections: bool = False,
 ) -> Settings:
-    """As `load_settings`, with the servers of the worker that runs here by `run --embedded` in place of those named.
+    """Load settings like `load_settings`, with the embedded servers of the `run --embedded` in this folder.
 
     Args:
-        file: The TOML file.  `None`: ./settings.toml if it is there, else no file.
+        file: The TOML file.  `None`: ./settings.toml if it exists, otherwise no file.
         settings_type: `Settings`, or the application's subclass of it.
-        services: Those of the application, if known.
-        folder: Where the worker was started; the working directory if not given.
-        ignore_unknown_sections: As for `load_settings`.
+        services: The services of the application, if known.
+        folder: Folder in which the worker was started; the working directory if not given.
+        ignore_unknown_sections: See `load_settings`.
 
     Raises:
-        ApplicationError: As `running_servers`.
-        SettingsError: As `load_settings`.
+        ApplicationError: See `running_servers`.
+        SettingsError: See `load_settings`.
     """
     servers = running_servers(folder)
     names = list(services)
@@ -207,9 +207,9 @@ def _all_running(place: Path) -> Iterator[RunningServers]:
                 if _is_locked(opened.fileno()):
                     yield _servers(tomllib.load(opened))
                 else:
-                    file.unlink(missing_ok=True)  # whoever wrote it was killed
+                    file.unlink(missing_ok=True)  # its process was killed
         except FileNotFoundError:
-            continue  # it has ended in this moment
+            continue  # its process has just ended
 
 
 def _is_locked(descriptor: int) -> bool:
@@ -225,9 +225,9 @@ def _servers(table: dict[str, Any]) -> RunningServers:
 
 
 def _as_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = ["# Embedded servers of a worker that runs; gone when it ends.", f"process = {os.getpid()}"]
+    lines = ["# Embedded servers of a running worker; removed when it ends.", f"process = {os.getpid()}"]
     for name, section in sections.items():
         lines += ["", f"[{name}]"]
-        # A text or a number is written in TOML as in JSON.
+        # Strings and numbers have the same syntax in TOML and JSON.
         lines += [f"{key} = {json.dumps(value)}" for key, value in section.items()]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""An embedded Kafka for trying things out: an emulator, not Apache Kafka."""
+"""An embedded Kafka for development: an emulator, not Apache Kafka."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from integr8s_idem.errors import ApplicationError
 _START_SECONDS = 10.0
 
 PARTITIONS = 4
-"""Partitions of every topic; the emulator offers no way to choose."""
+"""Number of partitions of every topic; the emulator does not support others."""
 
 
 class EmbeddedKafka:
-    """One broker on a loopback port, in threads of this process.
+    """One broker on a loopback port, running in threads of this process.
 
     This is an emulator: topics, records and offsets are kept by the mock cluster
     inside librdkafka, consumer groups by `integr8s_idem.embedded.consumer_groups`.  Other
-    processes of this machine may connect.  Nothing outlives `stop`.
+    processes of this machine may connect.  All data is lost at `stop`.
 
-    Topics appear when a client first names them, with `PARTITIONS` partitions.
-    A partition keeps about its newest 5 MB and forgets what is older, read or not.
-    There is no admin API, no access control, no durability.
+    Topics are created on first use, with `PARTITIONS` partitions.
+    A partition keeps about 5 MB and deletes older messages, consumed or not.
+    There is no admin API, no access control and no durability.
 
     Raises:
         ApplicationError: By `start`: the extra `embedded` is not installed.
@@ -36,24 +36,24 @@ class EmbeddedKafka:
 
     @property
     def bootstrap_servers(self) -> str:
-        """host:port; an error before `start`."""
+        """host:port.  Raises before `start`."""
         if self._front is None:
             raise RuntimeError("the embedded Kafka is not running")
         return f"{self._front.host}:{self._front.port}"
 
     def start(self) -> None:
-        """Open the port; clients can connect when this returns."""
+        """Open the port.  Clients can connect when this returns."""
         self._emulator = _emulator()
         broker = next(iter(self._emulator.list_topics(timeout=_START_SECONDS).brokers.values()))
         self._front = Front((broker.host, broker.port))
         self._front.start()
 
     def stop(self) -> None:
-        """Close every connection and forget every topic."""
+        """Close all connections and delete all topics."""
         front, self._front = self._front, None
         if front is not None:
             front.stop()
-        self._emulator = None  # librdkafka ends its threads with the object
+        self._emulator = None  # librdkafka stops its threads when the object is freed
 
     async def __aenter__(self) -> EmbeddedKafka:
         await asyncio.to_thread(self.start)
@@ -70,5 +70,5 @@ def _emulator() -> Any:
         raise ApplicationError(
             f"the embedded Kafka needs confluent-kafka, which is not installed; {installing('embedded')}"
         ) from error
-    # Below its notice about the mock cluster, above which it reports what goes wrong.
+    # Hides the notice about the mock cluster, but not errors.
     return Producer({"test.mock.num.brokers": 1, "log_level": 4})

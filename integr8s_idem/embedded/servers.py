@@ -1,4 +1,4 @@
-"""Both embedded servers together, for `run --embedded` and the demo."""
+"""Start the embedded Kafka and Redis together, for `run --embedded` and the demo."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ HEARTBEAT_INTERVAL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedServers:
-    """Where they are, for this process and any other of this machine."""
+    """Addresses of the embedded servers, for all processes of this machine."""
 
     bootstrap_servers: str
     redis_url: str | None
-    """`None`: no Redis was asked for."""
+    """`None` if no Redis was requested."""
     replay_secret: str = field(default_factory=partial(token_hex, 32), repr=False)
-    """Signs replays of dead letters, for as long as these servers run."""
+    """Signs replays of dead letters while these servers run."""
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Sections to lay over the user's own: addresses, a secret, and times short enough to watch a worker die."""
+        """Return settings that override the user's: addresses, a secret, and short timeouts."""
         return {
             "kafka": {
                 "bootstrap_servers": self.bootstrap_servers,
                 "security_protocol": "PLAINTEXT",
                 "session_timeout_seconds": SESSION_TIMEOUT_SECONDS,
                 "heartbeat_interval_seconds": HEARTBEAT_INTERVAL_SECONDS,
-                # The emulator tells nothing of its topics, and keeps them no longer than it lives.
+                # The emulator does not report the configuration of topics, and deletes them when it stops.
                 "retention_check": "off",
             },
             "replay": {"secret": self.replay_secret},
@@ -44,10 +44,10 @@ class EmbeddedServers:
 
 @asynccontextmanager
 async def embedded(*, redis: bool = True, durable: bool = False) -> AsyncIterator[EmbeddedServers]:
-    """Start an emulated Kafka and a real Redis; stop both at the end.
+    """Start a Kafka emulator and a real Redis; stop both at the end.
 
     Args:
-        redis: Whether a Redis is wanted.
+        redis: Whether to start a Redis.
         durable: Redis keeps an append-only file, so that it can be killed and restarted.
 
     Raises:

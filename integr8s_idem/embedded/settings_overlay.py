@@ -1,4 +1,4 @@
-"""What embedded servers take the place of, in settings that name others."""
+"""Replace the servers of settings by embedded servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_KAFKA_CREDENTIALS: Final[Mapping[str, Mapping[str, Any]]] = {
         "ssl_ca_file": None,
     },
 }
-"""What the settings say about real brokers means nothing to embedded ones."""
+"""Credentials of real brokers do not apply to embedded ones."""
 
 _NO_STORE_CREDENTIALS: Final[Mapping[str, Any]] = {
     "username": None,
@@ -28,28 +28,33 @@ _NO_STORE_CREDENTIALS: Final[Mapping[str, Any]] = {
 
 
 def keeps_its_store(own: Settings) -> bool:
-    """Whether the store that people set needs no server: a SQLite file."""
+    """Return whether the configured store needs no server: a SQLite file."""
     return isinstance(own.store, SqliteStoreSettings)
 
 
 def embedded_settings(own: Settings, servers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What to lay over the settings.  `own`: what people set; `servers`: what leads to the embedded ones."""
-    # Somebody who tries things out may do so beside a worker that has the usual port.
+    """Return the sections that replace those of the settings.
+
+    Args:
+        own: The user's settings.
+        servers: Settings of the embedded servers.
+    """
+    # The default port may be used by another worker of this machine.
     is_set = "metrics_port" in own.telemetry.model_fields_set
     below = {**NO_KAFKA_CREDENTIALS, **({} if is_set else {"telemetry": {"metrics_port": 0}})}
-    # A section as a whole: the settings of another kind of store would not go with it.
+    # The section is replaced as a whole, since settings of another kind of store do not apply.
     return {**merged(below, servers), "store": _store(own.store, servers.get("store"))}
 
 
 def _store(own: StoreSettings, embedded: Mapping[str, Any] | None) -> StoreSettings:
     if embedded is None:
         return own
-    told = own.model_dump(exclude_unset=True) if isinstance(own, RedisStoreSettings) else {}
-    return RedisStoreSettings.model_validate({**told, **_NO_STORE_CREDENTIALS, **embedded})
+    kept = own.model_dump(exclude_unset=True) if isinstance(own, RedisStoreSettings) else {}
+    return RedisStoreSettings.model_validate({**kept, **_NO_STORE_CREDENTIALS, **embedded})
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, table by table; `above` wins."""
+    """Merge nested tables; values of `above` take precedence."""
     both = {**below, **above}
     for name in below.keys() & above.keys():
         if isinstance(below[name], Mapping) and isinstance(above[name], Mapping):

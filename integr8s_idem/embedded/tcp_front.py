@@ -1,4 +1,4 @@
-"""The TCP front of the embedded Kafka: takes every connection, answers for groups, hands the rest on."""
+"""The TCP front of the embedded Kafka: serves consumer groups itself, and forwards other requests to the emulator."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SIZE = struct.Struct(">i")
 _LARGEST_FRAME = 128 * 1024 * 1024
 
 FIRST_REQUEST_SECONDS: Final = 10.0
-"""How long a client may take to send its first request, from the connection on."""
+"""Timeout for the first request of a connection."""
 
 FRAME_SECONDS: Final = 60.0
-"""How long a client may take to send a request that it has begun."""
+"""Timeout for receiving the rest of a request."""
 
-MOST_CONNECTIONS: Final = 1_000
-"""Open connections; one more closes the oldest that has sent no request, or else the oldest."""
+MAX_CONNECTIONS: Final = 1_000
+"""Maximum number of connections.  Beyond it, the oldest is closed, preferably one without a request."""
 
 _BACKLOG: Final = 1_024
 
@@ -37,7 +37,7 @@ _Take: TypeAlias = "Callable[[_Client, asyncio.StreamReader, asyncio.StreamWrite
 
 
 class Front:
-    """Serves in a thread of its own, so that a blocked event loop of the application does not stop the broker."""
+    """Serves in a separate thread, so that a blocked event loop of the application does not block the broker."""
 
     def __init__(self, upstream: tuple[str, int]) -> None:
         self._upstream = upstream
@@ -45,7 +45,7 @@ class Front:
         self._listening.setblocking(False)
         self.host, self.port = self._listening.getsockname()
         self._loop = asyncio.new_event_loop()
-        self._open = Connections(MOST_CONNECTIONS)
+        self._open = Connections(MAX_CONNECTIONS)
         self._acceptor = Acceptor(self._listening, self._protocol, self._open, "the embedded Kafka")
         self._clients: set[asyncio.Task[None]] = set()
         self._groups = Groups()
@@ -54,12 +54,12 @@ class Front:
         self._thread = threading.Thread(target=self._run, name="embedded-kafka", daemon=True)
 
     def start(self) -> None:
-        """From now on connections are answered."""
+        """Start serving connections."""
         self._thread.start()
-        self._serving.wait()  # a loop that is stopped before it serves would never be closed
+        self._serving.wait()  # a loop that is stopped before it runs is never closed
 
     def stop(self) -> None:
-        """Close every connection; returns when the thread has ended."""
+        """Close all connections, and wait for the thread to end."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -80,11 +80,11 @@ class Front:
         await self._acceptor.stop()
         self._listening.close()
         self._groups.close()
-        # The loop is ours alone: what goes on within it serves a client.
-        while under_way := asyncio.all_tasks() - {asyncio.current_task()}:
+        # All tasks of this loop serve clients.
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for client in self._clients:
                 client.cancel()
-            await asyncio.wait(under_way)
+            await asyncio.wait(tasks)
 
     def _protocol(self) -> _Client:
         return _Client(self._open, self._take, self._loop)
@@ -101,11 +101,11 @@ class Front:
             client.is_waiting = False
             await self._talk(first, reader, writer)
         except (asyncio.IncompleteReadError, OSError) as error:
-            _log.debug("a client of the embedded Kafka hung up, or was too slow: %r", error)
+            _log.debug("a client of the embedded Kafka disconnected or timed out: %r", error)
         except (struct.error, ValueError, KeyError):
-            _log.exception("the embedded Kafka does not understand a client, and hangs up")
+            _log.exception("the embedded Kafka received an invalid request, and closes the connection")
         finally:
-            await _hang_up(writer)
+            await _disconnect(writer)
 
     async def _talk(self, frame: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream_reader, upstream_writer = await asyncio.open_connection(*self._upstream)
@@ -115,12 +115,12 @@ class Front:
                 answer = await self._coordinator.answer(request)
                 if answer is None:
                     await _write_frame(upstream_writer, request.for_emulator)
-                    answer = self._coordinator.mend(request, await _read_frame(upstream_reader))
+                    answer = self._coordinator.rewrite(request, await _read_frame(upstream_reader))
                 if request.wants_answer:
                     await _write_frame(writer, answer)
                 frame = await _read_frame(reader)
         finally:
-            await _hang_up(upstream_writer)
+            await _disconnect(upstream_writer)
 
 
 class _Client(asyncio.StreamReaderProtocol):
@@ -130,7 +130,7 @@ class _Client(asyncio.StreamReaderProtocol):
         super().__init__(asyncio.StreamReader(loop=loop), partial(take, self), loop=loop)
         self._connections = connections
         self.is_waiting = True
-        """Whether it has sent no request yet."""
+        """Whether the client has not sent a request yet."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -146,7 +146,7 @@ class _Client(asyncio.StreamReaderProtocol):
 async def _read_frame(reader: asyncio.StreamReader) -> bytes:
     (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
     if not 0 < size <= _LARGEST_FRAME:
-        raise ConnectionError(f"a frame of {size} bytes is none of Kafka's")
+        raise ConnectionError(f"invalid size of a Kafka request: {size} bytes")
     async with asyncio.timeout(FRAME_SECONDS):
         return await reader.readexactly(size)
 
@@ -156,7 +156,7 @@ async def _write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
     await writer.drain()
 
 
-async def _hang_up(writer: asyncio.StreamWriter) -> None:
+async def _disconnect(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with suppress(ConnectionError):
         await writer.wait_closed()

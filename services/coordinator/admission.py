@@ -1,11 +1,10 @@
 """The coordinator's queue and its decisions, in the platform's database.
 
-A decision is stored under the key of the work that led to it, in the transaction that changes the
-queue.  A worker that dies between that commit and the publishing leaves the decision behind; the
-redelivery finds it and publishes the same events again.  Nothing admitted is ever forgotten.
+A decision is stored under the key of the event that caused it, in the transaction that changes the queue.  If a worker
+dies between the commit and the publishing, the redelivery finds the decision and publishes the same events again.
 
-Whoever decides counts up a row first.  That row is the lock: of two coordinators one waits, and sees
-what the other has admitted.
+A decision first increments a row, which serves as the lock: of two coordinators one waits, and then sees the other's
+decision.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _PRUNED_AT_ONCE = 1_000
 
 
 class ExecutionState(str, Enum):
-    """Where an execution is, as the coordinator sees it.  The last four take no slot and change no more."""
+    """State of an execution in the coordinator.  The last four states are final and need no slot."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -45,7 +44,7 @@ _WHY_NOT_AGAIN = {
 
 
 class Admitted(BaseModel):
-    """An execution that got a slot, with what its event needs to name its request."""
+    """An execution that got a slot, with the properties of its request for the event."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -55,25 +54,25 @@ class Admitted(BaseModel):
 
 
 class Decision(BaseModel):
-    """What one event led to."""
+    """The consequences of one event."""
 
     model_config = ConfigDict(frozen=True)
 
     rejected: str | None = None
-    """Why the request was rejected; `None` if it was not, or if the event was no request."""
+    """Why the request was rejected; `None` if it was not, or for other events."""
     scheduled: tuple[Admitted, ...] = ()
     """Executions that got a slot, in the order of their admission."""
 
 
 class Admission:
-    """Decides within one transaction of the caller's, which commits what was decided."""
+    """Decides within the caller's transaction."""
 
     def __init__(self, connection: AsyncConnection, settings: PlatformSection) -> None:
         self._connection = connection
         self._settings = settings
 
     async def request(self, key: str, event: ExecutionRequested) -> Decision:
-        """Queue the execution, or reject it, and admit whatever fits.
+        """Queue or reject the execution, and admit as many executions as there are slots.
 
         Args:
             key: Names the work, at most 255 characters; the same key gets the same decision.
@@ -86,7 +85,7 @@ class Admission:
         return await self._decide(key, rejected)
 
     async def end(self, key: str, execution_id: str, state: ExecutionState) -> Decision:
-        """Free the execution's slot, or its place in the queue, and admit whatever fits now.
+        """Free the execution's slot or its place in the queue, and admit as many executions as there are slots.
 
         An execution that is not known yet is noted as ended: its request is still on its way.
         """
@@ -103,7 +102,7 @@ class Admission:
         return await self._decide(key, None)
 
     async def _take_turn(self) -> int:
-        """The number of this decision.  Returns once every earlier one is committed."""
+        """Return the number of this decision, once every earlier decision is committed."""
         first = insert(self._connection, turns).values(name=_TURN, number=1)
         count = first.on_conflict_do_update(index_elements=["name"], set_={"number": turns.c.number + 1})
         return int((await self._connection.execute(count.returning(turns.c.number))).scalar_one())
@@ -120,7 +119,7 @@ class Admission:
         return decision
 
     async def _enter(self, event: ExecutionRequested, turn: int) -> str | None:
-        """Put the execution where it belongs; the reason if that is not the queue."""
+        """Queue the execution, or return the reason for rejecting it."""
         known = await self._state_of(event.execution_id)
         if known is not None:
             return _WHY_NOT_AGAIN.get(known)
@@ -138,7 +137,7 @@ class Admission:
         await self._connection.execute(executions.insert().values(**row))
 
     async def _admit(self) -> list[Admitted]:
-        """Give the free slots away."""
+        """Assign the free slots."""
         count = select(func.count()).where(executions.c.state == ExecutionState.RUNNING.value)
         running = (await self._connection.execute(count)).scalar_one()
         admitted: list[Admitted] = []
@@ -160,10 +159,10 @@ class Admission:
 
     def _user_has_room(self) -> ColumnElement[bool]:
         others = executions.alias("others")
-        theirs = select(func.count()).where(
+        running_of_user = select(func.count()).where(
             others.c.state == ExecutionState.RUNNING.value, others.c.user_id == executions.c.user_id
         )
-        return theirs.correlate(executions).scalar_subquery() < self._settings.max_running_per_user
+        return running_of_user.correlate(executions).scalar_subquery() < self._settings.max_running_per_user
 
     def _reminder(self) -> ColumnElement[float]:
         return now() + executions.c.timeout_seconds + literal(self._settings.slot_reminder_seconds)
@@ -191,9 +190,9 @@ def _row(
 
 
 async def overdue(connection: AsyncConnection, settings: PlatformSection) -> Sequence[Admitted]:
-    """Running executions that should long have ended; each is handed out once per `slot_reminder_seconds`.
+    """Return running executions that are overdue, each once per `slot_reminder_seconds`.
 
-    Scheduling them once more repairs what a dead-lettered event has broken: the saga takes a second one for nothing.
+    Scheduling them again repairs the effects of a dead-lettered event; the saga ignores a repeated event.
     """
     pause = now() + literal(settings.slot_reminder_seconds)
     due = update(executions).where(executions.c.state == ExecutionState.RUNNING.value, executions.c.remind_at < now())
@@ -202,7 +201,7 @@ async def overdue(connection: AsyncConnection, settings: PlatformSection) -> Seq
 
 
 async def forget_old_decisions(connection: AsyncConnection, settings: PlatformSection) -> int:
-    """Drop some decisions that no redelivery can ask for any more; how many."""
+    """Delete some decisions that no redelivery can need any more, and return their number."""
     old = decisions.c.decided_at < now() - literal(settings.decision_retention_seconds)
     some = select(decisions.c.key).where(old).limit(_PRUNED_AT_ONCE).scalar_subquery()
     return (await connection.execute(delete(decisions).where(decisions.c.key.in_(some)))).rowcount

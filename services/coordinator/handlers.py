@@ -1,4 +1,4 @@
-"""What the coordinator does with each event."""
+"""The coordinator's event handlers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From decisions to events, and the sweep that repairs what redelivery cannot."""
+"""Convert decisions to events, and sweep for overdue executions, which redelivery cannot repair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SERVICE = "coordinator"
 
 
 def events_of(decision: Decision, rejected_id: str) -> Iterator[BaseEvent]:
-    """The events of a decision, always in the same order: their ids are derived from it.
+    """Return the events of a decision in a stable order, since their ids are derived from it.
 
     Args:
         rejected_id: The execution that was asked for, should it be rejected.
@@ -27,12 +27,12 @@ def events_of(decision: Decision, rejected_id: str) -> Iterator[BaseEvent]:
 
 
 def _metadata(admitted: Admitted) -> EventMetadata:
-    # Often it is another execution's end that makes room: the chain of events is not the incoming one's.
+    # The event often belongs to another execution than the incoming one, whose end freed the slot.
     return EventMetadata(service_name=SERVICE, correlation_id=admitted.correlation_id, user_id=admitted.user_id or None)
 
 
 async def repair(database: Database, settings: PlatformSection, publisher: Publisher) -> int:
-    """One sweep: schedule overdue executions once more, forget old decisions.  How many were overdue."""
+    """Schedule overdue executions again and delete old decisions; return how many executions were overdue."""
     async with database.transaction() as connection:
         late = await overdue(connection, settings)
         await forget_old_decisions(connection, settings)

@@ -1,4 +1,4 @@
-"""How the worker reaches its cluster: by the service account of its own pod, or by a kubeconfig file."""
+"""Connect to the cluster with the service account of the worker's pod, or with a kubeconfig file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from integr8s_idem.errors import SettingsError, SettingsMistake
 from services.settings import KubernetesSection
 
 REFRESH_SECONDS: Final = 60.0
-"""How old a token of a kubeconfig file may grow before it is read, or asked for, again."""
+"""Age at which a token of a kubeconfig file is refreshed."""
 
 _WHERE: Final = "platform.kubernetes.kubeconfig"
 _UNUSABLE: Final = (config.ConfigException, yaml.YAMLError, OSError, ValueError)
-"""What the client raises about a file that is missing, is no YAML, or names what it does not hold."""
+"""Exceptions of the client for a missing, malformed or inconsistent file."""
 
 
 @asynccontextmanager
 async def connected(settings: KubernetesSection) -> AsyncIterator[client.ApiClient]:
-    """A client of the cluster.  Nothing is sent to it yet.
+    """Open a client of the cluster, without sending a request.
 
     Raises:
-        SettingsError: The settings, or what they name, do not lead to a cluster.
+        SettingsError: The settings or the kubeconfig file do not name a cluster.
     """
     configuration = await _configuration(settings)
     async with client.ApiClient(configuration) as api:
@@ -37,25 +37,25 @@ async def _configuration(settings: KubernetesSection) -> client.Configuration:
     configuration = client.Configuration()
     try:
         if settings.kubeconfig is None:
-            config.load_incluster_config(configuration)  # reads its token again every minute
+            config.load_incluster_config(configuration)  # refreshes its token every minute
         else:
             await _load(settings, configuration)
             configuration.refresh_api_key_hook = _Refresh(settings)
     except _UNUSABLE as error:
-        told = (
-            f"is not given, and this is no pod of a cluster: {error}"
+        message = (
+            f"is not set, and this process does not run in a pod of a cluster: {error}"
             if settings.kubeconfig is None
-            else f'= "{settings.kubeconfig}" does not lead to a cluster: {error}'
+            else f'= "{settings.kubeconfig}" does not name a usable cluster: {error}'
         )
-        raise SettingsError("settings", [SettingsMistake(_WHERE, told)]) from error
+        raise SettingsError("settings", [SettingsMistake(_WHERE, message)]) from error
     return configuration
 
 
 class _Refresh:
-    """Asked before every request: gives a configuration a new token once the one it has is old.
+    """Called before every request: refreshes the token of the configuration once it is old.
 
     Raises:
-        OSError: There is none to be had now.
+        OSError: The file cannot be read.
     """
 
     def __init__(self, settings: KubernetesSection) -> None:
@@ -79,5 +79,5 @@ async def _load(settings: KubernetesSection, configuration: client.Configuration
         config_file=settings.kubeconfig,
         context=settings.context,
         client_configuration=configuration,
-        persist_config=False,  # the file is somebody else's
+        persist_config=False,  # the file belongs to the user
     )

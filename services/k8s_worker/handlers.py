@@ -1,4 +1,4 @@
-"""What the k8s worker does with each command."""
+"""The k8s worker's command handlers."""
 
 from __future__ import annotations
 

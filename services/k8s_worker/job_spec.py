@@ -1,4 +1,4 @@
-"""The Job that runs a command's script, and whether a Job that is there already is the same.  Pure."""
+"""The specification of the Job that runs a command's script, and its comparison with an existing Job.  Pure."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ MANAGER: Final = "integr8s-idem-platform"
 EXECUTION: Final = "integr8s-idem/execution-id"
 FINGERPRINT: Final = "integr8s-idem/fingerprint"
 CONTAINER: Final = "script"
-"""The one container of a pod."""
+"""Name of the pod's container."""
 
 REPORT_FILE: Final = "/dev/termination-log"
 PIECE_CHARACTERS: Final = 98_304
-"""Linux takes no longer text than 131 072 bytes for one variable of the environment."""
+"""Size of one environment variable.  Linux limits a variable to 131,072 bytes."""
 PROGRAM_MEMORY_MB: Final = 16
-"""Beside the script's own memory, what the program before it needs."""
+"""Memory of the program that runs the script, in addition to the script's own."""
 GRACE_SECONDS: Final = 5
-"""Between SIGTERM and SIGKILL; the program needs a fraction of it."""
+"""Time between SIGTERM and SIGKILL; the program needs a fraction of it."""
 DEADLINE_SLACK_SECONDS: Final = 30
-"""Behind all other limits the Job's own deadline, which takes the pod and its output away."""
+"""Added to all other limits for the Job's own deadline, which deletes the pod and its output."""
 
 _PROGRAM: Final = Path(__file__).with_name("pod_program.py").read_text(encoding="utf-8")
-_FOLDER: Final = "/tmp"  # noqa: S108  # of the container
+_FOLDER: Final = "/tmp"  # noqa: S108  # in the container
 
 
 def job_of(pod_name: str, command: CreatePodCommand, settings: PlatformSection) -> dict[str, Any]:
-    """The Job, as the API takes it.
+    """Return the Job for the API.
 
     Raises:
-        UnsupportedLanguageError: There is no image for the command's language and version.
+        UnsupportedLanguageError: No image is configured for the command's language and version.
     """
     image = image_of(command, settings.kubernetes.images)
     labels = {MANAGED_BY: MANAGER}
@@ -53,13 +53,13 @@ def job_of(pod_name: str, command: CreatePodCommand, settings: PlatformSection) 
             "annotations": {EXECUTION: command.execution_id, FINGERPRINT: fingerprint_of(command).hex()},
         },
         "spec": {
-            "backoffLimit": 0,  # the platform never runs a script again without saying so
+            "backoffLimit": 0,  # only the platform decides whether a script runs again
             "completions": 1,
             "parallelism": 1,
-            # A pod that is on its way out has not failed yet: its output can still be read.
+            # A terminating pod has not failed yet, so its output can still be read.
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {
-                # As backoffLimit 0 has it, but the Job tells an eviction from a script that failed.
+                # Equivalent to backoffLimit 0, but the Job distinguishes an eviction from a failed script.
                 "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
             },
             "activeDeadlineSeconds": deadline_seconds(command, settings),
@@ -70,10 +70,10 @@ def job_of(pod_name: str, command: CreatePodCommand, settings: PlatformSection) 
 
 
 def image_of(command: CreatePodCommand, images: Mapping[str, str]) -> str:
-    """The image for the command's language and version.
+    """Return the image for the command's language and version.
 
     Raises:
-        UnsupportedLanguageError: There is none.
+        UnsupportedLanguageError: No image is configured.
     """
     wanted = f"{command.language}:{command.language_version}" if command.language_version else command.language
     if wanted not in images:
@@ -82,18 +82,18 @@ def image_of(command: CreatePodCommand, images: Mapping[str, str]) -> str:
 
 
 def deadline_seconds(command: CreatePodCommand, settings: PlatformSection) -> int:
-    """When the cluster ends the Job whatever happens, counted from its making."""
+    """Return the Job's deadline, counted from its creation."""
     slack = GRACE_SECONDS + DEADLINE_SLACK_SECONDS
     return math.ceil(settings.kubernetes.start_seconds + command.timeout_seconds) + slack
 
 
 def is_ours(job: Mapping[str, Any]) -> bool:
-    """Whether a k8s worker of this platform has made the Job."""
+    """Return whether a k8s worker of this platform created the Job."""
     return bool(_metadata(job, "labels").get(MANAGED_BY) == MANAGER)
 
 
 def runs_the_same(job: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether the Job that is there was made from the same command as `wanted`."""
+    """Return whether the existing Job was created from the same command as `wanted`."""
     return is_ours(job) and _metadata(job, "annotations").get(FINGERPRINT) == _metadata(wanted, "annotations").get(
         FINGERPRINT
     )
@@ -145,7 +145,7 @@ def _limits(command: CreatePodCommand, settings: PlatformSection) -> dict[str, s
 
 
 def _environment(command: CreatePodCommand, settings: PlatformSection) -> Iterator[dict[str, str]]:
-    """What pod_program.py reads.  Base64, so that nothing in it looks like a variable to the cluster."""
+    """Yield the input of pod_program.py, in base64 so that the cluster expands no variables in it."""
     spec = {
         "script": command.script,
         "timeout": command.timeout_seconds,

@@ -1,7 +1,7 @@
-"""Runs scripts as Jobs of a Kubernetes cluster.
+"""Run scripts as Jobs of a Kubernetes cluster.
 
-A Job is named after the pod, whose name comes from the idempotency key: a rerun makes the same Job, hears that it is
-there already, and goes on with it.  See docs/decisions/0054-jobs-named-after-the-key.md.
+A Job is named after the pod, whose name is derived from the idempotency key: a rerun tries to create the same Job,
+finds that it exists, and continues with it.  See docs/decisions/0054-jobs-named-after-the-key.md.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from services.k8s_worker.runner import Run, RunEnd
 from services.settings import PlatformSection
 
 OVERDUE_SECONDS: Final = 60.0
-"""How long a Job may stand, running, behind its own deadline."""
+"""How long a Job may keep running after its own deadline."""
 GOING_SECONDS: Final = 30.0
-"""How long the pods of a deleted Job may take to end; longer, and their node is not to be reached."""
+"""How long the pods of a deleted Job may take to end; after that, their node is considered unreachable."""
 LOG_SLACK_BYTES: Final = 1_024
-"""Read beyond what is kept, to see whether there is more: the cluster counts bytes roughly."""
+"""Bytes to read beyond the kept output, to detect more; the cluster's limit is approximate."""
 
 _KILLED: Final = -signal.SIGKILL
 _NEVER: Final = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -77,11 +77,11 @@ class KubernetesRunner:
             await self._cluster.delete_job(job, pods_first=False)
 
     async def _made_or_found(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """The Job, as it is in the cluster.
+        """Create the Job, or find it, and return it.
 
         Raises:
-            PermanentError: The cluster will never take it, or its name is a stranger's.
-            ClusterError: It may be there or not; asking again settles that.
+            PermanentError: The cluster refuses the Job, or another Job has its name.
+            ClusterError: The Job may exist or not; retry to find out.
         """
         name = wanted["metadata"]["name"]
         try:
@@ -93,10 +93,10 @@ class KubernetesRunner:
                 raise
         found = await self._cluster.job(name)
         if found is None:
-            raise ClusterError(f"Job {name} was there, and is gone")
+            raise ClusterError(f"Job {name} existed and is gone")
         if not runs_the_same(found, wanted):
-            raise PermanentError(f"Job {name} is there already, and is not of this command; it is left alone")
-        _log.info("Job %s is there already: going on with it", name)
+            raise PermanentError(f"Job {name} already exists for another command and was not changed")
+        _log.info("Job %s already exists: continuing with it", name)
         return found
 
     async def _collected(self, job: Object, sight: Sight) -> Run:
@@ -111,7 +111,7 @@ class KubernetesRunner:
         return Run(RunEnd.LOST, _KILLED, stderr=sight.why)
 
     async def _ended(self, job: Object, pod: Object) -> Run:
-        """What an ended pod has left."""
+        """Return the result of an ended pod."""
         log = await self._output(pod) if has_output(pod) else b""
         if log is None:
             return Run(RunEnd.LOST, _KILLED, stderr="its pod was deleted before its output was read")
@@ -121,7 +121,7 @@ class KubernetesRunner:
         return run
 
     async def _stopped(self, job: Object) -> Run:
-        """End the Job on request, and tell what it had written."""
+        """End the Job on request, and return its output so far."""
         pods, _ = await self._cluster.pods(job["metadata"]["uid"])
         ended = ended_pod(pods)
         if ended is not None:
@@ -136,7 +136,7 @@ class KubernetesRunner:
         return await self._cluster.log(pod["metadata"]["name"], CONTAINER, most)
 
     async def _remove(self, job: Object) -> None:
-        """Delete the Job and wait until nothing of it runs."""
+        """Delete the Job, and wait until its pods have ended."""
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         await self._cluster.delete_job(job, pods_first=True)
         until, pause = monotonic() + GOING_SECONDS, 0.1
@@ -146,7 +146,7 @@ class KubernetesRunner:
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
-        _log.warning("Job %s is deleted, and its pod has not ended: its node may be out of reach", name)
+        _log.warning("Job %s is deleted but its pod has not ended: its node may be unreachable", name)
 
     async def _is_past_its_deadline(self, job: Object) -> bool:
         there = await self._cluster.job(job["metadata"]["name"])
@@ -155,10 +155,10 @@ class KubernetesRunner:
 
 @asynccontextmanager
 async def kubernetes_runner(settings: PlatformSection) -> AsyncIterator[KubernetesRunner]:
-    """A runner in the cluster that the settings name.
+    """Open a runner for the cluster of the settings.
 
     Raises:
-        SettingsError: They name none that can be used.
+        SettingsError: The settings do not name a usable cluster.
     """
     async with connected(settings.kubernetes) as api:
         yield KubernetesRunner(Cluster(api, settings.kubernetes), settings)

@@ -1,4 +1,4 @@
-"""From runs to events, and outcomes to JSON and back.  Pure."""
+"""Convert runs to outcome events, and outcomes to and from JSON.  Pure."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _FAILURES: Final = {
 
 
 def outcome_of(run: Run, command: CreatePodCommand, event_id: str) -> Outcome:
-    """The event that tells how `command` was run."""
-    told: dict[str, Any] = {
+    """Return the event with the outcome of `command`."""
+    fields: dict[str, Any] = {
         "event_id": event_id,
         "execution_id": command.execution_id,
         "metadata": _metadata(command.metadata.correlation_id, command.metadata.user_id),
@@ -41,16 +41,16 @@ def outcome_of(run: Run, command: CreatePodCommand, event_id: str) -> Outcome:
         "resource_usage": run.usage,
     }
     if run.end is RunEnd.TIMED_OUT:
-        return ExecutionTimeout(**told, timeout_seconds=command.timeout_seconds)
+        return ExecutionTimeout(**fields, timeout_seconds=command.timeout_seconds)
     if run.end is RunEnd.EXITED and run.exit_code == 0:
-        return ExecutionCompleted(**told)
-    return ExecutionFailed(**told, exit_code=run.exit_code, error_type=_error_type(run))
+        return ExecutionCompleted(**fields)
+    return ExecutionFailed(**fields, exit_code=run.exit_code, error_type=_error_type(run))
 
 
 def failure(
     execution_id: str, event_id: str, error_type: str, why: str, correlation_id: str, user_id: str | None
 ) -> ExecutionFailed:
-    """The event for a script that was not run, or of whose run nobody knows."""
+    """Return the event for a script that was not run, or whose outcome is unknown."""
     return ExecutionFailed(
         event_id=event_id,
         execution_id=execution_id,
@@ -81,7 +81,7 @@ def _error_type(run: Run) -> str:
         return "cpu_limit"
     if run.exit_code < 0:
         return "signal"
-    # Python tells about memory it did not get by the last line that it writes.
+    # Python reports a failed allocation in the last line of its output.
     if run.stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         return "memory_limit"
     return "script_error"

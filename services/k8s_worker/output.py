@@ -1,4 +1,4 @@
-"""Reading what a script writes, in bounded memory."""
+"""Read the output of a script in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _CHUNK: Final = 65_536
 
 
 def readable(kept: bytes, dropped: int | None) -> str:
-    """Output as text, with a line about what is missing.  No NUL: not every database keeps one.
+    """Return output as text, with a note about missing bytes.  NUL is replaced, since some databases refuse it.
 
     Args:
-        dropped: How many bytes are missing at the end; `None` if some are and nobody has counted them.
+        kept: The beginning of the output.
+        dropped: Number of bytes missing at the end; `None` if some are missing but were not counted.
     """
     text = kept.decode("utf-8", "replace").replace("\x00", "\N{REPLACEMENT CHARACTER}")
     if dropped is None:
@@ -22,7 +23,7 @@ def readable(kept: bytes, dropped: int | None) -> str:
 
 
 class Capture:
-    """The beginning of a stream; what comes after `keep` bytes is counted and dropped."""
+    """Keeps the first `keep` bytes of a stream, and counts and drops the rest."""
 
     def __init__(self, keep: int, flood: int, flooded: asyncio.Event) -> None:
         self._keep = keep
@@ -34,7 +35,7 @@ class Capture:
         self._reading: asyncio.Task[None] | None = None
 
     async def begin(self, readable: int) -> None:
-        """Read from the file descriptor `readable`, to its end, and close it then."""
+        """Read the file descriptor `readable` to its end, and close it."""
         stream = asyncio.StreamReader()
         self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(readable, "rb", 0)
@@ -42,7 +43,7 @@ class Capture:
         self._reading = asyncio.create_task(self._read(stream))
 
     async def finish(self, patience: float) -> None:
-        """Return when all is read, or `patience` seconds are over."""
+        """Return when the stream has ended, or after `patience` seconds."""
         if self._reading is None or self._transport is None:
             return
         try:
@@ -52,7 +53,7 @@ class Capture:
             self._transport.close()
 
     def text(self) -> str:
-        """What was kept, with a line about what was not."""
+        """Return the kept output, with a note about dropped bytes."""
         return readable(bytes(self._kept), self._received - len(self._kept))
 
     async def _read(self, stream: asyncio.StreamReader) -> None:

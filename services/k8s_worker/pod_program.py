@@ -1,13 +1,13 @@
-"""Runs one script inside a pod.  A program of its own: its text is the command of the pod's container.
+"""Runs one script inside a pod.  The text of this program is the command of the pod's container.
 
-It stands before the script in the container, as `supervisor.py` does on the worker's machine, because a cluster
-measures time from before the image is there, says nothing of CPU time and memory, and keeps output without end.
+It starts the script in the container, as `supervisor.py` does on the worker's machine, because a cluster includes the
+image pull in its time limits, does not report CPU time and memory, and does not limit output.
 
 EXECUTION_0, EXECUTION_1, ...  base64 of zlib of JSON: script, timeout, keep, flood, limits
-stdout                         the beginning of what the script writes to stdout and stderr, as it comes
-argument                       the file for its report, which the cluster shows as the container's termination message
+stdout                         the beginning of the script's stdout and stderr
+argument                       file for the report, which the cluster shows as the container's termination message
 
-It needs Python 3.8 and its standard library, and no dollar sign: the cluster would take that for a variable.
+It requires Python 3.8 and its standard library.  It must not contain dollar signs, which the cluster would expand.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ LAST_WORDS_SECONDS = 1.0
 def main(report: str) -> None:
     spec = json.loads(zlib.decompress(base64.b64decode("".join(_pieces()))))
     Path("main.py").write_bytes(spec["script"].encode())
-    woken, told_to_end = _watch_signals()
+    woken, terminated = _watch_signals()
     started = time.monotonic()
-    # Held to the end: a Popen that is forgotten takes leave of a child that has ended already, in our place.
+    # Kept until the end: a garbage-collected Popen would reap the child.
     process, output = _begin(spec["limits"])
     child = process.pid
     copied = Copy(output, spec["keep"])
     end, waited = "exited", None
     while waited is None:
         left = started + spec["timeout"] - time.monotonic()
-        if told_to_end or left <= 0 or copied.received > spec["flood"]:
-            end = "terminated" if told_to_end else "timed_out" if left <= 0 else "flooded"
+        if terminated or left <= 0 or copied.received > spec["flood"]:
+            end = "terminated" if terminated else "timed_out" if left <= 0 else "flooded"
             _kill_group(child)
             waited = os.wait4(child, 0)
             break
@@ -57,7 +57,7 @@ def main(report: str) -> None:
     wall_seconds = time.monotonic() - started
     copied.rest()
     exit_code, usage = _exit_code(waited[1]), waited[2]
-    told = {
+    result = {
         "end": end,
         "exit_code": exit_code,
         "dropped": copied.received - copied.kept,
@@ -65,41 +65,41 @@ def main(report: str) -> None:
         "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "peak_memory_kib": usage.ru_maxrss,
     }
-    Path(report).write_text(json.dumps(told))
-    # As a shell would tell it, for those who look at the pod.
+    Path(report).write_text(json.dumps(result))
+    # The convention of shells, for those who inspect the pod.
     sys.exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
 def _watch_signals() -> tuple[int, list[bool]]:
-    """A file descriptor that becomes readable with a signal, and a list that is no longer empty once we are to end."""
-    told_to_end: list[bool] = []
+    """Return a file descriptor that becomes readable with a signal, and a list that SIGTERM appends to."""
+    terminated: list[bool] = []
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    # The first process of a container gets no signal that it has no handler for.
-    signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
+    # The first process of a container receives only signals that it handles.
+    signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    return woken, told_to_end
+    return woken, terminated
 
 
 def _begin(limits: dict[str, int]) -> tuple[subprocess.Popen[bytes], int]:
-    """The script's process, and the end of the pipe that it writes to."""
-    output, theirs = os.pipe()
+    """Start the script; return its process and the readable end of its output pipe."""
+    output, writable = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-I", "-u", "-X", "utf8", "main.py"],
         stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=theirs,
+        stdout=writable,
+        stderr=writable,
         env={},
         start_new_session=True,
         preexec_fn=lambda: _limit(limits),
     )
-    os.close(theirs)
+    os.close(writable)
     return process, output
 
 
 class Copy:
-    """The beginning of a pipe, passed on to our stdout; the rest is counted."""
+    """Copies the beginning of a pipe to stdout, and counts the rest."""
 
     def __init__(self, pipe: int, keep: int) -> None:
         self.open = [pipe]
@@ -109,7 +109,7 @@ class Copy:
         os.set_blocking(pipe, False)
 
     def some(self) -> bool:
-        """What is there now; whether there may be more."""
+        """Copy the available data, and return whether there may be more."""
         try:
             chunk = os.read(self.open[0], CHUNK)
         except BlockingIOError:
@@ -125,7 +125,7 @@ class Copy:
         return True
 
     def rest(self) -> None:
-        """What the script has left in the pipe.  Whoever got away from its group may go on writing: not for long."""
+        """Copy the remaining data, for a limited time, since an escaped process may continue to write."""
         until = time.monotonic() + LAST_WORDS_SECONDS
         while self.open and time.monotonic() < until and self.some():
             pass

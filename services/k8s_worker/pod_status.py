@@ -1,4 +1,4 @@
-"""What the cluster says of a pod, and the `Run` that follows from it.  Pure.
+"""Interpret the status of Jobs and pods, and derive the `Run`.  Pure.
 
 A Job here has one pod at a time.  Should the cluster have made two all the same, which its documentation does not
 exclude, the one that succeeded counts, else the last.
@@ -19,17 +19,17 @@ from services.k8s_worker.output import readable
 from services.k8s_worker.runner import Run, RunEnd
 
 Object = Mapping[str, Any]
-"""A Job or a pod, as the API gives it."""
+"""A Job or a pod, as returned by the API."""
 
 _HOPELESS: Final = frozenset({"InvalidImageName", "ErrImageNeverPull"})
-"""Reasons for waiting that no waiting mends."""
+"""Reasons for waiting that do not resolve by themselves."""
 _NEVER_RAN: Final = frozenset({"StartError", "ContainerCannotRun"})
 _ENDS: Final = {"exited": RunEnd.EXITED, "timed_out": RunEnd.TIMED_OUT, "flooded": RunEnd.FLOODED}
 _SIGNALLED: Final = 128
 
 
 class Report(BaseModel):
-    """What pod_program.py says when it ends.  It may be anything: the script could write there, too."""
+    """The report of pod_program.py.  Untrusted, since the script can write it as well."""
 
     end: Literal["exited", "timed_out", "flooded", "terminated"]
     exit_code: Annotated[int, Field(ge=-64, le=255)]
@@ -44,48 +44,48 @@ class Report(BaseModel):
 
 
 def ended_pod(pods: Iterable[Object]) -> Object | None:
-    """The pod that tells how the run ended; `None` while there is none."""
+    """Return the pod with the result, or `None`."""
     ended = [pod for pod in pods if phase(pod) in {"Succeeded", "Failed"}]
     return max(ended, key=_weight) if ended else None
 
 
 def has_begun(pods: Iterable[Object]) -> bool:
-    """Whether a script runs, or has run."""
+    """Return whether a script is running or has run."""
     return any({"running", "terminated"} & set(_container(pod).get("state", {})) for pod in pods)
 
 
 def is_hopeless(pods: Iterable[Object]) -> bool:
-    """Whether a pod waits for what cannot come."""
+    """Return whether a pod waits for something that cannot happen."""
     return any(_waiting(pod).get("reason") in _HOPELESS for pod in pods)
 
 
 def why_waiting(pods: Sequence[Object]) -> str:
-    """What the cluster says about pods that have not begun."""
+    """Return the cluster's reason why pods have not started."""
     for pod in pods:
-        told = _waiting(pod) or _unscheduled(pod)
-        if told:
-            return words_of(told)
-    return "its pod waits, and the cluster does not say for what" if pods else "the cluster has made no pod for it"
+        status = _waiting(pod) or _unscheduled(pod)
+        if status:
+            return message_of(status)
+    return "its pod waits for an unknown reason" if pods else "the cluster has not created a pod"
 
 
 def job_end(job: Object) -> Object | None:
-    """The condition that says how the Job ended; `None` while it is under way."""
+    """Return the condition with which the Job ended; `None` while it is active."""
     return _condition(job, "Complete") or _condition(job, "Failed")
 
 
 def is_past_its_deadline(job: Object) -> bool:
-    """Whether the cluster ended the Job because it took too long."""
-    told = _condition(job, "Failed") or _condition(job, "FailureTarget") or {}
-    return bool(told.get("reason") == "DeadlineExceeded")
+    """Return whether the cluster ended the Job at its deadline."""
+    status = _condition(job, "Failed") or _condition(job, "FailureTarget") or {}
+    return bool(status.get("reason") == "DeadlineExceeded")
 
 
 def has_output(pod: Object) -> bool:
-    """Whether there was a container that could write some."""
+    """Return whether a container was started, and may have written output."""
     return bool(_terminated(pod))
 
 
 def run_of(pod: Object, log: bytes, keep: int) -> Run:
-    """How the pod ran.
+    """Return the result of a pod.
 
     Args:
         log: The beginning of its output.
@@ -103,7 +103,7 @@ def run_of(pod: Object, log: bytes, keep: int) -> Run:
 
 
 def stdout_of(log: bytes, keep: int, dropped: int = 0) -> str:
-    """Output as text.  A cluster has one stream for stdout and stderr: all of it counts as stdout."""
+    """Return output as text.  Clusters merge stdout and stderr into one stream, which is returned as stdout."""
     return readable(log[:keep], None if len(log) > keep else dropped)
 
 
@@ -124,7 +124,7 @@ def _end(pod: Object, terminated: Object, report: Report | None) -> tuple[RunEnd
     if not terminated or terminated.get("reason") in _NEVER_RAN:
         return RunEnd.NOT_STARTED, exit_code
     if report or pod["metadata"].get("deletionTimestamp"):
-        return RunEnd.LOST, exit_code  # somebody has deleted the pod
+        return RunEnd.LOST, exit_code  # the pod was deleted
     return RunEnd.EXITED, exit_code
 
 
@@ -141,14 +141,14 @@ def _report(pod: Object) -> Report | None:
 
 
 def _why(pod: Object, terminated: Object) -> str:
-    told = (_status(pod), _condition(pod, "DisruptionTarget"), terminated)
-    return "; ".join(dict.fromkeys(words_of(each) for each in told if each and each.get("reason")))
+    status = (_status(pod), _condition(pod, "DisruptionTarget"), terminated)
+    return "; ".join(dict.fromkeys(message_of(each) for each in status if each and each.get("reason")))
 
 
-def words_of(told: Object) -> str:
-    """What the cluster says about something, with the reason that it gives."""
-    reason, message = told.get("reason", ""), told.get("message", "")
-    # The report of our own program is no message for anybody.
+def message_of(status: Object) -> str:
+    """Return the reason and message of a status."""
+    reason, message = status.get("reason", ""), status.get("message", "")
+    # The report of pod_program.py is not a message for users.
     return f"{reason}: {message}" if message and not message.startswith('{"end"') else str(reason)
 
 
@@ -156,7 +156,7 @@ def _wall_seconds(terminated: Object) -> float:
     try:
         begun, ended = (datetime.fromisoformat(terminated[name]) for name in ("startedAt", "finishedAt"))
     except (KeyError, TypeError, ValueError):
-        return 0.0  # it never began, or the cluster does not know
+        return 0.0  # it never started, or the times are unknown
     return max(0.0, (ended - begun).total_seconds())
 
 
@@ -179,7 +179,7 @@ def _terminated(pod: Object) -> Object:
 
 def _waiting(pod: Object) -> Object:
     waiting: Object = _container(pod).get("state", {}).get("waiting") or {}
-    # What every pod goes through says nothing.
+    # Reasons that occur in the normal start of every pod.
     return {} if waiting.get("reason") in {"ContainerCreating", "PodInitializing"} else waiting
 
 

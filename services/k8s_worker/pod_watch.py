@@ -1,7 +1,7 @@
-"""Waiting for the end of a Job: list, watch, and list again whenever a watch ends, for whatever reason.
+"""Wait for the end of a Job: list its pods, watch them, and list again whenever the watch ends.
 
-Every round begins with a fresh look at everything, so a dropped connection, an outdated version or a missed event
-costs the rest of a round and nothing else.
+Every round starts by reading the current state, so a dropped connection, an outdated version or a missed event only
+ends the round.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from time import monotonic
 from typing import Any, Final
 
 from services.k8s_worker.cluster import Cluster, UnansweredError
-from services.k8s_worker.pod_status import ended_pod, has_begun, is_hopeless, job_end, why_waiting, words_of
+from services.k8s_worker.pod_status import ended_pod, has_begun, is_hopeless, job_end, message_of, why_waiting
 
 WATCH_SECONDS: Final = 30
-"""Longest watch.  A Job that ends without a word from its pods is noticed after that."""
+"""Maximum duration of a watch.  A Job that ends without an event of its pods is noticed after that."""
 FIRST_PAUSE: Final = 0.5
 _LONGEST_PAUSE: Final = 10.0
 
@@ -28,22 +28,22 @@ _log = logging.getLogger(__name__)
 
 
 class Waited(str, Enum):
-    """Why there is nothing more to wait for."""
+    """Why the wait ended."""
 
     ENDED = "ended"
-    """A pod tells how the run ended."""
+    """A pod contains the result."""
     FINISHED = "finished"
-    """The Job has ended, and has no pod any more."""
+    """The Job has ended, and its pods are gone."""
     GONE = "gone"
-    """There is no such Job any more."""
+    """The Job no longer exists."""
     NOT_STARTED = "not_started"
     OVERDUE = "overdue"
-    """The Job should have ended long ago, and nobody knows why it has not."""
+    """The Job is overdue for an unknown reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The last look at a Job."""
+    """The last observed state of a Job."""
 
     waited: Waited
     pod: Mapping[str, Any] | None = None
@@ -52,7 +52,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """By our own monotonic clock."""
+    """Time by this process' monotonic clock."""
 
     start: float
     over: float
@@ -68,7 +68,7 @@ class JobWatch:
         self._begun = False
 
     async def end(self) -> Sight:
-        """Return once there is nothing more to wait for.
+        """Wait until the Job has ended or cannot make progress.
 
         Raises:
             ClusterError: The cluster refuses to tell, or has not answered until the Job should have ended long ago.
@@ -79,14 +79,14 @@ class JobWatch:
             try:
                 sight = await self._round(seconds)
             except UnansweredError as error:
-                # The run goes on without us: as long as it may, nothing is lost by asking again.
+                # The run continues in the cluster, so retrying loses nothing.
                 if monotonic() > self._deadlines.over:
                     raise
                 _log.info("%s; looking again", error)
                 sight = None
             if sight is not None:
                 return sight
-            # A watch that ended before its time may do so again, at once.
+            # A watch that ended early may do so again immediately.
             early = monotonic() - began < min(seconds, _LONGEST_PAUSE)
             pause = min(2 * pause, _LONGEST_PAUSE) if early else FIRST_PAUSE
             if early:
@@ -104,7 +104,7 @@ class JobWatch:
         async with aclosing(self._cluster.watch_pods(self._uid, version, seconds)) as events:
             async for event in events:
                 if event["type"] == "DELETED":
-                    return None  # the next look at the Job tells what that means
+                    return None  # decided when the Job is read next
                 pods[event["object"]["metadata"]["name"]] = event["object"]
                 sight = self._seen(job, list(pods.values()))
                 if sight is not None:
@@ -117,7 +117,7 @@ class JobWatch:
         if ended is not None:
             return Sight(Waited.ENDED, ended)
         if finished is not None and not pods:
-            return Sight(Waited.FINISHED, why=words_of(finished))
+            return Sight(Waited.FINISHED, why=message_of(finished))
         if not self._begun and (is_hopeless(pods) or monotonic() > self._deadlines.start):
             return Sight(Waited.NOT_STARTED, why=why_waiting(pods))
         if monotonic() > self._deadlines.over:
@@ -125,6 +125,6 @@ class JobWatch:
         return None
 
     def _watch_seconds(self) -> int:
-        """Until somebody has to look at the clock."""
+        """Return the seconds until the next deadline."""
         until = self._deadlines.over if self._begun else self._deadlines.start
         return max(1, min(WATCH_SECONDS, math.ceil(until - monotonic())))

@@ -1,10 +1,10 @@
-"""The k8s worker's memory of its pods, in the platform's database: one row per execution.
+"""The k8s worker's table of pods in the platform's database: one row per execution.
 
-    running ─► ended        with the outcome that counts, kept before it is published
+    running ─► ended        with its outcome, stored before it is published
 
-The outcome is kept because a second run would end differently: a worker that dies between the end of
-the script and the publishing is followed by one that publishes the same outcome, without a second run.
-A row that is deleted before it ran is `ended` from the start, and no create command runs it any more.
+The outcome is stored because a second run would end differently: if a worker dies between the end of the script and the
+publishing, another worker publishes the same outcome without a second run.  The row of an execution that is deleted
+before it ran is `ended` from the start, and create commands no longer run it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class PodState(str, Enum):
 
 
 class SupersededError(Exception):
-    """A later attempt has taken the pod over; what this one has found out does not count."""
+    """A later attempt has taken the pod over; the result of this one is discarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Who runs a pod: writes of an earlier owner are refused."""
+    """The owner of a pod.  Writes of earlier owners are refused."""
 
     execution_id: str
     pod_name: str
@@ -47,7 +47,7 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A pod that is to be deleted, and that nobody has reported alive for long."""
+    """A pod to be deleted that has not been reported alive for a long time."""
 
     pod_name: str
     outcome: ExecutionFailed
@@ -60,13 +60,13 @@ class PodTable:
         self._database = database
 
     async def begin(self, owner: Ownership, command: CreatePodCommand) -> Outcome | None:
-        """Take the pod, from an earlier attempt if need be.
+        """Take ownership of the pod, from an earlier attempt if necessary.
 
         Returns:
-            `None` if its script is to be run now, or how it has ended already.
+            `None` if the script must be run, or the outcome of the completed run.
 
         Raises:
-            SupersededError: A later attempt has it.
+            SupersededError: A later attempt owns the pod.
             PermanentError: Another command runs this execution.
         """
         async with self._database.transaction() as connection:
@@ -84,10 +84,10 @@ class PodTable:
         raise SupersededError(owner.execution_id)
 
     async def end(self, owner: Ownership, outcome: Outcome) -> Outcome:
-        """Keep how the run ended.  The outcome that counts: this one, or the one that was kept first.
+        """Store the outcome of the run.  Returns the first outcome that was stored.
 
         Raises:
-            SupersededError: A later attempt has the pod.
+            SupersededError: A later attempt owns the pod.
         """
         mine = update(pods).where(
             pods.c.execution_id == owner.execution_id,
@@ -105,10 +105,10 @@ class PodTable:
         return outcome_from_json(row.outcome)
 
     async def delete(self, command: DeletePodCommand) -> ExecutionFailed | None:
-        """Ask for the end of the pod.  Doing so again changes nothing.
+        """Request the deletion of the pod.  Idempotent.
 
         Returns:
-            The outcome of a pod that will never run; `None` if somebody runs it, or its outcome is out.
+            The outcome of a pod that will never run; `None` if it is running, or its outcome is published.
         """
         async with self._database.transaction() as connection:
             never_ran = insert(connection, pods).values(**_deleted_row(command), seen_at=now())
@@ -121,13 +121,13 @@ class PodTable:
             await connection.execute(running.values(delete_reason=command.reason))
             row = await _row(connection, command.execution_id)
         outcome = None if row.outcome is None else outcome_from_json(row.outcome)
-        # After a crash between the commit and the publishing, this is how our own outcome is found again.
+        # After a crash between commit and publishing, the own outcome is found again.
         if isinstance(outcome, ExecutionFailed) and outcome.event_id == _deletion_id(row.execution_id):
             return outcome
         return None
 
     async def report_alive(self, running: Collection[str]) -> Sequence[str]:
-        """Note that these executions are being run here.  Those of them that are to be deleted."""
+        """Record that these executions run here, and return those to be deleted."""
         if not running:
             return []
         alive = update(pods).where(pods.c.execution_id.in_(running), pods.c.state == PodState.RUNNING.value)
@@ -136,7 +136,7 @@ class PodTable:
             return [row.execution_id for row in await connection.execute(returned) if row.delete_reason is not None]
 
     async def orphans(self, lost_after: float) -> list[Orphan]:
-        """Pods that are to be deleted, but that nobody has run for `lost_after` seconds."""
+        """Return pods to be deleted that have not been reported alive for `lost_after` seconds."""
         found = select(pods).where(
             pods.c.state == PodState.RUNNING.value,
             pods.c.delete_reason.is_not(None),
@@ -146,7 +146,7 @@ class PodTable:
             return [Orphan(row.pod_name, deletion(row)) for row in await connection.execute(found)]
 
     async def close(self, outcome: ExecutionFailed) -> None:
-        """Keep the outcome of an orphan, once it is published."""
+        """Store the outcome of an orphan after it is published."""
         orphan = update(pods).where(pods.c.execution_id == outcome.execution_id)
         orphan = orphan.where(pods.c.state == PodState.RUNNING.value)
         async with self._database.transaction() as connection:
@@ -154,7 +154,7 @@ class PodTable:
 
 
 def deletion(row: Row[Any]) -> ExecutionFailed:
-    """The outcome of a pod that was deleted before anybody could tell how it ran."""
+    """Return the outcome of a pod that was deleted before its outcome was known."""
     event_id = _deletion_id(row.execution_id)
     return failure(row.execution_id, event_id, DELETED, row.delete_reason, row.correlation_id, row.user_id)
 
@@ -189,8 +189,10 @@ async def _row(connection: AsyncConnection, execution_id: str) -> Row[Any]:
 
 
 def _deleted_row(command: DeletePodCommand) -> dict[str, Any]:
-    told, event_id = command.metadata, _deletion_id(command.execution_id)
-    outcome = failure(command.execution_id, event_id, DELETED, command.reason, told.correlation_id, told.user_id)
+    metadata, event_id = command.metadata, _deletion_id(command.execution_id)
+    outcome = failure(
+        command.execution_id, event_id, DELETED, command.reason, metadata.correlation_id, metadata.user_id
+    )
     return {
         "execution_id": command.execution_id,
         "pod_name": "",
@@ -199,6 +201,6 @@ def _deleted_row(command: DeletePodCommand) -> dict[str, Any]:
         "fence": 0,
         "delete_reason": command.reason,
         "outcome": outcome_to_json(outcome),
-        "user_id": told.user_id,
-        "correlation_id": told.correlation_id,
+        "user_id": metadata.user_id,
+        "correlation_id": metadata.correlation_id,
     }

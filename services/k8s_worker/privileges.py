@@ -1,4 +1,4 @@
-"""What scripts that run as child processes may see and do of the worker's.  Not a sandbox: that is the other runner."""
+"""Restrict the privileges of scripts that run as child processes.  This is not a sandbox; use the Kubernetes runner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PR_SET_DUMPABLE: Final = 4
 
 
 async def prepare_for_scripts(settings: PlatformSection) -> None:
-    """Warn, and check that scripts of a worker that is root can run as a user who may do little.
+    """Log a warning, and check that scripts of a worker that runs as root can run as an unprivileged user.
 
     Raises:
         ApplicationError: This process is root, and the user for its scripts cannot run them.
@@ -35,19 +35,19 @@ async def prepare_for_scripts(settings: PlatformSection) -> None:
     if (user := user_of_scripts(settings)) is not None:
         await _check(settings.interpreter or sys.executable, user)
     elif os.geteuid() == 0:
-        _log.warning("[platform] scripts_as_root lets scripts do everything on this machine")
+        _log.warning("[platform] scripts_as_root gives scripts full control of this machine")
 
 
 def user_of_scripts(settings: PlatformSection) -> int | None:
-    """The numeric user that scripts are run as; `None` for the worker's own."""
+    """Return the id of the user that runs scripts; `None` for the worker's own user."""
     return settings.subprocess_user_id if os.geteuid() == 0 and not settings.scripts_as_root else None
 
 
 @contextmanager
 def hidden_process() -> Iterator[None]:
-    """Keep environment, memory and files of this process from other processes of its user, until the block ends.
+    """Hide environment, memory and files of this process from other processes of its user inside the block.
 
-    On Linux `/proc/PID` then belongs to root.  The price: no core dumps, and only root can attach a debugger.
+    On Linux, `/proc/PID` then belongs to root.  There are no core dumps, and only root can attach a debugger.
     """
     before = _prctl(_PR_GET_DUMPABLE, 0)
     _prctl(_PR_SET_DUMPABLE, 0)
@@ -89,7 +89,7 @@ async def _check(interpreter: str, user: int) -> None:
 
 def _cannot_run(interpreter: str, user: int, why: str) -> ApplicationError:
     return ApplicationError(
-        f"the worker is root, and its scripts run as user {user} ([platform] subprocess_user_id), who cannot run "
+        f"the worker runs as root and its scripts as user {user} ([platform] subprocess_user_id), who cannot run "
         f"{interpreter}: {why}. Run the worker as another user; or set [platform] interpreter to a Python that every "
         "user can run; or, for scripts of your own, set [platform] scripts_as_root = true"
     )

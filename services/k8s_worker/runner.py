@@ -1,4 +1,4 @@
-"""What runs a pod's script, whatever it is made of."""
+"""The interface of runners, which run the scripts of pods."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from services.events import CreatePodCommand, ResourceUsage
 
 
 class RunEnd(str, Enum):
-    """Why a run is over."""
+    """Why a run ended."""
 
     EXITED = "exited"
-    """The script ended by itself, or by a limit of the system."""
+    """The script exited, or was killed by a system limit."""
     TIMED_OUT = "timed_out"
     STOPPED = "stopped"
-    """Somebody asked for the pod to be deleted."""
+    """Deletion of the pod was requested."""
     FLOODED = "flooded"
-    """It wrote more than anybody wants to read."""
+    """The script exceeded the output limit."""
     OUT_OF_MEMORY = "out_of_memory"
-    """The system ended it: it wanted more memory than it may have."""
+    """The script exceeded the memory limit."""
     EVICTED = "evicted"
-    """The cluster took its node or its place away."""
+    """The cluster evicted the pod."""
     NOT_STARTED = "not_started"
-    """It did not begin to run, and will not."""
+    """The script could not be started."""
     LOST = "lost"
-    """Whoever watched the script has died, and the script with it, or what it left is gone."""
+    """The supervisor died with the script, or the script's output is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a script ran."""
+    """The result of a run."""
 
     end: RunEnd
     exit_code: int = 0
-    """Negative: the number of the signal that ended it."""
+    """Exit code; the negative number of the signal that killed the script."""
     stdout: str = ""
     stderr: str = ""
     usage: ResourceUsage = field(default_factory=ResourceUsage)
@@ -51,7 +51,7 @@ class UnsupportedLanguageError(Exception):
         self.supported = supported
 
     def __str__(self) -> str:
-        return f"scripts in {self.language} cannot be run here; supported: {', '.join(self.supported)}"
+        return f"unsupported language {self.language}; supported: {', '.join(self.supported)}"
 
 
 class Runner(Protocol):
@@ -64,19 +64,19 @@ class Runner(Protocol):
         if anything.  Cancelled, a run leaves nothing behind but what such a later run would find.
 
         Args:
-            stop: Set by others when the run is to be ended.
+            stop: Set to end the run.
 
         Raises:
-            UnsupportedLanguageError: Nothing was run.
-            PermanentError: Nothing was run, and trying again would not help.
-            OSError: How it ended is not known; asked again, it goes on, or begins if it had not begun.
+            UnsupportedLanguageError: The script was not run.
+            PermanentError: The script was not run, and a retry would fail as well.
+            OSError: The outcome is unknown; a retry continues or starts the run.
         """
         ...
 
     async def discard(self, pod_name: str) -> None:
-        """Remove what is left of a pod whose outcome is kept; end it if it runs.  Nothing left is fine.
+        """Remove the remains of a pod whose outcome is stored, and end it if it runs.  Idempotent.
 
         Raises:
-            OSError: It may still be there.
+            OSError: The pod may still exist.
         """
         ...

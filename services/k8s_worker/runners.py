@@ -1,4 +1,4 @@
-"""The runner that settings name."""
+"""Create the configured runner."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _CHOOSE: Final = (
 
 @asynccontextmanager
 async def chosen_runner(settings: PlatformSection) -> AsyncIterator[Runner]:
-    """The runner, ready, until the end of the block.
+    """Open the configured runner, and close it at the end of the block.
 
     Raises:
-        SettingsError: It cannot be had with these settings.
-        ApplicationError: What it needs is not installed.
+        SettingsError: The settings are not valid for this runner.
+        ApplicationError: The runner requires a package that is not installed.
     """
     if settings.runner is None:
         raise SettingsError("settings", [SettingsMistake("platform.runner", _CHOOSE)])
@@ -34,7 +34,7 @@ async def chosen_runner(settings: PlatformSection) -> AsyncIterator[Runner]:
             yield SubprocessRunner(settings)
         return
     try:
-        # Only here: whoever runs scripts as child processes needs no client of a cluster.
+        # Imported here, since only the Kubernetes runner needs a client.
         from services.k8s_worker.kubernetes_runner import kubernetes_runner
     except ImportError as error:
         raise ApplicationError(

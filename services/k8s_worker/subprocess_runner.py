@@ -1,4 +1,4 @@
-"""Runs scripts as child processes, each under a supervisor of its own (see supervisor.py)."""
+"""Run scripts as child processes, each under its own supervisor (see supervisor.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SubprocessRunner:
     async def run(self, pod_name: str, command: CreatePodCommand, stop: asyncio.Event) -> Run:
         if command.language not in SUPPORTED:
             raise UnsupportedLanguageError(command.language, SUPPORTED)
-        # The supervisor removes the folder, so that it goes even if we are killed; here it may be gone.
+        # The supervisor removes the folder, even if this process is killed.
         with tempfile.TemporaryDirectory(
             prefix=f"{pod_name}-", dir=self._settings.work_folder, ignore_cleanup_errors=True
         ) as folder:
@@ -46,12 +46,12 @@ class SubprocessRunner:
                 return await self._watch(running, command.timeout_seconds, stop)
 
     async def discard(self, pod_name: str) -> None:
-        """Nothing to do: no run leaves anything behind."""
+        """Do nothing, since runs leave nothing behind."""
 
     def _spec(self, folder: str, command: CreatePodCommand) -> dict[str, Any]:
         settings = self._settings
         interpreter = settings.interpreter or sys.executable
-        # One second on top: a script with a whole core is to meet the clock on the wall first.
+        # One second more, so that a script that uses a whole core reaches the time limit first.
         cpu_seconds = math.ceil(command.cpu_limit * command.timeout_seconds) + 1
         return {
             "folder": folder,
@@ -78,7 +78,7 @@ class SubprocessRunner:
 
 
 async def _first(script: Supervised, timeout: float, stop: asyncio.Event) -> RunEnd:
-    """Wait for whatever ends the run first."""
+    """Wait for the first event that ends the run, and return its reason."""
     reasons = {
         asyncio.ensure_future(script.wait()): RunEnd.EXITED,
         asyncio.ensure_future(stop.wait()): RunEnd.STOPPED,

@@ -1,7 +1,7 @@
-"""The worker's end of a supervisor: its pipes, its report, its end.
+"""The worker's side of a supervisor: start it, read its pipes and its report, and end it.
 
-The pipes are ours, not asyncio's: a process of asyncio counts as ended only once its pipes are, and what a
-script has started may hold them open.
+The pipes are not asyncio's: asyncio considers a process ended only once its pipes are closed, and descendants of a
+script may hold them open.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from services.k8s_worker import supervisor
 from services.k8s_worker.output import Capture
 
 _ENDING_SECONDS: Final = supervisor.CLEANING_SECONDS + 5
-"""How long a supervisor may take to clean up before it is killed itself."""
+"""How long a supervisor may take to clean up before it is killed."""
 
 _LAST_WORDS_SECONDS: Final = 2.0
-"""How long output may still come once the supervisor is gone: only a process that got away holds the pipe then."""
+"""How long to read output after the supervisor has ended, when only an escaped process holds the pipe open."""
 
 
 class Supervised:
@@ -32,19 +32,19 @@ class Supervised:
         self.flooded = asyncio.Event()
         self.stdout = Capture(keep, flood, self.flooded)
         self.stderr = Capture(keep, flood, self.flooded)
-        self._ours = ExitStack()
+        self._own = ExitStack()
         self._lifeline = ExitStack()
         self._report = -1
-        self._told = b""
+        self._received = b""
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, spec: dict[str, Any]) -> None:
-        """Start the supervisor.  It reads our pipes' other ends, which are closed here once it has them."""
-        with ExitStack() as theirs:
-            lifeline, _ = _pipe(theirs, self._lifeline)
-            self._report, report = _pipe(self._ours, theirs)
-            stdout = await _capture(self.stdout, theirs)
-            stderr = await _capture(self.stderr, theirs)
+        """Start the supervisor, and close the pipe ends that it inherits."""
+        with ExitStack() as inherited:
+            lifeline, _ = _pipe(inherited, self._lifeline)
+            self._report, report = _pipe(self._own, inherited)
+            stdout = await _capture(self.stdout, inherited)
+            stderr = await _capture(self.stderr, inherited)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-I", "-S", supervisor.__file__, json.dumps(spec | {"report": report})),
@@ -57,12 +57,12 @@ class Supervised:
             )
 
     async def wait(self) -> None:
-        """Return when the script has ended and all that it has started is gone."""
+        """Wait until the script and all its descendants have ended."""
         assert self._process is not None
         await self._process.wait()
 
     async def end(self) -> None:
-        """End the script, if it still runs.  Returns once nothing is left of it and its output is read."""
+        """End the script if it is running, and wait until it is gone and its output is read."""
         self._lifeline.close()
         if self._process is not None:
             await self._end_process(self._process)
@@ -77,32 +77,32 @@ class Supervised:
             process.kill()
             await process.wait()
         if self.report() is None:
-            # It died without cleaning up.
+            # The supervisor died without cleaning up.
             for line in self._lines()[:1]:
                 with suppress(ProcessLookupError):
                     os.killpg(int(line), signal.SIGKILL)
 
     def report(self) -> dict[str, Any] | None:
-        """How the script ended; `None` if the supervisor has not said so."""
+        """Return the supervisor's report of how the script ended, or `None`."""
         lines = self._lines()
         return json.loads(lines[1]) if len(lines) > 1 else None
 
     def _lines(self) -> list[bytes]:
-        # Two short lines: they fit into the pipe, so the supervisor never waits for us to read them.
+        # Two short lines fit into the pipe, so the supervisor is never blocked.
         with suppress(BlockingIOError):
-            while told := os.read(self._report, 4096):
-                self._told += told
-        return self._told.splitlines()
+            while chunk := os.read(self._report, 4096):
+                self._received += chunk
+        return self._received.splitlines()
 
     def close(self) -> None:
-        """Give the pipes back."""
+        """Close the pipes."""
         self._lifeline.close()
-        self._ours.close()
+        self._own.close()
 
 
 @asynccontextmanager
 async def supervised(spec: dict[str, Any], *, keep: int, flood: int) -> AsyncIterator[Supervised]:
-    """Start `spec` under a supervisor; at the end of the block nothing of it is left.
+    """Start `spec` under a supervisor; at the end of the block it is ended and cleaned up.
 
     Args:
         spec: As supervisor.py reads it, without `report`.
@@ -110,10 +110,10 @@ async def supervised(spec: dict[str, Any], *, keep: int, flood: int) -> AsyncIte
         flood: Bytes of one stream after which `flooded` is set.
 
     Raises:
-        OSError: It could not be started.
+        OSError: The supervisor could not be started.
     """
     running = Supervised(keep, flood)
-    # Tasks of their own: cancelled in the middle of starting, we would not know what was started.
+    # In separate tasks, since a cancellation during the start would lose track of the process.
     starting = asyncio.ensure_future(running.start(spec))
     try:
         try:
@@ -128,16 +128,16 @@ async def supervised(spec: dict[str, Any], *, keep: int, flood: int) -> AsyncIte
 
 
 def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
-    """A pipe whose ends are closed with the stacks of those who hold them."""
+    """Create a pipe whose ends are closed with the given stacks."""
     readable, writable = os.pipe()
     reading.callback(os.close, readable)
     writing.callback(os.close, writable)
     return readable, writable
 
 
-async def _capture(capture: Capture, theirs: ExitStack) -> int:
-    """The end of a pipe that a script may write to."""
+async def _capture(capture: Capture, inherited: ExitStack) -> int:
+    """Return the writable end of a pipe for a script's output."""
     readable, writable = os.pipe()
-    theirs.callback(os.close, writable)
+    inherited.callback(os.close, writable)
     await capture.begin(readable)
     return writable

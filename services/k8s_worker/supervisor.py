@@ -1,14 +1,14 @@
-"""Runs one script within limits and leaves nothing behind.  A program of its own: `python -I -S supervisor.py SPEC`.
+"""Runs one script within limits and cleans up after it.  Run as a program: `python -I -S supervisor.py SPEC`.
 
-It stands between the worker and the script because only a parent gets the resource usage of exactly
-its child, and because somebody must clean up if the worker is killed.
+It is the parent of the script because only a parent gets the resource usage of its child, and because it must clean up
+if the worker is killed.
 
-stdin          the lifeline: when it ends, because the worker closes it or dies, the run is ended
-stdout, stderr go to the script as they are
-report         file descriptor named in SPEC: a line with the script's process id, then a line with how it ended
+stdin          the lifeline: the run ends when the worker closes it or dies
+stdout, stderr inherited by the script
+report         file descriptor in SPEC: a line with the script's process id, then a line with its result
 
-Not a sandbox: the limits are for accidents, and a script may do all that its user may.  That is the worker's user, or
-the one that SPEC names, for a worker that is root.
+This is not a sandbox: the limits prevent accidents, and a script has all privileges of its user.  That is the worker's
+user, or the user in SPEC if the worker runs as root.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(spec: dict[str, Any]) -> None:
 
 
 def _watch_children() -> int:
-    """A file descriptor that becomes readable when a child has ended."""
+    """Return a file descriptor that becomes readable when a child ends."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -68,11 +68,11 @@ def _watch_children() -> int:
 
 def _become_script(spec: dict[str, Any]) -> NoReturn:
     try:
-        # A group of its own, so that it can be killed together with what it starts.
+        # A separate process group, so that it can be killed together with its children.
         os.setsid()
-        os.chdir(spec["folder"])  # while we may: folders above it may be closed to the user of the script
+        os.chdir(spec["folder"])  # before the change of user, who may not be able to enter the parent folders
         _drop_privileges(spec["user"])
-        _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user would have cleared it
+        _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
         for name in ("SIGPIPE", "SIGXFSZ"):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -86,7 +86,7 @@ def _become_script(spec: dict[str, Any]) -> NoReturn:
 
 
 def _drop_privileges(user: int | None) -> None:
-    """Become `user`, with no other groups, for good; no program that is run can give privileges back."""
+    """Become `user` permanently, without other groups; programs cannot regain privileges."""
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -95,7 +95,7 @@ def _drop_privileges(user: int | None) -> None:
 
 
 def _limit(kind: int, wanted: int) -> None:
-    # The hard limit of CPU time kills without saying why; one second before it, SIGXCPU says so.
+    # The hard limit of CPU time kills without a reason; SIGXCPU is sent one second before.
     above = wanted + 1 if kind == resource.RLIMIT_CPU else wanted
     _, inherited = resource.getrlimit(kind)
     hard = above if inherited == resource.RLIM_INFINITY else min(above, inherited)
@@ -112,14 +112,14 @@ def _wait(child: int, child_ended: int) -> tuple[int, resource.struct_rusage]:
             os.read(child_ended, 4096)
         if 0 in readable and not os.read(0, 4096):
             _kill_group(child)
-            # It may not have made its group yet.
+            # The child may not have created its group yet.
             _kill(child)
             _, status, usage = os.wait4(child, 0)
             return status, usage
 
 
 def _end_descendants(group: int) -> None:
-    """Kill what the script has started, wherever it went: as their reaper we inherit all of them."""
+    """Kill all descendants of the script, which this process inherits as their reaper."""
     _kill_group(group)
     until = time.monotonic() + CLEANING_SECONDS
     while time.monotonic() < until:
@@ -131,7 +131,7 @@ def _end_descendants(group: int) -> None:
 
 
 def _reap() -> bool:
-    """Take leave of all children that have ended; whether others are left."""
+    """Reap all children that have ended, and return whether others remain."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -148,7 +148,7 @@ def _children() -> list[int]:
             text = stat.read_text()
         except OSError:
             continue
-        # pid (name) state parent …, where the name may hold anything but is closed by the last parenthesis.
+        # pid (name) state parent …, where the name may contain anything and ends at the last parenthesis.
         if text.rpartition(")")[2].split()[1] == mine:
             found.append(int(stat.parent.name))
     return found

@@ -1,4 +1,4 @@
-"""Runs pods: takes them, tells that they are there, watches over them, keeps how they ended."""
+"""Run pods: take ownership, publish their creation, supervise them, and store their outcomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def pod_name_of(key: str) -> str:
-    """The pod's name: the same for every run of the same work, so that a rerun finds what is there."""
+    """Return the pod's name, which is the same for every run of the same work."""
     return f"exec-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
 
@@ -36,13 +36,13 @@ class PodWorker:
         self._running: dict[str, asyncio.Event] = {}
 
     async def create(self, command: CreatePodCommand, attempt: Attempt) -> Outcome:
-        """Run the command's script, unless it has ended already.  How it ended, kept but not published.
+        """Run the command's script unless it has already ended.  Returns the stored outcome, not yet published.
 
         Raises:
             SupersededError: A later attempt runs it.
             PermanentError: Another command runs this execution, or the runner can never run it.
-            PublishError: Nothing was run.
-            OSError: How it ended is not known; a later attempt goes on with it.
+            PublishError: The script was not run.
+            OSError: The outcome is unknown; a later attempt continues.
         """
         owner = Ownership(command.execution_id, pod_name_of(attempt.key), attempt.number, attempt.fence)
         known = await self._pods.begin(owner, command)
@@ -57,7 +57,7 @@ class PodWorker:
         return outcome
 
     async def delete(self, command: DeletePodCommand) -> ExecutionFailed | None:
-        """End the pod, wherever it runs.  The outcome to publish if it never ran."""
+        """End the pod on any worker.  Returns the outcome to publish if it never ran."""
         outcome = await self._pods.delete(command)
         stop = self._running.get(command.execution_id)
         if stop is not None:
@@ -65,22 +65,22 @@ class PodWorker:
         return outcome
 
     async def check(self) -> None:
-        """Report our runs as alive, end those that are to be deleted, close what dead workers have left.
+        """Report the runs of this process as alive, end those to be deleted, and close orphans of dead workers.
 
         Raises:
-            PublishError, OSError: Some orphan stays open until the next check.
+            PublishError, OSError: An orphan stays open until the next check.
         """
         for execution_id in await self._pods.report_alive(list(self._running)):
             if execution_id in self._running:
                 self._running[execution_id].set()
         for orphan in await self._pods.orphans(self._settings.pod_lost_seconds):
-            _log.warning("closing the pod of execution %s: deleted, and nobody runs it", orphan.outcome.execution_id)
+            _log.warning("closing the orphaned pod of deleted execution %s", orphan.outcome.execution_id)
             await self._runner.discard(orphan.pod_name)
             await self._publisher.publish(orphan.outcome)
             await self._pods.close(orphan.outcome)
 
     async def _discard(self, pod_name: str) -> None:
-        """Clean up behind an outcome that is kept: it stands, whether this works or not."""
+        """Clean up after the outcome is stored.  A failure does not affect the outcome."""
         try:
             await self._runner.discard(pod_name)
         except OSError as error:
@@ -88,7 +88,7 @@ class PodWorker:
 
     async def _run(self, command: CreatePodCommand, pod_name: str, attempt: Attempt) -> Outcome:
         event_id = derived_event_id(attempt.key, 0)
-        # Whoever may publish commands has not been asked by the coordinator.
+        # Checked here as well, since commands may be published without the coordinator.
         if exceeded := exceeded_limit(command, self._settings):
             return _not_run(command, event_id, "limit_exceeded", exceeded)
         stop = asyncio.Event()
@@ -98,22 +98,24 @@ class PodWorker:
         except UnsupportedLanguageError as error:
             return _not_run(command, event_id, "unsupported_language", str(error))
         finally:
-            # A later attempt in this process may have put its own there.
+            # A later attempt in this process may have replaced it.
             if self._running.get(command.execution_id) is stop:
                 del self._running[command.execution_id]
         return outcome_of(run, command, event_id)
 
 
 def _not_run(command: CreatePodCommand, event_id: str, error_type: str, why: str) -> ExecutionFailed:
-    told = command.metadata
-    return failure(command.execution_id, event_id, error_type, why, told.correlation_id, told.user_id)
+    metadata = command.metadata
+    return failure(command.execution_id, event_id, error_type, why, metadata.correlation_id, metadata.user_id)
 
 
 def _created(command: CreatePodCommand, pod_name: str, attempt: Attempt) -> PodCreated:
-    told = command.metadata
+    metadata = command.metadata
     return PodCreated(
         event_id=derived_event_id(attempt.key_for("pod_created"), 0),
         execution_id=command.execution_id,
         pod_name=pod_name,
-        metadata=EventMetadata(service_name="k8s-worker", correlation_id=told.correlation_id, user_id=told.user_id),
+        metadata=EventMetadata(
+            service_name="k8s-worker", correlation_id=metadata.correlation_id, user_id=metadata.user_id
+        ),
     )

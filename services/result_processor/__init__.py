@@ -1,1 +1,1 @@
-"""Keeps the result of every execution."""
+"""Stores the result of every execution."""

@@ -1,4 +1,4 @@
-"""What the result processor does with each event."""
+"""The result processor's event handlers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results in the platform's database: one per execution, the first one counts."""
+"""Results in the platform's database: the first result of each execution is kept."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _STATUS: Final[dict[type[Outcome], Status]] = {
 
 
 class Results:
-    """Writes within one transaction of the caller's, which commits what was written."""
+    """Writes within the caller's transaction."""
 
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
 
     async def store(self, key: str, outcome: Outcome) -> Status | None:
-        """Store how an execution ended.
+        """Store the outcome of an execution.
 
         Args:
-            key: Names the work, at most 255 characters.  Asked for again, the same work gets the same answer.
+            key: Names the work, at most 255 characters.  The same key always returns the same answer.
 
         Returns:
             Its status, or `None` if other work has stored a result of this execution before.

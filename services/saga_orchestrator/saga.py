@@ -1,8 +1,8 @@
 """Sagas in the platform's database: one per execution and name, under a unique constraint.
 
-Every step is three: move the saga in a transaction; publish what it owes; note that it is published,
-which is the next move.  A crash between them is repaired by the next delivery, or by the sweep.
-A command published twice is the same event twice: id and content follow from saga and step.
+Each step moves the saga in a transaction, publishes the pending command, and marks it as published, which is the next
+transition.  A crash in between is repaired by the next delivery or by the sweep.  A command that is published twice is
+the same event: its id and content are derived from the saga and the step.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 
 def saga_id_of(execution_id: str, name: str = EXECUTION_SAGA) -> str:
-    """The same for everybody who asks: two workers that create one saga create the same one."""
+    """Return the deterministic id of a saga, so that concurrent workers create the same saga."""
     return str(uuid.uuid5(_SAGA_IDS, f"{name}:{execution_id}"))
 
 
 @dataclass(frozen=True, slots=True)
 class Saga:
-    """A saga as it is stored."""
+    """A stored saga."""
 
     saga_id: str
     execution_id: str
@@ -52,10 +52,10 @@ class Saga:
         return owed(self.state, has_request=self.request is not None)
 
     def command(self) -> BaseEvent:
-        """The command that this saga owes: the same id and content whenever it is made."""
+        """Return the pending command, with a deterministic id and content."""
         owes = self.owes
         assert owes is not None
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "event_id": derived_event_id(f"{self.saga_id}:{owes.value}", 0),
             "saga_id": self.saga_id,
             "execution_id": self.execution_id,
@@ -63,8 +63,8 @@ class Saga:
         }
         if owes is Command.CREATE:
             assert self.request is not None
-            return CreatePodCommand(**told, **self.request.model_dump())
-        return DeletePodCommand(**told, reason=self.reason)
+            return CreatePodCommand(**fields, **self.request.model_dump())
+        return DeletePodCommand(**fields, reason=self.reason)
 
 
 class Sagas:
@@ -76,7 +76,7 @@ class Sagas:
         self._publisher = publisher
 
     async def request(self, event: ExecutionRequested) -> SagaState:
-        """Note what is to be run, and go on with a saga that has waited for it.
+        """Store the request, and continue a saga that has been waiting for it.
 
         A second request for one execution changes nothing: one id, one script.
         """
@@ -95,7 +95,7 @@ class Sagas:
         return await self._settle(saga)
 
     async def move(self, event: BaseEvent, execution_id: str, target: SagaState, reason: str = "") -> SagaState:
-        """Go on to `target` where that is a way forward, and publish what the saga owes then.  Its state."""
+        """Move to `target` if allowed, publish the pending command, and return the state."""
         async with self._database.transaction() as connection:
             saga = await self._find_or_create(connection, event, execution_id)
             state = moved(saga.state, target)
@@ -107,7 +107,7 @@ class Sagas:
         return await self._settle(saga)
 
     async def sweep(self) -> int:
-        """Let overdue sagas expire and publish what any saga owes.  How many commands that were.
+        """Expire overdue sagas and publish pending commands.  Returns the number of commands.
 
         Raises:
             PublishError: The broker did not confirm; what is owed stays owed.
@@ -123,13 +123,13 @@ class Sagas:
         return len(indebted)
 
     async def _settle(self, saga: Saga) -> SagaState:
-        """Publish what `saga` owes, then note that it is published.  In this order: twice is harmless, never is not."""
+        """Publish the pending command and then mark it as published: publishing twice is harmless, never is not."""
         if saga.owes is None:
             return saga.state
         await self._publisher.publish(saga.command())
         target = AFTER_PUBLISHING[saga.state]
         async with self._database.transaction() as connection:
-            # Only if it is where it was: meanwhile the execution may have ended.
+            # Only if its state is unchanged, since the execution may have ended in the meantime.
             here = update(sagas).where(sagas.c.saga_id == saga.saga_id, sagas.c.state == saga.state.value)
             await connection.execute(here.values(state=target.value))
         return target
@@ -161,7 +161,7 @@ async def _change(connection: AsyncConnection, saga_id: str, values: dict[str, A
 
 
 async def _expire(connection: AsyncConnection) -> list[str]:
-    """A saga that waits for a slot has no deadline: the queue's patience is the coordinator's affair."""
+    """Return the deadline.  A saga that waits for a slot has none; the coordinator limits the time in the queue."""
     started = (SagaState.SCHEDULED.value, SagaState.COMMANDED.value)
     late = update(sagas).where(sagas.c.state.in_(started), sagas.c.deadline < now())
     change = late.values(state=SagaState.EXPIRING.value, reason="the execution took too long")

@@ -1,13 +1,13 @@
-"""The saga's states and moves.  Pure.
+"""The saga's states and transitions.  Pure.
 
-    created ─► scheduled ─► commanded ─► completed, failed, timed_out      the execution has ended by itself
+    created ─► scheduled ─► commanded ─► completed, failed, timed_out      the execution has ended
                    │            │
-                   └────────────┴──────► cancelling ─► cancelled           somebody cancelled it
-                   └────────────┴──────► expiring ───► expired             it took too long
+                   └────────────┴──────► cancelling ─► cancelled           it was cancelled
+                   └────────────┴──────► expiring ───► expired             it timed out
 
-A saga moves only to the right.  What remains to be published follows from its state alone:
-`scheduled` owes a create command, `cancelling` and `expiring` owe a delete command.  So a worker may die
-at any point: whoever looks at the saga next, redelivery or sweep, sees what is owed.
+A saga moves only to the right.  The pending command follows from its state alone: a create command in `scheduled`, a
+delete command in `cancelling` and `expiring`.  A worker may therefore die at any point: the next redelivery or sweep
+publishes the pending command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 
 
 class SagaState(str, Enum):
-    """In the order of time."""
+    """States in chronological order."""
 
     CREATED = "created"
     SCHEDULED = "scheduled"
@@ -32,7 +32,7 @@ class SagaState(str, Enum):
 
 
 class Command(str, Enum):
-    """What a saga can owe to the k8s worker."""
+    """A command that a saga may have to publish."""
 
     CREATE = "create"
     DELETE = "delete"
@@ -44,32 +44,32 @@ _UNFINISHED: Final = (SagaState.CREATED, *_STARTED, *_COMPENSATING)
 
 _SOURCES: Final[dict[SagaState, tuple[SagaState, ...]]] = {
     SagaState.SCHEDULED: (SagaState.CREATED,),
-    # Cancelled before it was scheduled: nothing was started, nothing is to be deleted.
+    # Cancelled before it was scheduled: there is nothing to delete.
     SagaState.CANCELLED: (SagaState.CREATED,),
     SagaState.COMPLETED: _UNFINISHED,
     SagaState.FAILED: _UNFINISHED,
     SagaState.TIMED_OUT: _UNFINISHED,
 }
-"""From where an event can lead to a state.  The other states are reached by publishing, or by time."""
+"""States from which an event can lead to a state.  Other states are reached by publishing, or by timeouts."""
 
 AFTER_PUBLISHING: Final = {
     SagaState.SCHEDULED: SagaState.COMMANDED,
     SagaState.CANCELLING: SagaState.CANCELLED,
     SagaState.EXPIRING: SagaState.EXPIRED,
 }
-"""Where a saga goes once the command that it owes is published."""
+"""The next state after the pending command is published."""
 
 
 def moved(state: SagaState, target: SagaState) -> SagaState:
-    """The state after an event that leads to `target`: that, or the old one if it is no way forward."""
+    """Return the state after an event: `target`, or the old state if the transition is not allowed."""
     if target is SagaState.CANCELLED and state in _STARTED:
         return SagaState.CANCELLING
     return target if state in _SOURCES.get(target, ()) else state
 
 
 def owed(state: SagaState, *, has_request: bool) -> Command | None:
-    """The command that a saga in `state` still has to publish."""
+    """Return the command that a saga in `state` still has to publish."""
     if state is SagaState.SCHEDULED:
-        # The topics are read independently: the coordinator's answer may be here before the request.
+        # Topics are consumed independently: the coordinator's answer may arrive before the request.
         return Command.CREATE if has_request else None
     return Command.DELETE if state in _COMPENSATING else None

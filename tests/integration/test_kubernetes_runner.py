@@ -149,7 +149,7 @@ async def test_a_job_that_is_not_of_this_command_is_never_adopted(
     await cancelled(first)
     cluster.objects.jobs[NAME]["metadata"] |= change
 
-    with pytest.raises(PermanentError, match=f"Job {NAME} is there already, and is not of this command"):
+    with pytest.raises(PermanentError, match=f"Job {NAME} already exists for another command"):
         await run(runner, gate.script)
 
     assert cluster.deletions == []
@@ -216,7 +216,7 @@ async def test_a_finished_job_that_nobody_discards_is_removed_by_the_cluster(clu
 
 
 async def test_a_version_without_an_image_is_refused(runner: KubernetesRunner, cluster: KubernetesStandIn) -> None:
-    with pytest.raises(UnsupportedLanguageError, match=r"python:2\.7 cannot be run here; supported: python$"):
+    with pytest.raises(UnsupportedLanguageError, match=r"unsupported language python:2\.7; supported: python$"):
         await run(runner, "print 1", language_version="2.7")
 
     assert cluster.requests == []

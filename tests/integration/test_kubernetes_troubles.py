@@ -88,7 +88,7 @@ async def test_a_job_without_a_pod_is_not_waited_for_for_ever(cluster: Kubernete
     async with runner_on(cluster, start_seconds=1) as runner:
         ended = await run(runner, "print()")
 
-    assert (ended.end, ended.stderr) == (RunEnd.NOT_STARTED, "the cluster has made no pod for it")
+    assert (ended.end, ended.stderr) == (RunEnd.NOT_STARTED, "the cluster has not created a pod")
 
 
 async def test_a_pod_that_was_deleted_with_its_output_is_lost(

@@ -127,5 +127,5 @@ def test_without_a_running_worker_placing_an_order_says_what_to_do(folder: Path)
     )  # fmt: skip
 
     assert ran.returncode == 1
-    assert "no embedded servers run here" in ran.stderr
+    assert "no embedded servers found" in ran.stderr
     assert "integr8s-idem run MODULE:APP --embedded" in ran.stderr

@@ -117,7 +117,7 @@ async def test_a_worker_that_is_killed_leaves_its_job_to_the_next_one(
             await eventually(lambda: cluster.deletions, state=lambda: second.output)
             await eventually(setting.has_results, state=lambda: others.output)
             assert "runs again, attempt 2" in second.output
-            assert "is there already: going on with it" in second.output
+            assert "already exists: continuing with it" in second.output
     await publisher.close()
 
     assert await setting.results() == [("completed", "begun\nended\n")]

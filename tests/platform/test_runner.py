@@ -297,5 +297,5 @@ async def test_no_file_descriptor_is_left_open(runner: SubprocessRunner) -> None
 
 
 async def test_another_language_is_refused(runner: SubprocessRunner) -> None:
-    with pytest.raises(UnsupportedLanguageError, match="scripts in cobol cannot be run here; supported: python"):
+    with pytest.raises(UnsupportedLanguageError, match="unsupported language cobol; supported: python"):
         await run(runner, "DISPLAY 'A'", language="cobol")

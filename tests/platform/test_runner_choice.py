@@ -83,7 +83,9 @@ async def test_a_missing_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_worker_outside_of_any_cluster_needs_a_kubeconfig(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
 
-    with pytest.raises(SettingsError, match=r"platform\.kubernetes\.kubeconfig +is not given, and this is no pod"):
+    with pytest.raises(
+        SettingsError, match=r"platform\.kubernetes\.kubeconfig +is not set, and this process does not run in a pod"
+    ):
         async with chosen_runner(PlatformSection(runner="kubernetes")):
             pass
 
@@ -112,7 +114,7 @@ async def test_a_kubeconfig_that_cannot_be_used_is_told(
             pass
 
     said = " ".join(str(refused.value).split())
-    assert f'platform.kubernetes.kubeconfig = "{file}" does not lead to a cluster' in said
+    assert f'platform.kubernetes.kubeconfig = "{file}" does not name a usable cluster' in said
     assert told in said
 
 

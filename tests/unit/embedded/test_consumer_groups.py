@@ -45,7 +45,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_the_first_member_is_at_once_leader_of_a_generation(group: Group) -> None:
+async def test_the_first_member_immediately_leads_a_generation(group: Group) -> None:
     joined = await join(group)
 
     assert joined.leader == joined.member
@@ -74,7 +74,7 @@ async def test_a_follower_that_syncs_before_the_leader_waits_for_it(group: Group
     assert (await waiting).assignment == b"1"
 
 
-async def test_a_silent_leader_is_dropped_and_the_follower_leads_the_next_generation(group: Group) -> None:
+async def test_a_leader_whose_session_times_out_is_replaced(group: Group) -> None:
     leader, follower = await pair(group, session=0.2)
     await group.sync(leader.member, leader.generation, [])
 
@@ -86,7 +86,7 @@ async def test_a_silent_leader_is_dropped_and_the_follower_leads_the_next_genera
     assert group.check(leader.member, leader.generation) == UNKNOWN_MEMBER
 
 
-async def test_a_replacement_joins_while_the_dead_leader_is_still_in_the_group(group: Group) -> None:
+async def test_a_replacement_joins_before_the_session_of_the_dead_leader_times_out(group: Group) -> None:
     dead = await join(group, session=0.2)
     await group.sync(dead.member, dead.generation, [])
 
@@ -96,7 +96,7 @@ async def test_a_replacement_joins_while_the_dead_leader_is_still_in_the_group(g
     assert group.members == (replacement.member,)
 
 
-async def test_a_member_that_does_not_rejoin_in_time_is_left_behind(group: Group) -> None:
+async def test_a_member_that_does_not_rejoin_in_time_is_removed(group: Group) -> None:
     leader, follower = await pair(group, rebalance=0.2)
 
     rejoined = await join(group, leader.member, rebalance=0.2)
@@ -114,7 +114,7 @@ async def test_a_commit_of_an_older_generation_is_refused(group: Group) -> None:
     assert group.check_commit(again.member, again.generation) == 0
 
 
-async def test_members_commit_while_the_group_rejoins(group: Group) -> None:
+async def test_members_can_commit_during_a_rebalance(group: Group) -> None:
     member = await join(group)
     await group.sync(member.member, member.generation, [])
     newcomer = join(group)
@@ -125,7 +125,7 @@ async def test_members_commit_while_the_group_rejoins(group: Group) -> None:
     newcomer.cancel()
 
 
-async def test_commits_from_outside_are_taken_only_while_nobody_is_in_the_group(group: Group) -> None:
+async def test_commits_without_a_member_are_accepted_only_in_an_empty_group(group: Group) -> None:
     assert group.check_commit("", -1) == 0
 
     await join(group)
@@ -133,7 +133,7 @@ async def test_commits_from_outside_are_taken_only_while_nobody_is_in_the_group(
     assert group.check_commit("", -1) == UNKNOWN_MEMBER
 
 
-async def test_a_member_that_leaves_makes_room_at_once(group: Group) -> None:
+async def test_a_member_that_leaves_triggers_a_rebalance(group: Group) -> None:
     leader, follower = await pair(group)
     await group.sync(leader.member, leader.generation, [])
 
@@ -143,7 +143,7 @@ async def test_a_member_that_leaves_makes_room_at_once(group: Group) -> None:
     assert group.members == (rejoined.member,)
 
 
-async def test_members_without_a_common_assignor_do_not_mix(group: Group) -> None:
+async def test_members_without_a_common_assignor_are_refused(group: Group) -> None:
     await join(group)
 
     answer = await group.join("", "client", [("sticky", b"")], session_seconds=30, rebalance_seconds=30)

@@ -1,4 +1,4 @@
-"""Where embedded servers of a running worker are: told by a file, believed while its lock is held."""
+"""Discovery of the embedded servers of a running worker."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def files() -> list[str]:
     return [file.name for file in FOLDER.iterdir() if file.name != ".gitignore"]
 
 
-def test_servers_are_found_while_they_run_and_not_later() -> None:
+def test_servers_are_found_only_while_they_run() -> None:
     with announced_servers(SERVERS):
         found = running_servers()
     left = files()
-    with pytest.raises(ApplicationError, match="no embedded servers run here"):
+    with pytest.raises(ApplicationError, match="no embedded servers found"):
         running_servers()
 
     assert found.sections == SERVERS
@@ -47,7 +47,7 @@ def test_servers_are_found_while_they_run_and_not_later() -> None:
     assert left == []
 
 
-def test_settings_lead_to_them_and_are_otherwise_those_of_the_file() -> None:
+def test_settings_are_those_of_the_file_with_the_servers_addresses() -> None:
     Path("settings.toml").write_text(
         '[kafka]\nsecurity_protocol = "SASL_SSL"\nsasl_username = "u"\nsasl_password = "p"\ntopic_prefix = "shop."\n'
         '[store]\nurl = "rediss://prod/0"\ntls_ca_file = "ca.pem"\n[idempotency]\nkey_prefix = "shop"'
@@ -62,7 +62,7 @@ def test_settings_lead_to_them_and_are_otherwise_those_of_the_file() -> None:
     assert settings.idempotency.key_prefix == "shop"
 
 
-def test_a_sqlite_store_of_the_settings_stays() -> None:
+def test_a_sqlite_store_is_kept() -> None:
     Path("settings.toml").write_text('[store]\nkind = "sqlite"\npath = "shop.db"')
 
     with announced_servers({"kafka": SERVERS["kafka"]}):
@@ -71,7 +71,7 @@ def test_a_sqlite_store_of_the_settings_stays() -> None:
     assert isinstance(store, SqliteStoreSettings)
 
 
-def test_a_database_of_the_settings_gives_way_to_the_embedded_redis() -> None:
+def test_other_stores_are_replaced_by_the_embedded_redis() -> None:
     Path("settings.toml").write_text('[store]\nkind = "postgresql"\nurl = "postgresql://db/shop"')
 
     with announced_servers(SERVERS):
@@ -81,19 +81,19 @@ def test_a_database_of_the_settings_gives_way_to_the_embedded_redis() -> None:
     assert isinstance(store, RedisStoreSettings)
 
 
-def test_of_two_runs_in_one_folder_none_is_taken_and_both_are_told() -> None:
+def test_several_workers_in_one_folder_are_an_error_that_lists_them() -> None:
     others = {**SERVERS, "kafka": {"bootstrap_servers": "localhost:8"}}
 
     with announced_servers(SERVERS), announced_servers(others), pytest.raises(ApplicationError) as caught:
         running_servers()
 
-    told = str(caught.value)
-    assert "2 workers" in told
-    assert "INTEGR8S_IDEM_KAFKA__BOOTSTRAP_SERVERS=localhost:7 INTEGR8S_IDEM_STORE__KIND=redis" in told
-    assert "INTEGR8S_IDEM_KAFKA__BOOTSTRAP_SERVERS=localhost:8" in told
+    message = str(caught.value)
+    assert "2 workers" in message
+    assert "INTEGR8S_IDEM_KAFKA__BOOTSTRAP_SERVERS=localhost:7 INTEGR8S_IDEM_STORE__KIND=redis" in message
+    assert "INTEGR8S_IDEM_KAFKA__BOOTSTRAP_SERVERS=localhost:8" in message
 
 
-def test_one_that_ends_leaves_the_file_of_the_other() -> None:
+def test_a_worker_that_ends_removes_only_its_own_file() -> None:
     others = {**SERVERS, "kafka": {"bootstrap_servers": "localhost:8"}}
 
     with announced_servers(SERVERS):
@@ -106,16 +106,16 @@ def test_one_that_ends_leaves_the_file_of_the_other() -> None:
 
 TELLS = """
 import sys
-from integr8s_idem.embedded.discovery import told_where
-with told_where({"kafka": {"bootstrap_servers": "localhost:9"}}):
-    print("told", flush=True)
+from integr8s_idem.embedded.discovery import announced_servers
+with announced_servers({"kafka": {"bootstrap_servers": "localhost:9"}}):
+    print("announced", flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture
 def other_process() -> Iterator[subprocess.Popen[str]]:
-    """One that has told where its servers are."""
+    """A process that announces its servers."""
     root = Path(__file__).parents[3]
     process = subprocess.Popen(
         [sys.executable, "-c", TELLS],
@@ -125,7 +125,7 @@ def other_process() -> Iterator[subprocess.Popen[str]]:
         env={**os.environ, "PYTHONPATH": str(root)},
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "told\n"
+    assert process.stdout.readline() == "announced\n"
     with process:
         yield process
         process.kill()
@@ -136,7 +136,7 @@ def test_another_process_is_found_until_it_is_killed(other_process: subprocess.P
     other_process.send_signal(signal.SIGKILL)
     other_process.wait()
     left = files()
-    with pytest.raises(ApplicationError, match="no embedded servers run here"):
+    with pytest.raises(ApplicationError, match="no embedded servers found"):
         running_servers()
 
     assert found.process == other_process.pid
@@ -144,7 +144,7 @@ def test_another_process_is_found_until_it_is_killed(other_process: subprocess.P
     assert files() == []
 
 
-def test_git_passes_the_folder_over() -> None:
+def test_git_ignores_the_folder() -> None:
     with announced_servers(SERVERS):
         assert (FOLDER / ".gitignore").read_text() == "*\n"
 

@@ -25,7 +25,7 @@ def connect(port: int, stack: ExitStack) -> None:
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
-def test_a_front_that_is_stopped_while_clients_come_leaves_no_socket_open() -> None:
+def test_stopping_the_front_while_clients_connect_closes_all_sockets() -> None:
     for _ in range(ROUNDS):
         with socket.create_server(("127.0.0.1", 0)) as nobody, ExitStack() as stack:
             front = Front(nobody.getsockname())
@@ -38,7 +38,7 @@ def test_a_front_that_is_stopped_while_clients_come_leaves_no_socket_open() -> N
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
 @pytest.mark.parametrize("turns", range(8))
-def test_an_acceptor_that_is_closed_while_clients_come_leaves_no_socket_open(turns: int) -> None:
+def test_closing_an_acceptor_while_clients_connect_closes_all_sockets(turns: int) -> None:
     async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
