@@ -1,4 +1,4 @@
-"""A handler in a transaction: what it writes, what it sends and its outcome commit together.
+"""A transactional handler: its writes, its outgoing events and its outcome are committed together.
 
 `python -m examples.bookings` delivers one payment twice, on a SQLite file and an embedded Kafka; a worker that books a
 payment a second time would be seen in the balance.  Needs the extras `embedded` and `sql`.
@@ -71,7 +71,7 @@ async def mail(event: BalanceChanged) -> None:
 
 
 class DatabaseProvider(Provider):
-    """The application's own engine, and a session for each event that commits after its `yield`."""
+    """Provides the application's engine, and a session for each event that is committed after its `yield`."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ async def main() -> None:
 
 
 async def run(settings: Settings) -> None:
-    """One payment, delivered twice."""
+    """Publish a payment twice."""
     publisher = EventPublisher(settings.kafka)
     payment = PaymentReceived(account="1", amount=30, aggregate_id="1")
     await publisher.publish(payment, payment)
@@ -139,7 +139,7 @@ async def run(settings: Settings) -> None:
 
 
 def settled(reports: Sequence[ServiceReport]) -> bool:
-    """Whether both deliveries were settled, and the mail was sent."""
+    """Return whether both deliveries are settled and the mail is sent."""
     seen = {report.name: report.tally for report in reports}
     return seen["bookings"].handled + seen["bookings"].duplicates == 2 and seen["mails"].handled == 1
 

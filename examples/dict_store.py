@@ -34,7 +34,7 @@ LONGEST = timedelta(days=36_500)
 
 @dataclass(frozen=True)
 class Row:
-    """What is kept under a key: the record, and what only its owner knows."""
+    """The entry of a key: the record, and the token of its owner."""
 
     record: IdempotencyRecord
     token: bytes
@@ -72,7 +72,7 @@ class DictStore:
         if record.status is not PROCESSING:
             return outcome(record)
         if record.lease_until is not None and row.token == request.token:
-            # Asked before, and the answer was lost: the same reservation, with a fresh lease.
+            # A retry after a lost response: return the same reservation with a new lease.
             return self._keep(request, row, now)
         if record.lease_until is not None and record.lease_until > now:
             left = record.lease_until - now
@@ -83,7 +83,7 @@ class DictStore:
     def _take(
         self, request: ReserveRequest, now: datetime, last: IdempotencyRecord | None, previous: Previous
     ) -> Reserved:
-        # Higher than any before, over deletion, too; and near the clock, so that a restart does not fall behind.
+        # Greater than any earlier fence, even after deletion; based on the clock, so that it grows across restarts.
         self._last_fence = max(self._last_fence + 1, (now - EPOCH) // timedelta(microseconds=1))
         record = IdempotencyRecord(
             key=request.key,
@@ -95,7 +95,7 @@ class DictStore:
             trace=request.trace,
         )
         if last is not None:
-            # The crash limit goes by these: a released attempt is not one that crashed.
+            # The crash limit counts these: released attempts have not crashed.
             lapsed = previous is Previous.LAPSED
             record = replace(
                 record, lapsed=last.lapsed + lapsed, lapsed_alone=last.lapsed_alone + (lapsed and last.alone)
@@ -104,7 +104,7 @@ class DictStore:
 
     def _keep(self, request: ReserveRequest, row: Row, now: datetime) -> Reserved:
         lease = min(request.lease, LONGEST)
-        # A record that is gone before its lease would leave the key with two owners.
+        # A record that expires before its lease would allow two owners of the key.
         expires_at = now + min(max(request.retention, lease), LONGEST)
         record = replace(row.record, lease_until=now + lease, expires_at=expires_at, alone=request.alone)
         row = replace(row, record=record)
@@ -157,7 +157,7 @@ class DictStore:
     def _settle_one(self, one: Completion | Failure, status: IdempotencyStatus, now: datetime) -> bool:
         row = self._owned(one.reservation, now)
         if row is None:
-            # Settled so before, and the answer was lost: the fence tells that it was us.
+            # A retry after a lost response: the fence shows that this owner settled the record.
             there = self._alive(one.reservation.key, now)
             return there is not None and (there.record.status, there.record.fence) == (status, one.reservation.fence)
         until = now + min(one.ttl, LONGEST)
@@ -202,7 +202,7 @@ class DictStore:
         return row
 
     def _owned(self, reservation: Reserved, now: datetime) -> Row | None:
-        """The row that this reservation still owns, whether its lease has ended or not."""
+        """Return the row that this reservation still owns, even if its lease has ended."""
         row = self._alive(reservation.key, now)
         if row is None or row.record.status is not PROCESSING:
             return None
@@ -219,7 +219,7 @@ class DictStore:
 
 
 def outcome(record: IdempotencyRecord) -> Completed | Failed:
-    """The verdict on a key whose work is settled."""
+    """Return the verdict for a key whose work is settled."""
     assert record.settled_at is not None
     if record.status is IdempotencyStatus.FAILED:
         return Failed(

@@ -1,9 +1,9 @@
-"""Put the dead letters of one topic back, each for the handler that gave it up.
+"""Replay the dead letters of a topic, each for the handler that failed.
 
     python -m examples.replay_dead_letters order_placed.dlq [--settings settings.toml] [--dry-run]
 
-It begins at the oldest letter every time.  That is harmless: a letter that was put back twice is one generation, which
-is handled once.
+It starts at the oldest dead letter every time.  That is harmless: replaying a dead letter twice creates the same
+generation, which is handled once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from integr8s_idem.worker import replay_of
 from integr8s_idem.worker.kafka_protocols import Record
 
 
-async def letters(settings: Settings, topic: str) -> AsyncIterator[Record]:
-    """All that stand in `topic` now; read without a group, so that nobody's offsets move."""
+async def dead_letters(settings: Settings, topic: str) -> AsyncIterator[Record]:
+    """Yield the messages that are in `topic` now, without a consumer group, so that no offsets are committed."""
     consumer = AIOKafkaConsumer(
         topic,
         bootstrap_servers=settings.kafka.bootstrap_servers,
@@ -33,44 +33,46 @@ async def letters(settings: Settings, topic: str) -> AsyncIterator[Record]:
     try:
         partitions = consumer.assignment()
         begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
-        left = {partition for partition in partitions if begins[partition] < ends[partition]}
-        while left:
-            for partition, records in (await consumer.getmany(*left, timeout_ms=1_000)).items():
+        unfinished = {partition for partition in partitions if begins[partition] < ends[partition]}
+        while unfinished:
+            for partition, records in (await consumer.getmany(*unfinished, timeout_ms=1_000)).items():
                 for record in records:
                     if record.offset < ends[partition]:
                         yield record
-            left -= {partition for partition in left if await consumer.position(partition) >= ends[partition]}
+            unfinished -= {
+                partition for partition in unfinished if await consumer.position(partition) >= ends[partition]
+            }
     finally:
         await consumer.stop()
 
 
 async def replay(settings: Settings, topic: str, *, dry_run: bool = False) -> tuple[int, int]:
-    """How many letters were put back, and how many cannot be."""
-    publisher, replayed, refused = EventPublisher(settings.kafka), 0, 0
+    """Replay the dead letters of `topic`; return how many were replayed and how many were skipped."""
+    publisher, replayed, skipped = EventPublisher(settings.kafka), 0, 0
     try:
-        async for letter in letters(settings, topic):
+        async for dead_letter in dead_letters(settings, topic):
             try:
-                message = replay_of(letter, settings)
+                message = replay_of(dead_letter, settings)
             except ApplicationError as error:
-                print(f"left there: {error}")
-                refused += 1
+                print(f"skipped: {error}")
+                skipped += 1
                 continue
             if not dry_run:
                 await publisher.send(*message)
             replayed += 1
     finally:
         await publisher.close()
-    return replayed, refused
+    return replayed, skipped
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Put the dead letters of one topic back.")
-    parser.add_argument("topic", help="the dead-letter topic, such as order_placed.dlq")
+    parser = argparse.ArgumentParser(description="Replay the dead letters of a topic.")
+    parser.add_argument("topic", help="the dead-dead_letter topic, such as order_placed.dlq")
     parser.add_argument("--settings", type=Path, help="the settings of the service")
-    parser.add_argument("--dry-run", action="store_true", help="count them only")
-    asked = parser.parse_args()
-    replayed, refused = asyncio.run(replay(load_settings(asked.settings), asked.topic, dry_run=asked.dry_run))
-    print(f"{replayed} {'to put' if asked.dry_run else 'put'} back, {refused} left there")
+    parser.add_argument("--dry-run", action="store_true", help="count only")
+    options = parser.parse_args()
+    replayed, skipped = asyncio.run(replay(load_settings(options.settings), options.topic, dry_run=options.dry_run))
+    print(f"{replayed} {'to replay' if options.dry_run else 'replayed'}, {skipped} skipped")
 
 
 if __name__ == "__main__":

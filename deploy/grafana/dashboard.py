@@ -1,6 +1,6 @@
 """Writes `idempotency.json`: `python -m deploy.grafana.dashboard`.
 
-Panels are told in `panels.py`; here they get their places, and what Grafana wants beside that.
+The panels are defined in `panels.py`; this module adds their positions and the properties that Grafana requires.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from deploy.grafana.panels import ROWS, Panel, Row
 FILE: Final = Path(__file__).with_name("idempotency.json")
 
 SCHEMA_VERSION: Final = 41
-"""Grafana's number for this form of JSON: that of 12.0; older ones read it, newer ones bring it up to theirs."""
+"""Schema version of Grafana 12.0.  Older versions can read it, newer versions migrate it."""
 WIDTH: Final = 24
 """Columns of Grafana's grid."""
 SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard, as Grafana imports it."""
+    """Return the dashboard as JSON for Grafana."""
     return {
         "annotations": {"list": [_alerts()]},
-        "description": "Whether events are handled once, and what to do if not. Each panel says it.",
+        "description": "Whether events are handled once, and what to do if not. See the description of each panel.",
         "editable": True,
         "fiscalYearStartMonth": 0,
         "graphTooltip": 1,
@@ -46,12 +46,12 @@ def dashboard() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The file as it should stand."""
+    """Return the content of the file."""
     return json.dumps(dashboard(), indent=2, ensure_ascii=False) + "\n"
 
 
 def _alerts() -> dict[str, Any]:
-    """When alerts fired, drawn over every panel."""
+    """Annotations for firing alerts on every panel."""
     return {
         "datasource": SOURCE,
         "enable": True,
@@ -81,7 +81,7 @@ def _source() -> dict[str, Any]:
 def _variable(label: str, of: str = "") -> dict[str, Any]:
     query = f"label_values(idempotency_deliveries_total{of}, {label})"
     return {
-        # Whatever is there, with those that have ended: a list would leave them out.
+        # Matches all values, including those of stopped workers, which a list would exclude.
         "allValue": ".*",
         "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
         "datasource": SOURCE,
@@ -101,7 +101,7 @@ def _variable(label: str, of: str = "") -> dict[str, Any]:
 
 
 def _placed(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Rows below one another; in each, panels from left to right as long as there is room."""
+    """Lay out rows from top to bottom, and the panels of each row from left to right."""
     number, top = 1, 0
     for row in rows:
         yield {

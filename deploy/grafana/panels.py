@@ -1,4 +1,4 @@
-"""What the dashboard shows, row by row: the question, the queries, and what to do when the answer is bad."""
+"""The panels of the dashboard by row: queries, and descriptions with remedies."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 CHOSEN: Final = '{service=~"$service", instance=~"$instance"}'
-"""What the two lists on top of the dashboard choose."""
+"""Label matchers for the variables of the dashboard."""
 GUIDE: Final = "docs/how-to/answer-an-alert.md"
 
 
 @dataclass(frozen=True)
 class Query:
-    """One question to Prometheus."""
+    """A Prometheus query."""
 
     expr: str
     legend: str = "{{service}}"
@@ -21,7 +21,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel.  `steps` are values with the color from there on; `words` are what values of a number mean."""
+    """A panel.  `steps` are thresholds with their colors; `words` are texts for values."""
 
     title: str
     queries: tuple[Query, ...]
@@ -37,7 +37,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Row:
-    """Panels under one title."""
+    """A row of panels with a title."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -50,17 +50,17 @@ NONE_IS_BAD: Final = ((None, "red"), (1, "green"))
 def stat(
     title: str, expr: str, description: str, steps: tuple[tuple[float | None, str], ...], words: Mapping[str, str] = {}
 ) -> Panel:
-    """A number in a box that is green or red."""
+    """A single number, colored by thresholds."""
     return Panel(title, (Query(expr, title),), description, "short", steps, words, width=4, height=4, is_stat=True)
 
 
 def a_second(title: str, signal: str, description: str, legend: str = "{{service}}") -> Panel:
-    """How many of them each second; one line for each service, or for what `legend` names besides."""
+    """A rate per second, with a line for each service, or for the labels in `legend`."""
     return Panel(title, (Query(rate(signal, legend), legend),), description, "ops")
 
 
 def a_minute(title: str, description: str, *signals: str, legend: str = "{{service}}") -> Panel:
-    """How many of them each minute, for what happens seldom: one bar for each service and signal."""
+    """A rate per minute of rare events, with a bar for each service and signal."""
     several = len(signals) > 1
     return Panel(
         title,
@@ -75,18 +75,18 @@ def a_minute(title: str, description: str, *signals: str, legend: str = "{{servi
 
 
 def rate(signal: str, legend: str = "{{service}}") -> str:
-    """Counted each second, by the labels that a legend shows."""
+    """A query for a rate per second, by the labels in the legend."""
     labels = ", ".join(part.partition("}}")[0] for part in legend.split("{{")[1:])
     return f"sum by ({labels}) (rate(idempotency_{signal}_total{CHOSEN}[$__rate_interval]))"
 
 
 def percentile(share: float, histogram: str, labels: str, legend: str) -> Query:
-    """The seconds within which so large a share was done."""
+    """A query for a percentile in seconds."""
     counted = f"sum by (le, {labels}) (rate(idempotency_{histogram}_seconds_bucket{CHOSEN}[$__rate_interval]))"
     return Query(f"histogram_quantile({share}, {counted})", f"{legend} p{share * 100:g}")
 
 
-LETTERS: Final = f"idempotency_dead_letters_total{CHOSEN}"
+DEAD: Final = f"idempotency_dead_letters_total{CHOSEN}"
 
 WELL: Final = Row(
     "Is it well?",
@@ -94,36 +94,36 @@ WELL: Final = Row(
         stat(
             "Workers that answer",
             'sum(up{job="integr8s-idem", instance=~"$instance"})',
-            "Processes that Prometheus can scrape. None: nothing is handled. Look whether their pods run and what they "
-            f"logged last. See IdempotencyWorkerUnreachable and IdempotencyNoWorker in {GUIDE}.",
+            "Processes that Prometheus can scrape. None: nothing is handled. Check whether their pods run, and the end "
+            f"of their logs. See IdempotencyWorkerUnreachable and IdempotencyNoWorker in {GUIDE}.",
             NONE_IS_BAD,
         ),
         stat(
             "Workers that do not",
             'count(up{job="integr8s-idem", instance=~"$instance"} == 0) or vector(0)',
-            "Targets that Prometheus knows and cannot scrape. Their events are taken over within a lease; find out why "
-            f"they do not answer. See IdempotencyWorkerUnreachable in {GUIDE}.",
+            "Targets that Prometheus cannot scrape. Their events are taken over within a lease; find out why they do "
+            f"not answer. See IdempotencyWorkerUnreachable in {GUIDE}.",
             NONE_IS_GOOD,
         ),
         stat(
             "Store",
             f"min(idempotency_store_up{CHOSEN})",
-            "Down: at least one worker gets no answer, has paused, and neither loses nor handles anything. Bring the "
-            f"store back; the workers go on by themselves. See IdempotencyStoreDown in {GUIDE}.",
+            "Down: at least one worker gets no answer and is paused; it neither loses nor handles events. Restore the "
+            f"store; the workers resume by themselves. See IdempotencyStoreDown in {GUIDE}.",
             NONE_IS_BAD,
             {"0": "DOWN", "1": "up"},
         ),
         stat(
             "Lag",
             f"sum(idempotency_consumer_lag{CHOSEN})",
-            "Messages that wait to be settled, of all topics. If it grows: more workers, up to the number of "
-            f"partitions, or a look at what is slow in the row Time. See IdempotencyConsumerLagGrows in {GUIDE}.",
+            "Unsettled messages of all topics. If it grows, add workers, up to the number of partitions, or find out "
+            f"what is slow in the row Time. See IdempotencyConsumerLagGrows in {GUIDE}.",
             ((None, "green"), (1_000, "yellow"), (10_000, "red")),
         ),
         stat(
             "Dead letters in 1 h",
-            f"round(sum((increase({LETTERS}[1h]) > 0) or ({LETTERS} > 0 unless {LETTERS} offset 1h)) or vector(0))",
-            "Messages that were given up. None is lost: read why in their headers, mend it, replay them. "
+            f"round(sum((increase({DEAD}[1h]) > 0) or ({DEAD} > 0 unless {DEAD} offset 1h)) or vector(0))",
+            "Dead-lettered messages. None is lost: read the reason in their headers, fix the cause, replay them. "
             f"See IdempotencyDeadLetters in {GUIDE}.",
             NONE_IS_GOOD,
         ),
@@ -156,27 +156,26 @@ FLOW: Final = Row(
             "Duplicates blocked",
             "duplicates_blocked",
             "Deliveries whose handler did not run, since the work was done. Much more than usual: a producer repeats "
-            "itself, or offsets are not committed; look at Commits and rebalances.",
+            "events, or offsets are not committed; see Commits and rebalances.",
         ),
         Panel(
             "Known and new",
             (Query(rate("cache_hits"), "{{service}} known"), Query(rate("cache_misses"), "{{service}} new")),
-            "What the store was asked for: work it knew, and work that was new to it. Known work rises with "
-            "duplicates; that alone is no fault.",
+            "Reservations of known and of new keys. Known keys increase with duplicates, which alone is not a problem.",
             "ops",
         ),
         Panel(
             "Share that was known",
             (Query(f"{rate('cache_hits')} / ({rate('cache_hits')} + {rate('cache_misses')})"),),
-            "How much of what comes is a duplicate. A jump: somebody replays a topic, or a producer sends everything "
-            "twice. No line: nothing came.",
+            "The share of duplicates. A jump: a topic is replayed, or a producer sends everything twice. No line: no "
+            "events.",
             "percentunit",
         ),
         a_second(
             "Published",
             "events_published",
-            "Outgoing events that the broker has confirmed. Zero while events are handled that publish: look at "
-            "Outbox and at the log for PublishError.",
+            "Outgoing events that the brokers have confirmed. Zero although handlers publish events: see Outbox, and "
+            "search the log for PublishError.",
             "{{service}} {{event_type}}",
         ),
     ),
@@ -187,30 +186,30 @@ TROUBLE: Final = Row(
     (
         a_minute(
             "Dead letters",
-            "Messages given up, by reason. Read their headers with a console consumer, mend the cause, replay them: "
+            "Dead-lettered messages by reason. List them with integr8s-idem dlq, fix the cause, replay them: "
             f"docs/how-to/replay-a-dead-letter.md. See IdempotencyDeadLetters in {GUIDE}.",
             "dead_letters",
             legend="{{service}} {{reason}}",
         ),
         a_minute(
             "Failures and retries",
-            "Runs of handlers that raised or took too long, and deliveries to be tried again. Rising: read the "
-            f"tracebacks in the log; what keeps failing becomes a dead letter. See IdempotencyHandlersFail in {GUIDE}.",
+            "Runs of handlers that raised or timed out, and deliveries to be retried. Rising: read the tracebacks in "
+            f"the log; events that keep failing are dead-lettered. See IdempotencyHandlersFail in {GUIDE}.",
             "handler_failures",
             "retries",
         ),
         a_minute(
             "Takeovers, prevented late starts, isolated runs",
-            "Work taken over from a worker whose lease ended without a word, handlers that did not start on such a "
-            "lease, and events that run alone since they may have crashed workers. A few when a worker is killed; a "
-            f"steady rate means that workers die or stall again and again. See IdempotencyTakeovers in {GUIDE}.",
+            "Work taken over after an expired lease, handlers that were not started on an expired lease, and events "
+            "that run alone because they may have crashed workers. A few are normal when a worker is killed; a steady "
+            f"rate means that workers keep crashing or stalling. See IdempotencyTakeovers in {GUIDE}.",
             "takeovers",
             "stale_starts_prevented",
             "isolated_runs",
         ),
         a_minute(
             "Lost reservations and late ends",
-            "Runs whose reservation was gone before their end, and outcomes of partitions that had been given up. "
+            "Runs that lost their reservation before their end, and outcomes for partitions that had been revoked. "
             "Raise processing_timeout_seconds or drain_timeout_seconds, or find what blocks the event loop. "
             f"See IdempotencyReservationsLost in {GUIDE}.",
             "reservations_lost",
@@ -218,13 +217,13 @@ TROUBLE: Final = Row(
         ),
         a_minute(
             "Store errors",
-            "Calls of the store without a usable answer; each was repeated or made the worker pause. Look at the "
-            f"store's load and the network. See IdempotencyStoreErrors in {GUIDE}.",
+            "Failed calls of the store; each was retried or paused the worker. Check the load of the store and the "
+            f"network. See IdempotencyStoreErrors in {GUIDE}.",
             "store_errors",
         ),
         a_minute(
-            "Store lost, failed over, started anew, records vanished",
-            "Each may mean that the store forgot work, which then may be done twice. Look what happened to the "
+            "Store lost, failed over, restarted, records vanished",
+            "In each case the store may have lost records, and work may be done twice. Find out what happened to the "
             f"server, and make it durable: docs/how-to/prepare-redis.md. See IdempotencyStoreDataLost in {GUIDE}.",
             "store_data_losses",
             "store_failovers",
@@ -233,51 +232,51 @@ TROUBLE: Final = Row(
         ),
         a_minute(
             "Refused replays",
-            "Messages with replay headers that were not signed, by reason, handled as if they had none; and replays "
-            "for other groups, passed by. If nobody here replays, see who may publish to the topics: "
+            "Messages with refused replay headers by reason, handled as ordinary deliveries; and replays for other "
+            "consumer groups, which are skipped. If you do not replay, check who may publish to the topics: "
             "docs/how-to/replay-a-dead-letter.md.",
             "replays_refused",
             "replays_for_other_groups",
         ),
         a_minute(
             "Undecodable messages",
-            "Messages that are no event known here, by reason; they went to the dead-letter topic as they came. A "
+            "Messages that cannot be decoded as a known event, by reason; they are dead-lettered unchanged. Usually a "
             "producer writes another format: compare its version with that of the service.",
             "undecodable_messages",
             legend="{{service}} {{reason}}",
         ),
         a_minute(
             "Unreadable records, reused keys",
-            "Records in the store that cannot be read, and keys that came with another payload. Somebody else writes "
-            "under our prefix, or a producer uses an id twice. "
+            "Corrupt records in the store, and keys that were used for different payloads. Another program writes "
+            "under the key prefix, or a producer reuses an id. "
             f"See IdempotencyCorruptRecords and IdempotencyKeysReused in {GUIDE}.",
             "corrupt_records",
             "keys_reused",
         ),
         a_minute(
             "Unguarded runs",
-            "Handlers that ran without the guard, because on_store_error or on_key_reused lets them. Each may have "
-            f"been a duplicate. See IdempotencyUnguardedRuns in {GUIDE}.",
+            "Handlers that ran without the guard, because on_store_error or on_key_reused permits it. Each event may "
+            f"have been a duplicate. See IdempotencyUnguardedRuns in {GUIDE}.",
             "unguarded_runs",
         ),
         a_minute(
             "Commits and rebalances",
-            "Commits that failed, and changes of the assignment. A few at each deployment; a steady rate: workers "
-            f"leave the group again and again, look at Event loop. See IdempotencyCommitsFail in {GUIDE}.",
+            "Failed commits, and rebalances. A few are normal at each deployment; a steady rate means that workers "
+            f"keep leaving the group, see Event loop. See IdempotencyCommitsFail in {GUIDE}.",
             "commit_failures",
             "rebalances",
         ),
         a_minute(
             "Damaged partitions",
-            "Partitions set aside because a batch in them cannot be read. It does not mend itself. "
+            "Partitions that are skipped because a batch cannot be read. They do not recover by themselves. "
             f"See IdempotencyPartitionDamaged in {GUIDE}.",
             "damaged_partitions",
         ),
         a_minute(
             "Waits, dropped results, orphaned steps",
-            "Deliveries that waited for a run elsewhere; results too large to keep (raise max_result_size_bytes or "
-            "return less); steps that a run has done and its last run did not ask for (a step was renamed while "
-            "events were under way).",
+            "Deliveries that waited for a run elsewhere; results that were too large to store (raise "
+            "max_result_size_bytes or return less); recorded steps that the last run did not request (a step was "
+            "renamed while events were in progress).",
             "waits",
             "results_dropped",
             "steps_orphaned",
@@ -291,14 +290,14 @@ TIME: Final = Row(
         Panel(
             "One delivery",
             tuple(percentile(share, "processing", "service", "{{service}}") for share in (0.5, 0.95, 0.99)),
-            "From decoding to the handler's end. If it is slow, the next panel says in which phase.",
+            "From decoding to the end of the handler. If it is slow, the next panel shows in which phase.",
             "s",
         ),
         Panel(
             "Phases, p95",
             (percentile(0.95, "phase", "service, phase", "{{service}} {{phase}}"),),
-            "handle is your handler; reserve and complete are the store. A slow store: docs/explanation/speed.md says "
-            "what to expect. wait is waiting for a run elsewhere.",
+            "handle is your handler; reserve and complete are the store, see docs/explanation/speed.md for expected "
+            "times; wait is waiting for a run elsewhere.",
             "s",
         ),
         Panel(
@@ -310,7 +309,7 @@ TIME: Final = Row(
                 ),
             ),
             "How late the event loop is. Near a second: a handler computes without await; move that to a thread or a "
-            "process. Near a third of the session timeout workers leave the group. "
+            "process. Near a third of the session timeout, workers leave the group. "
             f"See IdempotencyEventLoopLag in {GUIDE}.",
             "s",
             steps=((None, "green"), (1, "red")),
@@ -330,33 +329,33 @@ STATE: Final = Row(
         Panel(
             "In flight",
             (Query(f"sum by (service) (idempotency_in_flight{CHOSEN})"),),
-            "Deliveries taken and not settled. At max_in_flight fetching rests: that is as it should be. Stuck there "
-            "with nothing handled: handlers hang, set handler_timeout_seconds.",
+            "Unsettled deliveries. At max_in_flight, fetching pauses, which is normal. If it stays there and nothing "
+            "is handled, handlers hang: set handler_timeout_seconds.",
         ),
         Panel(
             "Keys active",
-            # Every worker counts the same keys in the store: they are not to be added up.
+            # Every worker reports the same keys of the store, so they must not be summed.
             (Query(f"max by (service) (idempotency_keys_active{CHOSEN})"),),
-            "Keys that hold a lease now, be it of a worker that has died. More than In flight, and it stays so: leases "
-            "of the dead; they end after processing_timeout_seconds, and their work is taken over.",
+            "Keys with an active lease, including those of dead workers. If there are permanently more than In flight, "
+            "workers have died; their leases end after processing_timeout_seconds, and their work is taken over.",
         ),
         Panel(
             "Outbox",
             (Query(f"max by (service) (idempotency_outbox_waiting{CHOSEN})"),),
-            "Events of committed transactions that wait to be published. It does not fall: Kafka refuses them or no "
+            "Events of committed transactions that wait to be published. If it does not fall, Kafka refuses them or no "
             f"worker of the service runs. See IdempotencyOutboxStuck in {GUIDE}. No line: this store has no outbox.",
         ),
         a_second(
             "Result bytes",
             "result_bytes",
-            "Bytes of results kept for duplicates. They fill the store: return less, or set enable_result_caching to "
-            "false where nobody reads them.",
+            "Bytes of results stored for duplicates. If they fill the store, return less, or set enable_result_caching "
+            "to false if the results are not used.",
         ),
         a_second(
             "Records purged",
             "records_purged",
-            "Expired records taken out of a store in SQL. Zero while its table grows: set purge_interval_seconds above "
-            "0. Redis and DynamoDB expire by themselves.",
+            "Expired records deleted from a SQL store. Zero while its table grows: set purge_interval_seconds above 0. "
+            "Redis and DynamoDB expire records by themselves.",
         ),
     ),
 )

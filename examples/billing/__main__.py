@@ -1,6 +1,6 @@
-"""Both services on embedded servers, one order that arrives twice: `python -m examples.billing`.
+"""Run both services on embedded servers with one order that is delivered twice: `python -m examples.billing`.
 
-Needs the extra `embedded`.  Shows the charge, the blocked duplicate, and ends by itself.
+Requires the extra `embedded`.  Shows the charge and the blocked duplicate, and exits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .workers import platform
 
 async def main() -> None:
     async with embedded() as servers:
-        # No collector and no free port is asked of whoever tries this.
+        # Works without a span collector and without a free port for metrics.
         quiet = {"telemetry": {"spans": "off", "metrics_enabled": False}}
         settings = load_settings(SETTINGS, overrides={**servers.settings(), **quiet})
         await order_twice(settings)
@@ -36,7 +36,7 @@ async def main() -> None:
 
 
 async def order_twice(settings: Settings) -> None:
-    """The same event, delivered twice."""
+    """Publish the same event twice."""
     publisher = EventPublisher(settings.kafka)
     order = OrderPlaced(order_id="1", amount=Decimal("9.90"), aggregate_id="1")
     try:
@@ -47,7 +47,7 @@ async def order_twice(settings: Settings) -> None:
 
 
 def settled(reports: Sequence[ServiceReport]) -> bool:
-    """Whether billing has settled both deliveries and audit has heard of the payment."""
+    """Return whether billing has settled both deliveries and audit has handled the payment."""
     seen = {report.name: report.tally for report in reports}
     return seen["billing"].handled + seen["billing"].duplicates == 2 and seen["audit"].handled == 1
 

@@ -1,4 +1,4 @@
-"""What a real shop has elsewhere: a payment company, and a list of what was paid.  Here both are fakes."""
+"""Fakes of a payment provider and of the list of paid orders."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pydantic import BaseModel
 
 
 class Receipt(BaseModel):
-    """What the payment company answers."""
+    """The response of the payment provider."""
 
     id: str
 
 
 class Payments:
-    """A payment company that knows idempotency keys, as the real ones do: equal keys, one charge."""
+    """A payment provider that charges once per idempotency key, like real ones."""
 
     def __init__(self) -> None:
         self.charges: list[tuple[str, Decimal]] = []
-        """Order and amount of every charge that was made."""
+        """Order and amount of every charge."""
         self._receipts: dict[str, Receipt] = {}
 
     async def charge(self, order_id: str, amount: Decimal, *, idempotency_key: str) -> Receipt:
-        """Take `amount` for `order_id`, or answer again what was answered to this key before."""
+        """Charge `amount` for `order_id`, or return the earlier receipt for this key."""
         if idempotency_key not in self._receipts:
             self.charges.append((order_id, amount))
             self._receipts[idempotency_key] = Receipt(id=f"receipt-{len(self.charges)}")
@@ -30,7 +30,7 @@ class Payments:
 
 
 class Audit:
-    """The paid orders.  Noting one twice changes nothing."""
+    """The paid orders.  Recording an order twice has no effect."""
 
     def __init__(self) -> None:
         self.paid: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Place an order, and deliver it twice: `python -m examples.billing.place_order ORDER_ID`, beside running workers."""
+"""Place an order and deliver it twice, while workers run: `python -m examples.billing.place_order ORDER_ID`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SETTINGS = Path(__file__).with_name("settings.toml")
 
 
 async def place(order_id: str) -> None:
-    """Publish one order, and the same event again, as a producer that did not hear the broker's answer does."""
+    """Publish an order twice, like a producer that retries because it missed the broker's acknowledgment."""
     settings = load_settings(SETTINGS)
     publisher = EventPublisher(settings.kafka)
     order = OrderPlaced(order_id=order_id, amount=Decimal("9.90"), aggregate_id=order_id)

@@ -8,7 +8,7 @@ services.py     the four services as processes
 duplicator.py   events that come twice
 ledger.py       what the platform's database says
 metrics.py      what the services' /metrics say
-journal.py      how often each script ran, told by the scripts themselves
+journal.py      how often each script ran, recorded by the scripts
 verdict.py      whether all of that fits together.  Pure
 display.py      a live table on a terminal, else plain lines
 """

@@ -1,4 +1,4 @@
-"""`python -m examples.demo`: exit status 0 if the verdict is good, 1 if not, 2 if there is none."""
+"""`python -m examples.demo`: exits with 0 for a good verdict, 1 for a bad one, and 2 without a verdict."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; the exit status."""
+    """Run the demo and return the exit status."""
     options = _options(arguments)
     try:
         asked = Asked(read_requests(options.requests), options.settings, options.store, options.deadline, options.keep)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _played(asked: Asked, display: Display) -> Outcome:
-    """SIGTERM ends it as Ctrl-C does: everything is cleared up on the way out."""
+    """Handle SIGTERM like Ctrl-C, so that everything is cleaned up."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -1,4 +1,4 @@
-"""What is seen while the demo runs: a live table on a terminal, else a line now and then."""
+"""Progress of the demo: a live table on a terminal, otherwise occasional lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE_SECONDS: Final = 3.0
 
 @dataclass(frozen=True)
 class Figures:
-    """How far it is."""
+    """The progress of the demo."""
 
     requested: int = 0
     scheduled: int = 0
@@ -42,11 +42,11 @@ class Display:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self._started
 
     def say(self, text: str) -> None:
-        """Tell what happens."""
+        """Print a message."""
         self.console.print(f"{self.seconds:5.1f} s  {text}", soft_wrap=True, markup=False)
 
     def show(self, figures: Figures) -> None:

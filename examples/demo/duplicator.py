@@ -1,4 +1,4 @@
-"""Events that come twice."""
+"""Deliver events twice."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EVERY: Final = 3
 """One event of this many is delivered twice."""
 
 _DELAYS: Final = (0.0, 0.2, 1.0, 3.0)
-"""Seconds before a copy follows, in turn: some meet the first delivery under way, some long after its end."""
+"""Delays of the copies in seconds: some arrive during the first delivery, some long after its end."""
 
 _POLL_MS: Final = 200
 _STOP_SECONDS: Final = 5.0
 
 
 class Duplicator:
-    """Reads every topic of the platform, and publishes every third event once more, byte for byte.
+    """Reads every topic of the platform, and publishes every third event again, unchanged.
 
     A copy is known by its event id, which was seen before, and is not copied again.
     """
@@ -38,16 +38,16 @@ class Duplicator:
         self._seen: set[tuple[str, bytes]] = set()
         self._due = 0
         self.copies = 0
-        """Copies that the broker has confirmed."""
+        """Number of copies that the broker has confirmed."""
 
     @property
     def events(self) -> int:
-        """Different events seen so far."""
+        """Number of distinct events so far."""
         return len(self._seen)
 
     @property
     def idle(self) -> bool:
-        """Whether no copy is on its way."""
+        """Whether no copy is pending."""
         return self._due == self.copies
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""What ends the demo before its verdict."""
+"""Errors that end the demo before its verdict."""
 
 from __future__ import annotations
 

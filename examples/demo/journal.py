@@ -1,4 +1,4 @@
-"""How often each script ran, told by the scripts themselves.
+"""How often each script ran, as recorded by the scripts.
 
 A script's first act is to append one line to the journal, by one write to a file opened with O_APPEND, so
 that lines of scripts that run at once do not mix.  At the start, not at the end: a run that is killed

@@ -1,4 +1,4 @@
-"""What the platform's database says, read with plain SQL and nothing of the platform's own code."""
+"""Read the platform's database with plain SQL, independently of the platform's code."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the executions are."""
+    """The progress of the executions."""
 
     scheduled: int = 0
-    """Those that have or had a slot."""
+    """Executions that have or had a slot."""
     running: int = 0
-    """Those that a k8s worker has taken and not ended."""
+    """Executions that a k8s worker has started and not ended."""
     done: int = 0
-    """Those with a stored result."""
+    """Executions with a stored result."""
 
 
 class Ledger:
-    """Reads; never writes."""
+    """Read-only access to the platform's database."""
 
     def __init__(self, database_url: str) -> None:
-        # A connection for each look: whoever counts is no part of what is counted.
+        # A new connection for each query, so that the demo does not hold connections.
         self._engine = create_async_engine(database_url, poolclass=NullPool)
 
     async def progress(self) -> Progress:
@@ -36,15 +36,15 @@ class Ledger:
         return Progress(*counts)
 
     async def in_flight(self) -> frozenset[str]:
-        """The executions that a k8s worker has taken and not ended."""
+        """Return the executions that a k8s worker has started and not ended."""
         return frozenset(row[0] for row in await self._rows("SELECT execution_id FROM pods WHERE state = 'running'"))
 
     async def attempts(self) -> dict[str, int]:
-        """Of each execution the attempt that ran last, as the k8s worker was told by its guard."""
+        """Return the last attempt of each execution, as reported to the k8s worker by its guard."""
         return {row[0]: row[1] for row in await self._rows("SELECT execution_id, attempt FROM pods")}
 
     async def results(self) -> dict[str, list[str]]:
-        """Of each execution the status of every result that is stored."""
+        """Return the status of every stored result, by execution."""
         found: dict[str, list[str]] = {}
         for execution_id, status in await self._rows("SELECT execution_id, status FROM results"):
             found.setdefault(execution_id, []).append(status)

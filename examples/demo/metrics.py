@@ -1,4 +1,4 @@
-"""What the services' /metrics say, added up over services and over the lives of each."""
+"""Sum the metrics of the services, including those of killed processes."""
 
 from __future__ import annotations
 

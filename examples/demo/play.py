@@ -37,27 +37,27 @@ _END_SECONDS: Final = 20.0
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked for on the command line."""
+    """The options of the command line."""
 
     requests: list[DemoRequest]
     settings: Path | None = None
     store: str = "redis"
     """Kind of the embedded store."""
     seconds: float = 110.0
-    """When it stops waiting, after the start."""
+    """Seconds after the start when the demo stops waiting."""
     keep: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it went, and on what."""
+    """The verdict and the servers that were used."""
 
     verdict: Verdict
     broker: str
     store: str
     seconds: float
     complaints: Sequence[str]
-    """What the services logged as errors."""
+    """Errors that the services logged."""
 
 
 async def play(asked: Asked, display: Display) -> Outcome:
@@ -112,7 +112,7 @@ class _Stage:
         await self._look()
 
     async def count(self, late: Sequence[str]) -> Seen:
-        """What there is to see once the services have ended.  `late`: those that did not by themselves."""
+        """Collect the observations after the services have ended.  `late` names those that had to be killed."""
         scene, metrics = self._scene, self._metrics
         return Seen(
             requested=[event.execution_id for event in self._events],
@@ -143,11 +143,11 @@ class _Stage:
                 for task in tasks:
                     task.cancel()
         except ExceptionGroup as errors:
-            # No `except*`: what is raised in one comes out as a group again.
-            ours, others = errors.split(DemoError)
-            if others is not None or ours is None:
+            # Not `except*`, which would raise a group again.
+            demo_errors, others = errors.split(DemoError)
+            if others is not None or demo_errors is None:
                 raise
-            raise DemoError("; ".join(map(str, ours.exceptions))) from errors
+            raise DemoError("; ".join(map(str, demo_errors.exceptions))) from errors
 
     async def _set_up(self) -> None:
         self._display.say(f"{self._scene.broker}, {self._scene.store}; starting {len(platform.services)} services")
@@ -168,11 +168,11 @@ class _Stage:
         self._display.say(f"{len(self._events)} requests are published")
 
     async def _kill_in_the_middle(self) -> None:
-        """Kill the k8s worker while a script of its runs, and start it again at once."""
+        """Kill the k8s worker while one of its scripts runs, and restart it immediately."""
         worker = self._services.by_name[VICTIM]
         await self._freeze_at_work(worker)
         self._in_flight = await self._scene.ledger.in_flight()
-        # Without a wait in between: whoever looks after the services must not find it dead.
+        # Without an await in between, so that the monitoring does not find it dead.
         worker.kill()
         self._metrics.died(VICTIM)
         worker.start()

@@ -1,4 +1,4 @@
-"""What is asked for: one JSON object a line, the fields of `ExecutionRequested` and the user."""
+"""The requests: one JSON object per line, with the fields of `ExecutionRequested` and the user."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class DemoRequest(ScriptRequest):
 
 
 def read_requests(path: Path) -> list[DemoRequest]:
-    """The requests in `path`.
+    """Read the requests in `path`.
 
     Raises:
-        DemoError: It cannot be read, or a line is no request.
+        DemoError: The file cannot be read, or a line is not a valid request.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -46,7 +46,7 @@ def read_requests(path: Path) -> list[DemoRequest]:
 
 
 def as_events(requests: list[DemoRequest], run: str, journal: Journal) -> list[ExecutionRequested]:
-    """The events that ask for them, under ids that belong to this run of the demo."""
+    """Return the events of the requests, with ids of this run."""
     events = []
     for number, request in enumerate(requests, 1):
         execution_id = f"{run}-{number:03}"

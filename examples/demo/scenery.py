@@ -45,7 +45,7 @@ EVENT_TYPES: Final = tuple(
     for kind in vars(events).values()
     if isinstance(kind, type) and issubclass(kind, events.ExecutionEvent) and kind is not events.ExecutionEvent
 )
-"""Of all events of the platform: each has a topic."""
+"""The topics of all events of the platform."""
 
 _NAMES: Final = {"redis": "Redis", "sqlite": "SQLite", "postgresql": "PostgreSQL"}
 _PARTITIONS: Final = 4
@@ -55,10 +55,10 @@ _REMOVAL_SECONDS: Final = 5.0
 
 @dataclass(frozen=True)
 class Scenery:
-    """Where everything of this run is."""
+    """Servers, files and names of this run."""
 
     run: str
-    """Names this run: its executions, topics, groups and keys start with it."""
+    """Prefix of the executions, topics, groups and keys of this run."""
     folder: Path
     settings_file: Path
     kafka: KafkaSettings
@@ -70,7 +70,7 @@ class Scenery:
 
 @asynccontextmanager
 async def scenery(settings_file: Path | None, kind: str, *, keep: bool) -> AsyncIterator[Scenery]:
-    """Make everything that services need; remove it at the end.
+    """Create everything that the services need, and remove it at the end.
 
     Args:
         settings_file: Names a Kafka and a Redis to use; `None` starts embedded ones.
@@ -120,7 +120,7 @@ def _folder(*, keep: bool) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """The last scripts' supervisors may still be clearing up in there: tried until it is gone."""
+    """Remove the folder; retried, since supervisors of the last scripts may still clean up in it."""
     until = time.monotonic() + _REMOVAL_SECONDS
     while True:
         try:
@@ -143,7 +143,7 @@ def _store(kind: str, database_url: str, redis: RedisStoreSettings) -> DemoStore
 
 
 async def _make_tables(database_url: str, store: StoreSettings) -> None:
-    """So that whoever counts finds tables, however slowly the services start."""
+    """Create the tables, which the demo reads before the services have started."""
     database = Database(database_url)
     try:
         await database.open()
@@ -156,7 +156,7 @@ async def _make_tables(database_url: str, store: StoreSettings) -> None:
 
 @asynccontextmanager
 async def _topics(kafka: KafkaSettings) -> AsyncIterator[None]:
-    """With several partitions, where the broker lets us choose; else it makes them at first use."""
+    """Create topics with several partitions, unless the broker only creates topics on first use."""
     refused = await _make_topics(kafka)
     try:
         if refused:
@@ -167,8 +167,8 @@ async def _topics(kafka: KafkaSettings) -> AsyncIterator[None]:
 
 
 async def _make_topics(kafka: KafkaSettings) -> list[str]:
-    """Those that were refused, and why."""
-    # Replicas as the broker has them by default.
+    """Create topics and return the refused ones with the reasons."""
+    # Uses the broker's default replication factor.
     wanted = [NewTopic(kafka.topic_prefix + event_type, _PARTITIONS, -1, {}) for event_type in EVENT_TYPES]
     async with _admin(kafka) as admin:
         try:
@@ -180,11 +180,11 @@ async def _make_topics(kafka: KafkaSettings) -> list[str]:
 
 
 async def _forget_topics(kafka: KafkaSettings) -> None:
-    """Dead-letter topics included."""
+    """Delete the topics of this run, including dead-letter topics."""
     try:
         async with asyncio.timeout(_ADMIN_SECONDS), _admin(kafka) as admin:
-            ours = [topic for topic in await admin.list_topics() if topic.startswith(kafka.topic_prefix)]
-            await admin.delete_topics(ours)
+            topics = [topic for topic in await admin.list_topics() if topic.startswith(kafka.topic_prefix)]
+            await admin.delete_topics(topics)
     except (DemoError, KafkaError, OSError, TimeoutError) as error:
         print(f"topics {kafka.topic_prefix}* stay: {error!r}")
 
@@ -204,7 +204,7 @@ async def _admin(kafka: KafkaSettings) -> AsyncIterator[AIOKafkaAdminClient]:
 
 @asynccontextmanager
 async def _keys(store: RedisStoreSettings, run: str) -> AsyncIterator[None]:
-    """A Redis that answers, and has no key of ours in the end."""
+    """Check that Redis answers, and delete the keys of this run at the end."""
     client = redis_client(store)
     try:
         try:

@@ -1,4 +1,4 @@
-"""The four services as processes of their own."""
+"""The four services as separate processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.demo.waiting import LOOK_SECONDS, until
 from integr8s_idem.embedded.child_server import ChildServer
 
 ROOT: Final = Path(__file__).parents[2]
-"""The checkout: `providers` and `services` are run from there."""
+"""The checkout, from which `providers` and `services` are run."""
 
 _ADDRESS: Final = "metrics and health on http://"
 _RUN: Final = (sys.executable, "-m", "integr8s_idem", "run", "providers:platform")
@@ -43,7 +43,7 @@ class ServiceProcess:
         )
         self._said_before = 0
         self.port = 0
-        """Of /metrics and /readyz; 0 until it is known."""
+        """Port of /metrics and /readyz; 0 until it is known."""
 
     def start(self) -> None:
         self._said_before = self.log.stat().st_size if self.log.exists() else 0
@@ -80,23 +80,23 @@ class ServiceProcess:
         return status == http.HTTPStatus.OK
 
     def freeze(self) -> None:
-        """SIGSTOP: what it does stays as it is, to be looked at."""
+        """Stop the process with SIGSTOP, so that its state can be inspected."""
         os.kill(self._server.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
         os.kill(self._server.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL to its whole group.  The supervisors of its scripts notice, and end those."""
+        """Kill its process group with SIGKILL.  The supervisors of its scripts then end them."""
         self._server.kill()
 
     def ask_to_end(self) -> None:
-        """SIGTERM: drain."""
+        """Drain with SIGTERM."""
         if self.running:
             os.kill(self._server.pid, signal.SIGTERM)
 
     def complaints(self) -> list[str]:
-        """Its log lines of level ERROR, of all its lives, and whatever is no log line."""
+        """Return the lines of level ERROR of all its processes, and lines that are not JSON."""
         return [line["message"] for line in self._lines(0) if line["level"] in {"ERROR", "CRITICAL"}]
 
     def _find_port(self) -> int:

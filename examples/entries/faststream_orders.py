@@ -40,7 +40,7 @@ async def charge(order: dict[str, str]) -> dict[str, str]:
 
 @broker.subscriber("receipts", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
 async def send_mail(receipt: dict[str, str]) -> None:
-    """What `charge` publishes bears an id made of its message's key: sent again, it is known again."""
+    """Messages published by `charge` have ids derived from the key of its message, so duplicates are recognized."""
     print(f"mail: {receipt['receipt']}")
 
 
@@ -49,7 +49,7 @@ async def main() -> None:
         for _ in range(2):
             await broker.publish({"order_id": "7"}, "orders", headers={"event_id": "e-1"})
         await broker.publish({"order_id": "8"}, "orders", headers={"event_id": "e-2"})
-        await broker.publish({"order_id": "9"}, "orders")  # nobody can tell whether it is a copy
+        await broker.publish({"order_id": "9"}, "orders")  # without a key, duplicates cannot be detected
 
 
 if __name__ == "__main__":

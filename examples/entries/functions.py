@@ -27,14 +27,14 @@ async def refund(order_id: str, amount: Decimal) -> Refund:
 
 @idempotent(key="invoice:{order_id}", manager=manager)
 def write_invoice(order_id: str) -> str:
-    """A plain function is guarded, too."""
+    """Synchronous functions are supported as well."""
     print(f"writing the invoice of order {order_id}")
     return f"invoice-{order_id}.pdf"
 
 
 async def main() -> None:
-    first, twin = await asyncio.gather(refund("7", Decimal(30)), refund("7", Decimal(30)))
-    print(first == twin, twin)
+    first, duplicate = await asyncio.gather(refund("7", Decimal(30)), refund("7", Decimal(30)))
+    print(first == duplicate, duplicate)
     try:
         await refund("7", Decimal(40))
     except KeyReusedError:

@@ -41,13 +41,13 @@ class Order(NewOrder):
 
 
 class Refusal(BaseModel):
-    """As FastAPI words it."""
+    """An error response in FastAPI's format."""
 
     detail: str
 
 
 class Orders:
-    """What must not happen twice."""
+    """Side effects that must not happen twice."""
 
     def __init__(self) -> None:
         self.placed: list[Order] = []
@@ -70,7 +70,7 @@ async def place(new: NewOrder, orders: FromDishka[Orders]) -> Order:
 @router.post("/orders/{number}/again", status_code=201, responses={404: {"model": Refusal}})
 async def place_again(number: int, orders: FromDishka[Orders]) -> Order:
     if not 0 < number <= len(orders.placed):
-        raise HTTPException(404, "there is no such order")
+        raise HTTPException(404, "order not found")
     return await orders.place(orders.placed[number - 1])
 
 
@@ -91,7 +91,7 @@ class Shop(FastAPI):
 
 
 def application(settings: Settings | None = None) -> Shop:
-    """The API.  With more than one process, the store is one that they share."""
+    """Create the API.  Several processes must share a store."""
     container = make_async_container(
         TelemetryProvider(),
         IdempotencyProvider(),
@@ -104,7 +104,7 @@ def application(settings: Settings | None = None) -> Shop:
     app = Shop(title="Shop", lifespan=_closing(container), responses={400: {"model": Refusal}})
     app.include_router(router)
     setup_dishka(container, app)
-    # Behind it: the guard stands outside of Dishka's scope, and a response leaves when that has committed.
+    # Outermost: the guard encloses Dishka's scope, so that responses are sent after its commit.
     app.add_middleware(
         IdempotencyKeyMiddleware,
         container=container,
@@ -132,9 +132,9 @@ async def main() -> None:
     async def order(key: str, amount: int) -> None:
         new = {"item": "book", "amount": amount}
         response = await shop.post("/orders", json=new, headers={"Idempotency-Key": f'"{key}"'})
-        told = response.json()
+        body = response.json()
         replayed = " (replayed)" if "idempotency-replayed" in response.headers else ""
-        print(f"{key}: {response.status_code} {told.get('title') or 'order ' + str(told['number'])}{replayed}")
+        print(f"{key}: {response.status_code} {body.get('title') or 'order ' + str(body['number'])}{replayed}")
 
     async with app.router.lifespan_context(app), shop:
         await order("a", 1)

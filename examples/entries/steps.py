@@ -1,4 +1,4 @@
-"""A run that fails halfway goes on where it stopped: `python -m examples.entries.steps`.  Needs no server."""
+"""A run that fails halfway continues where it stopped: `python -m examples.entries.steps`.  Needs no server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def main() -> None:
         await manager.run("order:7", fulfil)
     except ConnectionError as error:
         print(error)
-    print(await manager.run("order:7", fulfil))  # nothing is reserved a second time
+    print(await manager.run("order:7", fulfil))  # the reservation is not repeated
 
 
 if __name__ == "__main__":

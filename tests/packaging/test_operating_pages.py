@@ -97,11 +97,11 @@ async def test_the_commands_that_watch_find_workers(program: dict[str, str], tmp
     assert printed.decode().count("running") == len(asked) == 6
 
 
-def test_every_number_of_a_look_is_explained_and_no_other() -> None:
+def test_every_number_of_top_is_documented() -> None:
     (table,) = re.findall(r"^\| column \| in JSON .*?(?=\n\n)", WATCH, re.MULTILINE | re.DOTALL)
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[2])}
 
-    assert named == {"state", *Figures().told()}
+    assert named == {"state", *Figures().as_json()}
 
 
 @pytest.mark.parametrize(("command", "page"), [("top", WATCH), ("graph", DRAW)])

@@ -135,6 +135,6 @@ def test_why_a_pod_waits() -> None:
     assert why_waiting([pod(phase="Pending", containerStatuses=pulling)]) == "ErrImagePull: not found"
     assert why_waiting([pod(phase="Pending", conditions=unscheduled)]) == "Unschedulable: no node"
     assert "unknown reason" in why_waiting([pod(phase="Pending", containerStatuses=creating)])
-    assert "no pod" in why_waiting([])
+    assert "not created a pod" in why_waiting([])
     assert not has_begun([pod(phase="Pending", containerStatuses=pulling)])
     assert has_begun([pod({"exitCode": 0})])
