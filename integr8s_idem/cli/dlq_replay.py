@@ -1,4 +1,4 @@
-"""`integr8s-idem dlq replay`: count the dead letters, query for confirmation, publish, and report."""
+"""`integr8s-idem dlq replay`: count the dead letters, ask for confirmation, publish, and report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ReplayCommand:
         """Run the command and return its exit status.
 
         Raises:
-            ApplicationError: There is no terminal to query for confirmation; topic `to` does not exist; or the services
+            ApplicationError: There is no terminal to ask for confirmation; topic `to` does not exist; or the services
                 refuse unsigned replays.
             BrokerUnavailableError: The dead letters cannot be read.
         """

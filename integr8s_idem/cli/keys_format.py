@@ -22,7 +22,7 @@ RESULT_PREVIEW: Final = 200
 
 
 def record_json(found: AnyRecord, parsed: ParsedKey, *, body: int = 0) -> dict[str, Any]:
-    """Return a record, JSON-serializable, with at limit `body` bytes of its result."""
+    """Return a record, JSON-serializable, with at most `body` bytes of its result."""
     names = {
         "key": found.key,
         "label": parsed.label,

@@ -47,7 +47,7 @@ async def _service_topics(service: Service, settings: Settings) -> Sequence[str]
 def dead_letter_topics(
     kafka: KafkaSettings, existing: Collection[str], *, named: Sequence[str] = (), read: Iterable[str] | None = None
 ) -> list[str]:
-    """Return the selected dead-letter topics; existing may be none.
+    """Return the selected dead-letter topics; there may be none.
 
     Args:
         kafka: Settings with the topics' prefix and suffix.
@@ -67,7 +67,7 @@ def dead_letter_topics(
 
 
 def no_topics_note(kafka: KafkaSettings, read: Sequence[str] | None) -> str:
-    """Explain why existing may be no topics: nothing was dead-lettered, or the settings differ from the services'."""
+    """Explain why there may be no topics: nothing was dead-lettered, or the settings differ from the services'."""
     prefix, suffix = kafka.topic_prefix, kafka.dead_letter_suffix
     if read is not None:
         missing = f"none of {', '.join(topic + suffix for topic in read)} exists"

@@ -147,7 +147,7 @@ async def test_dead_letters_are_put_back_as_their_next_generation_and_what_is_no
         await shop.until(lambda now: now["billing"].tally.dead_letters == 2)
     await publisher.close()
 
-    found = [letter async for letter in letters(settings, f"{source}.dlq")]
+    found = [letter async for letter in dead_letters(settings, f"{source}.dlq")]
     generations = [dict(letter.headers).get("idempotency-dlq-generation") for letter in found]
     assert generations == [b"0", None, b"1"]
     assert [letter.value for letter in found] == [b"no event", b"by another program", b"no event"]

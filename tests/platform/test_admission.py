@@ -181,7 +181,7 @@ async def test_a_cancelled_execution_leaves_the_queue(coordinator: Coordinator) 
     assert names(await coordinator.end("a")) == ["d"]
 
 
-async def test_an_end_that_is_told_twice_frees_one_slot(coordinator: Coordinator) -> None:
+async def test_a_duplicate_end_frees_only_one_slot(coordinator: Coordinator) -> None:
     for name in "abcd":
         await coordinator.request(name)
 
@@ -254,9 +254,9 @@ async def test_coordinators_of_two_processes_never_give_a_slot_away_twice(
     processes = [
         await asyncio.create_subprocess_exec(*command, name, cwd=here, stdout=asyncio.subprocess.PIPE) for name in "ab"
     ]
-    told = [(await process.communicate())[0] for process in processes]
+    counts = [(await process.communicate())[0] for process in processes]
 
-    assert sum(map(int, told)) == settings.max_running
+    assert sum(map(int, counts)) == settings.max_running
     assert await coordinator.running() == settings.max_running
 
 

@@ -33,7 +33,7 @@ SECOND = replace(FIRST, number=2, fence=11)
 
 
 class FakeRunner:
-    """Ends when it is told to, or at once."""
+    """Ends when stopped, or immediately."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -252,7 +252,7 @@ async def test_a_rerun_of_what_was_deleted_meanwhile_does_not_run(worker: Worker
 
 
 async def test_a_deleted_pod_that_nobody_runs_is_closed(worker: Worker, another: Worker) -> None:
-    """Its worker has died, and its command will not come again."""
+    """A pod whose worker has died and whose command is not redelivered."""
     await cancelled(await worker.begin())
     await another.pods.delete(DELETE)
     await another.nobody_reports_it()

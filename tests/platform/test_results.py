@@ -37,7 +37,7 @@ async def rows(database: Database) -> list[tuple[object, ...]]:
     ],
     ids=["completed", "failed", "timeout"],
 )
-async def test_the_result_is_what_the_event_told(database: Database, outcome: Outcome, row: tuple[object, ...]) -> None:
+async def test_the_result_is_that_of_the_event(database: Database, outcome: Outcome, row: tuple[object, ...]) -> None:
     assert await store(database, "k1", outcome) == row[0]
     assert await rows(database) == [row]
 
@@ -62,8 +62,8 @@ async def test_of_many_workers_that_store_one_result_all_tell_the_same(
 ) -> None:
     other = Database(settings.database_url)
 
-    told = await asyncio.gather(*(store(one, "k1", COMPLETED) for one in [database, other] * 5))
+    statuses = await asyncio.gather(*(store(one, "k1", COMPLETED) for one in [database, other] * 5))
 
     await other.close()
-    assert set(told) == {"completed"}
+    assert set(statuses) == {"completed"}
     assert len(await rows(database)) == 1

@@ -171,7 +171,7 @@ async def test_a_pod_that_is_stopped_tells_what_it_had_printed(
 
 @pytest.fixture
 def new_children() -> Callable[[], list[psutil.Process]]:
-    """Processes of ours that this test has started: servers of the session are no business of it."""
+    """Return the processes that this test has started, without the servers of the session."""
     before = set(psutil.Process().children())
     return lambda: [child for child in psutil.Process().children() if child not in before]
 

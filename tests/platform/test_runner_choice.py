@@ -63,12 +63,12 @@ async def test_settings_choose_the_runner(cluster: KubernetesStandIn, tmp_path: 
 
 
 def test_the_client_is_imported_only_for_the_runner_that_needs_it() -> None:
-    said = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, check=True)
+    message = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, check=True)
 
-    assert said.stdout == "[]\n"
+    assert message.stdout == "[]\n"
 
 
-async def test_a_missing_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_client_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith(("kubernetes_asyncio", "services.k8s_worker.kub"))]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("cluster", "connection"):
@@ -91,21 +91,21 @@ async def test_a_worker_outside_of_any_cluster_needs_a_kubeconfig(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("text", "context", "told"),
+    ("text", "context", "expected"),
     [
         (None, None, ""),
         ("{{{", None, ""),
         ("a: [1", None, ""),
         ("apiVersion: v1\nkind: Config\n", None, ""),
-        ("ours", "another", "another"),
+        ("cluster", "another", "another"),
     ],
     ids=["missing", "no YAML", "half YAML", "empty", "no such context"],
 )
-async def test_a_kubeconfig_that_cannot_be_used_is_told(
-    cluster: KubernetesStandIn, tmp_path: Path, text: str | None, context: str | None, told: str
+async def test_an_unusable_kubeconfig_is_reported(
+    cluster: KubernetesStandIn, tmp_path: Path, text: str | None, context: str | None, expected: str
 ) -> None:
-    file = cluster.kubeconfig if text == "ours" else tmp_path / "config"
-    if text not in (None, "ours"):
+    file = cluster.kubeconfig if text == "cluster" else tmp_path / "config"
+    if text not in (None, "cluster"):
         file.write_text(text or "")
     section = {"runner": "kubernetes", "kubernetes": {"kubeconfig": str(file), "context": context}}
 
@@ -113,13 +113,13 @@ async def test_a_kubeconfig_that_cannot_be_used_is_told(
         async with chosen_runner(PlatformSection.model_validate(section)):
             pass
 
-    said = " ".join(str(refused.value).split())
-    assert f'platform.kubernetes.kubeconfig = "{file}" does not name a usable cluster' in said
-    assert told in said
+    message = " ".join(str(refused.value).split())
+    assert f'platform.kubernetes.kubeconfig = "{file}" does not name a usable cluster' in message
+    assert expected in message
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ('runner = "docker"', "runner"),
         ('[platform.kubernetes]\nnamespace = "No_Label"', "platform.kubernetes.namespace"),
@@ -130,11 +130,11 @@ async def test_a_kubeconfig_that_cannot_be_used_is_told(
     ],
     ids=["runner", "namespace", "language", "no image", "root", "a slip"],
 )
-def test_mistakes_are_told(tmp_path: Path, text: str, told: str) -> None:
+def test_mistakes_are_reported(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load(tmp_path, f"[platform]\n{text}\n")
 
-    assert told in str(refused.value)
+    assert expected in str(refused.value)
 
 
 def test_a_finished_job_stays_for_longer_than_a_takeover_takes(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_finished_job_stays_for_longer_than_a_takeover_takes(tmp_path: Path) -
     with pytest.raises(SettingsError) as refused:
         load(tmp_path, f"{lease}{runner}[platform.kubernetes]\nttl_seconds = 345\n")
 
-    assert all(told in str(refused.value) for told in ("ttl_seconds = 345", "= 300", "= 45"))
+    assert all(expected in str(refused.value) for expected in ("ttl_seconds = 345", "= 300", "= 45"))
     enough = load(tmp_path, f"{lease}{runner}[platform.kubernetes]\nttl_seconds = 346\n")
     unused = load(tmp_path, f"{lease}[platform.kubernetes]\nttl_seconds = 345\n")
     assert (enough.platform.kubernetes.ttl_seconds, unused.platform.kubernetes.ttl_seconds) == (346, 345)

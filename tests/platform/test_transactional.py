@@ -31,8 +31,8 @@ def store_of(database_url: str) -> dict[str, str]:
 
 @pytest.fixture
 async def settings(database_url: str) -> PlatformSettings:
-    told = {"store": store_of(database_url), "platform": {"database_url": database_url}}
-    settings = PlatformSettings.model_validate(told)
+    sections = {"store": store_of(database_url), "platform": {"database_url": database_url}}
+    settings = PlatformSettings.model_validate(sections)
     assert isinstance(settings.store, PostgresqlStoreSettings | SqliteStoreSettings)
     async with open_engine(settings.store) as engine:
         async with engine.begin() as connection:
@@ -85,7 +85,9 @@ async def test_only_the_result_processor_is_transactional(settings: PlatformSett
         ({"kind": "mysql", "url": "mysql://db:3306/shop"}, "postgresql+asyncpg://u:p@db/shop", False),
     ],
 )
-def test_where_the_records_are_is_told_by_the_settings(store: dict[str, str], platform: str, together: bool) -> None:
+def test_the_settings_decide_whether_records_are_in_the_platforms_database(
+    store: dict[str, str], platform: str, together: bool
+) -> None:
     settings = PlatformSettings.model_validate({"store": store, "platform": {"database_url": platform}})
 
     assert settings.records_are_in_the_platforms_database is together

@@ -1,4 +1,4 @@
-"""Audit lines: before a change and behind it, whatever happens."""
+"""Audit lines before and after a change."""
 
 from __future__ import annotations
 

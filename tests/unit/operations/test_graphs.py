@@ -1,4 +1,4 @@
-"""What is drawn of containers: their parts, their dispatchers, and what is wrong with them."""
+"""Graphs of containers: parts, dispatchers and errors."""
 
 from __future__ import annotations
 

@@ -76,13 +76,13 @@ subprocess.Popen = HeldUp
 """Goes on when what it has started has ended already, as on a machine that is busy elsewhere."""
 
 
-def test_a_script_that_has_ended_before_it_is_waited_for_is_told_all_the_same(folder: Path) -> None:
+def test_a_script_that_has_already_ended_is_reported(folder: Path) -> None:
     status, output, report = ended(folder, "print('a')", before=HELD_UP, timeout_seconds=5)
 
     assert (status, output, report["end"]) == (0, "a\n", "exited")
 
 
-def test_a_signal_is_told_as_a_shell_does(folder: Path) -> None:
+def test_a_signal_is_reported_like_a_shell_does(folder: Path) -> None:
     status, _, report = ended(folder, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 
     assert (status, report["exit_code"]) == (137, -9)
@@ -142,7 +142,7 @@ async def test_what_the_script_has_started_ends_with_it(folder: Path) -> None:
 
 
 def test_who_gets_away_does_not_keep_it(folder: Path) -> None:
-    """In a container, whatever is left ends with its first process."""
+    """In a container, all processes end with the first."""
     script = "import subprocess; print(subprocess.Popen(['sleep', '5'], start_new_session=True).pid)"
 
     _, output, report = ended(folder, script)

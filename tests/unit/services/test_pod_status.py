@@ -108,7 +108,7 @@ def test_output(log: bytes, dropped: int, stdout: str) -> None:
     assert run_of(pod({"exitCode": 0, "message": reported(dropped=dropped)}), log, 10).stdout == stdout
 
 
-def test_the_clusters_reasons_are_told_and_our_own_report_is_not() -> None:
+def test_reasons_of_the_cluster_are_reported_without_the_programs_report() -> None:
     evicted = run_of(pod({"exitCode": 137}, reason="Evicted", message="out of disk", conditions=[DISRUPTED]), b"", 10)
     deleted = run_of(pod({"exitCode": 137, "reason": "Error", "message": reported(end="terminated")}), b"", 10)
 
