@@ -118,7 +118,7 @@ async def test_a_newcomer_sees_a_duplicate_blocked_and_explained(newcomer: Newco
         return [told["total"][name] for name in ("handled", "duplicates_blocked")]
 
     with newcomer.terminal(run, shop, seen) as worker:
-        await eventually(lambda: "by --embedded" in seen.read_text(), state=seen.read_text)
+        await eventually(lambda: "with --embedded" in seen.read_text(), state=seen.read_text)
         place, *look = LOOK.strip().splitlines()
         placed = newcomer.types(place, shop)
         await eventually(lambda: counted() == [1, 1], state=seen.read_text)

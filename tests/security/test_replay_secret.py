@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from examples.replay_dead_letters import letters
+from examples.replay_dead_letters import dead_letters
 from integr8s_idem import Settings, load_settings
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import KafkaSettings, settings_warnings
@@ -132,7 +132,7 @@ async def test_a_replay_on_the_command_line_goes_to_the_topics_own_source_or_whe
         refused = await dlq.typed("replay", "--yes")
         dlq.settings.write_text(head)
         unsigned = await dlq.typed("replay", "--yes", "--json")
-        found = {topic: [one async for one in letters(Settings(kafka=settings), topic)] for topic in topics}
+        found = {topic: [one async for one in dead_letters(Settings(kafka=settings), topic)] for topic in topics}
 
     assert "to topic order_placed: 1" in counted.out
     assert derived.json["destinations"] == {"order_placed": 1}

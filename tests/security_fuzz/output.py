@@ -14,7 +14,7 @@ from integr8s_idem.cli.app import app
 from integr8s_idem.cli.dlq_output import DeadLetterDetails, ListFormat, details_text, tally_lines
 from integr8s_idem.cli.keys_output import Listing
 from integr8s_idem.cli.log_format import TextFormatter
-from integr8s_idem.cli.output import safe_console, say, write_error
+from integr8s_idem.cli.output import echo, safe_console, write_error
 from integr8s_idem.operations.dead_letter_counts import Group
 from integr8s_idem.operations.dead_letter_reader import OffsetRange
 from integr8s_idem.operations.dead_letter_replay import ReplayDecision, ReplayStatus
@@ -109,7 +109,7 @@ def _record(random: Random) -> Figures:
 def _line(random: Random) -> Figures:
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output):
-        say(evil(random))
+        echo(evil(random))
         write_error(ValueError(evil(random)))
         safe_console(file=output, width=80, color_system=None).print(evil(random))
     must_be_harmless(output.getvalue())
