@@ -176,7 +176,7 @@ def expressions() -> Mapping[str, tuple[str, str]]:
 EXPRESSIONS = expressions()
 
 
-def test_what_is_asked_for_is_told_by_a_worker(busy_worker: Worker) -> None:
+def test_every_query_has_data_from_a_worker(busy_worker: Worker) -> None:
     told = busy_worker.families() | OF_PROMETHEUS
     recorded = {rule["record"]: named(rule["expr"]).metrics for rule in RULES if "record" in rule}
 

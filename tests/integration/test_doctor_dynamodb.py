@@ -58,7 +58,7 @@ async def use_all(store: DynamoIdempotencyRepository) -> None:
     await store.reserve([wish(first.key)])
 
 
-async def test_nothing_is_found_in_a_sound_table(sound: DynamodbStoreSettings) -> None:
+async def test_a_sound_table_has_no_findings(sound: DynamodbStoreSettings) -> None:
     (seen,) = await found_in_store(sound)
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)

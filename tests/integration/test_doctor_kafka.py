@@ -52,7 +52,7 @@ def shop(kafka: Kafka, topic_prefix: str, tmp_path: Path) -> Shop:
     return Shop(kafka, topic_prefix, tmp_path)
 
 
-async def test_nothing_is_found_in_topics_that_fit(shop: Shop) -> None:
+async def test_matching_topics_have_no_findings(shop: Shop) -> None:
     await shop.make()
 
     assert codes(await shop.found()) == []

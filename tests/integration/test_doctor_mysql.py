@@ -79,7 +79,7 @@ def granted(server: MariadbServer) -> list[str]:
     return [line for line in lines if not line.startswith("--")]
 
 
-async def test_nothing_is_found_in_a_sound_database(database: MariadbServer) -> None:
+async def test_a_sound_database_has_no_findings(database: MariadbServer) -> None:
     (seen,) = await found_by(database)
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
@@ -124,7 +124,7 @@ async def test_a_read_only_server_takes_no_records_of_a_plain_user(database: Mar
         ("ALTER TABLE idempotency_records ENGINE = Aria", "store-not-persistent"),
     ],
 )
-async def test_a_schema_that_is_not_ours_is_found(database: MariadbServer, statement: str, code: str) -> None:
+async def test_a_foreign_schema_is_found(database: MariadbServer, statement: str, code: str) -> None:
     await run(database, statement)
 
     assert codes(await found_by(database)) == [code]
@@ -147,7 +147,7 @@ async def test_a_wrong_password_is_found_and_not_shown(database: MariadbServer) 
     assert SECRET not in f"{only}{only!r}"
 
 
-async def test_a_database_that_the_user_may_not_use_is_found(database: MariadbServer) -> None:
+async def test_missing_permissions_for_a_database_are_found(database: MariadbServer) -> None:
     await run(database, granted(database)[0])
 
     assert codes(await found_by(database, "worker")) == ["store-permission"]
@@ -171,7 +171,7 @@ async def test_each_printed_grant_is_missed_when_it_lacks(database: MariadbServe
 
 
 @pytest.mark.parametrize("right", ["SELECT", "UPDATE"])
-async def test_the_look_at_the_store_needs_its_grants(database: MariadbServer, right: str) -> None:
+async def test_checking_the_store_requires_the_documented_grants(database: MariadbServer, right: str) -> None:
     await run(database, *granted(database), f"REVOKE {right} ON idempotency_store FROM worker")
 
     (only,) = await found_by(database, "worker")

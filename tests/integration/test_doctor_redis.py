@@ -43,7 +43,7 @@ async def found_for(server: RedisServer, *, without: str = "", password: str = S
     )
 
 
-async def test_nothing_is_found_in_a_sound_one_but_that_it_answers() -> None:
+async def test_a_sound_redis_has_no_findings() -> None:
     (seen,) = await found_with({})
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
@@ -90,7 +90,7 @@ async def test_a_server_that_is_away_is_found() -> None:
     assert (only.code, only.severity) == (Code.STORE_UNAVAILABLE, Severity.ERROR)
 
 
-async def test_a_server_that_hangs_holds_nobody_up() -> None:
+async def test_a_hanging_server_does_not_block_the_doctor() -> None:
     with RedisServer() as server:
         server.pause()
         start = time.monotonic()

@@ -70,7 +70,7 @@ def make_user(cluster: RedisCluster, without: str = "") -> RedisClusterStoreSett
     return cluster.settings(timeout_seconds=5, wait_replicas=1, **OURS)
 
 
-async def test_nothing_is_found_in_a_sound_cluster_but_that_it_answers(cluster: RedisCluster) -> None:
+async def test_a_sound_cluster_has_no_findings(cluster: RedisCluster) -> None:
     (seen,) = await found_in_store(cluster.settings(timeout_seconds=5))
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
@@ -145,7 +145,7 @@ async def test_a_cluster_that_lacks_a_slot_is_found(full_coverage: str) -> None:
     assert found[0].severity is Severity.ERROR
 
 
-async def test_a_server_that_is_no_cluster_is_found(redis_tcp: RedisServer) -> None:
+async def test_a_server_that_is_not_a_cluster_is_found(redis_tcp: RedisServer) -> None:
     settings = RedisClusterStoreSettings(kind="redis-cluster", urls=(redis_tcp.url.removesuffix("/0"),))
 
     (only,) = await found_in_store(settings)
@@ -201,7 +201,7 @@ def make_users(redis: RedisServer, sentinel: SentinelServer, without: str = "") 
     return settings_of(sentinel, wait_replicas=1, database=1, **asking, **OURS)
 
 
-async def test_nothing_is_found_behind_a_sound_sentinel(sentinel: SentinelServer) -> None:
+async def test_a_sound_sentinel_setup_has_no_findings(sentinel: SentinelServer) -> None:
     assert codes(await found_in_store(settings_of(sentinel))) == []
 
 

@@ -82,7 +82,7 @@ def granted() -> list[str]:
     return [line for line in told if not line.startswith("--")]
 
 
-async def test_nothing_is_found_in_a_sound_database(database: PostgresServer) -> None:
+async def test_a_sound_database_has_no_findings(database: PostgresServer) -> None:
     (seen,) = await found_by(database)
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
@@ -110,7 +110,7 @@ async def test_a_server_that_gives_up_safety_is_found(database: PostgresServer) 
         ("DROP INDEX idempotency_outbox_bucket", "schema-incomplete"),
     ],
 )
-async def test_a_schema_that_is_not_ours_is_found(database: PostgresServer, statement: str, code: str) -> None:
+async def test_a_foreign_schema_is_found(database: PostgresServer, statement: str, code: str) -> None:
     await run(database, statement)
 
     assert codes(await found_by(database)) == [code]
@@ -119,7 +119,7 @@ async def test_a_schema_that_is_not_ours_is_found(database: PostgresServer, stat
 @pytest.mark.parametrize(
     "statement", ["DROP TABLE idempotency_outbox", "DELETE FROM idempotency_outbox_buckets WHERE bucket = 7"]
 )
-async def test_an_outbox_that_is_not_whole_is_found(database: PostgresServer, statement: str) -> None:
+async def test_an_incomplete_outbox_is_found(database: PostgresServer, statement: str) -> None:
     await run(database, statement)
 
     (_, lost) = await found_by(database)
@@ -163,7 +163,7 @@ async def test_each_printed_grant_is_missed_when_it_lacks(database: PostgresServ
 
 
 @pytest.mark.parametrize("right", ["SELECT", "UPDATE"])
-async def test_the_look_at_the_store_needs_its_grants(database: PostgresServer, right: str) -> None:
+async def test_checking_the_store_requires_the_documented_grants(database: PostgresServer, right: str) -> None:
     await run(database, *granted(), f"REVOKE {right} ON idempotency_store FROM worker")
 
     assert codes(await found_by(database, "worker")) == ["store-permission"]
@@ -229,7 +229,7 @@ async def found_in_bookings(server: PostgresServer) -> list[Finding]:
     return report.findings
 
 
-async def test_nothing_is_found_in_sound_transactional_handlers(database: PostgresServer) -> None:
+async def test_sound_transactional_handlers_have_no_findings(database: PostgresServer) -> None:
     await run(database, *granted())
 
     assert await found_in_bookings(database) == []
@@ -248,7 +248,7 @@ async def test_a_grant_of_the_outbox_that_lacks_is_found_where_handlers_are_tran
     assert (only.code, only.severity, only.where) == (Code.STORE_PERMISSION, Severity.ERROR, "outbox")
 
 
-async def test_a_look_at_transactional_handlers_makes_no_sqlite_file(tmp_path: Path) -> None:
+async def test_checking_transactional_handlers_creates_no_sqlite_file(tmp_path: Path) -> None:
     file = tmp_path / "bookings.db"
     settings = Settings(store=SqliteStoreSettings(kind="sqlite", path=str(file)))
 
@@ -259,7 +259,7 @@ async def test_a_look_at_transactional_handlers_makes_no_sqlite_file(tmp_path: P
     assert not file.exists()
 
 
-async def test_nothing_is_found_in_transactional_handlers_on_sqlite(tmp_path: Path) -> None:
+async def test_transactional_handlers_on_sqlite_have_no_findings(tmp_path: Path) -> None:
     settings = Settings(store=SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "bookings.db")))
     async with open_store(settings.store, key_prefix="idempotency") as store:
         await store.ping()
@@ -267,7 +267,7 @@ async def test_nothing_is_found_in_transactional_handlers_on_sqlite(tmp_path: Pa
     assert (await check_application(bookings_platform, settings)).findings == []
 
 
-async def test_an_outbox_whose_store_is_away_is_told_once(tmp_path: Path) -> None:
+async def test_an_unavailable_store_is_reported_once_for_its_outbox(tmp_path: Path) -> None:
     text = f'[store]\nkind = "postgresql"\nurl = "postgresql:///postgres?host={tmp_path}"\n'
     platform = Platform(Service("bookings", providers=booking_providers))
 
@@ -276,7 +276,7 @@ async def test_an_outbox_whose_store_is_away_is_told_once(tmp_path: Path) -> Non
     assert codes(found).count("store-unavailable") == 1
 
 
-async def test_an_absent_sqlite_file_is_no_mistake_and_is_not_made(tmp_path: Path) -> None:
+async def test_a_missing_sqlite_file_is_not_an_error_and_is_not_created(tmp_path: Path) -> None:
     file = tmp_path / "idem.db"
 
     found = await found_in_store(SqliteStoreSettings(kind="sqlite", path=str(file)))
@@ -311,7 +311,7 @@ async def test_the_doctor_does_not_change_the_journal_mode_of_a_sqlite_file(tmp_
     assert [one.mend for one in found if one.code is Code.STORE_JOURNAL] == ["a worker enables WAL at start"]
 
 
-async def test_a_sqlite_file_that_another_process_holds_is_found_with_what_to_do_about_it(tmp_path: Path) -> None:
+async def test_a_locked_sqlite_file_is_found_with_a_remedy(tmp_path: Path) -> None:
     settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"), lock_timeout_seconds=0.1)
     async with open_store(settings, key_prefix="idempotency") as store:
         await store.ping()
@@ -323,7 +323,7 @@ async def test_a_sqlite_file_that_another_process_holds_is_found_with_what_to_do
     assert only.mend == "let it end, or raise store.lock_timeout_seconds"
 
 
-async def test_nothing_is_found_in_a_sqlite_file_of_ours(tmp_path: Path) -> None:
+async def test_a_sound_sqlite_file_has_no_findings(tmp_path: Path) -> None:
     settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"))
     engine = settings_engine(settings)
     await migrate(engine)
@@ -333,7 +333,7 @@ async def test_nothing_is_found_in_a_sqlite_file_of_ours(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("version", [0, 9])
-async def test_a_sqlite_file_of_another_version_is_found_if_no_worker_mends_it(tmp_path: Path, version: int) -> None:
+async def test_an_outdated_sqlite_file_is_found_unless_workers_migrate_it(tmp_path: Path, version: int) -> None:
     settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"))
     engine = settings_engine(settings)
     await migrate(engine)
@@ -345,7 +345,7 @@ async def test_a_sqlite_file_of_another_version_is_found_if_no_worker_mends_it(t
     assert codes(await found_in_store(settings)) == (["schema-newer"] if version else [])
 
 
-async def test_a_file_that_is_no_database_is_found(tmp_path: Path) -> None:
+async def test_a_file_that_is_not_a_database_is_found(tmp_path: Path) -> None:
     file = tmp_path / "idem.db"
     await asyncio.to_thread(file.write_bytes, b"no database" * 1000)
 

@@ -111,7 +111,7 @@ async def test_a_producer_that_asks_for_no_answer_gets_none(server: str) -> None
     assert struct.unpack(">ii", answer)[1] == 8
 
 
-async def test_an_admin_client_is_told_that_topics_cannot_be_made(server: str) -> None:
+async def test_creating_topics_with_an_admin_client_is_refused(server: str) -> None:
     admin: Any = AIOKafkaAdminClient(bootstrap_servers=server)
     await admin.start()
     try:

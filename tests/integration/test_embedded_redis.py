@@ -16,7 +16,7 @@ from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.embedded import EmbeddedRedis, embedded
 
 
-async def test_both_servers_are_there_inside_and_gone_after() -> None:
+async def test_both_servers_run_only_inside_the_block() -> None:
     async with embedded() as servers:
         assert servers.redis_url is not None
         url = RedisStoreSettings(url=servers.redis_url).url
@@ -61,7 +61,7 @@ def short_folder() -> Iterator[str]:
         yield folder
 
 
-def test_the_server_goes_with_its_parent_even_when_that_is_killed(short_folder: str) -> None:
+def test_the_server_ends_with_its_parent_even_if_that_is_killed(short_folder: str) -> None:
     script = (
         "import sys; from integr8s_idem.embedded import EmbeddedRedis; redis = EmbeddedRedis(); redis.start();"
         "print(redis.pid, flush=True); sys.stdin.read()"

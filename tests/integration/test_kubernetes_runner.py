@@ -72,7 +72,7 @@ async def test_a_script_that_takes_too_long_is_ended_and_keeps_its_output(runner
     assert 1 <= ended.usage.wall_seconds < 20
 
 
-async def test_output_is_cut_off_and_says_so(runner: KubernetesRunner, cluster: KubernetesStandIn) -> None:
+async def test_truncated_output_is_marked(runner: KubernetesRunner, cluster: KubernetesStandIn) -> None:
     ended = await run(runner, "print('x' * 100_000, end='')")
 
     assert ended.stdout == "x" * 1_000 + "\n[cut off here: 99000 more bytes]"

@@ -120,7 +120,7 @@ def wait_for(line: str, url: str, seconds: float = 30) -> bool:
     return False
 
 
-def test_without_a_running_worker_placing_an_order_says_what_to_do(folder: Path) -> None:
+def test_placing_an_order_without_a_worker_reports_what_to_do(folder: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "corner_shop.place_order", "7", "--embedded"],
         cwd=folder, env=environment(), capture_output=True, text=True, timeout=60,

@@ -296,7 +296,7 @@ async def test_an_overdue_execution_is_scheduled_once_more(
     assert [event.aggregate_id for event in publisher.events] == ["a"]
 
 
-async def test_decisions_are_forgotten_when_nobody_can_ask_for_them(
+async def test_old_decisions_are_deleted(
     coordinator: Coordinator, database: Database, settings: PlatformSection
 ) -> None:
     await coordinator.request("a")

@@ -165,7 +165,7 @@ async def test_more_requests_than_slots_are_all_run(chain: Chain, tmp_path: Path
 
 @pytest.mark.parametrize("fails_after_sending", [False, True], ids=["not sent", "answer lost"])
 @pytest.mark.parametrize("fail_at", range(2, 7))
-async def test_whichever_publishing_fails_the_script_runs_once_and_nothing_is_lost(
+async def test_the_script_runs_once_if_any_publishing_fails(
     chain: Chain, tmp_path: Path, fail_at: int, fails_after_sending: bool
 ) -> None:
     """Scheduled, create command, pod created, completed, result stored; the first call is the request itself."""
@@ -196,7 +196,7 @@ async def test_a_cancelled_execution_has_one_result_at_most(chain: Chain) -> Non
     assert led in {"cancelled", "completed", "failed"}
 
 
-async def test_what_is_rejected_leaves_no_result_and_takes_no_slot(chain: Chain) -> None:
+async def test_a_rejected_request_has_no_result_and_takes_no_slot(chain: Chain) -> None:
     await chain.request("print()", timeout_seconds=86_400)
 
     assert set(chain.broker.ids("execution_rejected"))

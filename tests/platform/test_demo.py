@@ -216,14 +216,14 @@ def seen(**changes: Any) -> Seen:
     return Seen(**usual | changes)
 
 
-def test_a_rerun_of_what_was_in_flight_at_the_kill_is_good() -> None:
+def test_a_rerun_of_an_execution_in_flight_at_the_kill_is_accepted() -> None:
     verdict = Verdict(seen())
 
     assert verdict.good, verdict.faults
     assert (verdict.executed_once, verdict.reruns_after_kill, verdict.lost) == (["a"], ["b"], [])
 
 
-def test_what_the_time_was_too_short_for_is_not_called_lost() -> None:
+def test_unfinished_requests_are_not_reported_as_lost() -> None:
     verdict = Verdict(seen(results={"a": ["completed"], "b": ["failed"]}, over=False))
 
     assert (verdict.lost, verdict.unfinished) == ([], ["c"])
@@ -312,7 +312,7 @@ async def _all_of(topic: str, kafka: KafkaSettings, count: int) -> list[tuple[ob
     return messages
 
 
-async def test_what_a_dead_process_has_counted_stays_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_counts_of_a_dead_process_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     page = 'idempotency_takeovers_total{service="s",event_type="e"} 2.0\nidempotency_in_flight{service="s"} 3.0\n'
     monkeypatch.setattr("examples.demo.metrics._get", lambda port, path: (200, page))
     metrics = Metrics()

@@ -19,7 +19,7 @@ def test_an_event_about_two_executions_is_refused() -> None:
         ResultStored(execution_id="e1", aggregate_id="e2", status="completed")
 
 
-def test_an_event_comes_back_from_the_wire_as_it_was() -> None:
+def test_events_survive_encoding_and_decoding() -> None:
     event = ExecutionRequested(execution_id="e1", script="print('ä')", metadata=EventMetadata(user_id="ann"))
 
     assert EventDecoder([ExecutionRequested]).decode(encode_event(event)) == event

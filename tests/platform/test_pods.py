@@ -117,7 +117,7 @@ async def test_a_pod_is_announced_before_it_runs(worker: Worker) -> None:
     await running
 
 
-async def test_a_rerun_after_a_crash_in_the_run_runs_the_script_again_and_says_so(
+async def test_a_rerun_after_a_crash_runs_the_script_again_and_logs_it(
     worker: Worker, another: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     await cancelled(await worker.begin())
@@ -217,7 +217,7 @@ async def test_deleting_ends_a_run_of_another_worker(worker: Worker, another: Wo
     assert outcome.error_type == "deleted"
 
 
-async def test_what_is_deleted_first_never_runs_and_both_say_the_same(worker: Worker) -> None:
+async def test_an_execution_deleted_first_never_runs_and_both_return_the_same_outcome(worker: Worker) -> None:
     deleted = await worker.pods.delete(DELETE)
     created = await worker.pods.create(CREATE, FIRST)
 
@@ -226,21 +226,21 @@ async def test_what_is_deleted_first_never_runs_and_both_say_the_same(worker: Wo
     assert (deleted.event_id, fingerprint_of(deleted)) == (created.event_id, fingerprint_of(created))
 
 
-async def test_deleting_twice_says_the_same(worker: Worker, another: Worker) -> None:
+async def test_deleting_twice_returns_the_same_outcome(worker: Worker, another: Worker) -> None:
     """The worker died between the commit and the publishing."""
     lost = await worker.pods.delete(DELETE)
 
     assert await another.pods.delete(DELETE) == lost
 
 
-async def test_deleting_what_has_ended_changes_nothing(worker: Worker) -> None:
+async def test_deleting_an_ended_pod_has_no_effect(worker: Worker) -> None:
     outcome = await worker.pods.create(CREATE, FIRST)
 
     assert await worker.pods.delete(DELETE) is None
     assert await worker.pods.create(CREATE, SECOND) == outcome
 
 
-async def test_a_rerun_of_what_was_deleted_meanwhile_does_not_run(worker: Worker, another: Worker) -> None:
+async def test_a_rerun_of_a_deleted_execution_does_not_run(worker: Worker, another: Worker) -> None:
     await cancelled(await worker.begin())
     await another.pods.delete(DELETE)
 
@@ -251,7 +251,7 @@ async def test_a_rerun_of_what_was_deleted_meanwhile_does_not_run(worker: Worker
     assert outcome.stderr == DELETE.reason
 
 
-async def test_a_deleted_pod_that_nobody_runs_is_closed(worker: Worker, another: Worker) -> None:
+async def test_an_orphaned_deleted_pod_is_closed(worker: Worker, another: Worker) -> None:
     """A pod whose worker has died and whose command is not redelivered."""
     await cancelled(await worker.begin())
     await another.pods.delete(DELETE)
@@ -289,7 +289,7 @@ async def test_a_deleted_pod_that_is_reported_is_left_to_its_worker(worker: Work
     await running
 
 
-async def test_what_a_run_has_left_is_discarded_once_its_outcome_is_kept(worker: Worker) -> None:
+async def test_the_remains_of_a_run_are_discarded_after_its_outcome_is_stored(worker: Worker) -> None:
     running = await worker.begin()
     assert worker.runner.discarded == []
     worker.runner.may_end.set()
@@ -299,9 +299,7 @@ async def test_what_a_run_has_left_is_discarded_once_its_outcome_is_kept(worker:
     assert await worker.row() == ("ended", 1)
 
 
-async def test_an_outcome_stands_though_nothing_can_be_discarded(
-    worker: Worker, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_outcome_is_kept_if_discarding_fails(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     worker.runner.cannot_discard = True
 
     outcome = await worker.pods.create(CREATE, FIRST)
@@ -310,7 +308,7 @@ async def test_an_outcome_stands_though_nothing_can_be_discarded(
     assert "is left for the cluster to remove: the cluster is away" in caplog.text
 
 
-async def test_a_rerun_discards_what_a_worker_that_died_has_left(worker: Worker, another: Worker) -> None:
+async def test_a_rerun_discards_the_remains_of_a_dead_worker(worker: Worker, another: Worker) -> None:
     worker.runner.cannot_discard = True
     await worker.pods.create(CREATE, FIRST)
 
@@ -338,7 +336,7 @@ async def test_a_cancelled_run_discards_nothing(worker: Worker) -> None:
     assert worker.runner.discarded == []
 
 
-async def test_a_deleted_pod_that_nobody_runs_is_discarded_before_it_is_closed(worker: Worker, another: Worker) -> None:
+async def test_an_orphaned_deleted_pod_is_discarded_before_it_is_closed(worker: Worker, another: Worker) -> None:
     await cancelled(await worker.begin())
     await another.pods.delete(DELETE)
     await another.nobody_reports_it()
@@ -379,14 +377,14 @@ async def test_another_language_is_a_failure_of_the_request(worker: Worker) -> N
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_a_failure_says_what_kind_it_is(run: Run, error_type: str) -> None:
+def test_a_failure_has_an_error_type(run: Run, error_type: str) -> None:
     outcome = outcome_of(run, CREATE, "id")
 
     assert isinstance(outcome, ExecutionFailed)
     assert outcome.error_type == error_type
 
 
-def test_a_timeout_says_how_long_it_was_allowed() -> None:
+def test_a_timeout_contains_the_time_limit() -> None:
     outcome = outcome_of(Run(RunEnd.TIMED_OUT, -9, usage=ResourceUsage(wall_seconds=5)), CREATE, "id")
 
     assert isinstance(outcome, ExecutionTimeout)

@@ -70,7 +70,7 @@ def is_gone(pid: int) -> bool:
     return True
 
 
-async def test_a_script_tells_what_it_printed_and_used(runner: SubprocessRunner) -> None:
+async def test_a_run_returns_output_and_resource_usage(runner: SubprocessRunner) -> None:
     script = "import sys; x = bytearray(40_000_000); print('out'); print('err', file=sys.stderr)"
 
     ended = await run(runner, script)
@@ -129,7 +129,7 @@ async def test_a_script_does_not_write_larger_files_than_its_limit(settings: Pla
     assert "File too large" in ended.stderr
 
 
-async def test_output_is_cut_off_and_says_so(runner: SubprocessRunner, settings: PlatformSection) -> None:
+async def test_truncated_output_is_marked(runner: SubprocessRunner, settings: PlatformSection) -> None:
     ended = await run(runner, "print('x' * 100_000, end='')")
 
     assert ended.exit_code == 0
@@ -149,13 +149,13 @@ async def test_a_script_that_floods_is_ended_and_takes_no_memory_here(settings: 
     assert psutil.Process().memory_info().rss - before < 20_000_000
 
 
-async def test_output_that_is_no_text_is_kept_as_text(runner: SubprocessRunner) -> None:
+async def test_binary_output_is_converted_to_text(runner: SubprocessRunner) -> None:
     ended = await run(runner, r"import sys; sys.stdout.buffer.write(b'a\x00b\xff\xfe')")
 
     assert ended.stdout == "a\ufffdb\ufffd\ufffd"
 
 
-async def test_a_pod_that_is_stopped_tells_what_it_had_printed(
+async def test_a_stopped_pod_returns_its_output(
     runner: SubprocessRunner, tmp_path: Path, new_children: Callable[[], list[psutil.Process]]
 ) -> None:
     stop, begun = asyncio.Event(), tmp_path / "begun"
@@ -176,7 +176,7 @@ def new_children() -> Callable[[], list[psutil.Process]]:
     return lambda: [child for child in psutil.Process().children() if child not in before]
 
 
-async def test_what_a_script_has_started_ends_with_it(runner: SubprocessRunner, tmp_path: Path) -> None:
+async def test_child_processes_end_with_the_script(runner: SubprocessRunner, tmp_path: Path) -> None:
     """It has left the process group and lost its parent, but not its reaper."""
     pid_file = tmp_path / "pid"
 
@@ -254,7 +254,7 @@ async def test_a_script_does_not_outlive_a_killed_worker(tmp_path: Path) -> None
     await until(lambda: folders(tmp_path) == [])
 
 
-async def test_a_script_dies_even_if_nobody_is_left_to_end_it(tmp_path: Path) -> None:
+async def test_a_script_dies_with_its_supervisor(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     script = f"import os, time; print(os.getpid(), file=open({str(pid_file)!r}, 'w'), flush=True); time.sleep(600)"
     here = Path(__file__).parents[2]

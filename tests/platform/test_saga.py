@@ -79,7 +79,7 @@ async def test_a_scheduled_execution_gets_its_pod(orchestrator: Orchestrator) ->
     assert command.metadata.correlation_id == REQUESTED.event_id
 
 
-async def test_nothing_is_commanded_before_the_execution_is_scheduled(orchestrator: Orchestrator) -> None:
+async def test_no_command_is_published_before_the_execution_is_scheduled(orchestrator: Orchestrator) -> None:
     assert await orchestrator.handle(REQUESTED) is SagaState.CREATED
     assert orchestrator.publisher.events == []
 
@@ -115,7 +115,7 @@ async def test_a_cancelled_execution_loses_its_pod(orchestrator: Orchestrator) -
     assert await orchestrator.state() is SagaState.CANCELLED
 
 
-async def test_what_was_cancelled_before_it_was_scheduled_never_runs(orchestrator: Orchestrator) -> None:
+async def test_an_execution_cancelled_before_scheduling_never_runs(orchestrator: Orchestrator) -> None:
     for event in (CANCELLED, REQUESTED, SCHEDULED):
         await orchestrator.handle(event)
 
@@ -132,7 +132,7 @@ async def test_what_was_cancelled_before_it_was_scheduled_never_runs(orchestrato
         for again in path[: reached + 1]
     ],
 )
-async def test_any_event_may_come_again_at_any_state(
+async def test_any_event_can_be_redelivered_in_any_state(
     orchestrator: Orchestrator, path: list[BaseEvent], again: BaseEvent
 ) -> None:
     for event in path:
@@ -245,7 +245,7 @@ def test_a_saga_only_moves_forward(state: SagaState, target: SagaState) -> None:
 
 
 @pytest.mark.parametrize("state", SagaState)
-def test_what_is_owed_follows_from_the_state(state: SagaState) -> None:
+def test_the_pending_command_follows_from_the_state(state: SagaState) -> None:
     command = owed(state, has_request=True)
 
     assert (command is not None) == (state in AFTER_PUBLISHING)

@@ -106,7 +106,7 @@ def test_the_settings_decide_whether_records_are_in_the_platforms_database(
         ("postgresql://db/shop", "sqlite+aiosqlite:///platform.db", "INFO", "commit before their records"),
     ],
 )
-async def test_the_log_says_whether_records_and_results_commit_together(
+async def test_the_log_reports_whether_records_and_results_commit_together(
     store: str, platform: str, level: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "providers")

@@ -75,7 +75,7 @@ def test_the_jobs_own_deadline_is_behind_all_others() -> None:
     assert deadline_seconds(command(timeout_seconds=86_400), SETTINGS) > 86_400 + SETTINGS.kubernetes.start_seconds
 
 
-def test_nothing_in_it_looks_like_a_variable_to_the_cluster() -> None:
+def test_the_job_contains_no_variable_references() -> None:
     assert "$" not in json.dumps(job(script="print('$(HOME) $$')"))
 
 
@@ -102,7 +102,7 @@ def test_the_image_is_that_of_the_version(version: str, image: str) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"language": "cobol"}, {"language_version": "2.7"}], ids=["language", "version"])
-def test_what_has_no_image_is_refused(fields: dict[str, str]) -> None:
+def test_a_language_without_an_image_is_refused(fields: dict[str, str]) -> None:
     with pytest.raises(UnsupportedLanguageError, match=r"unsupported language .*; supported: python"):
         job(**fields)
 

@@ -132,7 +132,7 @@ async def test_asked_to_end_it_ends_its_script_first(folder: Path) -> None:
     assert json.loads((folder.parent / "report").read_text())["end"] == "terminated"
 
 
-async def test_what_the_script_has_started_ends_with_it(folder: Path) -> None:
+async def test_descendants_of_the_script_end_with_it(folder: Path) -> None:
     script = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
 
     _, output, report = ended(folder, script)
@@ -141,7 +141,7 @@ async def test_what_the_script_has_started_ends_with_it(folder: Path) -> None:
     await eventually(lambda: not psutil.pid_exists(int(output)) or psutil.Process(int(output)).status() == "zombie")
 
 
-def test_who_gets_away_does_not_keep_it(folder: Path) -> None:
+def test_an_escaped_process_does_not_keep_the_output_open(folder: Path) -> None:
     """In a container, all processes end with the first."""
     script = "import subprocess; print(subprocess.Popen(['sleep', '5'], start_new_session=True).pid)"
 

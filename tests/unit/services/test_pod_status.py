@@ -74,7 +74,7 @@ def test_a_deleted_pod_without_a_report_is_lost() -> None:
     assert run_of(seen, b"", 10).end is RunEnd.LOST
 
 
-def test_usage_is_what_the_report_says_or_the_cluster_knows() -> None:
+def test_usage_comes_from_the_report_or_the_cluster() -> None:
     with_report = run_of(pod({"exitCode": 0, "message": reported()}), b"", 10)
     without = run_of(pod({"exitCode": 0}), b"", 10)
     never_begun = run_of(pod({"exitCode": 128, "startedAt": None}), b"", 10)
