@@ -16,7 +16,7 @@ from dishka import Provider, Scope
 from examples.billing import containers
 from examples.billing.handlers import OrderPlaced
 from examples.billing.payments import Audit, Payments
-from examples.replay_dead_letters import letters, replay
+from examples.replay_dead_letters import dead_letters, replay
 from integr8s_idem import BaseEvent, EventPublisher, Settings, load_settings
 from integr8s_idem.runtime import ServiceGroup
 from integr8s_idem.worker import ServiceReport

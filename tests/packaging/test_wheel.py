@@ -94,7 +94,7 @@ def test_away_from_the_checkout_the_first_minute_charges_once(elsewhere: Path, t
 def test_away_from_the_checkout_the_command_tells_what_an_error_means(elsewhere: Path) -> None:
     told = run_in(elsewhere, "-m", "integr8s_idem", "errors", "docs/reference/errors.md#leaselosterror")
 
-    assert told.startswith("LeaseLostError\n\nA run lost its reservation before its end")
+    assert told.startswith("LeaseLostError\n\nA run lost its reservation before it finished")
 
 
 def test_away_from_the_checkout_the_command_tells_its_version(elsewhere: Path) -> None:
