@@ -56,14 +56,14 @@ def test_there_is_no_sql_to_show() -> None:
     answer = typed("sql")
 
     assert answer.exit_code == 2
-    assert 'a store of kind "dynamodb" speaks no SQL' in answer.stderr
+    assert 'a store of kind "dynamodb" does not use SQL' in answer.stderr
 
 
 def test_there_is_nothing_to_purge() -> None:
     told, as_json = typed("purge"), typed("purge", "--json")
 
     assert (told.exit_code, as_json.exit_code) == (0, 0)
-    assert "DynamoDB deletes records by itself" in told.stdout
+    assert "DynamoDB deletes expired records itself" in told.stdout
     assert json.loads(as_json.stdout) == {"kind": "dynamodb", "purged": 0}
 
 

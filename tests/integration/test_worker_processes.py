@@ -210,7 +210,7 @@ async def test_a_handler_that_cannot_be_cancelled_does_not_keep_the_process_aliv
         worker.terminate()
 
         assert await asyncio.to_thread(worker.wait, 60) == 1
-        assert "do not end" in worker.output
+        assert "exiting with handlers that are still running" in worker.output
 
 
 async def test_a_running_worker_moves_its_metrics_and_tells_its_health(setting: Setting) -> None:

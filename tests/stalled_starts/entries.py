@@ -44,6 +44,7 @@ from integr8s_idem.integrations.aiokafka import guarded as guarded_by_aiokafka
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.integrations.confluent import guarded as guarded_by_confluent
 from integr8s_idem.integrations.dishka import (
+    EventContextProvider,
     FromDishka,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
@@ -361,6 +362,7 @@ async def _container(
     given.provide(lambda: FakePublisher(broker), provides=EventPublisher)
     container = make_async_container(
         TelemetryProvider(),
+        EventContextProvider(),
         IdempotencyProvider(),
         dispatching,
         provider,
