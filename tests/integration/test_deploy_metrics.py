@@ -243,7 +243,7 @@ def test_a_dead_letter_and_nothing_else_fires_an_alert_that_says_what_to_do(prom
         ("IdempotencyDeadLetters", "malformed")
     }
     assert by_service.keys() == {"coordinator", "saga-orchestrator"}
-    assert by_service["coordinator"]["annotations"]["summary"] == "coordinator has given messages up: malformed."
+    assert by_service["coordinator"]["annotations"]["summary"] == "coordinator dead-letters messages: malformed."
 
 
 def test_a_browser_shows_every_panel_beside_the_others(

@@ -162,17 +162,24 @@ def test_whoever_comes_to_a_part_sees_what_it_is_made_of_and_who_asks_for_it(bro
 
     assert browser.script(LIT) == {
         "is-chosen": ["IdempotencyManager"],
-        "is-needed": ["IdempotencyConfig", "IdempotencyRepository", "ServiceName", "Settings"],
-        "asks": ["EventDispatcher", "Steps"],
+        "is-needed": ["IdempotencyConfig", "IdempotencyRepository", "Observer", "ServiceName", "Settings"],
+        "asks": ["EventDispatcher", "Steps", "TransactionResources"],
     }
-    # What it is made of: four that it needs itself, and what the two made ones among them need.
-    assert browser.script("return document.querySelectorAll('#service-1 .wires path.needs').length") == 4 + 2 + 2
-    assert browser.script("return document.querySelectorAll('#service-1 .wires path.asks').length") == 2
+    # What it is made of: four that it needs itself, and what the three made ones among them need.
+    assert browser.script("return document.querySelectorAll('#service-1 .wires path.needs').length") == 4 + 2 + 2 + 2
+    assert browser.script("return document.querySelectorAll('#service-1 .wires path.asks').length") == 3
 
     browser.script("arguments[0].focus()", button(browser, 1, "Steps"))
     assert browser.script(LIT) == {
         "is-chosen": ["Steps"],
-        "is-needed": ["IdempotencyConfig", "IdempotencyManager", "IdempotencyRepository", "ServiceName", "Settings"],
+        "is-needed": [
+            "IdempotencyConfig",
+            "IdempotencyManager",
+            "IdempotencyRepository",
+            "Observer",
+            "ServiceName",
+            "Settings",
+        ],
         "asks": [],
     }
 
