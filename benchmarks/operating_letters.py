@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from integr8s_idem import load_settings
-from tests.support.dead_letters import Dlq, letter_of, post
+from tests.support.dead_letters import Dlq, dead_letter_of, post
 from tests.support.kafka import Kafka, KafkaBroker
 from tests.support.redis import RedisServer
 
@@ -81,7 +81,7 @@ async def figures(
         f'[kafka]\nbootstrap_servers = "{kafka.bootstrap}"\ntopic_prefix = "{prefix}"\n[store]\nurl = "{redis_url}"\n'
     )
     await kafka.create_topics({source: PARTITIONS, f"{source}.dlq": PARTITIONS, f"{prefix}empty.dlq": 1})
-    many = (letter_of(number, topic=source, filling="x" * filling) for number in range(dead_letters))
+    many = (dead_letter_of(number, topic=source, filling="x" * filling) for number in range(dead_letters))
     await post(load_settings(dlq.settings).kafka, many)
     return {
         name: await asyncio.to_thread(measured, dlq, *typed) for name, typed in COMMANDS.items() if name in commands

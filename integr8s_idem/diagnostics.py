@@ -86,11 +86,11 @@ class Finding:
     what: str
     cost: str
     """What it can cost; empty for what costs nothing."""
-    mend: str
+    remedy: str
     """What to set, or to do; empty if nothing is."""
 
     def __str__(self) -> str:
-        return in_one_line(self.what, self.cost, self.mend)
+        return in_one_line(self.what, self.cost, self.remedy)
 
 
 class StoreWarning(str):
@@ -99,17 +99,17 @@ class StoreWarning(str):
     code: Code
     what: str
     cost: str
-    mend: str
+    remedy: str
 
-    def __new__(cls, code: Code, what: str, cost: str, mend: str) -> StoreWarning:
-        self = super().__new__(cls, in_one_line(what, cost, mend))
-        self.code, self.what, self.cost, self.mend = code, what, cost, mend
+    def __new__(cls, code: Code, what: str, cost: str, remedy: str) -> StoreWarning:
+        self = super().__new__(cls, in_one_line(what, cost, remedy))
+        self.code, self.what, self.cost, self.remedy = code, what, cost, remedy
         return self
 
     def __getnewargs__(self) -> tuple[Code, str, str, str]:  # type: ignore[override]  # for pickle and copy
-        return self.code, self.what, self.cost, self.mend
+        return self.code, self.what, self.cost, self.remedy
 
 
-def in_one_line(what: str, cost: str, mend: str) -> str:
+def in_one_line(what: str, cost: str, remedy: str) -> str:
     """As a sentence: what it is, what it can cost, what to do."""
-    return what.rstrip(".") + (f": {cost}" if cost else "") + (f"; {mend}" if mend else "")
+    return what.rstrip(".") + (f": {cost}" if cost else "") + (f"; {remedy}" if remedy else "")

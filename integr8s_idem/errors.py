@@ -454,7 +454,7 @@ class ResultNotStoredError(StoreUnavailableError):
 
 @_with_fields
 class StoreConfigurationError(StoreError):
-    """The store refuses us for a reason that waiting does not mend: credentials, permissions, settings."""
+    """The store refuses requests for a reason that does not pass: credentials, permissions, settings."""
 
     operation: str
     reason: str

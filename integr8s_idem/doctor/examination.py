@@ -122,5 +122,5 @@ def _without_secrets(finding: Finding, secrets: list[str]) -> Finding:
         where=hidden(finding.where),
         what=hidden(finding.what),
         cost=hidden(finding.cost),
-        mend=hidden(finding.mend),
+        remedy=hidden(finding.remedy),
     )

@@ -44,7 +44,7 @@ def as_json(findings: Sequence[Finding]) -> str:
                 "where": finding.where,
                 "what": finding.what,
                 "cost": finding.cost,
-                "remedy": finding.mend,
+                "remedy": finding.remedy,
             }
             for finding in findings
         ],

@@ -96,7 +96,7 @@ def _without_worker_settings(finding: Finding) -> Finding:
     """Downgrade the finding about the journal mode, which a worker sets at start but the doctor does not."""
     if finding.code is not Code.STORE_JOURNAL:
         return finding
-    return replace(finding, severity=Severity.INFO, cost="", mend="a worker enables WAL at start")
+    return replace(finding, severity=Severity.INFO, cost="", remedy="a worker enables WAL at start")
 
 
 def refusal(error: StoreError, settings: Settings, where: str = STORE) -> Finding:
@@ -143,7 +143,7 @@ def _health_findings(health: StoreHealth) -> list[Finding]:
 
 def _warning_finding(warning: str) -> Finding:
     if isinstance(warning, StoreWarning):
-        return Finding(warning.code, Severity.WARNING, STORE, warning.what, warning.cost, warning.mend)
+        return Finding(warning.code, Severity.WARNING, STORE, warning.what, warning.cost, warning.remedy)
     return Finding(Code.STORE_WARNING, Severity.WARNING, STORE, warning, "", "")
 
 

@@ -101,7 +101,7 @@ def guarded(
 
     Raises:
         ApplicationError: It is called in an event loop's thread, or a delivery was neither run nor skipped.
-        KafkaException: The consumer has an error that it does not mend by itself.
+        KafkaException: The consumer has an error that it does not recover from by itself.
     """
     if in_a_loop():
         raise ApplicationError("a loop of confluent-kafka would stop the event loop it is called in: use a thread")

@@ -136,7 +136,7 @@ class WorkerHarness:
         if topic not in topics:
             raise ApplicationError(
                 f"no service of this harness reads {topic}; they read: {', '.join(sorted(topics))}. "
-                "Name the service that does, or mend [kafka] topic_prefix"
+                "Name the service that does, or fix [kafka] topic_prefix"
             )
         self._here.world.broker.append(topic, key, value, headers, partition=partition)
 

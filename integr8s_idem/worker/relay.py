@@ -135,7 +135,7 @@ class _DamagedRowError(Exception):
     def __str__(self) -> str:
         return (
             f"row {self.one.id} of the outbox is damaged, and what else has its Kafka key waits with it: "
-            f"{self.one.fault}; mend the row, or delete it"
+            f"{self.one.fault}; fix the row, or delete it"
         )
 
 

@@ -29,7 +29,7 @@ class Record:
     until: str = ""
     """Commits of the first and the last run, as `commit` tells them."""
     violations: list[str] = field(default_factory=list)
-    """Promises that were broken and not looked into yet; a person removes them, after mending."""
+    """Promises that were broken and not looked into yet; a person removes them after a fix."""
 
     def add(self, first: int, count: int, figures: Figures, seconds: float) -> None:
         """Runs `first` to `first + count - 1` went well."""

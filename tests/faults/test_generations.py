@@ -46,7 +46,7 @@ class OrderPaid(BaseEvent):
 
 
 class Till:
-    """A service with handlers that fail until they are mended."""
+    """A service with handlers that fail until they are fixed."""
 
     def __init__(self, *handlers: str, attempts: int = 1) -> None:
         self.here = guarded(max_attempts=attempts)

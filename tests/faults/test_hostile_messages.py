@@ -327,7 +327,7 @@ async def test_a_header_name_that_is_no_utf8_stops_its_partition_with_an_alarm_a
         await workload.publish_round()
 
         others = {work for work in workload.published if workload.partition_of(work) != damaged}
-        await eventually(lambda: workload.effects.done() >= others, state=workload.told)
+        await eventually(lambda: workload.effects.done() >= others, state=workload.snapshot)
 
         assert observer.counts[Signal.PARTITION_DAMAGED] == 1
         assert workload.effects.done() == others

@@ -124,7 +124,7 @@ async def test_a_damaged_batch_stops_its_partition_with_an_alarm_and_no_other(ne
     [damaged] = [place for place in member.worker._partitions.assignments.values() if place.damaged]
 
     others = {work for work in workload.published if workload.partition_of(work) != damaged.partition.partition}
-    await eventually(lambda: workload.effects.done() >= others, state=workload.told)
+    await eventually(lambda: workload.effects.done() >= others, state=workload.snapshot)
 
     assert observer.counts[Signal.PARTITION_DAMAGED] == 1
     assert "poisoned" not in workload.effects.done()

@@ -92,7 +92,7 @@ REFUSALS: dict[str, tuple[Step, Step, str]] = {
 async def test_a_server_that_refuses_writes_pauses_the_worker_and_nothing_is_run(
     server: RedisServer, effects: Effects, code: str
 ) -> None:
-    spoil, mend, reason = REFUSALS[code]
+    spoil, restore, reason = REFUSALS[code]
     async with open_redis_shop(effects, server.address) as shop:
         shop.order(3)
         await shop.settled()
@@ -104,7 +104,7 @@ async def test_a_server_that_refuses_writes_pauses_the_worker_and_nothing_is_run
             assert not await _opens_within(shop, 1.0)
             assert len(shop.effects.done()) == 3
         finally:
-            await asyncio.to_thread(mend, server)
+            await asyncio.to_thread(restore, server)
 
         await shop.settled()
 
@@ -125,7 +125,7 @@ async def _opens_within(shop: RedisShop, seconds: float) -> bool:
 async def test_a_server_that_refuses_completions_gets_them_once_it_takes_them(
     server: RedisServer, effects: Effects, code: str
 ) -> None:
-    spoil, mend, reason = REFUSALS[code]
+    spoil, restore, reason = REFUSALS[code]
     held = Held()
     async with open_redis_shop(effects, server.address, behave=held) as shop:
         events = shop.order(6)
@@ -137,7 +137,7 @@ async def test_a_server_that_refuses_completions_gets_them_once_it_takes_them(
             assert len(shop.effects.done()) == 6
             assert shop.acknowledged == 0
         finally:
-            await asyncio.to_thread(mend, server)
+            await asyncio.to_thread(restore, server)
         await shop.settled()
 
         shop.publish(*events)
@@ -197,7 +197,7 @@ async def test_a_server_that_loads_its_data_is_waited_for(effects: Effects) -> N
 
             shop.order(10)
             # Its first answer may come too late on a busy machine; the next look tells why.
-            await eventually(lambda: "Redis is loading its data" in shop.reason, state=shop.told)
+            await eventually(lambda: "Redis is loading its data" in shop.reason, state=shop.snapshot)
             assert shop.state == "paused"
             await shop.settled()
 

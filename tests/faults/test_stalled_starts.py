@@ -100,7 +100,7 @@ async def test_a_worker_that_wakes_after_its_events_were_done_elsewhere_starts_n
         await pair.settled(EVENTS)
 
         later = [line for line in pair.effects.lines()[len(before) :] if line.what == "begin"]
-        assert [line.work for line in later] == ["last"], pair.told()
+        assert [line.work for line in later] == ["last"], pair.snapshot()
         attempts = {line.work: line.attempt for line in before if line.what == "begin"}
         assert set(attempts.values()) == {1, 2}
         assert pair.effects.judge(pair.given)["lost"] == 0
@@ -126,7 +126,7 @@ async def test_of_events_behind_a_handler_that_blocks_its_loop_none_runs_on_both
         on_both = {work for work, pids in _processes_by_work(pair).items() if len(pids) == 2}
         # What ended just before the loop was blocked could not be recorded any more.
         ended = _ended_before("blocked", pair)
-        assert on_both - ended == {"blocked"}, pair.told()
+        assert on_both - ended == {"blocked"}, pair.snapshot()
         assert pair.effects.judge(pair.given)["repeats"] == len(on_both)
 
 

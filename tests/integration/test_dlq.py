@@ -23,7 +23,7 @@ from integr8s_idem.worker.kafka_protocols import Partition
 from tests.packaging.repository import code_blocks
 from tests.support.broken_shop import NoSuchCardError
 from tests.support.conditions import eventually
-from tests.support.dead_letters import ROOT, Dlq, letter_of, post
+from tests.support.dead_letters import ROOT, Dlq, dead_letter_of, post
 from tests.support.kafka import Kafka, KafkaBroker
 from tests.support.processes import ServiceProcess
 from tests.support.replays import SECRET
@@ -166,8 +166,8 @@ async def test_a_dead_letter_is_found_explained_and_after_the_fix_handled_exactl
 async def test_an_export_is_lossless_and_does_not_overwrite_files(
     dlq: Dlq, source: str, settings: KafkaSettings, tmp_path: Path
 ) -> None:
-    odd = letter_of(2, topic=source, more=[("odd", b"\xff\x00"), ("odd", b"twice")])
-    await post(settings, [letter_of(1, topic=source), odd])
+    odd = dead_letter_of(2, topic=source, more=[("odd", b"\xff\x00"), ("odd", b"twice")])
+    await post(settings, [dead_letter_of(1, topic=source), odd])
     file = tmp_path / "dead-letters.jsonl"
 
     first = await dlq.typed("export", "--output", str(file), "--topic", "order_placed")
@@ -187,7 +187,7 @@ async def test_an_export_is_lossless_and_does_not_overwrite_files(
 
 
 async def test_dead_letters_are_selected_by_time_and_place(dlq: Dlq, source: str, settings: KafkaSettings) -> None:
-    await post(settings, [letter_of(number, topic=source) for number in range(5)])
+    await post(settings, [dead_letter_of(number, topic=source) for number in range(5)])
     everything = (await dlq.typed("list", "--json")).lines
     middle, last = everything[2], everything[4]
 
@@ -229,7 +229,7 @@ async def test_dead_letters_of_a_deleted_topic_are_skipped_and_no_topic_is_creat
     dlq: Dlq, kafka: Kafka, topic_prefix: str, settings: KafkaSettings
 ) -> None:
     await kafka.create_topics({f"{topic_prefix}gone.dlq": 1})
-    await post(settings, [letter_of(1, topic=f"{topic_prefix}gone")])
+    await post(settings, [dead_letter_of(1, topic=f"{topic_prefix}gone")])
 
     answers = [await dlq.typed("replay", "--yes", "--json") for _ in range(2)]
 
@@ -262,7 +262,7 @@ def on_a_terminal(dlq: Dlq, *arguments: str, answer: bytes) -> tuple[int, str]:
 async def test_on_a_terminal_replay_counts_and_asks_for_confirmation(
     dlq: Dlq, source: str, settings: KafkaSettings
 ) -> None:
-    await post(settings, [letter_of(number, topic=source) for number in range(3)])
+    await post(settings, [dead_letter_of(number, topic=source) for number in range(3)])
     refused, asked = await dlq.typed("replay"), dlq.audit
 
     no = await asyncio.to_thread(on_a_terminal, dlq, "replay", answer=b"n\n")
@@ -281,7 +281,7 @@ async def test_on_a_terminal_replay_counts_and_asks_for_confirmation(
 async def test_progress_on_the_terminal_does_not_mix_with_piped_output(
     dlq: Dlq, source: str, settings: KafkaSettings
 ) -> None:
-    await post(settings, [letter_of(number, topic=source) for number in range(50)])
+    await post(settings, [dead_letter_of(number, topic=source) for number in range(50)])
 
     def piped() -> tuple[list[str], bytes]:
         master, slave = pty.openpty()
@@ -311,7 +311,7 @@ async def test_an_interrupted_replay_reports_its_progress_and_the_next_replay_co
     )
     source, settings = f"{topic_prefix}order_placed", kafka_settings(own_kafka, topic_prefix)
     await own_kafka.create_topics({source: 1, f"{source}.dlq": 1})
-    await post(settings, (letter_of(number, topic=source, filling="x" * 8_000) for number in range(count)))
+    await post(settings, (dead_letter_of(number, topic=source, filling="x" * 8_000) for number in range(count)))
 
     async def in_the_middle(dlq: Dlq) -> asyncio.subprocess.Process:
         """Start a replay, and return once it publishes."""
@@ -360,7 +360,7 @@ TYPED = [shlex.split(line)[2:] for line in PAGE.splitlines() if line.strip().sta
 async def test_the_commands_in_the_guide_work(
     dlq: Dlq, source: str, settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    await post(settings, [letter_of(number, topic=source, error=NoSuchCardError("no")) for number in range(20)])
+    await post(settings, [dead_letter_of(number, topic=source, error=NoSuchCardError("no")) for number in range(20)])
     monkeypatch.chdir(tmp_path)
 
     for words in TYPED:
@@ -383,7 +383,7 @@ async def test_the_code_in_the_guide_replays_a_dead_letter(settings: KafkaSettin
     publisher, repository = EventPublisher(settings), MemoryIdempotencyRepository()
     manager = IdempotencyManager(repository=repository, scope="billing")
 
-    history = await page["put_back"](letter_of(5, topic=source), Settings(kafka=settings), publisher, manager)
+    history = await page["put_back"](dead_letter_of(5, topic=source), Settings(kafka=settings), publisher, manager)
     await publisher.close()
 
     assert history == {}

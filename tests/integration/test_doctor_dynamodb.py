@@ -145,7 +145,7 @@ async def test_a_table_that_is_not_there_is_found(sound: DynamodbStoreSettings) 
     (only,) = await found_in_store(sound.model_copy(update={"table": f"idem-{uuid4().hex}"}))
 
     assert (only.code, only.severity) == (Code.SCHEMA_MISSING, Severity.ERROR)
-    assert "store migrate" in only.mend
+    assert "store migrate" in only.remedy
 
 
 @pytest.mark.parametrize(("key", "type_"), [("pk", "S"), ("key", "B")])

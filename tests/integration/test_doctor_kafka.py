@@ -122,7 +122,7 @@ async def test_a_codec_that_the_installed_client_cannot_read_is_found(
 
     assert (only.code, only.severity, only.where) == (Code.CODEC_UNREADABLE, Severity.ERROR, f"topic {shop.topic}")
     assert "compression.type = zstd" in only.what
-    assert "pip install 'cramjam>=2.8'" in only.mend
+    assert "pip install 'cramjam>=2.8'" in only.remedy
 
 
 async def test_a_session_timeout_that_the_brokers_refuse_is_found(shop: Shop) -> None:

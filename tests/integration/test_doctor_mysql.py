@@ -87,7 +87,7 @@ async def test_a_sound_database_has_no_findings(database: MariadbServer) -> None
 
 
 @pytest.mark.parametrize(
-    ("planted", "mended", "code", "says"),
+    ("planted", "fixed", "code", "says"),
     [
         ("innodb_flush_log_at_trx_commit = 2", "innodb_flush_log_at_trx_commit = 1", "store-late-sync", "is 2"),
         ("sync_binlog = 0", "sync_binlog = 1", "store-late-sync", "is 0"),
@@ -95,11 +95,11 @@ async def test_a_sound_database_has_no_findings(database: MariadbServer) -> None
     ],
 )
 async def test_a_server_that_gives_up_safety_is_found(
-    database: MariadbServer, planted: str, mended: str, code: str, says: str
+    database: MariadbServer, planted: str, fixed: str, code: str, says: str
 ) -> None:
     await run(database, f"SET GLOBAL {planted}")
     found = await found_by(database)
-    await run(database, f"SET GLOBAL {mended}")
+    await run(database, f"SET GLOBAL {fixed}")
 
     assert codes(found) == [code]
     assert says in found[1].what
@@ -223,7 +223,7 @@ async def test_clocks_that_differ_are_found(database: MariadbServer, shift: floa
 
 
 @pytest.mark.parametrize(
-    ("planted", "mended", "status", "code"),
+    ("planted", "fixed", "status", "code"),
     [
         ("SET GLOBAL sync_binlog = 0", "SET GLOBAL sync_binlog = 1", 1, "store-late-sync"),
         ("RENAME TABLE idempotency_store TO old", "RENAME TABLE old TO idempotency_store", 2, "schema-missing"),
@@ -231,10 +231,10 @@ async def test_clocks_that_differ_are_found(database: MariadbServer, shift: floa
     ],
 )
 def test_the_command_ends_with_its_status(
-    database: MariadbServer, typed: Typed, planted: str, mended: str, status: int, code: str
+    database: MariadbServer, typed: Typed, planted: str, fixed: str, status: int, code: str
 ) -> None:
     asyncio.run(run(database, planted))
     answer = typed(settings_of(database))
-    asyncio.run(run(database, mended))
+    asyncio.run(run(database, fixed))
 
     assert (answer.status, answer.codes[0]) == (status, code)

@@ -127,7 +127,7 @@ async def test_more_replicas_than_there_are_cannot_be_waited_for(cluster: RedisC
     (only,) = await found_in_store(settings)
 
     assert (only.code, only.severity) == (Code.STORE_TOO_FEW_REPLICAS, Severity.ERROR)
-    assert only.mend == "bring the replicas back, or lower wait_replicas in [store]"
+    assert only.remedy == "bring the replicas back, or lower wait_replicas in [store]"
 
 
 @pytest.mark.scenario(50)

@@ -308,7 +308,7 @@ async def test_the_doctor_does_not_change_the_journal_mode_of_a_sqlite_file(tmp_
     with closing(sqlite3.connect(settings.path)) as file:
         assert file.execute("PRAGMA journal_mode").fetchone() == ("delete",)
     assert codes(found) == []
-    assert [one.mend for one in found if one.code is Code.STORE_JOURNAL] == ["a worker enables WAL at start"]
+    assert [one.remedy for one in found if one.code is Code.STORE_JOURNAL] == ["a worker enables WAL at start"]
 
 
 async def test_a_locked_sqlite_file_is_found_with_a_remedy(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ async def test_a_locked_sqlite_file_is_found_with_a_remedy(tmp_path: Path) -> No
         (only,) = await found_in_store(settings)
 
     assert only.code is Code.STORE_UNAVAILABLE
-    assert only.mend == "let it end, or raise store.lock_timeout_seconds"
+    assert only.remedy == "let it end, or raise store.lock_timeout_seconds"
 
 
 async def test_a_sound_sqlite_file_has_no_findings(tmp_path: Path) -> None:

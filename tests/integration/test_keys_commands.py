@@ -40,7 +40,7 @@ def spoil(url: str, key: str) -> None:
 def test_every_record_is_listed_with_its_state(desk: Desk) -> None:
     desk.fill()
 
-    found = {one["label"]: one for one in desk.told("list")}
+    found = {one["label"]: one for one in desk.json_lines("list")}
 
     assert {label: (one["status"], one["lease"]) for label, one in found.items()} == {
         "order_placed:1": ("completed", None),
@@ -71,7 +71,7 @@ def test_every_record_is_listed_with_its_state(desk: Desk) -> None:
 def test_records_are_listed_by_filter(desk: Desk, filters: tuple[str, ...], labels: list[str]) -> None:
     desk.fill()
 
-    assert sorted(one["label"] for one in desk.told("list", *filters)) == labels
+    assert sorted(one["label"] for one in desk.json_lines("list", *filters)) == labels
 
 
 def test_a_list_in_a_pipe_has_one_line_per_record_and_a_summary_on_stderr(desk: Desk) -> None:
@@ -89,7 +89,7 @@ def test_a_list_in_a_pipe_has_one_line_per_record_and_a_summary_on_stderr(desk: 
 def test_show_prints_the_whole_record(desk: Desk) -> None:
     desk.fill()
 
-    (shown,) = desk.told("show", "order_placed:1")
+    (shown,) = desk.json_lines("show", "order_placed:1")
     missing = desk.typed("show", "nothing")
 
     assert shown["result"]["text"] == LONG.body.decode()
@@ -102,7 +102,7 @@ def test_internal_entries_of_the_store_are_not_listed(desk: Desk) -> None:
     desk.fill()
     desk.do(lambda store: store.ping())
 
-    assert len(desk.told("list")) == 5
+    assert len(desk.json_lines("list")) == 5
 
 
 # Explain.
@@ -214,11 +214,11 @@ def test_a_corrupt_record_is_listed_and_explained(tmp_path: Path, redis_url: str
     desk.fill()
     spoil(redis_url, "idempotency:billing::broken")
 
-    (listed,) = desk.told("list", "--status", "corrupt")
+    (listed,) = desk.json_lines("list", "--status", "corrupt")
     explained = desk.explained("broken")
 
     assert (listed["label"], listed["reason"]) == ("broken", "it was written by another program")
-    assert len(desk.told("list")) == 6
+    assert len(desk.json_lines("list")) == 6
     assert explained["records"][0]["next_delivery"] == "would not be handled: CorruptRecordError"
     assert desk.explained("idempotency:billing::broken")["records"][0]["status"] == "corrupt"
 
@@ -234,7 +234,7 @@ def test_release_ends_the_leases_of_an_owner_and_keeps_attempts(desk: Desk) -> N
     answer = desk.changing("release", "--owner", "billing@host-7", "--yes", "--json")
 
     assert json.loads(answer.stdout)["released"] == 2
-    leases = {one["label"]: (one["lease"], one["attempt"]) for one in desk.told("list")}
+    leases = {one["label"]: (one["lease"], one["attempt"]) for one in desk.json_lines("list")}
     assert leases == {"a": ("released", 1), "b": ("released", 1), "c": ("held", 1)}
     assert desk.take("a").attempt == 2
     begun, ended = desk.audited()
@@ -253,7 +253,7 @@ def test_recently_renewed_leases_are_released_only_with_force(desk: Desk) -> Non
     assert "skipped: 1 renewed recently: the owner seems to be alive" in skipped.stderr
 
     assert json.loads(desk.changing("release", "a", "--yes", "--force", "--json").stdout)["released"] == 1
-    assert desk.told("list")[0]["lease"] == "released"
+    assert desk.json_lines("list")[0]["lease"] == "released"
 
 
 def test_release_requires_a_key_or_an_owner(desk: Desk) -> None:

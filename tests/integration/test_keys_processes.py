@@ -109,7 +109,7 @@ def test_nothing_is_released_without_confirmation(desk: Desk, answer: str | None
         assert terminal.wait() == 1
 
     assert "nothing was changed" in terminal.said
-    assert next(one for one in desk.told("list") if one["label"] == "held")["lease"] == "held"
+    assert next(one for one in desk.json_lines("list") if one["label"] == "held")["lease"] == "held"
     assert audited(desk) == []
 
 
@@ -129,7 +129,7 @@ def test_keys_are_not_truncated_on_narrow_terminals(desk: Desk) -> None:
     with on_terminal(desk, "list", env={"COLUMNS": "60"}) as terminal:
         assert terminal.wait() == 0
 
-    assert {one["key"] for one in desk.told("list")} == set(re.findall(r"idempotency:billing:\S+", terminal.said))
+    assert {one["key"] for one in desk.json_lines("list")} == set(re.findall(r"idempotency:billing:\S+", terminal.said))
 
 
 def test_a_full_disk_is_reported_on_one_line(desk: Desk) -> None:

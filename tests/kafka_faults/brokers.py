@@ -53,7 +53,7 @@ async def goes_on(workload: Workload) -> None:
     def newer() -> bool:
         return any(int(work.split("-")[1]) > rounds for work in workload.effects.done())
 
-    await eventually(newer, within=RECOVERS_WITHIN, state=workload.told)
+    await eventually(newer, within=RECOVERS_WITHIN, state=workload.snapshot)
 
 
 async def _run(numbers: Iterable[int]) -> Figures:

@@ -52,7 +52,7 @@ async def storm(numbers: Sequence[int]) -> Figures:
                 await asyncio.gather(asyncio.sleep(EVERY), change_membership(workload, random.Random(number)))
                 done.append(len(workload.effects.ended()))
                 if len(done) > PATIENCE and done[-1] == done[-PATIENCE]:
-                    raise ViolationError(f"no progress in {PATIENCE} changes: {workload.told()}")
+                    raise ViolationError(f"no progress in {PATIENCE} changes: {workload.snapshot()}")
         finally:
             feeding.cancel()
             await asyncio.wait({feeding})

@@ -142,9 +142,9 @@ class Workload:
             reports = [member.worker.report() for member in self.members]
             return self.effects.done() >= set(self.published) and all(report.in_flight == 0 for report in reports)
 
-        await eventually(settled, within=within, state=self.told)
+        await eventually(settled, within=within, state=self.snapshot)
 
-    def told(self) -> str:
+    def snapshot(self) -> str:
         """How it stands."""
         missing = sorted(set(self.published) - self.effects.done())
         return f"missing {missing[:10]} of {len(self.published)}; " + "; ".join(

@@ -132,7 +132,7 @@ class Pair:
                 if (line.what, line.work, line.attempt) == (what, work, attempt)
             ]
 
-        await eventually(found, state=self.told)
+        await eventually(found, state=self.snapshot)
         return found()[0]
 
     def of_process(self, pid: int) -> tuple[ServiceProcess, ServiceProcess]:
@@ -189,7 +189,7 @@ class Pair:
                 await asyncio.sleep(0.1)
         _demand(offset == len(self.given), f"the group is at {offset} after {len(self.given)} messages")
 
-    def told(self) -> str:
+    def snapshot(self) -> str:
         """What was done and said, for whoever looks for a mistake."""
         return f"{self.effects.lines()}\n" + "\n".join(worker.output[-3000:] for worker in self.workers)
 
@@ -348,7 +348,7 @@ async def _one_after_the_other(numbers: Iterable[int], store: str) -> Figures:
                 figures.update(zombies=1, takeovers=1)
             except AssertionError as error:
                 kind = KINDS[number % len(KINDS)].name
-                raise ViolationError(f"zombie {number} ({kind}): {error}\n{pair.told()}") from error
+                raise ViolationError(f"zombie {number} ({kind}): {error}\n{pair.snapshot()}") from error
         figures.update(pair.effects.judge(pair.given))
         figures.update(pair.effects.judge_records(await pair.records(pair.effects.keys())))
         _demand(figures["completed"] == len(pair.given), f"completed only {figures['completed']} of {len(pair.given)}")

@@ -177,7 +177,7 @@ def main() -> None:
     """Build, say what is wrong or where the site is."""
     built = build()
     if built.returncode:
-        # Sphinx names the copy; people mend the page itself.
+        # Sphinx names the copy; people fix the page itself.
         said = (built.stdout + built.stderr).replace(f"{FOLDER / 'source' / OUTSIDE}{os.sep}", "")
         sys.exit(said.replace(str(FOLDER / "source"), "docs"))
     print(f"the site is in {(FOLDER / 'html' / 'index.html').relative_to(ROOT)}")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import integr8s_idem
-from tests.support.crews import ParcelSent, all_committed, dispatcher_of, sent
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
+from tests.support.pipelines import ParcelSent, all_committed, dispatcher_of, sent
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "a-tour-of-the-code.md").read_text()

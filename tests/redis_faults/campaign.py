@@ -237,7 +237,7 @@ async def _judge(shops: list[RedisShop], fault: Fault) -> Figures:
     figures = shops[0].effects.judge(asked_for, records_lost=fault in SAID)
     counts = shops[0].observer.counts + shops[1].observer.counts
     if counts[Signal.TAKEOVER] or any(shop.broker.values(DEAD) or shop.tally.retries for shop in shops):
-        raise ViolationError(f"an outage cost attempts: {[shop.told() for shop in shops]}")
+        raise ViolationError(f"an outage cost attempts: {[shop.snapshot() for shop in shops]}")
     if figures["repeats"] and fault not in SAID:
         raise ViolationError(f"repeats though no record was lost: {figures}")
     figures.update(

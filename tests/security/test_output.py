@@ -18,7 +18,7 @@ from integr8s_idem.telemetry import Signal
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from tests.packaging.repository import ROOT
 from tests.security_fuzz.output import must_be_harmless
-from tests.support.dead_letters import Dlq, letter_of, post
+from tests.support.dead_letters import Dlq, dead_letter_of, post
 from tests.support.http_shop import KEY, shop
 from tests.support.kafka.broker import Kafka
 from tests.support.keys_desk import Desk
@@ -111,7 +111,9 @@ async def test_letters_with_hostile_headers_are_shown_escaped(
     source, settings = f"{topic_prefix}order_placed", kafka_settings(kafka, topic_prefix)
     await kafka.create_topics({source: 1, f"{source}.dlq": 1})
     more = [(name, EVIL.encode()) for name in ("trace", f"x{EVIL}")]
-    await post(settings, [letter_of(1, topic=source, error=EVIL, service=EVIL, reason=EVIL, filling=EVIL, more=more)])
+    await post(
+        settings, [dead_letter_of(1, topic=source, error=EVIL, service=EVIL, reason=EVIL, filling=EVIL, more=more)]
+    )
     file = tmp_path / "settings.toml"
     lines = [
         *("[kafka]", f'bootstrap_servers = "{kafka.bootstrap}"', f'topic_prefix = "{topic_prefix}"'),

@@ -22,7 +22,7 @@ from integr8s_idem.embedded.discovery import announced_servers
 from integr8s_idem.embedded.servers import EmbeddedServers
 from integr8s_idem.errors import SettingsError
 from integr8s_idem.worker.dead_letters import REPLAY_SIGNATURE
-from tests.support.dead_letters import Dlq, letter_of, post
+from tests.support.dead_letters import Dlq, dead_letter_of, post
 from tests.support.fake_consumer import FakeRecord
 from tests.support.replays import OTHER_SECRET, SECRET, SIGNED
 
@@ -120,7 +120,7 @@ async def test_a_replay_on_the_command_line_goes_to_the_topics_own_source_or_whe
         # The emulator makes the topics it is told of.
         for topic in topics:
             await post(settings, [FakeRecord(topic, 0, 0, None, b"there", ())])
-        await post(settings, [forged(letter_of(1))])
+        await post(settings, [forged(dead_letter_of(1))])
 
         counted = await dlq.typed("replay", "--dry-run")
         derived = await dlq.typed("replay", "--yes", "--json")

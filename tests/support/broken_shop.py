@@ -1,7 +1,7 @@
 """Two services on one topic: `python -m integr8s_idem run tests.support.broken_shop:platform`.
 
 The handler of billing fails for every order that the file SHOP_BROKEN names, one a line: whoever takes it out there
-has mended it.  Both leave a line in SHOP_JOURNAL when they are done.
+has fixed it.  Both leave a line in SHOP_JOURNAL when they are done.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 SPACE = KeySpace("idempotency", "billing")
 
 
-def letter_of(
+def dead_letter_of(
     number: int = 1,
     *,
     topic: str = "order_placed",

@@ -27,7 +27,7 @@ KEPT_FOR_EIGHT_DAYS = "[idempotency]\ndefault_ttl_seconds = 691_200\n"
 
 
 def codes(findings: Iterable[Finding]) -> list[str]:
-    """Those of what is to be mended."""
+    """The findings that need a fix."""
     return [finding.code.value for finding in findings if finding.severity is not Severity.INFO]
 
 

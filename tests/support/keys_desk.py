@@ -51,7 +51,7 @@ class Desk:
         """The same, for commands that leave audit lines."""
         return self.typed(*arguments, "--audit-file", str(self.audit))
 
-    def told(self, *arguments: str) -> list[dict[str, Any]]:
+    def json_lines(self, *arguments: str) -> list[dict[str, Any]]:
         """The JSON lines that a command printed."""
         answer = self.typed(*arguments, "--json")
         assert answer.exit_code == 0, answer.output
@@ -60,15 +60,15 @@ class Desk:
     def explained(self, *arguments: str) -> dict[str, Any]:
         answer = self.typed("explain", *arguments, "--json")
         assert answer.exit_code == 0, answer.output
-        told: dict[str, Any] = json.loads(answer.stdout)
-        return told
+        explanation: dict[str, Any] = json.loads(answer.stdout)
+        return explanation
 
     def audited(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.audit.read_text().splitlines()] if self.audit.exists() else []
 
     def labels(self) -> list[str]:
         """Of all records that are left."""
-        return sorted(record["label"] for record in self.told("list"))
+        return sorted(record["label"] for record in self.json_lines("list"))
 
     def do(self, work: Callable[[IdempotencyRepository], Awaitable[T]]) -> T:
         """Something with the store, as a worker opens it."""

@@ -90,13 +90,13 @@ class RedisShop:
 
     async def settled(self) -> None:
         """Return once everything is acknowledged."""
-        await eventually(lambda: self.acknowledged == len(self.broker.logs[TOPIC]), state=self.told)
+        await eventually(lambda: self.acknowledged == len(self.broker.logs[TOPIC]), state=self.snapshot)
 
     @property
     def acknowledged(self) -> int:
         return self.broker.committed.get(TOPIC, 0)
 
-    def told(self) -> object:
+    def snapshot(self) -> object:
         return self.worker.worker.report(), self.observer.counts, self.worker.task
 
     def attempts(self, order_id: str = "0") -> list[int]:

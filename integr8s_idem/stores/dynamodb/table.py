@@ -185,8 +185,8 @@ def _unseen(error: StoreConfigurationError) -> StoreWarning:
 def _warnings(found: Mapping[str, Any], deletion: tuple[str, str]) -> Iterator[StoreWarning]:
     if found.get("Replicas") and found.get("MultiRegionConsistency", "EVENTUAL") != "STRONG":
         what = "the table is replicated between regions, and the last writer wins"
-        mend = "use multi-Region strong consistency, or a table of one region"
-        yield StoreWarning(Code.STORE_REGIONS, what, "two regions can get one key", mend)
+        remedy = "use multi-Region strong consistency, or a table of one region"
+        yield StoreWarning(Code.STORE_REGIONS, what, "two regions can get one key", remedy)
     if deletion not in (("ENABLED", PURGE), ("ENABLING", PURGE)):
         what, cost = f"expired records are never deleted: no TTL on {PURGE}", "the table grows, and is paid for"
         yield StoreWarning(Code.STORE_NOT_PURGED, what, cost, MIGRATE)

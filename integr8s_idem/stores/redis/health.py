@@ -122,7 +122,7 @@ class _Told(NamedTuple):
 
 
 def _on(servers: Sequence[str], warning: StoreWarning) -> StoreWarning:
-    return StoreWarning(warning.code, f"on {', '.join(servers)}: {warning.what}", warning.cost, warning.mend)
+    return StoreWarning(warning.code, f"on {', '.join(servers)}: {warning.what}", warning.cost, warning.remedy)
 
 
 def fresh_mark() -> str:
@@ -232,8 +232,8 @@ def _about_replicas(info: Mapping[str, Any], wait: ReplicaWait | None) -> list[S
     if wait is None or connected >= wait.replicas:
         return []
     what = f"{connected} replicas are connected, but wait_replicas = {wait.replicas} must have each write"
-    mend = "bring the replicas back, or lower wait_replicas in [store]"
-    return [StoreWarning(Code.STORE_TOO_FEW_REPLICAS, what, "all writes are refused", mend)]
+    remedy = "bring the replicas back, or lower wait_replicas in [store]"
+    return [StoreWarning(Code.STORE_TOO_FEW_REPLICAS, what, "all writes are refused", remedy)]
 
 
 async def _about_persistence(client: Redis) -> list[StoreWarning]:

@@ -29,7 +29,7 @@ _REFUSED: Final = {
     "42703": f"the tables of the store are of another version; {MIGRATE}",
     "3F": f"the tables of the store are not there; {MIGRATE}",
 }
-"""PostgreSQL's SQLSTATE, or its class, for what waiting does not mend."""
+"""PostgreSQL's SQLSTATE, or its class, for what waiting does not fix."""
 
 _PASSING: Final = {
     "25006": "the database is read-only: a standby, or one that was told to be",
@@ -101,7 +101,7 @@ _MYSQL_REFUSED: Final = {
     3118: "this database user is locked",
     4151: "this database user is locked",
 }
-"""Numbers of MySQL and MariaDB for what waiting does not mend."""
+"""Numbers of MySQL and MariaDB for what waiting does not fix."""
 
 _MYSQL_PASSING: Final = {
     1020: "a record has changed since the transaction first looked",

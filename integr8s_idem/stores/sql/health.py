@@ -97,15 +97,15 @@ async def _look_at_postgresql(connection: AsyncConnection) -> tuple[str, list[St
         warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "fsync is off", cost, "set fsync = on"))
     if found.commits == "off":
         cost = "a crash loses what was committed last"
-        mend = "set it to on for this user"
-        warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "synchronous_commit is off", cost, mend))
+        remedy = "set it to on for this user"
+        warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "synchronous_commit is off", cost, remedy))
     if found.standby:
-        mend = "give the address of its primary"
-        warnings.append(StoreWarning(Code.STORE_REPLICA, "this server is a standby", "it takes no records", mend))
+        remedy = "give the address of its primary"
+        warnings.append(StoreWarning(Code.STORE_REPLICA, "this server is a standby", "it takes no records", remedy))
     if found.kept not in ("p", None):  # None: it is not there, and the first event says so
         told = "idempotency_records is no permanent table"
-        mend = "ALTER TABLE … SET LOGGED"
-        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, told, "a crash empties it", mend))
+        remedy = "ALTER TABLE … SET LOGGED"
+        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, told, "a crash empties it", remedy))
     return str(found.version), warnings
 
 
@@ -121,8 +121,8 @@ async def _look_at_sqlite(connection: AsyncConnection) -> tuple[str, list[StoreW
         cost = "readers and writers wait for each other"
         warnings.append(StoreWarning(Code.STORE_JOURNAL, f"journal_mode is {journal}", cost, "set WAL"))
     if int(synchronous) < 2 and journal != "memory":
-        cost, mend = "a power loss takes what was committed last", "set synchronous = FULL"
-        warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "synchronous is below FULL", cost, mend))
+        cost, remedy = "a power loss takes what was committed last", "set synchronous = FULL"
+        warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "synchronous is below FULL", cost, remedy))
     return str(version), warnings
 
 
@@ -136,9 +136,9 @@ async def _look_at_mysql(connection: AsyncConnection) -> tuple[str, list[StoreWa
     found: Any = (await connection.execute(text(asked))).one()
     warnings = []
     if found.engine not in ("InnoDB", None):  # None: it is not there, or not to be seen by this user
-        what, mend = f"idempotency_records is a table of {found.engine}", "ALTER TABLE … ENGINE = InnoDB"
+        what, remedy = f"idempotency_records is a table of {found.engine}", "ALTER TABLE … ENGINE = InnoDB"
         cost = "nothing in it is atomic, and a crash damages or empties it"
-        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, what, cost, mend))
+        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, what, cost, remedy))
     if int(found.flushes) != 1:
         what = f"innodb_flush_log_at_trx_commit is {found.flushes}"
         cost = "a crash loses what was committed in the last second"

@@ -193,8 +193,8 @@ def test_what_may_surprise_is_a_warning_and_no_refusal(tables: dict[str, Any], p
 
     [warning] = settings_warnings(settings)
     assert warning.path == path
-    what, cost, mend = warning_remedy(warning.path, warning.message)
-    assert all((what, cost, mend))
+    what, cost, remedy = warning_remedy(warning.path, warning.message)
+    assert all((what, cost, remedy))
     assert check_settings(settings) == []
 
 

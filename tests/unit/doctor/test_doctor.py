@@ -310,7 +310,12 @@ def test_warnings_of_a_store_can_be_copied_and_pickled() -> None:
 
     for same in (warning, copy.copy(warning), pickle.loads(pickle.dumps(warning))):
         assert same == "it drops: runs again; set it"
-        assert (same.code, same.what, same.cost, same.mend) == (Code.STORE_EVICTION, "it drops", "runs again", "set it")
+        assert (same.code, same.what, same.cost, same.remedy) == (
+            Code.STORE_EVICTION,
+            "it drops",
+            "runs again",
+            "set it",
+        )
 
 
 def test_errors_exit_with_status_2() -> None:
@@ -455,12 +460,12 @@ def test_a_policy_is_printed_unchanged_as_json() -> None:
 def test_an_error_of_the_store_is_split_into_problem_and_remedy(error: StoreError, what: str, remedy: str) -> None:
     result = refusal(error, Settings())
 
-    assert (result.what, result.mend) == (what, remedy)
+    assert (result.what, result.remedy) == (what, remedy)
 
 
 @pytest.mark.parametrize("code", [Code(code) for code in Code if code.value.startswith(("store-", "schema-"))])
 def test_every_error_of_the_store_has_a_remedy(code: Code) -> None:
-    assert refusal(StoreConfigurationError("start", "it is so", code), Settings()).mend
+    assert refusal(StoreConfigurationError("start", "it is so", code), Settings()).remedy
 
 
 @pytest.mark.parametrize(

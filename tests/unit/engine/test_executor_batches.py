@@ -16,8 +16,8 @@ from integr8s_idem.keys import Key
 from integr8s_idem.records import Completed, IdempotencyStatus, InProgress, Previous, Reserved
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from tests.support.crews import leases_left, turns
 from tests.support.guarded import LEASE, Guarded, Job, guarded
+from tests.support.pipelines import leases_left, turns
 
 
 def works(number: int) -> list[Work]:

@@ -17,7 +17,7 @@ from integr8s_idem.operations.dead_letter_counts import MAX_GROUPS, OTHERS, Grou
 from integr8s_idem.operations.dead_letter_filter import DeadLetterFilter, parse_time
 from integr8s_idem.operations.dead_letter_topics import dead_letter_topics, platform_topics
 from integr8s_idem.operations.dead_letters import Place, StoredDeadLetter
-from tests.support.dead_letters import letter_of
+from tests.support.dead_letters import dead_letter_of
 from tests.support.fake_consumer import FakeRecord
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
@@ -30,7 +30,7 @@ FOREIGN = StoredDeadLetter(
 
 
 def test_a_dead_letter_names_its_service_its_reason_and_its_original_message() -> None:
-    dead_letter = StoredDeadLetter(letter_of(7, offset=3, generation=2))
+    dead_letter = StoredDeadLetter(dead_letter_of(7, offset=3, generation=2))
 
     assert dead_letter.summary() == {
         "place": "order_placed.dlq:0:3",
@@ -60,18 +60,18 @@ def test_unknown_properties_of_a_foreign_message_are_empty() -> None:
 
 @pytest.mark.parametrize("forged", [b"x" * 300, b"idempotency:\n", "idempotency:é".encode()])
 def test_an_invalid_record_key_in_a_header_is_ignored(forged: bytes) -> None:
-    record = letter_of()
+    record = dead_letter_of()
     headers = [(name, forged if name == "idempotency-dlq-record" else value) for name, value in record.headers]
 
     assert StoredDeadLetter(FakeRecord("order_placed.dlq", 0, 1, None, None, headers)).record_key == ""
 
 
 def test_a_timestamp_out_of_range_is_shown_as_1970() -> None:
-    assert StoredDeadLetter(letter_of(timestamp=10**18)).at == datetime.fromtimestamp(0, UTC)
+    assert StoredDeadLetter(dead_letter_of(timestamp=10**18)).at == datetime.fromtimestamp(0, UTC)
 
 
 def test_json_of_a_dead_letter_is_lossless() -> None:
-    record = letter_of(more=[("odd", b"\xff"), ("odd", b"\xc3\xa9"), ("null", None)])  # type: ignore[list-item]  # Kafka has them
+    record = dead_letter_of(more=[("odd", b"\xff"), ("odd", b"\xc3\xa9"), ("null", None)])  # type: ignore[list-item]  # Kafka has them
 
     message = json.loads(json.dumps(StoredDeadLetter(record).as_json()))["message"]
 
@@ -136,7 +136,7 @@ def test_an_invalid_time_is_refused_with_the_expected_format(text: str) -> None:
     ],
 )
 def test_a_filter_matches_dead_letters_that_satisfy_every_field(fields: dict[str, Any], is_match: bool) -> None:
-    assert DeadLetterFilter(**fields).matches(StoredDeadLetter(letter_of())) is is_match
+    assert DeadLetterFilter(**fields).matches(StoredDeadLetter(dead_letter_of())) is is_match
 
 
 def test_an_empty_property_matches_no_pattern() -> None:

@@ -19,7 +19,7 @@ from integr8s_idem.operations.dead_letter_replay import SKIP_REASONS, Replayer, 
 from integr8s_idem.operations.dead_letters import StoredDeadLetter
 from integr8s_idem.records import Completion, Failure, IdempotencyRecord, Reserved
 from integr8s_idem.testing.store_under_test import wish
-from tests.support.dead_letters import letter_of
+from tests.support.dead_letters import dead_letter_of
 from tests.support.fake_consumer import FakeRecord
 
 TOPICS = {"order_placed", "order_placed.dlq"}
@@ -79,11 +79,11 @@ async def test_dead_letters_that_were_already_replayed_are_found_in_one_read_and
     await store.held(record_of(3, 1))
     await store.complete([Completion(reservation=await store.held(record_of(4, 3)), ttl=timedelta(days=1))])
     dead_letters = [
-        letter_of(1),
-        letter_of(2),
-        letter_of(3),
-        letter_of(4, generation=2),
-        letter_of(4, generation=1, offset=9),
+        dead_letter_of(1),
+        dead_letter_of(2),
+        dead_letter_of(3),
+        dead_letter_of(4, generation=2),
+        dead_letter_of(4, generation=1, offset=9),
     ]
 
     report = await replayed(dead_letters, store, publisher)
@@ -99,14 +99,14 @@ async def test_a_corrupt_record_does_not_affect_other_dead_letters() -> None:
     await store.complete([Completion(reservation=await store.held(record_of(1, 1)), ttl=timedelta(days=1))])
     store.damaged = {record_of(2, 1)}
 
-    report = await replayed([letter_of(number) for number in (1, 2, 3)], store)
+    report = await replayed([dead_letter_of(number) for number in (1, 2, 3)], store)
 
     assert report.skipped == {ReplayStatus.HANDLED: 1, ReplayStatus.UNREADABLE: 1}
     assert report.published == 1
 
 
 def odd(*headers: tuple[str, bytes]) -> FakeRecord:
-    record = letter_of()
+    record = dead_letter_of()
     return FakeRecord(record.topic, 0, 1, record.key, record.value, [*record.headers, *headers])
 
 
@@ -119,10 +119,10 @@ def elsewhere(dead_letter: FakeRecord) -> FakeRecord:
     [
         (FakeRecord("order_placed.dlq", 0, 1, None, b"by another program"), ReplayStatus.NOT_A_DEAD_LETTER),
         (odd(("idempotency-dlq-dropped", b"value")), ReplayStatus.INCOMPLETE),
-        (letter_of(generation=999), ReplayStatus.GENERATION_LIMIT),
+        (dead_letter_of(generation=999), ReplayStatus.GENERATION_LIMIT),
         (odd(("idempotency-dlq-generation", b"one")), ReplayStatus.BAD_GENERATION),
-        (elsewhere(letter_of()), ReplayStatus.NO_DEAD_LETTER_TOPIC),
-        (letter_of(topic="gone"), ReplayStatus.NO_TOPIC),
+        (elsewhere(dead_letter_of()), ReplayStatus.NO_DEAD_LETTER_TOPIC),
+        (dead_letter_of(topic="gone"), ReplayStatus.NO_TOPIC),
     ],
 )
 async def test_dead_letters_that_cannot_be_replayed_are_counted_by_reason(
@@ -130,7 +130,7 @@ async def test_dead_letters_that_cannot_be_replayed_are_counted_by_reason(
 ) -> None:
     publisher = FakePublisher()
 
-    report = await replayed([dead_letter, letter_of(2)], publisher=publisher)
+    report = await replayed([dead_letter, dead_letter_of(2)], publisher=publisher)
 
     assert report.skipped == {status: 1}
     assert len(publisher.sent) == report.published == 1
@@ -142,8 +142,8 @@ async def test_a_topic_that_refuses_messages_is_not_tried_again_and_other_topics
     replayer = Replayer({"order_placed", "order_paid"}, RecordLookup(None), publisher, report)  # type: ignore[arg-type]
 
     for start in (0, 2):
-        await replayer.replay([StoredDeadLetter(letter_of(number)) for number in range(start, start + 2)])
-        await replayer.replay([StoredDeadLetter(letter_of(start, topic="order_paid"))])
+        await replayer.replay([StoredDeadLetter(dead_letter_of(number)) for number in range(start, start + 2)])
+        await replayer.replay([StoredDeadLetter(dead_letter_of(start, topic="order_paid"))])
 
     assert report.skipped == {ReplayStatus.NOT_CONFIRMED: 4}
     assert "not authorised" in report.errors["order_placed"]
@@ -154,18 +154,18 @@ async def test_a_topic_that_refuses_messages_is_not_tried_again_and_other_topics
 async def test_a_dead_letter_that_is_too_large_for_its_topic_is_skipped() -> None:
     publisher = FakePublisher({"order_placed": EventTooLargeError("order_placed", 9, 8)})
 
-    assert (await replayed([letter_of()], publisher=publisher)).skipped == {ReplayStatus.TOO_LARGE: 1}
+    assert (await replayed([dead_letter_of()], publisher=publisher)).skipped == {ReplayStatus.TOO_LARGE: 1}
 
 
 async def test_the_report_counts_dead_letters_without_a_record() -> None:
-    report = await replayed([letter_of(1), letter_of(2, guarded=False)])
+    report = await replayed([dead_letter_of(1), dead_letter_of(2, guarded=False)])
 
     assert report.published == 2
     assert "1 of them without a record" in report_text(report, "to replay")
 
 
 async def test_the_report_lists_skipped_dead_letters_with_reason_and_places() -> None:
-    report = await replayed([letter_of(number, topic="gone") for number in range(5)] + [letter_of(1)])
+    report = await replayed([dead_letter_of(number, topic="gone") for number in range(5)] + [dead_letter_of(1)])
 
     assert report_text(report, "replayed").splitlines() == [
         "1 dead letter replayed",
@@ -190,7 +190,7 @@ def test_every_reason_has_a_description() -> None:
 )
 async def test_replays_are_possible_while_the_store_is_unavailable(store: Any, problem: str) -> None:
     async with open_record_lookup(Settings(store=store)) as records:
-        known = [await records.replay_records([StoredDeadLetter(letter_of(number))]) for number in range(2)]
+        known = [await records.replay_records([StoredDeadLetter(dead_letter_of(number))]) for number in range(2)]
 
         assert known == [[None], [None]]
         assert problem in records.problem

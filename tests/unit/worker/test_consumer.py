@@ -369,18 +369,18 @@ async def test_a_worker_stopped_at_once_leaves_no_handler_behind() -> None:
 @virtual_time
 async def test_a_failed_event_replayed_with_a_generation_is_handled_and_its_history_stays() -> None:
     """The ancestor's FAILED records swallowed every replay from the dead-letter topic."""
-    broker, here, mended, runs = FakeBroker(), guarded(max_attempts=1), list[bool](), list[str]()
+    broker, here, fixed, runs = FakeBroker(), guarded(max_attempts=1), list[bool](), list[str]()
     event = OrderPlaced()
     broker.publish(event)
 
     async def handle(event: OrderPlaced) -> None:
         runs.append(event.order_id)
-        if not mended:
+        if not fixed:
             raise ValueError("not yet")
 
     async with running(dispatcher_of(handle, here), broker) as worker:
         await worker.until(lambda: len(broker.values(DEAD)) == 1)
-        mended.append(True)
+        fixed.append(True)
         broker.publish(event)  # the plain replay stays blocked, and is not silently acknowledged
         await worker.until(lambda: len(broker.values(DEAD)) == 2)
         broker.put("order_placed", encode_event(event), headers=[("idempotency-generation", b"1")])

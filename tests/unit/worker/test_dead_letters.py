@@ -52,7 +52,7 @@ def test_an_error_of_any_length_and_any_letters_makes_a_bounded_header() -> None
     assert headers["idempotency-dlq-error-message"].startswith(b"ValueError: \\ud800")
 
 
-def letter_of(
+def dead_letter_of(
     *headers: tuple[str, bytes],
     reason: str = "handler_failed",
     handler: str = "charge",
@@ -67,7 +67,7 @@ def letter_of(
 
 def foreign(**told: Any) -> FakeRecord:
     """A letter of which another program has written some headers."""
-    headers = [(name, value) for name, value in letter_of().headers if name.removeprefix(PREFIX) not in told]
+    headers = [(name, value) for name, value in dead_letter_of().headers if name.removeprefix(PREFIX) not in told]
     return FakeRecord("orders.dlq", 0, 7, b"k", b"", headers + [(PREFIX + name, value) for name, value in told.items()])
 
 
@@ -75,7 +75,7 @@ TARGET = [("idempotency-replay-group", b"billing-group"), ("idempotency-replay-h
 
 
 def test_a_replay_is_the_message_as_it_came_one_generation_higher_for_the_handler_that_failed() -> None:
-    topic, key, value, headers = replay_of(letter_of(("event_id", b"\xff"), ("event_id", b"twice")))
+    topic, key, value, headers = replay_of(dead_letter_of(("event_id", b"\xff"), ("event_id", b"twice")))
 
     assert (topic, key, value) == ("orders", b"k", b"body")
     assert headers == [("event_id", b"\xff"), ("event_id", b"twice"), ("idempotency-generation", b"1"), *TARGET]
@@ -85,13 +85,13 @@ def test_a_replay_is_the_message_as_it_came_one_generation_higher_for_the_handle
 def test_a_replay_of_a_replay_counts_on_and_leaves_no_old_headers_behind(generations: Sequence[bytes]) -> None:
     told = [("idempotency-generation", generation) for generation in generations]
 
-    replay = replay_of(letter_of(*told, *TARGET, generation=8))
+    replay = replay_of(dead_letter_of(*told, *TARGET, generation=8))
 
     assert replay.headers == [("idempotency-generation", b"9"), *TARGET]
 
 
 def test_a_letter_of_nobodys_handler_is_replayed_for_the_whole_group() -> None:
-    replay = replay_of(letter_of(reason="malformed", handler="", value=None))
+    replay = replay_of(dead_letter_of(reason="malformed", handler="", value=None))
 
     assert replay.headers == [("idempotency-generation", b"1"), ("idempotency-replay-group", b"billing-group")]
     assert replay.value is None
@@ -103,13 +103,13 @@ def test_a_header_without_a_value_names_no_target() -> None:
 
 def test_a_letter_names_its_record_where_there_is_one() -> None:
     assert record_key_of(foreign(record=b"idempotency:billing:charge:order_placed:id:1")).endswith(":id:1")
-    for letter in (letter_of(), foreign(record=b"\xff"), RECORD):
+    for letter in (dead_letter_of(), foreign(record=b"\xff"), RECORD):
         with pytest.raises(ApplicationError, match="names no record"):
             record_key_of(letter)
 
 
 def test_of_a_letter_that_was_copied_back_and_dead_lettered_again_the_last_word_counts() -> None:
-    first = letter_of()
+    first = dead_letter_of()
     again = DeadLetter("malformed", "no JSON").headers(first, "shipping", "shipping-group")
 
     replay = replay_of(FakeRecord("orders.dlq.dlq", 0, 0, b"k", b"body", again))
@@ -125,10 +125,12 @@ def test_of_a_letter_that_was_copied_back_and_dead_lettered_again_the_last_word_
         (FakeRecord("orders", 0, 0, None, b"body"), "no dead letter"),
         (foreign(topic=b"\xff"), "no dead letter"),
         (foreign(topic=None), "no dead letter"),
-        (FakeRecord("orders", 0, 0, b"k", b"body", letter_of().headers), "not a dead-letter topic"),
-        (letter_of(generation=999), "replayed 999 times"),
+        (FakeRecord("orders", 0, 0, b"k", b"body", dead_letter_of().headers), "not a dead-letter topic"),
+        (dead_letter_of(generation=999), "replayed 999 times"),
         (
-            FakeRecord("orders.dlq", 0, 1, None, None, [*letter_of().headers, ("idempotency-dlq-dropped", b"value")]),
+            FakeRecord(
+                "orders.dlq", 0, 1, None, None, [*dead_letter_of().headers, ("idempotency-dlq-dropped", b"value")]
+            ),
             "not the whole message",
         ),
     ],

@@ -23,7 +23,10 @@ from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Headers, Phase, Signal, SilentObserver, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
-from tests.support.crews import (
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import running
+from tests.support.guarded import LEASE, Guarded, guarded, virtual_store
+from tests.support.pipelines import (
     TOPIC,
     Depot,
     ParcelSent,
@@ -34,11 +37,8 @@ from tests.support.crews import (
     remembered,
     sent,
     turns,
-    whats_left,
+    unfinished,
 )
-from tests.support.fake_consumer import FakeBroker
-from tests.support.fake_worker import running
-from tests.support.guarded import LEASE, Guarded, guarded, virtual_store
 
 EVERY_ORDERING = pytest.mark.parametrize("ordering", ["partition", "key", "none"])
 
@@ -135,7 +135,7 @@ async def test_one_round_trip_reserves_as_many_as_are_ready_and_one_remembers_th
         assert sum(store.together) == 600
         assert store.calls["reserve"] <= 4
         assert store.calls["complete"] <= 6
-        assert whats_left(worker.worker) == {}
+        assert unfinished(worker.worker) == {}
     assert depot.done == list(range(600))
     assert await remembered(here) == set(range(600))
 
@@ -179,7 +179,7 @@ async def test_the_order_of_a_lane_holds_though_some_are_tried_again(ordering: s
 
     async with running(dispatcher_of(depot.handle, guarded()), broker, ordering=ordering) as worker:
         await worker.until(lambda: all_committed(worker))
-        assert whats_left(worker.worker) == {}
+        assert unfinished(worker.worker) == {}
 
     lanes = {"partition": 1, "key": 3, "none": 24}[ordering]
     for lane in range(lanes):
@@ -210,7 +210,7 @@ async def test_no_more_handlers_run_at_once_than_are_allowed_though_some_are_tri
 
     async with running(dispatcher, broker, ordering="none", concurrency=concurrency) as worker:
         await worker.until(lambda: all_committed(worker))
-        assert whats_left(worker.worker) == {}
+        assert unfinished(worker.worker) == {}
 
     assert depot.most_in_hand == concurrency
     assert sorted(depot.done) == list(range(30))
@@ -275,7 +275,7 @@ async def test_a_batch_handler_gets_together_what_was_reserved_together() -> Non
 
     async with running(IdempotentEventDispatcher(router, here.manager), broker, ordering="none") as worker:
         await worker.until(lambda: all_committed(worker))
-        assert whats_left(worker.worker) == {}
+        assert unfinished(worker.worker) == {}
 
     assert batches == [10, 10]
 
@@ -354,7 +354,7 @@ async def test_a_store_that_is_down_for_a_while_costs_no_event_and_no_attempt(ve
         assert broker.committed == {}
         here.store.down.clear()
         await worker.until(lambda: all_committed(worker))
-        assert whats_left(worker.worker) == {}
+        assert unfinished(worker.worker) == {}
         assert worker.worker.report().tally.retries == 0
 
     assert sorted(depot.done) == list(range(20))
@@ -385,7 +385,7 @@ async def test_an_outcome_whose_record_has_vanished_is_remembered_all_the_same()
 
     async with running(dispatcher_of(handle, here), broker, ordering="none") as worker:
         await worker.until(lambda: all_committed(worker))
-        assert whats_left(worker.worker) == {}
+        assert unfinished(worker.worker) == {}
 
     assert sorted(runs) == list(range(10))
     assert await remembered(here) == set(range(10))
@@ -435,7 +435,7 @@ async def test_without_the_store_where_a_setting_says_so_nothing_waits_for_it() 
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none", concurrency=4) as worker:
         await worker.until(lambda: all_committed(worker))
-        assert whats_left(worker.worker) == {}
+        assert unfinished(worker.worker) == {}
 
     assert sorted(depot.done) == list(range(12))
     assert depot.most_in_hand <= 4
@@ -452,7 +452,7 @@ async def test_an_event_that_crashes_its_process_too_often_is_dead_lettered_and_
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
         await worker.until(lambda: all_committed(worker))
-        assert whats_left(worker.worker) == {}
+        assert unfinished(worker.worker) == {}
 
     assert sorted(depot.done) == [0, 1, 3, 4]
     (letter,) = broker.values("parcel_sent.dlq")

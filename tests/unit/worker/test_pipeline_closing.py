@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
-from tests.support.crews import (
+from tests.support.fake_worker import RunningWorker, running
+from tests.support.guarded import Guarded, guarded
+from tests.support.pipelines import (
     TOPIC,
     Depot,
     all_committed,
@@ -19,10 +21,8 @@ from tests.support.crews import (
     remembered,
     sent,
     turns,
-    whats_left,
+    unfinished,
 )
-from tests.support.fake_worker import RunningWorker, running
-from tests.support.guarded import Guarded, guarded
 
 EVERY_ORDERING = pytest.mark.parametrize("ordering", ["partition", "key", "none"])
 
@@ -47,7 +47,7 @@ def acknowledged(worker: RunningWorker) -> set[int]:
 async def at_the_end(worker: RunningWorker, here: Guarded, depot: Depot) -> None:
     """It goes on to the end, where nothing is left of anything."""
     await worker.until(lambda: all_committed(worker))
-    await worker.until(lambda: not whats_left(worker.worker))
+    await worker.until(lambda: not unfinished(worker.worker))
     assert await leases_left(here) == []
     assert acknowledged(worker) == set(depot.done)
 
@@ -93,7 +93,7 @@ async def test_what_waits_in_its_lane_when_the_partition_goes_is_never_begun() -
         await worker.until(lambda: depot.begun == [0])
         await worker.consumer.take([TOPIC])
         depot.held[0].set()
-        await worker.until(lambda: not whats_left(worker.worker))
+        await worker.until(lambda: not unfinished(worker.worker))
 
         assert depot.begun == depot.done == [0]
         assert broker.committed == {}
@@ -159,7 +159,7 @@ class Interleaving:
             self.here.store.down.clear()
             await self._given(worker)
             await worker.until(lambda: all_committed(worker))
-            await worker.until(lambda: not whats_left(worker.worker))
+            await worker.until(lambda: not unfinished(worker.worker))
         assert await leases_left(self.here) == []
         assert await remembered(self.here) == set(self.depot.done) == set(range(40))
         assert len(self.depot.done) == 40 or self.cut_off, "each was handled once"

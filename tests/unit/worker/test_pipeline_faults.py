@@ -17,7 +17,10 @@ from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import ServiceWorker
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.pipeline import Pipeline
-from tests.support.crews import (
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import RunningWorker, running
+from tests.support.guarded import guarded
+from tests.support.pipelines import (
     TOPIC,
     Depot,
     ParcelSent,
@@ -28,11 +31,8 @@ from tests.support.crews import (
     remembered,
     sent,
     turns,
-    whats_left,
+    unfinished,
 )
-from tests.support.fake_consumer import FakeBroker
-from tests.support.fake_worker import RunningWorker, running
-from tests.support.guarded import guarded
 
 
 async def stopped_at_once(worker: RunningWorker) -> None:
@@ -66,7 +66,7 @@ async def test_a_worker_cancelled_at_any_step_leaves_nothing_behind_and_loses_no
             await asyncio.sleep(10)
 
             assert depot.begun == begun, "nothing is begun once it has ended"
-            assert whats_left(worker.worker) == {}
+            assert unfinished(worker.worker) == {}
             assert await leases_left(here) == []
             assert await remembered(here) == set(depot.done)
             assert broker.committed.get(TOPIC, 0) <= len(depot.done)
@@ -85,7 +85,7 @@ async def test_a_worker_cancelled_while_the_store_is_slow_loses_no_outcome() -> 
             here.store.held["complete"].set()
             await asyncio.sleep(10)
 
-            assert whats_left(worker.worker) == {}
+            assert unfinished(worker.worker) == {}
             assert await leases_left(here) == []
             assert await remembered(here) == set(depot.done)
 
@@ -102,7 +102,7 @@ async def test_a_new_client_goes_on_though_tasks_were_cancelled_before_they_bega
             await asyncio.sleep(0)
         broker.publish(*parcels(30)[20:])
         await worker.until(lambda: set(range(20, 30)) <= set(depot.done))
-        await worker.until(lambda: whats_left(worker.worker) == {})
+        await worker.until(lambda: unfinished(worker.worker) == {})
 
     assert await leases_left(here) == []
     assert await remembered(here) == set(depot.done)
@@ -130,7 +130,7 @@ async def test_a_retry_that_ignores_its_cancellation_keeps_its_worker_in_sight()
         await asyncio.sleep(1)
 
         assert stuck
-        assert whats_left(worker.worker) == {}
+        assert unfinished(worker.worker) == {}
 
 
 @pytest.mark.parametrize("verb", ["reserve", "complete"])
@@ -143,7 +143,7 @@ async def test_an_answer_that_makes_no_sense_stops_the_service_and_loses_nothing
         worker, why = await failure_of(dispatcher, broker, ordering="key")
 
     assert why == "a bug"
-    assert whats_left(worker) == {}
+    assert unfinished(worker) == {}
     assert broker.committed.get(TOPIC, 0) == 0
     async with running(dispatcher, broker, ordering="key") as another:
         await another.until(lambda: all_committed(another))
@@ -162,7 +162,7 @@ async def test_a_store_that_answers_too_few_stops_the_service_and_loses_nothing(
         worker, why = await failure_of(dispatcher_of(depot.handle, here), broker, ordering="key")
 
     assert "zip" in why
-    assert whats_left(worker) == {}
+    assert unfinished(worker) == {}
     assert broker.committed == {}
 
 
@@ -180,7 +180,7 @@ async def test_a_bug_in_decoding_a_delivery_stops_the_service_and_loses_nothing(
         worker, why = await failure_of(dispatcher, broker, ordering="none")
 
     assert why == "a bug"
-    assert whats_left(worker) == {}
+    assert unfinished(worker) == {}
     assert await leases_left(here) == []
     assert broker.committed.get(TOPIC, 0) <= 3
     async with running(dispatcher, broker) as another:

@@ -17,10 +17,10 @@ from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.poison_events import PoisonEventRunner
-from tests.support.crews import Depot, ParcelSent, all_committed, dispatcher_of, leases_left, sent, whats_left
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.guarded import LEASE, Guarded, guarded
+from tests.support.pipelines import Depot, ParcelSent, all_committed, dispatcher_of, leases_left, sent, unfinished
 
 
 def key_of(here: Guarded, parcel: int) -> str:
@@ -62,7 +62,7 @@ async def test_an_event_beside_which_workers_crashed_runs_alone_and_is_handled()
 
     async with running(dispatcher_of(handle, here), broker, ordering="none", isolation_share=1) as worker:
         await worker.until(lambda: all_committed(worker))
-        assert whats_left(worker.worker) == {}
+        assert unfinished(worker.worker) == {}
 
     assert sorted(depot.done) == list(range(6))
     assert (beside[2], beside[4]) == (0, 0)

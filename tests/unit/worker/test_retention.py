@@ -55,7 +55,7 @@ def test_a_ttl_that_does_not_outlast_the_retention_is_found_with_both_numbers(tt
     assert only.code.value == "retention-longer-than-ttl"
     assert "7 days (retention.ms = 604800000)" in only.what
     assert f"idempotency.default_ttl_seconds = {ttl}" in only.what
-    assert "above 604800" in only.mend
+    assert "above 604800" in only.remedy
 
 
 def test_the_ttl_of_a_dispatcher_is_named_as_what_it_is() -> None:

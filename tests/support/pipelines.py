@@ -95,7 +95,7 @@ def all_committed(worker: RunningWorker) -> bool:
     )
 
 
-def whats_left(worker: ServiceWorker) -> dict[str, object]:
+def unfinished(worker: ServiceWorker) -> dict[str, object]:
     """What its pipeline still holds; nothing once it is at rest."""
     pipeline, backpressure = worker._pipeline, worker._backpressure
     runners = pipeline._runners
@@ -142,5 +142,5 @@ __all__ = [
     "remembered",
     "sent",
     "turns",
-    "whats_left",
+    "unfinished",
 ]
