@@ -138,10 +138,14 @@ def page(name: str) -> str:
 
 def public(module: str) -> list[Any]:
     """What a module offers: its `__all__`, or whatever it defines without an underscore."""
-    found = _module(module)
-    names = sorted(map(str, found.exports or _defined_in(found)), key=str.lower)
-    things = [found.members[name] for name in names]
+    things = [_module(module).members[name] for name in offered(module)]
     return [thing for thing in things if _is_ours(thing) and (thing.docstring is not None or not thing.is_attribute)]
+
+
+def offered(module: str) -> list[str]:
+    """The names that can be imported from a module, those of other packages too."""
+    found = _module(module)
+    return sorted(map(str, found.exports or _defined_in(found)), key=str.lower)
 
 
 def _defined_in(module: Any) -> Iterator[str]:

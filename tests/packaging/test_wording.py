@@ -1,0 +1,43 @@
+"""`make check` finds words that this project does not use, in prose and in names."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.packaging import wording
+
+
+@pytest.mark.parametrize(
+    ("line", "phrase"),
+    [
+        ('"""Mend the row."""', "Mend"),
+        ("def _told_again() -> None: ...", "told"),
+        ("`orders` is no topic", "is no t"),
+        ("A twin waits.", "twin"),
+        ("refuse(theirs)", "theirs"),
+        ("# whoever holds it", "whoever"),
+        ("The event comes again.", "comes again"),
+        ("gives it back", "gives it back"),
+        ("def letter_of(topic: str) -> Letter: ...", "letter"),
+        ("It needs it not.", "needs it not"),
+    ],
+)
+def test_a_phrase_to_avoid_is_found(line: str, phrase: str) -> None:
+    found = list(wording.hits("page.md", ["", line]))
+
+    assert [(hit.place, hit.phrase) for hit in found][:1] == [("page.md:2", phrase)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "There is no record.",
+        "The lease is no longer valid.",
+        "dead_letter_of(topic)",
+        "a dead letter, or two dead-letter topics",
+        "of yours, hours, amended",
+        "in lower-case letter case",
+    ],
+)
+def test_english_is_left_alone(line: str) -> None:
+    assert list(wording.hits("page.md", [line])) == []
