@@ -114,7 +114,10 @@ def show_command(
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Show a dead letter: its reason, headers, payload and records, and what a replay would do."""
+    """Show dead letters.
+
+    Prints the reason, headers, payload and records of each, and what a replay would do.
+    """
 
     def run() -> int:
         search = _search(_Source(settings, embedded, application), None, _Filters(), None, place)
@@ -147,10 +150,10 @@ def export_command(
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Export dead letters as JSON lines without loss: key, payload and all headers.
+    """Export dead letters as JSON lines.
 
-    UTF-8 is written as {"text": …}, other bytes as {"base64": …}.  With --json, the count on standard error is also
-    JSON.
+    Each line has the key, the payload and all headers of one dead letter, so nothing is lost.  UTF-8 is written as
+    {"text": …}, other bytes as {"base64": …}.  With --json, the count on standard error is also JSON.
     """
 
     def write() -> int:
@@ -197,9 +200,10 @@ def replay_command(
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Publish dead letters again, each for the handler that failed, as its next generation.
+    """Replay dead letters.
 
-    Messages are published to their original topics and signed with the secret of [replay].
+    Publishes each for the handler that failed, as its next generation, to its original topic, signed with the secret
+    of [replay].
 
     The command counts first and asks for confirmation.  Each generation is handled once, so you can safely replay
     twice, or run the command again after an interruption.

@@ -76,13 +76,16 @@ def list_command(
     lease_ended: Ended = False,
     older_than: OlderThan = None,
     newer_than: NewerThan = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many records.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after N records.")] = None,
     application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """List records: a table on a terminal, tab-separated lines in a pipe, JSON lines with --json."""
+    """List records.
+
+    Prints a table on a terminal, tab-separated lines in a pipe, and JSON lines with --json.
+    """
 
     def show() -> int:
         record_filter = _wanted(service, status, event_type, owner, lease_ended, older_than, newer_than)
@@ -125,7 +128,10 @@ def show_command(
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Show all stored fields of records; the exit status is 1 if none are found."""
+    """Show all stored fields of records.
+
+    The exit status is 1 if none are found.
+    """
 
     def show() -> int:
         return run_async(
@@ -169,7 +175,10 @@ def explain_command(
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Explain on one screen how an event was handled, and what would happen to its next delivery."""
+    """Explain how an event was handled.
+
+    Prints one screen, which also says what would happen to the next delivery of the event.
+    """
 
     def explain() -> int:
         if reading not in (None, *READINGS):
@@ -218,9 +227,10 @@ def release_command(
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """End the leases of a dead owner now, so that other workers take over; attempts stay counted.
+    """Release keys whose owner is dead.
 
-    Name the keys or the owner.  Leases that were renewed recently are skipped, since their owner seems to be alive.
+    Ends the leases now, so that other workers take over; attempts stay counted.  Name the keys or the owner.  Leases
+    that were renewed recently are skipped, since their owner seems to be alive.
     """
 
     def release() -> int:
@@ -268,7 +278,10 @@ def purge_command(
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Delete records by name or filter; their events are handled again if they are redelivered."""
+    """Delete records.
+
+    Their events are handled again if they are redelivered.  Name the keys, or select records with filter options.
+    """
 
     def purge() -> int:
         record_filter = _wanted(service, status, event_type, owner, lease_ended, older_than, newer_than)

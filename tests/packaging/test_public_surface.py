@@ -44,7 +44,11 @@ def python_of(file: Path) -> Iterator[str]:
 
 
 def shown_files() -> list[Path]:
-    pages = [page for page in files(".md") if not name_of(page).startswith(("docs/decisions/", "docs/reference/api/", "tests/"))]
+    pages = [
+        page
+        for page in files(".md")
+        if not name_of(page).startswith(("docs/decisions/", "docs/reference/api/", "tests/"))
+    ]
     return pages + [file for file in files(".py") if _is_example(name_of(file))]
 
 
