@@ -1,7 +1,8 @@
 """The words that this project does not use: `python -m tests.packaging.wording`, a part of `make check`.
 
-Each rule is a word or a phrase that once had a meaning here that no reader could guess, with what to write instead. Rules
-apply to every line that people read: pages, code with its names, settings, scripts. They find words, not bad sentences.
+Each rule is a word or a phrase that had a meaning here that no reader could guess, with what to write instead.  Rules
+apply to every line that people read: pages, code with its names, settings, scripts.  They find words, not bad
+sentences.
 """
 
 from __future__ import annotations
