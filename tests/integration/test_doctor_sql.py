@@ -320,7 +320,7 @@ async def test_a_locked_sqlite_file_is_found_with_a_remedy(tmp_path: Path) -> No
         (only,) = await found_in_store(settings)
 
     assert only.code is Code.STORE_UNAVAILABLE
-    assert only.remedy == "let it end, or raise store.lock_timeout_seconds"
+    assert only.remedy == "wait until it ends, or increase store.lock_timeout_seconds"
 
 
 async def test_a_sound_sqlite_file_has_no_findings(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ async def test_the_sql_that_is_shown_makes_what_migrate_makes(engine: AsyncEngin
     ("known", "given", "says"),
     [
         ("idem@", "stranger@", "does not accept this user and password"),
-        ("/test", "/nowhere", "there is no such database"),
+        ("/test", "/nowhere", "the database does not exist"),
     ],
 )
 async def test_what_waiting_does_not_mend_is_told(mariadb: MariadbServer, known: str, given: str, says: str) -> None:

@@ -292,7 +292,7 @@ async def test_a_wait_that_ends_the_whole_transaction_is_told_so() -> None:
 
                 async with AsyncSession(ours) as other, manager.in_transaction(other):
                     await other.execute(text("UPDATE balance SET amount = amount + 10"))
-                    with pytest.raises(TransactionAbortedError, match="longer than we wait"):
+                    with pytest.raises(TransactionAbortedError, match="longer than the lock timeout"):
                         await manager.run("refund:1", lambda: asyncio.sleep(0))
                     await other.commit()
 

@@ -122,7 +122,7 @@ async def test_a_record_that_another_transaction_holds_is_in_progress_and_holds_
     async with engine.begin() as holder:
         await holder.execute(text("SELECT 1 FROM idempotency_records WHERE key = :key FOR UPDATE"), {"key": held})
         first, second = await store.reserve([wish(held), wish(free)])
-        with pytest.raises(StoreUnavailableError, match="another transaction holds a record longer than we wait"):
+        with pytest.raises(StoreUnavailableError, match="another transaction locks a record for longer than the lock timeout"):
             await store.release([reserved])
 
     assert isinstance(first, InProgress)
@@ -173,7 +173,7 @@ async def test_a_locked_sqlite_file_is_an_outage_until_it_is_free(tmp_path: Path
         other.close()
 
         assert isinstance(error, StoreUnavailableError)
-        assert "another process writes into the SQLite file" in str(error)
+        assert "another process locks the SQLite file" in str(error)
         assert await works(engine)
 
 
@@ -181,7 +181,7 @@ async def test_a_locked_sqlite_file_is_an_outage_until_it_is_free(tmp_path: Path
 @pytest.mark.parametrize(
     ("spoil", "kind", "says"),
     [
-        (lambda path: path.write_bytes(b"no database at all" * 500), StoreConfigurationError, "no SQLite database"),
+        (lambda path: path.write_bytes(b"no database at all" * 500), StoreConfigurationError, "not a SQLite database"),
         (lambda path: path.mkdir(), StoreConfigurationError, "cannot be opened"),
     ],
     ids=["another file", "a folder"],

@@ -21,7 +21,7 @@ from integr8s_idem.stores.sql.schema_completeness import missing_columns, missin
 NO_VERSION: Final = f"no tables of the store are there that say of which version they are; {MIGRATE}"
 
 
-async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealth:
+async def check_health(connection: AsyncConnection, dialect: Dialect) -> StoreHealth:
     """Ask the database, with a write: one that takes none does not pass.
 
     Raises:
@@ -30,8 +30,8 @@ async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealt
     start = time.perf_counter()
     looked = update(store).where(store.c.id == 1).values(seen_at=dialect.now)
     told = (store.c.version, store.c.identity)
-    answer = await connection.execute(looked.returning(*told) if dialect.returns else looked, dialect.times())
-    if not dialect.returns:
+    answer = await connection.execute(looked.returning(*told) if dialect.supports_returning else looked, dialect.time_parameters())
+    if not dialect.supports_returning:
         answer = await connection.execute(select(*told).where(store.c.id == 1))
     row = answer.first()
     latency = timedelta(seconds=time.perf_counter() - start)
@@ -39,7 +39,7 @@ async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealt
         raise StoreConfigurationError("ping", NO_VERSION, Code.SCHEMA_MISSING)
     if row.version != COMPATIBLE_VERSION:
         check_version(row.version)
-    version, warnings = await _LOOKS[dialect.name](connection)
+    version, warnings = await _INSPECTORS[dialect.name](connection)
     return StoreHealth(
         kind=dialect.name, version=version, latency=latency, warnings=tuple(warnings), identity=row.identity
     )
@@ -69,7 +69,7 @@ def new_identity() -> str:
     return secrets.token_hex(16)
 
 
-async def look_at_tables(connection: AsyncConnection) -> list[StoreWarning]:
+async def check_tables(connection: AsyncConnection) -> list[StoreWarning]:
     """Which indexes are missing; takes a few dozen round trips.
 
     Raises:
@@ -84,7 +84,7 @@ async def look_at_tables(connection: AsyncConnection) -> list[StoreWarning]:
     return [StoreWarning(Code.SCHEMA_INCOMPLETE, what, cost, MIGRATE)]
 
 
-async def _look_at_postgresql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
+async def _inspect_postgresql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
     asked = (
         "SELECT current_setting('server_version') AS version, current_setting('fsync') AS fsync, "
         "current_setting('synchronous_commit') AS commits, pg_is_in_recovery() AS standby, "
@@ -109,7 +109,7 @@ async def _look_at_postgresql(connection: AsyncConnection) -> tuple[str, list[St
     return str(found.version), warnings
 
 
-async def _look_at_sqlite(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
+async def _inspect_sqlite(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
     version = (await connection.execute(select(text("sqlite_version()")))).scalar_one()
     journal = (await connection.execute(text("PRAGMA journal_mode"))).scalar_one()
     synchronous = (await connection.execute(text("PRAGMA synchronous"))).scalar_one()
@@ -126,7 +126,7 @@ async def _look_at_sqlite(connection: AsyncConnection) -> tuple[str, list[StoreW
     return str(version), warnings
 
 
-async def _look_at_mysql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
+async def _inspect_mysql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
     asked = (
         "SELECT version() AS version, @@global.innodb_flush_log_at_trx_commit AS flushes, @@log_bin AS log, "
         "@@global.sync_binlog AS syncs, @@global.read_only AS reads_only, "
@@ -152,4 +152,4 @@ async def _look_at_mysql(connection: AsyncConnection) -> tuple[str, list[StoreWa
     return str(found.version), warnings
 
 
-_LOOKS = {"mysql": _look_at_mysql, "postgresql": _look_at_postgresql, "sqlite": _look_at_sqlite}
+_INSPECTORS = {"mysql": _inspect_mysql, "postgresql": _inspect_postgresql, "sqlite": _inspect_sqlite}

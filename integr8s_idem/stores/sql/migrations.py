@@ -2,7 +2,7 @@
 
 What a version adds is kept as SQL, in files that are never changed once they are out: the next version is a new
 one.  The tables of schema.py are those of today.  The database names the oldest version of the code that can work with
-it, and says by its columns how far it has been migrated: workers of the version before go on during a migration that
+it, and description by its columns how far it has been migrated: workers of the version before go on during a migration that
 only adds columns with a default.
 """
 
@@ -25,7 +25,7 @@ from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import guarded
 from integr8s_idem.stores.sql.health import NO_VERSION, check_version, new_identity
 from integr8s_idem.stores.sql.schema import BUCKETS, COMPATIBLE_VERSION, VERSION, buckets, store
-from integr8s_idem.stores.sql.schema_completeness import missing_columns, missing_indexes, missing_tables, unmade
+from integr8s_idem.stores.sql.schema_completeness import missing_columns, missing_indexes, missing_tables, missing_ddl
 
 _EMPTY: Final = {"mariadb": "x''", "mysql": "x''", "postgresql": "''::bytea", "sqlite": "x''"}
 """No bytes."""
@@ -50,7 +50,7 @@ class Migration:
     """What was done, or is to be, to come to this version."""
 
     version: int
-    says: str
+    description: str
 
     def steps(self, kind: str) -> list[str]:
         """Statements in the SQL of a `kind` of database."""
@@ -145,14 +145,14 @@ def migrate_in(connection: Connection, up_to: int = VERSION) -> list[Migration]:
 
 
 def _write_version(connection: Connection, version: int) -> None:
-    times = dialect_of(connection.dialect.name).times()
+    times = dialect_of(connection.dialect.name).time_parameters()
     if connection.execute(update(store).values(version=version), times).rowcount == 0:
         row = {"id": 1, "version": version, "identity": new_identity(), "seen_at": 0}
         connection.execute(store.insert(), row)
 
 
 def _put_back(connection: Connection) -> None:
-    for step in unmade(connection):
+    for step in missing_ddl(connection):
         connection.execute(step)
     _add_buckets(connection)
 
@@ -213,14 +213,14 @@ def ddl(dialect: Dialect, since: int = 0) -> str:
         )
     parts = []
     for migration in MIGRATIONS[since:]:
-        parts.append(f"-- version {migration.version}: {migration.says}")
+        parts.append(f"-- version {migration.version}: {migration.description}")
         parts += [f"{step};" for step in migration.steps(dialect.name)]
     parts += _first_rows(dialect) if since == 0 else []
     return "\n".join(parts) + "\n"
 
 
 def _first_rows(dialect: Dialect) -> list[str]:
-    identity = dialect_of(dialect.name).identity
+    identity = dialect_of(dialect.name).identity_sql
     row = f"1, {COMPATIBLE_VERSION}, {identity}, 0"
     rows = ", ".join(f"({bucket}, {_EMPTY[dialect.name]}, 0)" for bucket in range(BUCKETS))
     return [

@@ -24,11 +24,11 @@ from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
 from integr8s_idem.stores.outbox import Claim, Waiting
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.engine import alone, reading, writing
+from integr8s_idem.stores.sql.engine import autocommit, reading, writing
 from integr8s_idem.stores.sql.errors import MIGRATE, guarded
 from integr8s_idem.stores.sql.rows import escaped, microseconds, unescaped
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets, outbox
-from integr8s_idem.stores.sql.sqlite_engine import among_handlers
+from integr8s_idem.stores.sql.sqlite_engine import handler_turn
 
 PAGE: Final = 500
 """Rows that a relay reads at once."""
@@ -55,7 +55,7 @@ class SqlOutbox:
         self._arrived.set()
 
     def turn(self) -> AbstractAsyncContextManager[None]:
-        return among_handlers(self._engine)
+        return handler_turn(self._engine)
 
     async def arrived(self, at_most: float) -> None:
         with suppress(TimeoutError):
@@ -65,7 +65,7 @@ class SqlOutbox:
 
     async def claim(self, length: timedelta) -> Claim | None:
         """As in the Protocol; `length` is cut to microseconds, and counts from the statement that takes them."""
-        now, times = self._dialect.now, self._dialect.times()
+        now, times = self._dialect.now, self._dialect.time_parameters()
         has_rows = exists().where(outbox.c.bucket == buckets.c.bucket)
         free = select(buckets.c.bucket).where(buckets.c.claimed_until <= now, has_rows).order_by(buckets.c.bucket)
         token = secrets.token_bytes(16)
@@ -89,12 +89,12 @@ class SqlOutbox:
         asked = select(outbox).where(*wanted).order_by(_row.id).limit(PAGE)
         async with (
             guarded("read", self._timeout, self._dialect.name),
-            alone(self._engine, reads_only=True) as connection,
+            autocommit(self._engine, reads_only=True) as connection,
         ):
             return [_waiting(row) for row in await connection.execute(asked)]
 
     async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
-        now, times = self._dialect.now, self._dialect.times()
+        now, times = self._dialect.now, self._dialect.time_parameters()
         ours = self._of(claim.buckets).where(buckets.c.token == claim.token)
         async with (
             self.turn(),
@@ -109,16 +109,16 @@ class SqlOutbox:
 
     def _of(self, found: Sequence[int]) -> Update:
         change = update(buckets).where(buckets.c.bucket.in_(found))
-        return change.with_hint(self._dialect.by_key) if self._dialect.by_key else change
+        return change.with_hint(self._dialect.primary_key_hint) if self._dialect.primary_key_hint else change
 
     def _forgetting(self, ids: Sequence[int]) -> Executable:
-        if not self._dialect.by_key:
+        if not self._dialect.primary_key_hint:
             return delete(outbox).where(_row.id.in_(ids))
         # An IN is not enough: MariaDB reads the whole table, and waits for the rows of transactions that are under way.
         told, name = " UNION ALL ".join(f"SELECT {int(one)}" for one in ids), outbox.name
         return text(
             f"DELETE {name} FROM (SELECT NULL AS id FROM DUAL WHERE FALSE UNION ALL {told}) AS published "  # noqa: S608  # numbers
-            f"STRAIGHT_JOIN {name} {self._dialect.by_key} ON {name}.id = published.id"
+            f"STRAIGHT_JOIN {name} {self._dialect.primary_key_hint} ON {name}.id = published.id"
         )
 
     async def check(self) -> None:
@@ -134,7 +134,7 @@ class SqlOutbox:
     async def count(self) -> int:
         async with (
             guarded("count", self._timeout, self._dialect.name),
-            alone(self._engine, reads_only=True) as connection,
+            autocommit(self._engine, reads_only=True) as connection,
         ):
             return int((await connection.execute(select(func.count()).select_from(outbox))).scalar_one())
 

@@ -31,13 +31,13 @@ LONG_RESULT: Final = 4_096
 """Bytes of a result that is not read together with others by a survey: hundreds of them may be a megabyte each."""
 
 
-def stretch(dialect: Dialect, prefix: str, after: str, most: int) -> Executable:
+def select_key_range(dialect: Dialect, prefix: str, after: str, most: int) -> Executable:
     """The last of the next keys, and how many they are, expired ones included."""
     keys = select(_row.key).where(prefixed(prefix), _row.key > after).order_by(_row.key).limit(most).subquery()
     return select(func.max(keys.c.key), func.count())
 
 
-def surveyed(dialect: Dialect, prefix: str, holding: Sequence[str], after: str, last: str, most: int) -> Select[Any]:
+def select_survey(dialect: Dialect, prefix: str, holding: Sequence[str], after: str, last: str, most: int) -> Select[Any]:
     """Rows of a stretch whose keys hold some parts.  Long results are left out, and their rows marked."""
     length = func.length(_row.result)
     columns = [column for column in _row if column is not _row.result]
@@ -57,16 +57,16 @@ def surveyed(dialect: Dialect, prefix: str, holding: Sequence[str], after: str, 
 
 def _place(dialect: Dialect, part: str) -> ColumnElement[Any]:
     # LIKE ignores case in some databases.
-    place = func.strpos if dialect.arrays else func.instr
+    place = func.strpos if dialect.supports_arrays else func.instr
     return cast("ColumnElement[Any]", place(_row.key, literal(part, _row.key.type)))
 
 
-def size(dialect: Dialect) -> Executable:
+def estimate_size(dialect: Dialect) -> Executable:
     """About how many rows there are."""
-    return text(dialect.size)
+    return text(dialect.size_sql)
 
 
-def as_seen(dialect: Dialect, marks: Sequence[tuple[str, int, int, int]]) -> Executable:
+def select_unchanged(dialect: Dialect, marks: Sequence[tuple[str, int, int, int]]) -> Executable:
     """Keys of rows that still have this status, fence and end of lease (0 for none), locked in their order."""
     groups: list[ColumnElement[bool]] = []
     held = [(key, fence, lease) for key, status, fence, lease in marks if status == PROCESSING and lease]
@@ -81,11 +81,11 @@ def as_seen(dialect: Dialect, marks: Sequence[tuple[str, int, int, int]]) -> Exe
     if settled:
         groups.append(marked(dialect, settled, _row.key, _row.status, _row.fence))
     found = select(_row.key).where(or_(*groups), _row.expires_at > dialect.now).order_by(_row.key)
-    hinted = found.with_hint(records, dialect.by_key) if dialect.by_key else found
+    hinted = found.with_hint(records, dialect.primary_key_hint) if dialect.primary_key_hint else found
     return hinted.with_for_update()
 
 
-def ending(dialect: Dialect, keys: Sequence[str]) -> Executable:
+def end_leases(dialect: Dialect, keys: Sequence[str]) -> Executable:
     """Let the leases of rows end now."""
     change = update(records).where(among(dialect, keys), _row.status == PROCESSING).values(lease_until=null())
-    return change.with_hint(dialect.by_key) if dialect.by_key else change
+    return change.with_hint(dialect.primary_key_hint) if dialect.primary_key_hint else change

@@ -29,25 +29,25 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores import Surveyed
 from integr8s_idem.stores.sql import bulk_statements, record_admin, statements
-from integr8s_idem.stores.sql.batches import rounds, slices
+from integr8s_idem.stores.sql.batches import unique_key_batches, size_limited_batches
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.driver_cursors import Answer, Wording, say_alone, say_within
-from integr8s_idem.stores.sql.engine import alone, writing
-from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, joining, of_joined
-from integr8s_idem.stores.sql.health import health_of, look_at_tables
+from integr8s_idem.stores.sql.driver_cursors import StatementResult, CompiledStatement, execute_autocommit, execute_in_transaction
+from integr8s_idem.stores.sql.engine import autocommit, writing
+from integr8s_idem.stores.sql.errors import RecordHeldError, guarded, guarded_in_transaction, translate_in_transaction
+from integr8s_idem.stores.sql.health import check_health, check_tables
 from integr8s_idem.stores.sql.rows import (
-    held_elsewhere,
+    in_progress_elsewhere,
     microseconds,
-    outcome_of,
+    outcome_parameters,
     record_of,
-    stands,
+    is_final,
     verdict_of,
-    wish_of,
+    reservation_parameters,
 )
-from integr8s_idem.stores.sql.savepoints import Undo, uncommitted, undo, undoing
+from integr8s_idem.stores.sql.savepoints import Undo, forbid_commit, undo, undo_on_error
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
-from integr8s_idem.stores.sql.sqlite_engine import among_handlers
-from integr8s_idem.stores.sql.transaction_state import begun
+from integr8s_idem.stores.sql.sqlite_engine import handler_turn
+from integr8s_idem.stores.sql.transaction_state import ensure_begun
 
 _Mark: TypeAlias = tuple[str, int]
 """Key and fence of a reservation."""
@@ -65,7 +65,7 @@ class SqlIdempotencyRepository:
     database's, read once per statement.  Expired rows are as good as absent at once; `purge` takes them away.
 
     The engine is the caller's: the repository never disposes of it.  `sql_engine` makes one that is fit for it.
-    The tables must be there: `integr8s-idem store migrate` makes them.  `ping` alone looks of which version they are,
+    The tables must be there: `integr8s-idem store migrate` makes them.  `ping` alone listeners of which version they are,
     as a worker does at its start: call it before the first of your own calls.  No other verb asks, and tables of a
     newer version would be read and written as if they were of this one.
 
@@ -89,9 +89,9 @@ class SqlIdempotencyRepository:
         self.purge_every = duration(purge_every, "purge_every")
         self._timeout = duration(timeout, "timeout")
         self._dialect = dialect_of(engine.dialect.name)
-        self._reserving = bulk_statements.reserving(self._dialect)
-        self._reserving_new = Wording(statements.reserving_new(self._dialect)) if self._dialect.arrays else None
-        self._settling = {status: bulk_statements.settling(self._dialect, status) for status in (COMPLETED, FAILED)}
+        self._reserving = bulk_statements.reserve_rows(self._dialect)
+        self._reserving_new = CompiledStatement(statements.reserve_new_row(self._dialect)) if self._dialect.supports_arrays else None
+        self._settling = {status: bulk_statements.settle_rows(self._dialect, status) for status in (COMPLETED, FAILED)}
         self._has_indexes = False
         # Engines of the application's that were found to lead to the database of this one.
         self._same: WeakSet[Engine] = WeakSet()
@@ -99,21 +99,21 @@ class SqlIdempotencyRepository:
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
         # A statement cannot write one row twice: the same key comes again in the next one.
-        for indexes in rounds([request.key for request in requests]):
+        for indexes in unique_key_batches([request.key for request in requests]):
             part = [requests[index] for index in indexes]
             verdicts |= zip(indexes, await self._reserve(part), strict=True)
         return [verdicts[index] for index in range(len(requests))]
 
     async def _reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        times = self._dialect.times()
-        wishes = [wish_of(request) | times for request in requests]
+        times = self._dialect.time_parameters()
+        parameters = [reservation_parameters(request) | times for request in requests]
         try:
-            if len(requests) == 1 and (verdict := await self._reserve_new(requests[0], wishes[0])) is not None:
+            if len(requests) == 1 and (verdict := await self._reserve_new(requests[0], parameters[0])) is not None:
                 return [verdict]
-            rows = {row.key: row for row in (await self._tell("reserve", self._reserving, wishes)).rows}
+            rows = {row.key: row for row in (await self._execute_rows("reserve", self._reserving, parameters)).rows}
         except RecordHeldError:
             if len(requests) == 1:
-                return [held_elsewhere(requests[0])]
+                return [in_progress_elsewhere(requests[0])]
             # One of them is in somebody's transaction: the others need not wait for that.
             return [verdict for request in requests for verdict in await self._reserve([request])]
         if len(rows) < len(requests):
@@ -127,26 +127,26 @@ class SqlIdempotencyRepository:
         """The verdict on a key that is not there, or that nobody may take; `None` if that is still to be asked."""
         if self._reserving_new is None:
             return None
-        [row] = (await self._say("reserve", self._reserving_new, wish)).rows
+        [row] = (await self._execute("reserve", self._reserving_new, wish)).rows
         verdict = verdict_of(request, row, row.asked_at)
-        return verdict if stands(verdict, row, row.asked_at) else None
+        return verdict if is_final(verdict, row, row.asked_at) else None
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         length = microseconds(lease)
-        return await self._change("renew", reservations, lambda part: statements.renewing(self._dialect, part, length))
+        return await self._change("renew", reservations, lambda part: statements.renew_leases(self._dialect, part, length))
 
     async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        return await self._change("release", reservations, lambda part: statements.releasing(self._dialect, part))
+        return await self._change("release", reservations, lambda part: statements.release_leases(self._dialect, part))
 
     async def _change(
         self, operation: str, reservations: Sequence[Reserved], change: Callable[[Sequence[Reserved]], list[Executable]]
     ) -> list[bool]:
         changed: set[_Mark] = set()
-        for indexes in rounds([one.key for one in reservations]):
+        for indexes in unique_key_batches([one.key for one in reservations]):
             part = [reservations[index] for index in indexes]
             writes, *asks = change(part)
-            async with self._asking(operation) as connection:
-                written = await connection.execute(writes, self._dialect.times())
+            async with self._connect(operation) as connection:
+                written = await connection.execute(writes, self._dialect.time_parameters())
                 changed |= await self._marks(connection, part, written, *asks)
         return [(one.key, one.fence) in changed for one in reservations]
 
@@ -158,17 +158,17 @@ class SqlIdempotencyRepository:
 
     async def _settle(self, operation: str, status: int, settled: Sequence[Completion | Failure]) -> list[bool]:
         done: set[_Mark] = set()
-        for indexes in rounds([one.reservation.key for one in settled]):
-            for part in slices([settled[index] for index in indexes]):
-                times = self._dialect.times()
-                outcomes = [outcome_of(one) | times for one in part]
+        for indexes in unique_key_batches([one.reservation.key for one in settled]):
+            for part in size_limited_batches([settled[index] for index in indexes]):
+                times = self._dialect.time_parameters()
+                outcomes = [outcome_parameters(one) | times for one in part]
                 reservations = [one.reservation for one in part]
-                if (await self._tell(operation, self._settling[status], outcomes)).written == len(part):
+                if (await self._execute_rows(operation, self._settling[status], outcomes)).written == len(part):
                     done |= {(one.key, one.fence) for one in reservations}
                     continue
-                asks = statements.settled_so(self._dialect, status, reservations)
-                async with self._asking(operation) as connection:
-                    found = await connection.execute(asks, self._dialect.times())
+                asks = statements.select_settled(self._dialect, status, reservations)
+                async with self._connect(operation) as connection:
+                    found = await connection.execute(asks, self._dialect.time_parameters())
                     done |= {(row.key, row.fence) for row in found}
         return [(one.reservation.key, one.reservation.fence) in done for one in settled]
 
@@ -179,14 +179,14 @@ class SqlIdempotencyRepository:
         if asks is not None and written.rowcount == len(part):
             return {(one.key, one.fence) for one in part}
         if asks is not None:
-            written = await connection.execute(asks, self._dialect.times())
+            written = await connection.execute(asks, self._dialect.time_parameters())
         return {(row.key, row.fence) for row in written}
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         found: dict[str, IdempotencyRecord | Corrupt] = {}
         for start in range(0, len(keys), PAGE):
             part = keys[start : start + PAGE]
-            found |= {row.key: record_of(row) for row in await self._read("get", statements.reading, part)}
+            found |= {row.key: record_of(row) for row in await self._read("get", statements.select_records, part)}
         records: list[IdempotencyRecord | None] = []
         for key in keys:
             answer = found.get(key)
@@ -198,9 +198,9 @@ class SqlIdempotencyRepository:
     async def delete(self, keys: Sequence[str]) -> int:
         deleted = 0
         for start in range(0, len(keys), PAGE):
-            statement = statements.deleting(self._dialect, sorted(keys[start : start + PAGE]))
-            async with self._asking("delete") as connection:
-                deleted += (await connection.execute(statement, self._dialect.times())).rowcount
+            statement = statements.delete_records(self._dialect, sorted(keys[start : start + PAGE]))
+            async with self._connect("delete") as connection:
+                deleted += (await connection.execute(statement, self._dialect.time_parameters())).rowcount
         return deleted
 
     async def purge(self, most: int = PAGE) -> int:
@@ -209,16 +209,16 @@ class SqlIdempotencyRepository:
         Raises:
             StoreError: As for every verb.
         """
-        found: Any = statements.expired(self._dialect, most)
+        found: Any = statements.select_expired(self._dialect, most)
         async with (
-            among_handlers(self.engine),
-            self._asking("purge", together=bool(self._dialect.by_key)) as connection,
+            handler_turn(self.engine),
+            self._connect("purge", together=bool(self._dialect.primary_key_hint)) as connection,
         ):
-            if self._dialect.by_key:
+            if self._dialect.primary_key_hint:
                 # MySQL takes no LIMIT in a subquery.
                 found = sorted((await connection.execute(found)).scalars())
-            statement = statements.purging(self._dialect, found)
-            return int((await connection.execute(statement, self._dialect.times())).rowcount)
+            statement = statements.delete_expired(self._dialect, found)
+            return int((await connection.execute(statement, self._dialect.time_parameters())).rowcount)
 
     async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
         """Every readable record whose key starts with `prefix`, in the order of their keys, page by page.
@@ -228,7 +228,7 @@ class SqlIdempotencyRepository:
         """
         last = ""
         while True:
-            rows = await self._read("scan", statements.page, prefix, last, PAGE)
+            rows = await self._read("scan", statements.select_page, prefix, last, PAGE)
             for row in rows:
                 record = record_of(row)
                 if isinstance(record, IdempotencyRecord):
@@ -246,13 +246,13 @@ class SqlIdempotencyRepository:
         return await record_admin.size(self._read)
 
     async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        return await record_admin.end_leases(self._asking, self._dialect, seen)
+        return await record_admin.end_leases(self._connect, self._dialect, seen)
 
     async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        return await record_admin.forget(self._asking, self._dialect, seen)
+        return await record_admin.forget(self._connect, self._dialect, seen)
 
     async def count_active(self, prefix: str) -> int:
-        ((count,),) = await self._read("count_active", statements.active, prefix)
+        ((count,),) = await self._read("count_active", statements.count_active, prefix)
         return int(count)
 
     async def ping(self) -> StoreHealth:
@@ -262,12 +262,12 @@ class SqlIdempotencyRepository:
             StoreConfigurationError: They are not there, older or newer.
             StoreError: As for every verb.
         """
-        async with self._asking("ping") as connection:
-            health = await health_of(connection, self._dialect)
+        async with self._connect("ping") as connection:
+            health = await check_health(connection, self._dialect)
             if self._has_indexes:
                 return health
             # Until they have been seen: an index does not get lost while workers run, and they ask often.
-            missing = await look_at_tables(connection)
+            missing = await check_tables(connection)
         self._has_indexes = not missing
         return replace(health, warnings=(*health.warnings, *missing))
 
@@ -289,30 +289,30 @@ class SqlIdempotencyRepository:
         return JoinedSqlRepository(self, held)
 
     async def _read(self, operation: str, ask: Callable[..., Executable], *arguments: Any) -> Sequence[Any]:
-        async with self._asking(operation, reads_only=True) as connection:
-            return (await connection.execute(ask(self._dialect, *arguments), self._dialect.times())).all()
+        async with self._connect(operation, reads_only=True) as connection:
+            return (await connection.execute(ask(self._dialect, *arguments), self._dialect.time_parameters())).all()
 
-    async def _tell(self, operation: str, statement: bulk_statements.Bulk, rows: bulk_statements.Rows) -> Answer:
-        if len(rows) == 1 and statement.of_one is not None:
-            return await self._say(operation, statement.of_one, rows[0])
-        if statement.of_arrays is not None:
-            return await self._say(
-                operation, statement.of_arrays, {name: [row[name] for row in rows] for name in rows[0]}
+    async def _execute_rows(self, operation: str, statement: bulk_statements.BulkStatement, rows: bulk_statements.Rows) -> StatementResult:
+        if len(rows) == 1 and statement.single_row is not None:
+            return await self._execute(operation, statement.single_row, rows[0])
+        if statement.with_arrays is not None:
+            return await self._execute(
+                operation, statement.with_arrays, {name: [row[name] for row in rows] for name in rows[0]}
             )
-        assert statement.of_rows is not None
-        async with self._asking(operation) as connection:
-            return await statement.of_rows(connection, rows)
+        assert statement.execute_rows is not None
+        async with self._connect(operation) as connection:
+            return await statement.execute_rows(connection, rows)
 
-    async def _say(self, operation: str, wording: Wording, told: Mapping[str, Any]) -> Answer:
+    async def _execute(self, operation: str, statement: CompiledStatement, told: Mapping[str, Any]) -> StatementResult:
         async with guarded(operation, self._timeout, self._dialect.name):
-            return await say_alone(self.engine, wording, told)
+            return await execute_autocommit(self.engine, statement, told)
 
     @asynccontextmanager
-    async def _asking(
+    async def _connect(
         self, operation: str, *, together: bool = False, reads_only: bool = False
     ) -> AsyncIterator[AsyncConnection]:
         """`together`: what is said in the block is one transaction."""
-        said = writing(self.engine) if together else alone(self.engine, reads_only=reads_only)
+        said = writing(self.engine) if together else autocommit(self.engine, reads_only=reads_only)
         async with guarded(operation, self._timeout, self._dialect.name), said as connection:
             yield connection
 
@@ -333,7 +333,7 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         self._connection: AsyncConnection | None = None
         self._transaction: RootTransaction | None = None
         """That of the connection, when we looked at it last."""
-        self._behind: Undo | None = None
+        self._undo: Undo | None = None
         """Undoes what has happened since its making, as long as that is nothing."""
 
     async def connection(self) -> AsyncConnection:
@@ -349,7 +349,7 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         _refuse_closed(connection)
         if dialect_of(connection.dialect.name) is not self._dialect:
             raise StoreConfigurationError("join", _ELSEWHERE)
-        await begun(connection)
+        await ensure_begun(connection)
         theirs = connection.engine.sync_engine
         if theirs.url != self.engine.url and theirs not in self._same:
             # By another name it may be the same.  The pools are two: ours is not used up by those who wait here.
@@ -372,42 +372,42 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
             ApplicationError: The block tried to commit: all of the transaction is rolled back.
         """
         connection = await self.connection()
-        async with uncommitted(connection), undoing(connection, "savepoint") as self._behind:
+        async with forbid_commit(connection), undo_on_error(connection, "savepoint") as self._undo:
             yield
 
     async def _compare(self, connection: AsyncConnection) -> None:
         asked = select(store.c.identity)
         try:
-            async with joining("join", self.engine.dialect.name):
+            async with guarded_in_transaction("join", self.engine.dialect.name):
                 there = (await connection.execute(asked)).scalar_one_or_none()
         except StoreConfigurationError as error:
             if error.code == Code.SCHEMA_MISSING:
                 raise StoreConfigurationError("join", _ELSEWHERE) from error
             raise
-        async with alone(self.engine, reads_only=True) as own:
+        async with autocommit(self.engine, reads_only=True) as own:
             ours = (await own.execute(asked)).scalar_one_or_none()
         if there != ours:
             raise StoreConfigurationError("join", _ELSEWHERE)
 
-    async def _say(self, operation: str, wording: Wording, told: Mapping[str, Any]) -> Answer:
-        async with self._asking(operation) as connection:
-            return await say_within(connection, wording, told)
+    async def _execute(self, operation: str, statement: CompiledStatement, told: Mapping[str, Any]) -> StatementResult:
+        async with self._connect(operation) as connection:
+            return await execute_in_transaction(connection, statement, told)
 
     @asynccontextmanager
-    async def _asking(
+    async def _connect(
         self, operation: str, *, together: bool = False, reads_only: bool = False
     ) -> AsyncIterator[AsyncConnection]:
         connection, kind = await self.connection(), self._dialect.name
-        behind, self._behind = self._behind, None
+        behind, self._undo = self._undo, None
         if operation == "reserve" and behind is None:
             # A row that somebody holds must cost us this statement only, not the transaction.
-            async with undoing(connection, operation), joining(operation, kind):
+            async with undo_on_error(connection, operation), guarded_in_transaction(operation, kind):
                 yield connection
             return
         try:
             yield connection
         except DBAPIError as error:
-            ours = of_joined(operation, error, kind)
+            ours = translate_in_transaction(operation, error, kind)
             if behind is not None and isinstance(ours, RecordHeldError):
                 # Nothing else has happened since: it takes no second savepoint.
                 await undo(behind, operation, ours, kind)

@@ -49,7 +49,7 @@ _UNREADABLE: Final = (AttributeError, LookupError, OverflowError, TypeError, Val
 HELD_PAUSE: Final = timedelta(seconds=1)
 """After which to ask again for a row that a transaction holds."""
 
-CENTURY: Final = timedelta(days=36_500)
+MAX_DURATION: Final = timedelta(days=36_500)
 
 _LAST: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(microseconds=1)
 """The last time that there is."""
@@ -66,7 +66,7 @@ def unescaped(stored: str) -> str:
 
 def microseconds(length: timedelta) -> int:
     """A length of time, cut to nothing at least and a century at most."""
-    return max(0, min(length, CENTURY) // timedelta(microseconds=1))
+    return max(0, min(length, MAX_DURATION) // timedelta(microseconds=1))
 
 
 def verdict_of(request: ReserveRequest, row: Any, now: int) -> Verdict:
@@ -74,7 +74,7 @@ def verdict_of(request: ReserveRequest, row: Any, now: int) -> Verdict:
     try:
         return _verdict(request, row, now)
     except _UNREADABLE as error:
-        return Corrupt(key=request.key, reason=_told(error))
+        return Corrupt(key=request.key, reason=_mismatch(error))
 
 
 def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
@@ -124,7 +124,7 @@ def _history(row: Any) -> tuple[int, int, bool]:
     return row.lapsed, row.lapsed_alone, bool(row.alone)
 
 
-def stands(verdict: Verdict, row: Any, now: int) -> bool:
+def is_final(verdict: Verdict, row: Any, now: int) -> bool:
     """Whether `verdict` is the last word on a row that was left as it was, or was made just now."""
     if isinstance(verdict, Reserved):
         # One that we have had for longer is to have its lease begin anew.
@@ -135,7 +135,7 @@ def stands(verdict: Verdict, row: Any, now: int) -> bool:
     return bool(row.expires_at > now) and not lapsed
 
 
-def held_elsewhere(request: ReserveRequest) -> InProgress:
+def in_progress_elsewhere(request: ReserveRequest) -> InProgress:
     """The verdict on a row that a transaction holds: somebody works on it, and nobody sees how far."""
     return InProgress(key=request.key, attempt=1, retry_after=HELD_PAUSE, owner="a transaction that is under way")
 
@@ -145,7 +145,7 @@ def record_of(row: Any) -> IdempotencyRecord | Corrupt:
     try:
         return _record(row)
     except _UNREADABLE as error:
-        return Corrupt(key=row.key, reason=_told(error))
+        return Corrupt(key=row.key, reason=_mismatch(error))
 
 
 def _record(row: Any) -> IdempotencyRecord | Corrupt:
@@ -175,13 +175,13 @@ def _record(row: Any) -> IdempotencyRecord | Corrupt:
     )
 
 
-def mark_seen(record: IdempotencyRecord) -> tuple[str, int, int, int]:
+def seen_version(record: IdempotencyRecord) -> tuple[str, int, int, int]:
     """Key, status, fence and end of the lease: by them a row is known again by somebody without its token."""
     lease_until = 0 if record.lease_until is None else (record.lease_until - _EPOCH) // timedelta(microseconds=1)
     return record.key, _NUMBER[record.status], record.fence, lease_until
 
 
-def wish_of(request: ReserveRequest) -> dict[str, Any]:
+def reservation_parameters(request: ReserveRequest) -> dict[str, Any]:
     """The parameters of one row for `reserve`."""
     lease, trace = microseconds(request.lease), request.trace
     return {
@@ -209,7 +209,7 @@ def _fault(row: Any) -> str:
     return ""
 
 
-def _told(error: Exception) -> str:
+def _mismatch(error: Exception) -> str:
     return f"its columns are not those of a record ({type(error).__name__}: {error})"
 
 
@@ -225,7 +225,7 @@ def _moment(us: int) -> datetime:
     return _EPOCH + timedelta(microseconds=us)
 
 
-def outcome_of(one: Completion | Failure) -> dict[str, Any]:
+def outcome_parameters(one: Completion | Failure) -> dict[str, Any]:
     """The parameters of one row for `complete` and `fail`."""
     reservation = one.reservation
     result, dropped, error = None, False, ""

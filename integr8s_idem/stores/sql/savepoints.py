@@ -17,11 +17,11 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
 
 from integr8s_idem.errors import ApplicationError, StoreUnavailableError, TransactionAbortedError
-from integr8s_idem.stores.sql.commit_listeners import watching
-from integr8s_idem.stores.sql.driver_cursors import has_said_nothing, roll_back
-from integr8s_idem.stores.sql.errors import gave_up, joining, savepoint_gone, translated
+from integr8s_idem.stores.sql.commit_listeners import before_commit
+from integr8s_idem.stores.sql.driver_cursors import has_not_begun, roll_back
+from integr8s_idem.stores.sql.errors import abort_reason, guarded_in_transaction, is_savepoint_missing, translate
 
-MARK: Final = "SAVEPOINT integr8s_idem"
+SET_MARK: Final = "SAVEPOINT integr8s_idem"
 """Set where the transaction begins."""
 
 _ENDED: Final = (
@@ -85,12 +85,12 @@ class _Whole:
         """Nothing was set that would have to go."""
 
 
-async def _undo_of(connection: AsyncConnection) -> Undo:
-    return _Whole(connection) if has_said_nothing(connection) else _Savepoint(await connection.begin_nested())
+async def _make_undo(connection: AsyncConnection) -> Undo:
+    return _Whole(connection) if has_not_begun(connection) else _Savepoint(await connection.begin_nested())
 
 
 @asynccontextmanager
-async def undoing(connection: AsyncConnection, operation: str) -> AsyncIterator[Undo]:
+async def undo_on_error(connection: AsyncConnection, operation: str) -> AsyncIterator[Undo]:
     """What happens in the block is undone by an exception, and the transaction goes on.
 
     Raises:
@@ -98,21 +98,21 @@ async def undoing(connection: AsyncConnection, operation: str) -> AsyncIterator[
         ApplicationError: The transaction was ended within the block, and the block went on.
         Exception: Whatever else the block raises, unchanged.
     """
-    async with joining(operation, connection.dialect.name):
-        behind = await _undo_of(connection)
+    async with guarded_in_transaction(operation, connection.dialect.name):
+        behind = await _make_undo(connection)
     try:
         yield behind
     except BaseException as error:
         await undo(behind, operation, error, connection.dialect.name)
-        if said := gave_up(error):
+        if said := abort_reason(error):
             raise TransactionAbortedError(operation, said) from error
         raise
-    async with joining(operation, connection.dialect.name), _ended_is_told():
+    async with guarded_in_transaction(operation, connection.dialect.name), _reporting_ended_transaction():
         await behind.end()
 
 
 @asynccontextmanager
-async def uncommitted(connection: AsyncConnection) -> AsyncIterator[None]:
+async def forbid_commit(connection: AsyncConnection) -> AsyncIterator[None]:
     """Within the block nobody commits the transaction: what is written in it would stand without an outcome.
 
     Raises:
@@ -129,7 +129,7 @@ async def uncommitted(connection: AsyncConnection) -> AsyncIterator[None]:
     watched = connection.sync_connection
     assert watched is not None
     try:
-        with watching(watched, refuse):
+        with before_commit(watched, refuse):
             yield
     except Exception as error:
         if told and error is not told[0]:
@@ -139,22 +139,22 @@ async def uncommitted(connection: AsyncConnection) -> AsyncIterator[None]:
         raise told[0]
 
 
-async def still_there(connection: AsyncConnection, operation: str) -> None:
+async def release_mark(connection: AsyncConnection, operation: str) -> None:
     """Take the mark away.
 
     Raises:
         ApplicationError: It is not there: the transaction is not the one that it was set in.
     """
-    async with joining(operation, connection.dialect.name), _ended_is_told():
-        await connection.execute(text(f"RELEASE {MARK}"))
+    async with guarded_in_transaction(operation, connection.dialect.name), _reporting_ended_transaction():
+        await connection.execute(text(f"RELEASE {SET_MARK}"))
 
 
 @asynccontextmanager
-async def _ended_is_told() -> AsyncIterator[None]:
+async def _reporting_ended_transaction() -> AsyncIterator[None]:
     try:
         yield
     except DBAPIError as error:
-        if savepoint_gone(error):
+        if is_savepoint_missing(error):
             raise ApplicationError(_ENDED) from error
         raise
 
@@ -173,11 +173,11 @@ async def undo(behind: Undo, operation: str, error: BaseException, kind: str) ->
             return  # that is what has to be told
         if said := _why_all_is_gone(error, failed):
             raise TransactionAbortedError(operation, said) from error
-        raise translated(operation, failed, kind) from error
+        raise translate(operation, failed, kind) from error
 
 
 def _why_all_is_gone(error: Exception, failed: DBAPIError) -> str:
     """Nothing if it may be there: only the way to it is lost."""
-    if savepoint_gone(failed) and isinstance(error, StoreUnavailableError):
+    if is_savepoint_missing(failed) and isinstance(error, StoreUnavailableError):
         return error.reason  # innodb_rollback_on_timeout
-    return gave_up(error) or gave_up(failed)
+    return abort_reason(error) or abort_reason(failed)

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from integr8s_idem._util.context_vars import SIMULATED_PROCESS
 from integr8s_idem.errors import ApplicationError, StoreConfigurationError
 
-READS_ONLY: Final = "integr8s_idem_reads_only"
+READ_ONLY: Final = "integr8s_idem_reads_only"
 """Execution option of a transaction that will not write: it waits for no writer."""
 
 _WAL_TRIES: Final = 100
@@ -69,7 +69,7 @@ def sqlite_engine(
 
     @event.listens_for(engine.sync_engine, "begin")
     def _begin(connection: Connection) -> None:
-        if connection.get_execution_options().get(READS_ONLY, False):
+        if connection.get_execution_options().get(READ_ONLY, False):
             connection.exec_driver_sql("BEGIN")
             return
         driver: Any = connection.connection.dbapi_connection
@@ -99,13 +99,13 @@ def _make_private(url: URL) -> None:
         os.close(os.open(url.database, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
-def commits_alone(engine: Engine) -> bool:
+def autocommits(engine: Engine) -> bool:
     """Whether a statement without a BEGIN commits for itself on connections of `engine`."""
     return engine in _lock_timeouts
 
 
 @asynccontextmanager
-async def among_writers(engine: AsyncEngine) -> AsyncIterator[None]:
+async def writer_turn(engine: AsyncEngine) -> AsyncIterator[None]:
     """Take turns with whoever else of this process writes, for a statement that commits for itself.
 
     Raises:
@@ -121,7 +121,7 @@ async def among_writers(engine: AsyncEngine) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def among_handlers(engine: AsyncEngine) -> AsyncIterator[None]:
+async def handler_turn(engine: AsyncEngine) -> AsyncIterator[None]:
     """Take turns with the handlers of this process whose transactions hold their outcomes, if they write to SQLite.
 
     One of them at a time: the others could write nothing, and would wait while their leases run.  What else is in
@@ -143,7 +143,7 @@ class _Turn:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._whose: asyncio.Task[Any] | None = None
+        self._owner: asyncio.Task[Any] | None = None
 
     async def begin(self, longest: float | None) -> None:
         """Wait for it, for `longest` seconds.
@@ -152,7 +152,7 @@ class _Turn:
             ApplicationError: It is the turn of the very code that asks.
             OperationalError: The wait was too long: told as that for another process is.
         """
-        if self._lock.locked() and self._whose is asyncio.current_task():
+        if self._lock.locked() and self._owner is asyncio.current_task():
             raise ApplicationError(
                 "this code is in a transaction of the SQLite file already, and would wait for itself: end that one "
                 "first, or write by the same session"
@@ -164,10 +164,10 @@ class _Turn:
             busy = sqlite3.OperationalError("database is locked by another transaction of this process")
             busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
             raise OperationalError("BEGIN IMMEDIATE", {}, busy) from None
-        self._whose = asyncio.current_task()
+        self._owner = asyncio.current_task()
 
     def end(self) -> None:
-        self._whose = None
+        self._owner = None
         self._lock.release()
 
 

@@ -38,47 +38,47 @@ from integr8s_idem.stores.sql.schema import PROCESSING, records
 _row = records.c
 
 
-def reserving(dialect: Dialect) -> Any:
+def reserve_rows(dialect: Dialect) -> Any:
     """Reserve what is free; whatever is not comes back as it is.
 
     Executed with one set of parameters a row, or with their arrays; rows in the order of their keys.  A row that is
     there is always written, with its own values where nothing changes: only so does the one statement answer with
     what decided, however many others ask at that moment.
     """
-    if not dialect.arrays:
-        return _answering(dialect, dialect.upsert(_of_one(dialect), _row.key, _taken_over))
-    wishes = array_parameters.told(_WISH)
+    if not dialect.supports_arrays:
+        return _returning_rows(dialect, dialect.upsert(_insert_of_one_row(dialect), _row.key, _taken_over))
+    offered = array_parameters.parameter_table(_RESERVATION_TYPES)
     values = {
         name: value if isinstance(value, ColumnElement) else literal(value, _row[name].type)
-        for name, value in _reservation(wishes.c.__getitem__, dialect.now).items()
+        for name, value in _reservation(offered.c.__getitem__, dialect.now).items()
     }
-    chosen = select(*values.values()).order_by(wishes.c.key.collate("C"))
+    chosen = select(*values.values()).order_by(offered.c.key.collate("C"))
     insert = dialect.insert(records).from_select(list(values), chosen)
-    return _answering(dialect, dialect.upsert(insert, _row.key, _taken_over))
+    return _returning_rows(dialect, dialect.upsert(insert, _row.key, _taken_over))
 
 
-def reserving_new(dialect: Dialect) -> Any:
+def reserve_new_row(dialect: Dialect) -> Any:
     """Reserve the key of one set of parameters if it is not there; a row that is there comes back as it is.
 
-    It is written even so, as by `reserving`, and for the same reason.  PostgreSQL takes a fifth of the time for this:
-    there all that `reserving` does to a row that is there has to be planned and set up, for one that is not as well.
+    It is written even so, as by `reserve_rows`, and for the same reason.  PostgreSQL takes a fifth of the time for this:
+    there all that `reserve_rows` does to a row that is there has to be planned and set up, for one that is not as well.
     """
-    upsert = dialect.upsert(_of_one(dialect), _row.key, lambda _: {"previous": _row.previous})
-    return _answering(dialect, upsert)
+    upsert = dialect.upsert(_insert_of_one_row(dialect), _row.key, lambda _: {"previous": _row.previous})
+    return _returning_rows(dialect, upsert)
 
 
-def _of_one(dialect: Dialect) -> Any:
-    wished = {name: bindparam(name, type_=type_) for name, type_ in _WISH.items()}
-    return dialect.insert(records).values(_reservation(wished.__getitem__, dialect.now))
+def _insert_of_one_row(dialect: Dialect) -> Any:
+    offered = {name: bindparam(name, type_=type_) for name, type_ in _RESERVATION_TYPES.items()}
+    return dialect.insert(records).values(_reservation(offered.__getitem__, dialect.now))
 
 
-def _answering(dialect: Dialect, statement: Any) -> Any:
+def _returning_rows(dialect: Dialect, statement: Any) -> Any:
     # Where the clock is this machine's, we know what it said.
-    asked_at = () if dialect.times() else (dialect.now.label("asked_at"),)
-    return statement.returning(*_row, *asked_at) if dialect.returns else statement
+    asked_at = () if dialect.time_parameters() else (dialect.now.label("asked_at"),)
+    return statement.returning(*_row, *asked_at) if dialect.supports_returning else statement
 
 
-_WISH: Final[dict[str, TypeEngine[Any]]] = {
+_RESERVATION_TYPES: Final[dict[str, TypeEngine[Any]]] = {
     "key": _row.key.type,
     "token": _row.token.type,
     "lease": BigInteger(),
@@ -90,43 +90,43 @@ _WISH: Final[dict[str, TypeEngine[Any]]] = {
 }
 
 
-def _reservation(wish: Callable[[str], ColumnElement[Any]], now: ColumnElement[int]) -> dict[str, Any]:
+def _reservation(offer: Callable[[str], ColumnElement[Any]], now: ColumnElement[int]) -> dict[str, Any]:
     """The row of a key that is not there."""
     return {
-        "key": wish("key"),
+        "key": offer("key"),
         "status": PROCESSING,
         "attempt": 1,
         "fence": now,
-        "token": wish("token"),
-        "lease_until": now + wish("lease"),
-        "expires_at": now + wish("retention"),
+        "token": offer("token"),
+        "lease_until": now + offer("lease"),
+        "expires_at": now + offer("retention"),
         "previous": 0,
-        "fingerprint": wish("fingerprint"),
-        "owner": wish("owner"),
-        "trace": wish("trace"),
+        "fingerprint": offer("fingerprint"),
+        "owner": offer("owner"),
+        "trace": offer("trace"),
         "result_dropped": False,
         "error": "",
         "lapsed": 0,
         "lapsed_alone": 0,
-        "alone": wish("alone"),
+        "alone": offer("alone"),
         "history_fence": now,
     }
 
 
-def reserved(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
-    """What `reserving` has left behind, where it cannot say so: asked in its transaction, which holds the rows."""
+def select_reserved(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
+    """What `reserve_rows` has left behind, where it cannot say so: asked in its transaction, which holds the rows."""
     return _newest(dialect, select(*_row, dialect.now.label("asked_at")).where(_row.key.in_(keys)))
 
 
 def _newest(dialect: Dialect, asked: Select[Any]) -> Select[Any]:
     """`asked` of the rows as they are: at REPEATABLE READ a plain SELECT is answered from before others wrote them."""
-    return asked.with_hint(records, dialect.by_key).with_for_update() if dialect.by_key else asked
+    return asked.with_hint(records, dialect.primary_key_hint).with_for_update() if dialect.primary_key_hint else asked
 
 
 def _taken_over(new: Any) -> Changes:
     """What becomes of a row that is there: taken anew, taken over, found again by its owner, or left alone.
 
-    What time it is stands in the row that is not there: its fence is made of it.
+    What time it is is_final in the row that is not there: its fence is made of it.
 
     MySQL writes these one after the other, and each sees what those before it wrote.  So the history is written before
     the fence that it is compared with.  The five columns that decide come last, in an order in which nothing written so
@@ -184,7 +184,7 @@ def _taken_over(new: Any) -> Changes:
     }
 
 
-def renewing(dialect: Dialect, reservations: Sequence[Reserved], lease: int) -> list[Executable]:
+def renew_leases(dialect: Dialect, reservations: Sequence[Reserved], lease: int) -> list[Executable]:
     """Let leases end `lease` microseconds from now."""
     until = dialect.now + literal(lease, BigInteger)
     # The record outlives its lease, so that the attempt still counts.
@@ -193,7 +193,7 @@ def renewing(dialect: Dialect, reservations: Sequence[Reserved], lease: int) -> 
     return _held(dialect, reservations, _row.lease_until.is_not(None), changes)
 
 
-def releasing(dialect: Dialect, reservations: Sequence[Reserved]) -> list[Executable]:
+def release_leases(dialect: Dialect, reservations: Sequence[Reserved]) -> list[Executable]:
     """Let leases end now."""
     return _held(dialect, reservations, true(), {"lease_until": null()})
 
@@ -210,9 +210,9 @@ def _held(
         also,
     )
     change = update(records).where(_in_order(dialect, owned)).values(changes)
-    if dialect.returns:
+    if dialect.supports_returning:
         return [change.returning(_row.key, _row.fence)]
-    change = change.with_hint(dialect.by_key)
+    change = change.with_hint(dialect.primary_key_hint)
     # What was ours is ours behind the change, too, and its rows are locked.
     return [change, _newest(dialect, select(_row.key, _row.fence).where(owned))]
 
@@ -222,26 +222,26 @@ def _in_order(dialect: Dialect, rows: ColumnElement[bool]) -> ColumnElement[bool
 
     Else PostgreSQL locks them as it comes by them, and batches that share some wait for each other in a circle.
     """
-    if not dialect.arrays:
+    if not dialect.supports_arrays:
         return rows
-    return array_parameters.chosen(_row.key, select(_row.key).where(rows).order_by(_row.key).with_for_update())
+    return array_parameters.in_query_result(_row.key, select(_row.key).where(rows).order_by(_row.key).with_for_update())
 
 
 def among(dialect: Dialect, keys: Sequence[str]) -> ColumnElement[bool]:
     """The rows of `keys`."""
-    return array_parameters.among(_row.key, keys) if dialect.arrays else _row.key.in_(keys)
+    return array_parameters.equals_any(_row.key, keys) if dialect.supports_arrays else _row.key.in_(keys)
 
 
 def marked(dialect: Dialect, marks: Sequence[tuple[Any, ...]], *columns: Column[Any]) -> ColumnElement[bool]:
     """The rows that have one of `marks` in these columns, the first of which is the key."""
-    if dialect.arrays:
-        mark = array_parameters.rows_of({column.name: column.type for column in columns}, marks)
+    if dialect.supports_arrays:
+        mark = array_parameters.value_table({column.name: column.type for column in columns}, marks)
         return tuple_(*columns).in_(select(*mark.c))
     found = tuple_(*columns).in_(marks)
-    return found if dialect.finds_tuples else and_(_row.key.in_([key for key, *_ in marks]), found)
+    return found if dialect.indexes_tuples else and_(_row.key.in_([key for key, *_ in marks]), found)
 
 
-OUTCOME: Final[dict[str, TypeEngine[Any]]] = {
+OUTCOME_TYPES: Final[dict[str, TypeEngine[Any]]] = {
     "of_key": _row.key.type,
     "of_fence": BigInteger(),
     "of_token": _row.token.type,
@@ -253,25 +253,25 @@ OUTCOME: Final[dict[str, TypeEngine[Any]]] = {
 }
 
 
-def settling(dialect: Dialect, status: int) -> Update:
+def settle_rows(dialect: Dialect, status: int) -> Update:
     """Remember outcomes where the reservation is still ours.
 
     Executed with one set of parameters a row, or with their arrays.
     """
-    if not dialect.arrays:
-        return settling_one(dialect, status)
-    of, again = (dict(array_parameters.told(OUTCOME).c) for _ in range(2))
-    locked = _in_order(dialect, _ours(dialect, again))
+    if not dialect.supports_arrays:
+        return settle_one_row(dialect, status)
+    of, again = (dict(array_parameters.parameter_table(OUTCOME_TYPES).c) for _ in range(2))
+    locked = _in_order(dialect, _owned_row(dialect, again))
     return update(records).where(locked, _row.key == of["of_key"]).values(_outcome(dialect, status, of))
 
 
-def settling_one(dialect: Dialect, status: int) -> Update:
-    """As `settling`, executed with one set of parameters."""
-    told = {name: bindparam(name, type_=type_) for name, type_ in OUTCOME.items()}
-    return update(records).where(_ours(dialect, told)).values(_outcome(dialect, status, told))
+def settle_one_row(dialect: Dialect, status: int) -> Update:
+    """As `settle_rows`, executed with one set of parameters."""
+    told = {name: bindparam(name, type_=type_) for name, type_ in OUTCOME_TYPES.items()}
+    return update(records).where(_owned_row(dialect, told)).values(_outcome(dialect, status, told))
 
 
-def _ours(dialect: Dialect, of: Mapping[str, ColumnElement[Any]]) -> ColumnElement[bool]:
+def _owned_row(dialect: Dialect, of: Mapping[str, ColumnElement[Any]]) -> ColumnElement[bool]:
     return and_(
         _row.key == of["of_key"],
         _row.fence == of["of_fence"],
@@ -295,7 +295,7 @@ def _outcome(dialect: Dialect, status: int, of: Mapping[str, ColumnElement[Any]]
     }
 
 
-def settled_so(dialect: Dialect, status: int, reservations: Sequence[Reserved]) -> Select[Any]:
+def select_settled(dialect: Dialect, status: int, reservations: Sequence[Reserved]) -> Select[Any]:
     """Those of `reservations` that have this outcome, now or since an earlier call: the fence names them."""
     marks = [(one.key, one.fence) for one in reservations]
     found = select(_row.key, _row.fence).where(
@@ -304,7 +304,7 @@ def settled_so(dialect: Dialect, status: int, reservations: Sequence[Reserved]) 
     return _newest(dialect, found)
 
 
-def reading(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
+def select_records(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
     return select(records, seen_at(dialect)).where(among(dialect, keys), _row.expires_at > dialect.now)
 
 
@@ -313,19 +313,19 @@ def seen_at(dialect: Dialect) -> ColumnElement[int]:
     return dialect.now.label("asked_at")
 
 
-def deleting(dialect: Dialect, keys: Sequence[str]) -> Executable:
+def delete_records(dialect: Dialect, keys: Sequence[str]) -> Executable:
     """Take away rows that are there; those that have expired are as good as absent, and left to be purged."""
     there = _row.expires_at > dialect.now
-    if dialect.by_key:
-        return _deleting_by_key(dialect, keys, there)
+    if dialect.primary_key_hint:
+        return _delete_by_key(dialect, keys, there)
     return delete(records).where(_in_order(dialect, and_(among(dialect, keys), there)))
 
 
-def _deleting_by_key(dialect: Dialect, keys: Sequence[str], also: ColumnElement[bool]) -> Executable:
+def _delete_by_key(dialect: Dialect, keys: Sequence[str], also: ColumnElement[bool]) -> Executable:
     # SQLAlchemy has no hints here, nor has MySQL in the DELETE of one table.
     named = bindparam("keys", keys, expanding=True, type_=_row.key.type)
     name = records.name
-    return text(f"DELETE {name} FROM {name} {dialect.by_key} WHERE `key` IN :keys AND {also}").bindparams(named)
+    return text(f"DELETE {name} FROM {name} {dialect.primary_key_hint} WHERE `key` IN :keys AND {also}").bindparams(named)
 
 
 def prefixed(prefix: str) -> ColumnElement[bool]:
@@ -336,7 +336,7 @@ def prefixed(prefix: str) -> ColumnElement[bool]:
     return and_(_row.key >= prefix, _row.key < prefix + "\x7f")
 
 
-def page(dialect: Dialect, prefix: str, after: str, most: int) -> Select[Any]:
+def select_page(dialect: Dialect, prefix: str, after: str, most: int) -> Select[Any]:
     """The next rows in the order of their keys."""
     return (
         select(records, seen_at(dialect))
@@ -346,7 +346,7 @@ def page(dialect: Dialect, prefix: str, after: str, most: int) -> Select[Any]:
     )
 
 
-def active(dialect: Dialect, prefix: str) -> Select[Any]:
+def count_active(dialect: Dialect, prefix: str) -> Select[Any]:
     """How many rows hold a lease now."""
     return select(func.count()).where(
         prefixed(prefix),
@@ -356,22 +356,22 @@ def active(dialect: Dialect, prefix: str) -> Select[Any]:
     )
 
 
-def purging(dialect: Dialect, keys: Select[Any] | Sequence[str]) -> Executable:
+def delete_expired(dialect: Dialect, keys: Select[Any] | Sequence[str]) -> Executable:
     """Take away those of the rows that have expired; `keys` are those that `expired` finds, or asks for."""
     gone = _row.expires_at <= dialect.now
     if not isinstance(keys, Select):
-        return _deleting_by_key(dialect, keys, gone)
+        return _delete_by_key(dialect, keys, gone)
     # Asked first, and for itself: joined, PostgreSQL would read the whole table for the few rows that are found.
     return delete(records).where(
-        array_parameters.chosen(_row.key, keys) if dialect.arrays else _row.key.in_(keys), gone
+        array_parameters.in_query_result(_row.key, keys) if dialect.supports_arrays else _row.key.in_(keys), gone
     )
 
 
-def expired(dialect: Dialect, most: int) -> Select[Any]:
+def select_expired(dialect: Dialect, most: int) -> Select[Any]:
     """Keys of some rows that have expired, the oldest first.
 
     Rows that somebody holds are passed over, so that purging waits for nobody, and nobody for ever for it.
     """
     found = select(_row.key).where(_row.expires_at <= dialect.now).order_by(_row.expires_at).limit(most)
-    hinted = found.with_hint(records, dialect.by_expiry) if dialect.by_expiry else found
+    hinted = found.with_hint(records, dialect.expiry_index_hint) if dialect.expiry_index_hint else found
     return hinted.with_for_update(skip_locked=True)

@@ -28,7 +28,7 @@ def test_a_url_as_settings_take_it_makes_an_engine(url: str, driver: str) -> Non
 
 
 def test_a_database_that_is_no_store_is_refused_and_those_that_are_get_named() -> None:
-    with pytest.raises(StoreConfigurationError, match=r"no store for oracle databases; there are .*postgresql"):
+    with pytest.raises(StoreConfigurationError, match=r"oracle databases are not supported; use one of .*postgresql"):
         sql_engine("oracle://h/x")
 
 
