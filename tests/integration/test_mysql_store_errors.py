@@ -228,7 +228,7 @@ async def test_settings_that_lose_what_was_committed_are_warned_of(engine: Async
         )
 
     assert "innodb_flush_log_at_trx_commit is 2" in warnings
-    assert "a table of Aria" in warnings
+    assert "uses the engine Aria" in warnings
 
 
 async def test_batches_over_the_same_keys_in_any_order_do_not_fail_each_other(engine: AsyncEngine) -> None:

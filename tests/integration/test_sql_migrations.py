@@ -201,7 +201,7 @@ async def test_what_is_lost_of_the_outbox_is_refused_and_put_back(engine: AsyncE
     done = await migrate(engine)
 
     assert refused.value.code == Code.SCHEMA_MISSING
-    assert [one.says for one in done] == [f"put back what was missing: {named}"]
+    assert [migration.description for migration in done] == [f"recreate missing {named}"]
     assert await works(engine)
 
 
@@ -229,7 +229,7 @@ async def test_a_lost_index_is_told_by_a_ping_and_put_back(engine: AsyncEngine, 
     assert isinstance(told, StoreWarning)
     assert told.code == Code.SCHEMA_INCOMPLETE
     assert index in told.what
-    assert [one.says for one in done] == [f"put back what was missing: {index}"]
+    assert [migration.description for migration in done] == [f"recreate missing {index}"]
     assert await migrate(engine) == []
 
 

@@ -89,7 +89,7 @@ async def test_without_its_tables_a_store_says_how_to_make_them(
 
 
 @pytest.mark.scenario(59)
-@pytest.mark.parametrize(("version", "says"), [(0, "store migrate"), (3, "migrated by a newer integr8s-idem")])
+@pytest.mark.parametrize(("version", "says"), [(0, "store migrate"), (3, "a newer integr8s-idem migrated it")])
 async def test_a_schema_of_another_version_is_refused(engine: AsyncEngine, version: int, says: str) -> None:
     await run(engine, f"UPDATE idempotency_store SET version = {version}")
 
@@ -126,7 +126,7 @@ async def test_a_record_that_another_transaction_holds_is_in_progress_and_holds_
             await store.release([reserved])
 
     assert isinstance(first, InProgress)
-    assert first.owner == "a transaction that is under way"
+    assert first.owner == "an open transaction"
     assert isinstance(second, Reserved)
 
 
@@ -220,7 +220,7 @@ async def test_a_damaged_sqlite_file_is_told_and_nothing_is_taken_for_absent(tmp
         error = await error_of(engine)
 
     assert isinstance(error, StoreConfigurationError)
-    assert "damaged" in str(error)
+    assert "corrupt" in str(error)
 
 
 async def test_batches_over_the_same_keys_in_any_order_do_not_fail_each_other(

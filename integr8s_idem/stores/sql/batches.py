@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 from integr8s_idem.records import Completion, Failure
 
 MAX_ROWS: Final = 500
-"""Rows per statement: within the parameter limits of SQLite and PostgreSQL (32 766) and SQLite's limit of 500 SELECTs."""
+"""Maximum rows per statement, because of the limits of PostgreSQL (32 766 parameters) and SQLite (500 SELECTs)."""
 
 MAX_BYTES: Final = 4 * 2**20
 """Total size of the results in one statement."""

@@ -95,7 +95,7 @@ def _settle_by_join(dialect: Dialect, status: int, outcomes: str) -> str:
 
 
 class _MultiRowInsert:
-    """A compiled INSERT of one row whose VALUES are repeated; SQLAlchemy only does that for statements with RETURNING."""
+    """A compiled INSERT of one row whose VALUES are repeated; SQLAlchemy only does that with RETURNING."""
 
     def __init__(self, statement: Any) -> None:
         self._statement = statement

@@ -256,7 +256,9 @@ def _translate_sqlite(operation: str, text: str) -> StoreError:
     for part, reason in _SQLITE_PERMANENT.items():
         if part in text:
             code = _SQLITE_CODES.get(part)
-            return StoreConfigurationError(operation, reason, code) if code else StoreConfigurationError(operation, reason)
+            return (
+                StoreConfigurationError(operation, reason, code) if code else StoreConfigurationError(operation, reason)
+            )
     for part, reason in _SQLITE_TEMPORARY.items():
         if part in text:
             return StoreUnavailableError(operation, reason)
@@ -274,7 +276,9 @@ def _translate_mysql(operation: str, error: DBAPIError, cause: BaseException) ->
             StoreConfigurationError, operation, _MYSQL_PERMANENT[number], _message(cause), _MYSQL_CODES.get(number)
         )
     if error.connection_invalidated or number in _DISCONNECTED or not number:
-        return StoreUnavailableError(operation, f"no connection to mysql: {_message(cause)}{_connection_failure(cause)}")
+        return StoreUnavailableError(
+            operation, f"no connection to mysql: {_message(cause)}{_connection_failure(cause)}"
+        )
     return StoreConfigurationError(operation, f"mysql reported: {_message(cause)}")
 
 
@@ -284,7 +288,11 @@ def _connection_failure(error: BaseException) -> str:
 
 
 def _create(
-    kind: type[StoreConfigurationError | StoreUnavailableError], operation: str, reason: str, text: str, code: Code | None
+    kind: type[StoreConfigurationError | StoreUnavailableError],
+    operation: str,
+    reason: str,
+    text: str,
+    code: Code | None,
 ) -> StoreError:
     """Create an error; a missing permission is added to its reason."""
     permission = _PERMISSION.search(text) if code is Code.STORE_PERMISSION else None
