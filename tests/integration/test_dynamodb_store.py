@@ -240,7 +240,7 @@ async def test_a_ping_names_the_table_and_warns_where_nothing_is_deleted(
     assert (first.kind, first.keeps_all) == ("dynamodb", True)
     assert first.identity == again.identity != ""
     assert first.warnings == (
-        "expired records are never deleted: no TTL on purge_at: the table grows, and is paid for; "
+        "expired records are never deleted: no TTL on purge_at: the table and its cost grow; "
         "run: integr8s-idem store migrate",
     )
     assert [record async for record in store.scan("")] == []

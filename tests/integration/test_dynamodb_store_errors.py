@@ -72,10 +72,10 @@ async def test_without_its_table_a_store_says_how_to_make_it(table: Table) -> No
     async with store_at(table, str(table.settings.endpoint_url), name=name) as store:
         error = await error_of(store)
         assert isinstance(error, StoreConfigurationError)
-        assert f"there is no table {name}" in str(error)
+        assert f"the table {name} does not exist" in str(error)
         assert "run: integr8s-idem store migrate" in str(error)
 
-        assert await migrate(store.client, name) == [f"table {name}", "deletion of expired records by purge_at"]
+        assert await migrate(store.client, name) == [f"create table {name}", "enable TTL on purge_at"]
         assert await migrate(store.client, name) == []
         assert await works(store)
         assert (await store.ping()).warnings == ()
@@ -107,20 +107,20 @@ async def make(client: Any, keys: list[tuple[str, str]], types: str = "S") -> st
 async def test_a_table_with_other_keys_is_refused(table: Table, keys: list[tuple[str, str]], types: str) -> None:
     name = await make(table.client, keys, types)
 
-    with pytest.raises(StoreConfigurationError, match=r"the store needs key \(S\) alone: name another table"):
+    with pytest.raises(StoreConfigurationError, match=r"the store needs only key \(S\): choose another table"):
         await migrate(table.client, name)
     async with store_at(table, str(table.settings.endpoint_url), name=name) as store:
         error = await error_of(store)
 
     assert isinstance(error, StoreConfigurationError)
-    assert "has other keys than the store's" in str(error)
+    assert "has other keys than the store needs" in str(error)
 
 
 async def test_a_table_that_deletes_by_another_attribute_is_refused(table: Table) -> None:
     spec = {"Enabled": True, "AttributeName": "ttl"}
     await table.client.update_time_to_live(TableName=table.name, TimeToLiveSpecification=spec)
 
-    with pytest.raises(StoreConfigurationError, match="deletes by ttl, the store by purge_at"):
+    with pytest.raises(StoreConfigurationError, match="is ttl, the store needs purge_at"):
         await migrate(table.client, table.name)
 
 
@@ -188,14 +188,14 @@ async def test_a_fault_of_the_service_is_asked_again(store: DynamoIdempotencyRep
         ("UnrecognizedClientException", "The security token included in the request is invalid.",
          StoreConfigurationError, "does not know this access key"),
         ("InvalidSignatureException", "The request signature we calculated does not match the signature you provided.",
-         StoreConfigurationError, "look at the secret access key"),
+         StoreConfigurationError, "check the secret access key"),
         ("InvalidSignatureException", "Signature expired: 20300101T000000Z is now earlier than 20300101T001000Z",
          StoreUnavailableError, "this machine's clock"),
         ("ExpiredTokenException", "The security token included in the request is expired",
          StoreConfigurationError, "have expired"),
         ("AccessDeniedException", "User: a is not authorized to perform: dynamodb:PutItem on resource: idem",
          StoreConfigurationError, "not authorized to perform: dynamodb:PutItem"),
-        ("SomethingNewException", "sorry", StoreConfigurationError, "DynamoDB answers SomethingNewException: sorry"),
+        ("SomethingNewException", "sorry", StoreConfigurationError, "DynamoDB reported SomethingNewException: sorry"),
         ("SomethingNewException", "https://user:canary@host/ is away", StoreConfigurationError, "***@host"),
     ],
 )  # fmt: skip
@@ -211,7 +211,7 @@ async def test_a_refusal_says_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("code", "warned"), [("AccessDeniedException", ["cannot be looked at"]), ("ThrottlingException", [])]
+    ("code", "warned"), [("AccessDeniedException", ["cannot be read"]), ("ThrottlingException", [])]
 )
 async def test_settings_that_cannot_be_looked_at_keep_no_store_from_work(
     store: DynamoIdempotencyRepository, front: DynamoFront, code: str, warned: list[str]
@@ -259,7 +259,7 @@ async def test_what_is_damaged_or_not_dynamodb_is_an_outage(
     error = await error_of(store)
 
     assert isinstance(error, StoreUnavailableError)
-    assert "is not DynamoDB, or its answer was damaged" in str(error)
+    assert "the response is not from DynamoDB, or is corrupt" in str(error)
 
 
 async def test_answers_without_a_date_are_refused(table: Table, front: DynamoFront) -> None:

@@ -32,7 +32,7 @@ class World:
         self.ticks += there
         date = formatdate(self.truth // SECOND, usegmt=True)
         self.ticks += back
-        self.clock.heard(date, sent)
+        self.clock.observe(date, sent)
 
     def room(self) -> int:
         return self.clock.latest() - self.clock.earliest()
@@ -90,4 +90,4 @@ def test_nothing_is_known_before_the_first_answer() -> None:
 
 def test_an_answer_without_a_date_is_refused() -> None:
     with pytest.raises(StoreConfigurationError, match="carry no Date"):
-        World().clock.heard(None, 0)
+        World().clock.observe(None, 0)
