@@ -213,7 +213,7 @@ async def test_work_that_goes_on_after_a_deadlock_is_not_recorded(
                 await write_crosswise(session, ours)
             await session.execute(text("UPDATE balance SET amount = amount + 100 WHERE id = 2"))
 
-        with pytest.raises(TransactionAbortedError, match="all of it"):
+        with pytest.raises(TransactionAbortedError, match="the whole transaction"):
             async with session.begin(), manager.in_transaction(session):
                 await manager.run("refund:1", refund)
 

@@ -72,7 +72,7 @@ def restart(server: Server) -> None:
 async def test_a_server_that_restarts_under_idle_connections_costs_no_call(
     server: Server, engine: AsyncEngine, store: SqlIdempotencyRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_connections, "LONGEST_UNSEEN", 3600.0)  # they are told of it: nobody has to look
+    monkeypatch.setattr(idle_connections, "MAX_IDLE_SECONDS", 3600.0)  # they are told of it: nobody has to look
     await fill(engine)
 
     await asyncio.to_thread(restart, server)
@@ -84,7 +84,7 @@ async def test_a_server_that_restarts_under_idle_connections_costs_no_call(
 async def test_a_restart_of_which_no_connection_was_told_costs_no_call(
     server: Server, engine: AsyncEngine, store: SqlIdempotencyRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_connections, "LONGEST_UNSEEN", 0.0)
+    monkeypatch.setattr(idle_connections, "MAX_IDLE_SECONDS", 0.0)
     await fill(engine)
 
     restart(server)  # in the event loop, which hears nothing meanwhile
