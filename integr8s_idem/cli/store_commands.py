@@ -117,7 +117,7 @@ async def _migrate(store: _TableStore) -> list[dict[str, object]]:
     async with open_engine(store) as engine:
         from integr8s_idem.stores.sql import migrate
 
-        return [{"version": one.version, "says": one.says} for one in await migrate(engine)]
+        return [{"version": one.version, "says": one.description} for one in await migrate(engine)]
 
 
 def _table_store(file: Path | None, application: str | None, *, embedded: bool) -> _TableStore:

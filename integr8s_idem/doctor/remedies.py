@@ -25,7 +25,7 @@ _REMEDIES: Final[Mapping[Code, str]] = {
     Code.CLOCK_SKEW: "synchronize this machine with a time server",
 }
 _DEFAULT: Final = "correct [store] according to the error"
-_FOREIGN: Final = re.compile(r"answers: |no connection to|no answer from|what answers is not")
+_FOREIGN: Final = re.compile(r"(?:answers|reported): |no connection to|no answer from|the response is not from")
 """Precedes messages of other programs, in which a semicolon has no meaning."""
 _NO_SENTINEL: Final = re.compile(r"unknown command\W*SENTINEL", re.IGNORECASE)
 

@@ -83,7 +83,7 @@ async def test_throttling_makes_all_wait_and_costs_no_attempt(
         front.allow()
         await shop.settled()
 
-        assert "DynamoDB throttles us" in reason
+        assert "DynamoDB throttles requests" in reason
         shop.untouched()
 
 

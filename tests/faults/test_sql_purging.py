@@ -121,7 +121,7 @@ async def test_purging_finds_rows_by_their_indexes_even_if_the_table_was_empty_w
     with PostgresServer() as server:
         engine = sql_engine(server.url)
         await migrate(engine)
-        purging: Any = statements.purging(POSTGRESQL, statements.expired(POSTGRESQL, 500))
+        purging: Any = statements.delete_expired(POSTGRESQL, statements.select_expired(POSTGRESQL, 500))
         told = str(purging.compile(dialect=engine.dialect, compile_kwargs={"literal_binds": True}))
         async with engine.connect() as connection:
             await connection.exec_driver_sql(f"PREPARE purging (bigint) AS {told.replace('LIMIT 500', 'LIMIT $1')}")

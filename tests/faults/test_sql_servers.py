@@ -98,7 +98,7 @@ async def test_a_file_that_another_process_holds_makes_all_wait(
         other.close()
         await shop.settled()
 
-        assert "another process writes into the SQLite file" in reason
+        assert "another process locks the SQLite file" in reason
         shop.untouched()
 
 

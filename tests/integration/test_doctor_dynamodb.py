@@ -58,14 +58,14 @@ async def use_all(store: DynamoIdempotencyRepository) -> None:
     await store.reserve([wish(first.key)])
 
 
-async def test_a_sound_table_has_no_findings(sound: DynamodbStoreSettings) -> None:
+async def test_a_correct_table_has_no_findings(sound: DynamodbStoreSettings) -> None:
     (seen,) = await found_in_store(sound)
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
     assert seen.what.startswith("dynamodb answers in ")
 
 
-async def test_the_printed_actions_are_those_that_a_worker_sends(
+async def test_a_worker_sends_exactly_the_printed_actions(
     sound: DynamodbStoreSettings, front: DynamoFront
 ) -> None:
     front.requests.clear()
@@ -77,7 +77,7 @@ async def test_the_printed_actions_are_those_that_a_worker_sends(
     assert set(front.requests) == printed("Worker")
 
 
-async def test_the_printed_actions_are_those_that_migrate_sends(table: Table, front: DynamoFront) -> None:
+async def test_migrate_sends_exactly_the_printed_actions(table: Table, front: DynamoFront) -> None:
     changed = table.settings.model_copy(update={"endpoint_url": front.url})
 
     async with dynamo_client(changed) as client:
@@ -86,7 +86,7 @@ async def test_the_printed_actions_are_those_that_migrate_sends(table: Table, fr
     assert set(front.requests) == printed("Migrate")
 
 
-def test_no_other_method_of_the_driver_is_called() -> None:
+def test_only_the_printed_actions_are_called() -> None:
     folder = ROOT / "integr8s_idem" / "stores" / "dynamodb"
     called = {name for file in folder.glob("*.py") for name in DRIVER.findall(file.read_text(encoding="utf-8"))}
 
@@ -96,7 +96,7 @@ def test_no_other_method_of_the_driver_is_called() -> None:
 
 
 @pytest.mark.parametrize("action", sorted(printed("Worker")))
-async def test_each_printed_action_is_missed_when_it_is_denied(
+async def test_each_denied_action_is_found(
     sound: DynamodbStoreSettings, front: DynamoFront, action: str
 ) -> None:
     denied = f"User: a is not authorized to perform: dynamodb:{action} on resource: idem"
@@ -124,7 +124,7 @@ async def found_when_refused(sound: DynamodbStoreSettings, front: DynamoFront, c
         ("ThrottlingException", "", "store-unavailable"),
     ],
 )
-async def test_a_refusal_has_its_code(
+async def test_an_error_response_has_its_code(
     sound: DynamodbStoreSettings, front: DynamoFront, refusal: str, message: str, code: str
 ) -> None:
     found = await found_when_refused(sound, front, refusal, message)
@@ -132,7 +132,7 @@ async def test_a_refusal_has_its_code(
     assert (found.code.value, found.severity) == (code, Severity.ERROR)
 
 
-async def test_no_credentials_are_found(sound: DynamodbStoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_credentials_are_found(sound: DynamodbStoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
 
@@ -141,7 +141,7 @@ async def test_no_credentials_are_found(sound: DynamodbStoreSettings, monkeypatc
     assert (only.code, only.severity) == (Code.STORE_CREDENTIALS, Severity.ERROR)
 
 
-async def test_a_table_that_is_not_there_is_found(sound: DynamodbStoreSettings) -> None:
+async def test_a_missing_table_is_found(sound: DynamodbStoreSettings) -> None:
     (only,) = await found_in_store(sound.model_copy(update={"table": f"idem-{uuid4().hex}"}))
 
     assert (only.code, only.severity) == (Code.SCHEMA_MISSING, Severity.ERROR)
@@ -149,7 +149,7 @@ async def test_a_table_that_is_not_there_is_found(sound: DynamodbStoreSettings) 
 
 
 @pytest.mark.parametrize(("key", "type_"), [("pk", "S"), ("key", "B")])
-async def test_a_table_of_another_shape_is_found(
+async def test_a_table_with_other_keys_is_found(
     sound: DynamodbStoreSettings, table: Table, key: str, type_: str
 ) -> None:
     name = f"idem-{uuid4().hex}"
@@ -166,7 +166,7 @@ async def test_a_table_of_another_shape_is_found(
 
 
 @pytest.mark.parametrize("attribute", [None, "ttl"])
-async def test_a_table_that_deletes_nothing_or_by_another_attribute_is_found(
+async def test_a_table_with_a_missing_or_wrong_ttl_is_found(
     table: Table, attribute: str | None
 ) -> None:
     if attribute is not None:
@@ -194,14 +194,14 @@ async def test_a_table_of_several_regions_is_found(sound: DynamodbStoreSettings)
     assert getattr(warning, "code", None) is Code.STORE_REGIONS
 
 
-async def test_a_server_that_is_away_is_found(sound: DynamodbStoreSettings) -> None:
+async def test_an_unreachable_server_is_found(sound: DynamodbStoreSettings) -> None:
     away = sound.model_copy(update={"endpoint_url": "http://127.0.0.1:1", "timeout_seconds": 0.5})
 
     assert codes(await found_in_store(away)) == ["store-unavailable"]
 
 
 @pytest.mark.parametrize(("shift", "way"), [(-60.0, "ahead of"), (60.0, "behind")])
-async def test_clocks_that_differ_are_found(sound: DynamodbStoreSettings, shift: float, way: str) -> None:
+async def test_clock_skew_is_found(sound: DynamodbStoreSettings, shift: float, way: str) -> None:
     found = await found_in_store(sound, lambda: time.time() + shift)
 
     (skew,) = [one for one in found if one.code is Code.CLOCK_SKEW]
@@ -212,7 +212,7 @@ async def test_clocks_that_differ_are_found(sound: DynamodbStoreSettings, shift:
     ("done", "status", "code"),
     [("nothing", 2, "schema-missing"), ("made", 1, "store-not-purged"), ("migrated", 0, "store-seen")],
 )
-def test_the_command_ends_with_its_status(
+def test_the_command_exits_with_its_status(
     dynamodb: DynamoServer, aws: None, typed: Typed, done: str, status: int, code: str
 ) -> None:
     settings = dynamodb.settings(table=f"idem-{uuid4().hex}")

@@ -79,7 +79,7 @@ def granted(server: MariadbServer) -> list[str]:
     return [line for line in lines if not line.startswith("--")]
 
 
-async def test_a_sound_database_has_no_findings(database: MariadbServer) -> None:
+async def test_a_correct_database_has_no_findings(database: MariadbServer) -> None:
     (seen,) = await found_by(database)
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
@@ -94,7 +94,7 @@ async def test_a_sound_database_has_no_findings(database: MariadbServer) -> None
         ("read_only = ON", "read_only = OFF", "store-replica", "read-only"),
     ],
 )
-async def test_a_server_that_gives_up_safety_is_found(
+async def test_unsafe_server_settings_are_found(
     database: MariadbServer, planted: str, fixed: str, code: str, says: str
 ) -> None:
     await run(database, f"SET GLOBAL {planted}")
@@ -105,7 +105,7 @@ async def test_a_server_that_gives_up_safety_is_found(
     assert says in found[1].what
 
 
-async def test_a_read_only_server_takes_no_records_of_a_plain_user(database: MariadbServer) -> None:
+async def test_a_read_only_server_is_found(database: MariadbServer) -> None:
     await run(database, *granted(database), "SET GLOBAL read_only = ON")
     (only,) = await found_by(database, "worker")
     await run(database, "SET GLOBAL read_only = OFF")
@@ -130,7 +130,7 @@ async def test_a_foreign_schema_is_found(database: MariadbServer, statement: str
     assert codes(await found_by(database)) == [code]
 
 
-async def test_a_database_that_is_away_is_found(tmp_path: Path) -> None:
+async def test_an_unreachable_database_is_found(tmp_path: Path) -> None:
     url = f"mysql://localhost/test?unix_socket={tmp_path}/none"
 
     found = await found_in_store(MysqlStoreSettings(kind="mysql", url=url))
@@ -161,7 +161,7 @@ async def test_the_printed_grants_are_enough(database: MariadbServer) -> None:
 
 
 @pytest.mark.parametrize("right", ["SELECT", "INSERT", "UPDATE", "DELETE"])
-async def test_each_printed_grant_is_missed_when_it_lacks(database: MariadbServer, right: str) -> None:
+async def test_each_missing_grant_is_found(database: MariadbServer, right: str) -> None:
     await run(database, *granted(database), f"REVOKE {right} ON idempotency_records FROM worker")
 
     found = await found_by(database, "worker")
@@ -205,7 +205,7 @@ async def relayed(server: MariadbServer) -> bool:
         ("UPDATE", "idempotency_outbox_buckets"),
     ],
 )
-async def test_each_grant_of_the_outbox_is_missed_when_it_lacks(
+async def test_each_missing_grant_of_the_outbox_is_found(
     database: MariadbServer, right: str, table: str
 ) -> None:
     await run(database, *granted(database), f"REVOKE {right} ON {table} FROM worker")
@@ -215,7 +215,7 @@ async def test_each_grant_of_the_outbox_is_missed_when_it_lacks(
 
 
 @pytest.mark.parametrize(("shift", "way"), [(-60.0, "ahead of"), (60.0, "behind")])
-async def test_clocks_that_differ_are_found(database: MariadbServer, shift: float, way: str) -> None:
+async def test_clock_skew_is_found(database: MariadbServer, shift: float, way: str) -> None:
     found = await found_in_store(settings_of(database), lambda: time.time() + shift)
 
     (skew,) = [one for one in found if one.code is Code.CLOCK_SKEW]
@@ -230,7 +230,7 @@ async def test_clocks_that_differ_are_found(database: MariadbServer, shift: floa
         ("SELECT 1", "SELECT 1", 0, "store-seen"),
     ],
 )
-def test_the_command_ends_with_its_status(
+def test_the_command_exits_with_its_status(
     database: MariadbServer, typed: Typed, planted: str, fixed: str, status: int, code: str
 ) -> None:
     asyncio.run(run(database, planted))

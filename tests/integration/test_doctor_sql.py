@@ -82,13 +82,13 @@ def granted() -> list[str]:
     return [line for line in told if not line.startswith("--")]
 
 
-async def test_a_sound_database_has_no_findings(database: PostgresServer) -> None:
+async def test_a_correct_database_has_no_findings(database: PostgresServer) -> None:
     (seen,) = await found_by(database)
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
 
 
-async def test_a_server_that_gives_up_safety_is_found(database: PostgresServer) -> None:
+async def test_unsafe_server_settings_are_found(database: PostgresServer) -> None:
     await run(database, *granted(), "ALTER ROLE worker SET synchronous_commit = off")
 
     found = await found_by(database, "worker")
@@ -134,7 +134,7 @@ async def test_a_user_without_transactional_handlers_needs_no_outbox(database: P
     assert codes(await found_by(database, "worker")) == []
 
 
-async def test_a_database_that_is_away_is_found(tmp_path: Path) -> None:
+async def test_an_unreachable_database_is_found(tmp_path: Path) -> None:
     url = f"postgresql:///postgres?host={tmp_path}"
 
     found = await found_in_store(PostgresqlStoreSettings(kind="postgresql", url=url))
@@ -142,7 +142,7 @@ async def test_a_database_that_is_away_is_found(tmp_path: Path) -> None:
     assert codes(found) == ["store-unavailable"]
 
 
-async def test_a_user_that_is_not_known_is_found(database: PostgresServer) -> None:
+async def test_an_unknown_user_is_found(database: PostgresServer) -> None:
     assert codes(await found_by(database, "nobody-of-ours")) == ["store-credentials"]
 
 
@@ -153,7 +153,7 @@ async def test_the_printed_grants_are_enough(database: PostgresServer) -> None:
 
 
 @pytest.mark.parametrize("right", ["SELECT", "INSERT", "UPDATE", "DELETE"])
-async def test_each_printed_grant_is_missed_when_it_lacks(database: PostgresServer, right: str) -> None:
+async def test_each_missing_grant_is_found(database: PostgresServer, right: str) -> None:
     await run(database, *granted(), f"REVOKE {right} ON idempotency_records FROM worker")
 
     found = await found_by(database, "worker")
@@ -201,7 +201,7 @@ async def test_the_printed_grants_are_enough_for_the_outbox(database: PostgresSe
 
 
 @pytest.mark.parametrize(("right", "what"), OUTBOX)
-async def test_each_grant_of_the_outbox_is_missed_when_it_lacks(
+async def test_each_missing_grant_of_the_outbox_is_found(
     database: PostgresServer, right: str, what: str
 ) -> None:
     await run(database, *granted(), f"REVOKE {right} ON {what} FROM worker")
@@ -229,7 +229,7 @@ async def found_in_bookings(server: PostgresServer) -> list[Finding]:
     return report.findings
 
 
-async def test_sound_transactional_handlers_have_no_findings(database: PostgresServer) -> None:
+async def test_correct_transactional_handlers_have_no_findings(database: PostgresServer) -> None:
     await run(database, *granted())
 
     assert await found_in_bookings(database) == []
@@ -238,7 +238,7 @@ async def test_sound_transactional_handlers_have_no_findings(database: PostgresS
 
 
 @pytest.mark.parametrize(("right", "what"), OUTBOX)
-async def test_a_grant_of_the_outbox_that_lacks_is_found_where_handlers_are_transactional(
+async def test_a_missing_grant_of_the_outbox_is_found_for_transactional_handlers(
     database: PostgresServer, right: str, what: str
 ) -> None:
     await run(database, *granted(), f"REVOKE {right} ON {what} FROM worker")
@@ -320,10 +320,10 @@ async def test_a_locked_sqlite_file_is_found_with_a_remedy(tmp_path: Path) -> No
         (only,) = await found_in_store(settings)
 
     assert only.code is Code.STORE_UNAVAILABLE
-    assert only.remedy == "let it end, or raise store.lock_timeout_seconds"
+    assert only.remedy == "wait until it ends, or increase store.lock_timeout_seconds"
 
 
-async def test_a_sound_sqlite_file_has_no_findings(tmp_path: Path) -> None:
+async def test_a_correct_sqlite_file_has_no_findings(tmp_path: Path) -> None:
     settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"))
     engine = settings_engine(settings)
     await migrate(engine)
@@ -369,7 +369,7 @@ async def test_a_sqlite_file_without_a_write_ahead_log_is_found(tmp_path: Path) 
     assert "store-journal" in codes(found)
 
 
-async def test_sqlite_in_memory_is_found(tmp_path: Path) -> None:
+async def test_in_memory_sqlite_is_found(tmp_path: Path) -> None:
     (only,) = await found_in('[store]\nkind = "sqlite"\npath = ":memory:"\n', tmp_path)
 
     assert (only.code, only.severity, only.where) == (Code.SETTINGS_MISTAKE, Severity.ERROR, "store.path")

@@ -37,7 +37,7 @@ def typed(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["store", *arguments])
 
 
-def test_the_table_is_made_once_and_takes_records(name: str) -> None:
+def test_migrate_creates_the_table_once_and_it_stores_records(name: str) -> None:
     first, again = typed("migrate"), typed("migrate", "--json")
 
     assert first.exit_code == 0, first.stderr
@@ -52,14 +52,14 @@ async def reserved() -> bool:
         return isinstance(verdict, Reserved)
 
 
-def test_there_is_no_sql_to_show() -> None:
+def test_a_dynamodb_store_has_no_sql() -> None:
     answer = typed("sql")
 
     assert answer.exit_code == 2
     assert 'a store of kind "dynamodb" does not use SQL' in answer.stderr
 
 
-def test_there_is_nothing_to_purge() -> None:
+def test_a_dynamodb_store_needs_no_purge() -> None:
     told, as_json = typed("purge"), typed("purge", "--json")
 
     assert (told.exit_code, as_json.exit_code) == (0, 0)

@@ -60,7 +60,7 @@ async def item_of(table: Table, key: str) -> dict[str, dict[str, str]]:
     return item
 
 
-async def test_each_verb_is_one_request_a_key(store: DynamoIdempotencyRepository, front: DynamoFront) -> None:
+async def test_each_operation_takes_one_request_per_key(store: DynamoIdempotencyRepository, front: DynamoFront) -> None:
     first, second, third = [await take(store, wish(new_key())) for _ in range(3)]
     assert await store.renew([first], LEASE) == [True]
     assert await store.complete([Completion(reservation=first, ttl=TTL)]) == [True]
@@ -73,7 +73,7 @@ async def test_each_verb_is_one_request_a_key(store: DynamoIdempotencyRepository
 
 
 @pytest.mark.parametrize("state", ["released", "lapsed", "expired", "deleted", "its own, the answer lost"])
-async def test_what_must_be_seen_first_is_two_requests(
+async def test_an_existing_item_takes_a_second_request(
     store: DynamoIdempotencyRepository, front: DynamoFront, state: str
 ) -> None:
     request = wish(new_key())
@@ -95,7 +95,7 @@ async def test_what_must_be_seen_first_is_two_requests(
     assert again.attempt == {"released": 2, "lapsed": 2}.get(state, 1)
 
 
-async def test_a_renewal_beyond_the_life_of_a_record_is_two_requests(
+async def test_a_renewal_beyond_the_expiry_of_a_record_takes_two_requests(
     store: DynamoIdempotencyRepository, front: DynamoFront
 ) -> None:
     first = await take(store, wish(new_key()))
@@ -106,7 +106,7 @@ async def test_a_renewal_beyond_the_life_of_a_record_is_two_requests(
     assert front.requests == ["UpdateItem", "UpdateItem"]
 
 
-async def test_a_store_that_has_just_started_asks_for_the_time_once(front: DynamoFront, table: Table) -> None:
+async def test_a_new_store_requests_the_time_once(front: DynamoFront, table: Table) -> None:
     async with dynamo_client(table.settings.model_copy(update={"endpoint_url": front.url})) as client:
         store = DynamoIdempotencyRepository(client, table.name)
 
@@ -117,7 +117,7 @@ async def test_a_store_that_has_just_started_asks_for_the_time_once(front: Dynam
 
 @pytest.mark.scenario(77)
 @pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["an hour behind", "an hour ahead"])
-async def test_leases_go_by_the_clock_of_dynamodb_however_wrong_that_of_the_worker(
+async def test_leases_use_the_clock_of_dynamodb_even_if_the_clock_of_the_worker_is_wrong(
     front: DynamoFront, table: Table, ahead: timedelta
 ) -> None:
     """Seen from a worker whose clock is wrong, that of DynamoDB is."""
@@ -140,7 +140,7 @@ async def test_leases_go_by_the_clock_of_dynamodb_however_wrong_that_of_the_work
 
 
 @pytest.mark.scenario(57)
-async def test_an_expired_item_that_is_still_there_counts_as_absent(
+async def test_an_expired_item_counts_as_absent(
     store: DynamoIdempotencyRepository, table: Table
 ) -> None:
     first = await take(store, wish(new_key()))
@@ -156,7 +156,7 @@ async def test_an_expired_item_that_is_still_there_counts_as_absent(
     assert "result" not in await item_of(table, first.key)
 
 
-async def test_an_item_is_deleted_an_hour_after_its_end_at_the_earliest(
+async def test_an_item_is_deleted_at_least_an_hour_after_its_expiry(
     store: DynamoIdempotencyRepository, table: Table
 ) -> None:
     first = await take(store, wish(new_key()))
@@ -174,7 +174,7 @@ async def test_an_item_is_deleted_an_hour_after_its_end_at_the_earliest(
 
 
 @pytest.mark.scenario(78)
-async def test_fences_grow_over_deletion_while_the_clock_goes_back(store: DynamoIdempotencyRepository) -> None:
+async def test_fences_grow_after_a_deletion_even_if_the_clock_goes_back(store: DynamoIdempotencyRepository) -> None:
     first = await take(store, wish(new_key()))
     await store.delete([first.key])
     clock_of(store).now -= HOUR // timedelta(microseconds=1)
@@ -185,7 +185,7 @@ async def test_fences_grow_over_deletion_while_the_clock_goes_back(store: Dynamo
 
 
 @pytest.mark.scenario(57)
-async def test_the_largest_result_fits_beside_everything_else_and_one_more_byte_is_dropped(
+async def test_the_largest_result_fits_and_a_larger_one_is_dropped(
     store: DynamoIdempotencyRepository,
 ) -> None:
     media_type = "application/json"
@@ -206,7 +206,7 @@ async def test_the_largest_result_fits_beside_everything_else_and_one_more_byte_
     assert (dropped.result, dropped.result_dropped) == (None, True)
 
 
-async def test_active_keys_are_counted_as_often_as_allowed(table: Table) -> None:
+async def test_the_count_of_active_keys_is_cached(table: Table) -> None:
     clock = VirtualClock(NOW)
     clock.tick = lambda: clock.now
     store = DynamoIdempotencyRepository(table.client, table.name, count_every=HOUR, clock=clock)
@@ -223,7 +223,7 @@ async def test_active_keys_are_counted_as_often_as_allowed(table: Table) -> None
     assert await store.count_active("k:") == 1
 
 
-async def test_a_ping_looks_at_the_settings_of_the_table_once_an_hour(
+async def test_a_ping_reads_the_settings_of_the_table_once_an_hour(
     store: DynamoIdempotencyRepository, front: DynamoFront
 ) -> None:
     first, again = await store.ping(), await store.ping()
@@ -232,7 +232,7 @@ async def test_a_ping_looks_at_the_settings_of_the_table_once_an_hour(
     assert front.requests == ["UpdateItem", "DescribeTable", "DescribeTimeToLive", "UpdateItem"]
 
 
-async def test_a_ping_names_the_table_and_warns_where_nothing_is_deleted(
+async def test_a_ping_identifies_the_table_and_warns_about_a_missing_ttl(
     store: DynamoIdempotencyRepository, table: Table
 ) -> None:
     first, again = await store.ping(), await store.ping()
@@ -240,7 +240,7 @@ async def test_a_ping_names_the_table_and_warns_where_nothing_is_deleted(
     assert (first.kind, first.keeps_all) == ("dynamodb", True)
     assert first.identity == again.identity != ""
     assert first.warnings == (
-        "expired records are never deleted: no TTL on purge_at: the table grows, and is paid for; "
+        "expired records are never deleted: no TTL on purge_at: the table and its cost grow; "
         "run: integr8s-idem store migrate",
     )
     assert [record async for record in store.scan("")] == []

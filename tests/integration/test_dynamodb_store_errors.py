@@ -67,21 +67,21 @@ async def works(store: DynamoIdempotencyRepository) -> bool:
 
 
 @pytest.mark.scenario(59)
-async def test_without_its_table_a_store_says_how_to_make_it(table: Table) -> None:
+async def test_a_missing_table_is_reported_with_the_command_to_create_it(table: Table) -> None:
     name = f"idem-{uuid4().hex}"
     async with store_at(table, str(table.settings.endpoint_url), name=name) as store:
         error = await error_of(store)
         assert isinstance(error, StoreConfigurationError)
-        assert f"there is no table {name}" in str(error)
+        assert f"the table {name} does not exist" in str(error)
         assert "run: integr8s-idem store migrate" in str(error)
 
-        assert await migrate(store.client, name) == [f"table {name}", "deletion of expired records by purge_at"]
+        assert await migrate(store.client, name) == [f"create table {name}", "enable TTL on purge_at"]
         assert await migrate(store.client, name) == []
         assert await works(store)
         assert (await store.ping()).warnings == ()
 
 
-async def test_a_table_can_be_made_by_several_at_once(table: Table) -> None:
+async def test_several_processes_can_create_the_table_concurrently(table: Table) -> None:
     name = f"idem-{uuid4().hex}"
 
     done = await asyncio.gather(*(migrate(table.client, name) for _ in range(4)))
@@ -107,24 +107,24 @@ async def make(client: Any, keys: list[tuple[str, str]], types: str = "S") -> st
 async def test_a_table_with_other_keys_is_refused(table: Table, keys: list[tuple[str, str]], types: str) -> None:
     name = await make(table.client, keys, types)
 
-    with pytest.raises(StoreConfigurationError, match=r"the store needs key \(S\) alone: name another table"):
+    with pytest.raises(StoreConfigurationError, match=r"the store needs only key \(S\): choose another table"):
         await migrate(table.client, name)
     async with store_at(table, str(table.settings.endpoint_url), name=name) as store:
         error = await error_of(store)
 
     assert isinstance(error, StoreConfigurationError)
-    assert "has other keys than the store's" in str(error)
+    assert "has other keys than the store needs" in str(error)
 
 
-async def test_a_table_that_deletes_by_another_attribute_is_refused(table: Table) -> None:
+async def test_a_table_with_another_ttl_attribute_is_refused(table: Table) -> None:
     spec = {"Enabled": True, "AttributeName": "ttl"}
     await table.client.update_time_to_live(TableName=table.name, TimeToLiveSpecification=spec)
 
-    with pytest.raises(StoreConfigurationError, match="deletes by ttl, the store by purge_at"):
+    with pytest.raises(StoreConfigurationError, match="is ttl, the store needs purge_at"):
         await migrate(table.client, table.name)
 
 
-async def test_a_server_that_is_away_stands_still_or_comes_back_is_an_outage(aws: None) -> None:
+async def test_an_unreachable_or_frozen_server_is_an_outage_until_it_responds(aws: None) -> None:
     with own_dynamodb() as server:
         async with dynamo_client(server.settings()) as client:
             await migrate(client, "idem")
@@ -149,7 +149,7 @@ THROTTLING = ["ProvisionedThroughputExceededException", "RequestLimitExceeded", 
 
 @pytest.mark.scenario(57)
 @pytest.mark.parametrize("code", THROTTLING)
-async def test_what_is_throttled_is_asked_again(
+async def test_a_throttled_request_is_retried(
     store: DynamoIdempotencyRepository, front: DynamoFront, code: str
 ) -> None:
     front.requests.clear()
@@ -162,7 +162,7 @@ async def test_what_is_throttled_is_asked_again(
 
 @pytest.mark.scenario(57)
 @pytest.mark.parametrize("code", THROTTLING)
-async def test_throttling_without_end_is_an_outage_after_the_timeout(
+async def test_persistent_throttling_is_an_outage_after_the_timeout(
     store: DynamoIdempotencyRepository, front: DynamoFront, table: Table, code: str
 ) -> None:
     front.refuse(code)
@@ -175,7 +175,7 @@ async def test_throttling_without_end_is_an_outage_after_the_timeout(
     assert await works(store)
 
 
-async def test_a_fault_of_the_service_is_asked_again(store: DynamoIdempotencyRepository, front: DynamoFront) -> None:
+async def test_a_service_error_is_retried(store: DynamoIdempotencyRepository, front: DynamoFront) -> None:
     front.refuse("InternalServerError", status=500, times=2)
 
     assert await works(store)
@@ -188,18 +188,18 @@ async def test_a_fault_of_the_service_is_asked_again(store: DynamoIdempotencyRep
         ("UnrecognizedClientException", "The security token included in the request is invalid.",
          StoreConfigurationError, "does not know this access key"),
         ("InvalidSignatureException", "The request signature we calculated does not match the signature you provided.",
-         StoreConfigurationError, "look at the secret access key"),
+         StoreConfigurationError, "check the secret access key"),
         ("InvalidSignatureException", "Signature expired: 20300101T000000Z is now earlier than 20300101T001000Z",
          StoreUnavailableError, "this machine's clock"),
         ("ExpiredTokenException", "The security token included in the request is expired",
          StoreConfigurationError, "have expired"),
         ("AccessDeniedException", "User: a is not authorized to perform: dynamodb:PutItem on resource: idem",
          StoreConfigurationError, "not authorized to perform: dynamodb:PutItem"),
-        ("SomethingNewException", "sorry", StoreConfigurationError, "DynamoDB answers SomethingNewException: sorry"),
+        ("SomethingNewException", "sorry", StoreConfigurationError, "DynamoDB reported SomethingNewException: sorry"),
         ("SomethingNewException", "https://user:canary@host/ is away", StoreConfigurationError, "***@host"),
     ],
 )  # fmt: skip
-async def test_a_refusal_says_what_to_do(
+async def test_an_error_response_is_translated_with_a_remedy(
     table: Table, front: DynamoFront, code: str, message: str, expected: type[StoreError], says: str
 ) -> None:
     front.refuse(code, message=message)
@@ -211,9 +211,9 @@ async def test_a_refusal_says_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("code", "warned"), [("AccessDeniedException", ["cannot be looked at"]), ("ThrottlingException", [])]
+    ("code", "warned"), [("AccessDeniedException", ["cannot be read"]), ("ThrottlingException", [])]
 )
-async def test_settings_that_cannot_be_looked_at_keep_no_store_from_work(
+async def test_unreadable_settings_of_the_table_do_not_stop_the_store(
     store: DynamoIdempotencyRepository, front: DynamoFront, code: str, warned: list[str]
 ) -> None:
     front.refuse(code, only="Describe")
@@ -237,7 +237,7 @@ async def test_without_credentials_nothing_is_sent(table: Table, monkeypatch: py
 @pytest.mark.parametrize(
     ("variable", "says"), [({}, "set region in [store], or AWS_REGION"), ({"AWS_PROFILE": "none"}, "(none)")]
 )
-async def test_a_client_that_cannot_be_made_says_why(
+async def test_an_invalid_client_configuration_is_reported(
     aws: None, monkeypatch: pytest.MonkeyPatch, dynamodb: DynamoServer, variable: dict[str, str], says: str
 ) -> None:
     for name, value in variable.items():
@@ -251,7 +251,7 @@ async def test_a_client_that_cannot_be_made_says_why(
 
 
 @pytest.mark.parametrize(("piece", "other"), [(b"{", b"<"), (b"x-amzn-requestid", b"x-served-by")])
-async def test_what_is_damaged_or_not_dynamodb_is_an_outage(
+async def test_a_corrupt_or_foreign_response_is_an_outage(
     store: DynamoIdempotencyRepository, front: DynamoFront, piece: bytes, other: bytes
 ) -> None:
     front.rewrite = lambda answer: re.sub(piece, other, answer, count=1, flags=re.IGNORECASE)
@@ -259,10 +259,10 @@ async def test_what_is_damaged_or_not_dynamodb_is_an_outage(
     error = await error_of(store)
 
     assert isinstance(error, StoreUnavailableError)
-    assert "is not DynamoDB, or its answer was damaged" in str(error)
+    assert "the response is not from DynamoDB, or is corrupt" in str(error)
 
 
-async def test_answers_without_a_date_are_refused(table: Table, front: DynamoFront) -> None:
+async def test_responses_without_a_date_are_refused(table: Table, front: DynamoFront) -> None:
     front.rewrite = lambda answer: answer.replace(b"\r\nDate:", b"\r\nX-Date:", 1)
     async with store_at(table, front.url) as store:
         error = await error_of(store)
@@ -282,7 +282,7 @@ async def lossy(table: Table, server: DynamoServer) -> AsyncIterator[tuple[Dynam
 
 
 @pytest.mark.scenario(57)
-async def test_a_reservation_whose_answer_was_lost_is_found_again(table: Table, dynamodb: DynamoServer) -> None:
+async def test_a_reservation_whose_response_was_lost_is_found_by_the_retry(table: Table, dynamodb: DynamoServer) -> None:
     async with lossy(table, dynamodb) as (store, proxy):
         lost = proxy.put(Cut(matching=b".PutItem"))
         (verdict,) = await store.reserve([wish(new_key())])
@@ -295,7 +295,7 @@ async def test_a_reservation_whose_answer_was_lost_is_found_again(table: Table, 
 
 
 @pytest.mark.parametrize("verb", ["renew", "prolong", "complete", "release"])
-async def test_a_write_whose_answer_was_lost_is_done(table: Table, dynamodb: DynamoServer, verb: str) -> None:
+async def test_a_write_whose_response_was_lost_succeeds(table: Table, dynamodb: DynamoServer, verb: str) -> None:
     async with lossy(table, dynamodb) as (store, proxy):
         (reserved,) = await store.reserve([wish(new_key())])
         assert isinstance(reserved, Reserved)
@@ -315,7 +315,7 @@ async def test_a_write_whose_answer_was_lost_is_done(table: Table, dynamodb: Dyn
     assert answers == [True]
 
 
-async def test_a_completion_that_was_lost_for_good_is_found_by_the_next_call(
+async def test_a_completion_whose_response_was_lost_is_found_by_the_next_call(
     table: Table, dynamodb: DynamoServer
 ) -> None:
     async with lossy(table, dynamodb) as (store, proxy):
@@ -330,7 +330,7 @@ async def test_a_completion_that_was_lost_for_good_is_found_by_the_next_call(
     assert isinstance(verdict, Completed)
 
 
-async def test_the_first_error_ends_a_batch_and_nothing_goes_on_behind_it(table: Table, dynamodb: DynamoServer) -> None:
+async def test_the_first_error_cancels_the_rest_of_a_batch(table: Table, dynamodb: DynamoServer) -> None:
     async with lossy(table, dynamodb) as (store, proxy):
         with proxy.fault(Refuse()):
             proxy.reset()

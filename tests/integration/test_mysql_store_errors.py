@@ -69,7 +69,7 @@ async def works(engine: AsyncEngine) -> bool:
     return isinstance(verdict, Reserved)
 
 
-async def test_without_its_tables_a_store_says_how_to_make_them(engine: AsyncEngine) -> None:
+async def test_missing_tables_are_reported_with_the_command_to_create_them(engine: AsyncEngine) -> None:
     await run(engine, "DROP TABLE idempotency_records", "DROP TABLE idempotency_store")
 
     error = await error_of(engine)
@@ -80,7 +80,7 @@ async def test_without_its_tables_a_store_says_how_to_make_them(engine: AsyncEng
     assert await works(engine)
 
 
-async def test_a_migration_that_stopped_half_way_is_ended_by_the_next(engine: AsyncEngine) -> None:
+async def test_an_interrupted_migration_is_completed_by_the_next_one(engine: AsyncEngine) -> None:
     """Each table is there for good as soon as it is made: nothing rolls it back."""
     await run(
         engine, "DROP TABLE idempotency_store", "DROP INDEX idempotency_records_expires_at ON idempotency_records"
@@ -92,7 +92,7 @@ async def test_a_migration_that_stopped_half_way_is_ended_by_the_next(engine: As
     assert await works(engine)
 
 
-async def test_the_sql_that_is_shown_makes_what_migrate_makes(engine: AsyncEngine) -> None:
+async def test_the_printed_sql_creates_the_same_tables_as_migrate(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await connection.run_sync(metadata.drop_all)
 
@@ -106,10 +106,10 @@ async def test_the_sql_that_is_shown_makes_what_migrate_makes(engine: AsyncEngin
     ("known", "given", "says"),
     [
         ("idem@", "stranger@", "does not accept this user and password"),
-        ("/test", "/nowhere", "there is no such database"),
+        ("/test", "/nowhere", "the database does not exist"),
     ],
 )
-async def test_what_waiting_does_not_mend_is_told(mariadb: MariadbServer, known: str, given: str, says: str) -> None:
+async def test_permanent_errors_are_reported(mariadb: MariadbServer, known: str, given: str, says: str) -> None:
     async with engine_on(mariadb.url.replace(known, given)) as other:
         error = await error_of(other)
 
@@ -117,7 +117,7 @@ async def test_what_waiting_does_not_mend_is_told(mariadb: MariadbServer, known:
     assert says in str(error)
 
 
-async def test_a_server_that_crashes_and_comes_back_is_an_outage(engine: AsyncEngine, mariadb: MariadbServer) -> None:
+async def test_a_crashed_server_is_an_outage_until_it_restarts(engine: AsyncEngine, mariadb: MariadbServer) -> None:
     assert await works(engine)
 
     await asyncio.to_thread(mariadb.crash)
@@ -128,7 +128,7 @@ async def test_a_server_that_crashes_and_comes_back_is_an_outage(engine: AsyncEn
     assert await works(engine)
 
 
-async def test_a_record_that_another_transaction_holds_is_in_progress_and_holds_up_no_other_key(
+async def test_a_record_that_a_transaction_locks_is_in_progress_and_does_not_delay_other_keys(
     engine: AsyncEngine,
 ) -> None:
     store, held, free = SqlIdempotencyRepository(engine, timeout=timedelta(seconds=9)), new_key(), new_key()
@@ -152,7 +152,7 @@ async def patient(mariadb: MariadbServer) -> AsyncIterator[AsyncEngine]:
     await engine.dispose()
 
 
-async def test_a_deadlock_is_an_outage_and_nothing_was_done(engine: AsyncEngine, patient: AsyncEngine) -> None:
+async def test_a_deadlock_is_an_outage_without_any_writes(engine: AsyncEngine, patient: AsyncEngine) -> None:
     """Only a stranger's transaction can bring one about: ours lock in the order of their keys."""
     store, low, high = (
         SqlIdempotencyRepository(patient, timeout=timedelta(seconds=30)),
@@ -182,7 +182,7 @@ async def waiting(engine: AsyncEngine) -> None:
             await asyncio.sleep(0.3)  # it shows the same again to whoever looks within a tenth of a second
 
 
-async def test_a_connection_that_the_server_ends_costs_one_call(engine: AsyncEngine) -> None:
+async def test_a_connection_that_the_server_closes_fails_one_call(engine: AsyncEngine) -> None:
     store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
     assert await works(engine)
     async with engine.connect() as other:
@@ -200,7 +200,7 @@ async def test_a_connection_that_the_server_ends_costs_one_call(engine: AsyncEng
     assert failures <= 1
 
 
-async def test_a_database_that_takes_no_writes_is_an_outage(engine: AsyncEngine, mariadb: MariadbServer) -> None:
+async def test_a_read_only_database_is_an_outage(engine: AsyncEngine, mariadb: MariadbServer) -> None:
     await run(engine, "CREATE USER IF NOT EXISTS plain@localhost", "GRANT ALL ON test.* TO plain@localhost")
     await run(engine, "SET GLOBAL read_only = ON")
     try:
@@ -215,7 +215,7 @@ async def test_a_database_that_takes_no_writes_is_an_outage(engine: AsyncEngine,
     assert any("this server is read-only" in warning for warning in health.warnings)
 
 
-async def test_settings_that_lose_what_was_committed_are_warned_of(engine: AsyncEngine) -> None:
+async def test_settings_that_lose_commits_are_reported_as_warnings(engine: AsyncEngine) -> None:
     store = SqlIdempotencyRepository(engine)
     assert (await store.ping()).warnings == ()
 
@@ -228,10 +228,10 @@ async def test_settings_that_lose_what_was_committed_are_warned_of(engine: Async
         )
 
     assert "innodb_flush_log_at_trx_commit is 2" in warnings
-    assert "a table of Aria" in warnings
+    assert "uses the engine Aria" in warnings
 
 
-async def test_batches_over_the_same_keys_in_any_order_do_not_fail_each_other(engine: AsyncEngine) -> None:
+async def test_concurrent_batches_with_the_same_keys_do_not_deadlock(engine: AsyncEngine) -> None:
     store, keys = SqlIdempotencyRepository(engine, timeout=timedelta(seconds=30)), [new_key() for _ in range(60)]
 
     async def work(shift: int) -> int:
@@ -248,7 +248,7 @@ async def test_batches_over_the_same_keys_in_any_order_do_not_fail_each_other(en
     assert sum(completed) == 60
 
 
-async def test_a_call_that_is_cancelled_half_way_leaves_no_answer_for_the_next(engine: AsyncEngine) -> None:
+async def test_a_canceled_call_leaves_no_response_for_the_next_one(engine: AsyncEngine) -> None:
     store = SqlIdempotencyRepository(engine, timeout=timedelta(seconds=30))
 
     async def check(number: int) -> None:
@@ -271,7 +271,7 @@ async def test_a_call_that_is_cancelled_half_way_leaves_no_answer_for_the_next(e
         await check(number)
 
 
-async def test_a_record_that_is_deleted_before_its_verdict_is_read_is_asked_for_again(engine: AsyncEngine) -> None:
+async def test_a_record_that_is_deleted_before_its_verdict_is_read_is_reserved_again(engine: AsyncEngine) -> None:
     """It writes, commits, and reads what it wrote: somebody may come between."""
     store, keys, spoilt = SqlIdempotencyRepository(engine), [new_key(), new_key()], list[str]()
 
@@ -287,7 +287,7 @@ async def test_a_record_that_is_deleted_before_its_verdict_is_read_is_asked_for_
     assert [(verdict.key, type(verdict)) for verdict in verdicts] == [(key, Reserved) for key in keys]
 
 
-async def test_times_are_those_of_no_time_zone_and_fences_grow_by_them(engine: AsyncEngine) -> None:
+async def test_times_are_utc_and_fences_grow_with_them(engine: AsyncEngine) -> None:
     """The server's zone is half a day off (`tests.support.mariadb`)."""
     store = SqlIdempotencyRepository(engine)
 
@@ -299,7 +299,7 @@ async def test_times_are_those_of_no_time_zone_and_fences_grow_by_them(engine: A
     assert abs(now - first.fence) < 60_000_000
 
 
-async def test_no_error_holds_what_a_record_holds(engine: AsyncEngine) -> None:
+async def test_errors_do_not_contain_data_of_records(engine: AsyncEngine) -> None:
     store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
     await run(engine, "ALTER TABLE idempotency_records RENAME COLUMN owner TO holder")
     try:

@@ -59,7 +59,7 @@ async def amounts(engine: AsyncEngine) -> list[int]:
         return list(await connection.scalars(text("SELECT amount FROM balance ORDER BY id")))
 
 
-async def test_what_others_wrote_since_the_snapshot_decides_about_a_reservation(
+async def test_a_reservation_sees_records_written_after_the_snapshot(
     engines: tuple[AsyncEngine, AsyncEngine],
 ) -> None:
     store, key = SqlIdempotencyRepository(engines[0]), new_key()
@@ -79,7 +79,7 @@ async def test_what_others_wrote_since_the_snapshot_decides_about_a_reservation(
     assert isinstance(late, Completed)
 
 
-async def test_what_others_wrote_since_the_snapshot_decides_about_an_owner(
+async def test_ownership_is_checked_against_records_written_after_the_snapshot(
     engines: tuple[AsyncEngine, AsyncEngine],
 ) -> None:
     store, keys = SqlIdempotencyRepository(engines[0]), [new_key(), new_key()]
@@ -113,7 +113,7 @@ async def write_crosswise(session: AsyncSession, other: AsyncEngine) -> None:
             await stranger.execute(text("DELETE FROM balance WHERE id >= 100"))
 
 
-async def test_a_deadlock_is_no_failure_of_the_handler(url: str, engines: tuple[AsyncEngine, AsyncEngine]) -> None:
+async def test_a_deadlock_does_not_count_as_a_failure_of_the_handler(url: str, engines: tuple[AsyncEngine, AsyncEngine]) -> None:
     router, (_, theirs) = EventRouter(), engines
 
     @router.on(OrderPlaced)
@@ -136,7 +136,7 @@ async def test_a_deadlock_is_no_failure_of_the_handler(url: str, engines: tuple[
     assert await amounts(theirs) == [0, 0]
 
 
-async def test_a_deadlock_behind_a_savepoint_of_the_handlers_is_one_as_well(
+async def test_a_deadlock_after_a_savepoint_of_the_handler_aborts_its_transaction(
     url: str, engines: tuple[AsyncEngine, AsyncEngine]
 ) -> None:
     router, (_, theirs) = EventRouter(), engines
@@ -155,7 +155,7 @@ async def test_a_deadlock_behind_a_savepoint_of_the_handlers_is_one_as_well(
         assert await shop.charged() == []
 
 
-async def test_a_handler_that_goes_on_after_a_deadlock_gets_no_outcome(
+async def test_a_handler_that_continues_after_a_deadlock_gets_no_outcome(
     url: str, engines: tuple[AsyncEngine, AsyncEngine]
 ) -> None:
     """The database would take what it writes from there on, and has forgotten what it wrote before."""
@@ -179,7 +179,7 @@ async def test_a_handler_that_goes_on_after_a_deadlock_gets_no_outcome(
     assert await amounts(theirs) == [0, 0]
 
 
-async def test_a_handler_that_makes_a_table_gets_no_outcome(url: str) -> None:
+async def test_a_handler_that_creates_a_table_gets_no_outcome(url: str) -> None:
     """It commits thereby, whatever comes then."""
     router = EventRouter()
 
@@ -202,7 +202,7 @@ async def manager(engines: tuple[AsyncEngine, AsyncEngine]) -> IdempotencyManage
     return IdempotencyManager(repository=SqlIdempotencyRepository(engines[0]), scope="refunds")
 
 
-async def test_work_that_goes_on_after_a_deadlock_is_not_recorded(
+async def test_work_that_continues_after_a_deadlock_is_not_recorded(
     engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
 ) -> None:
     ours, theirs = engines
@@ -213,7 +213,7 @@ async def test_work_that_goes_on_after_a_deadlock_is_not_recorded(
                 await write_crosswise(session, ours)
             await session.execute(text("UPDATE balance SET amount = amount + 100 WHERE id = 2"))
 
-        with pytest.raises(TransactionAbortedError, match="all of it"):
+        with pytest.raises(TransactionAbortedError, match="the whole transaction"):
             async with session.begin(), manager.in_transaction(session):
                 await manager.run("refund:1", refund)
 
@@ -221,7 +221,7 @@ async def test_work_that_goes_on_after_a_deadlock_is_not_recorded(
     assert await amounts(ours) == [0, 0]
 
 
-async def test_work_that_makes_a_table_is_not_recorded_as_done(
+async def test_work_that_creates_a_table_is_not_recorded_as_completed(
     engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
 ) -> None:
     async with AsyncSession(engines[1]) as session, manager.in_transaction(session):
@@ -237,7 +237,7 @@ async def test_work_that_makes_a_table_is_not_recorded_as_done(
     assert record.settled_at is None
 
 
-async def test_work_that_a_deadlock_ends_is_to_be_begun_anew(
+async def test_a_deadlock_within_the_work_aborts_the_transaction(
     engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
 ) -> None:
     ours, theirs = engines
@@ -283,7 +283,7 @@ async def test_a_session_of_another_database_on_the_same_server_is_refused(
             await connection.run_sync(metadata.drop_all)
 
 
-async def test_a_wait_that_ends_the_whole_transaction_is_told_so() -> None:
+async def test_a_lock_timeout_that_rolls_back_the_transaction_aborts_it() -> None:
     with MariadbServer(settings={"innodb-rollback-on-timeout": "ON"}) as server:
         async with engines_on(server.url) as (ours, _):
             manager = IdempotencyManager(repository=SqlIdempotencyRepository(ours), scope="refunds")
@@ -292,7 +292,7 @@ async def test_a_wait_that_ends_the_whole_transaction_is_told_so() -> None:
 
                 async with AsyncSession(ours) as other, manager.in_transaction(other):
                     await other.execute(text("UPDATE balance SET amount = amount + 10"))
-                    with pytest.raises(TransactionAbortedError, match="longer than we wait"):
+                    with pytest.raises(TransactionAbortedError, match="longer than the lock timeout"):
                         await manager.run("refund:1", lambda: asyncio.sleep(0))
                     await other.commit()
 

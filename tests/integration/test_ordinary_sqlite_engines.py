@@ -74,7 +74,7 @@ def charged(tmp_path: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("held", ["session", "connection"])
-async def test_a_transaction_that_a_rollback_would_not_undo_is_refused_before_anything_is_done(
+async def test_a_transaction_that_cannot_be_rolled_back_is_refused_before_the_work(
     held: str, ordinary: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
     async with AsyncSession(ordinary) if held == "session" else ordinary.connect() as joined:
@@ -92,7 +92,7 @@ async def test_a_transaction_that_a_rollback_would_not_undo_is_refused_before_an
 
 
 @pytest.mark.parametrize("held", ["session", "connection"])
-async def test_an_engine_that_begins_its_transactions_will_do(
+async def test_an_engine_that_emits_begin_is_accepted(
     held: str, ordinary: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
     begin_at_once(ordinary)
@@ -111,7 +111,7 @@ async def test_an_engine_that_begins_its_transactions_will_do(
 
 @pytest.mark.parametrize(("held", "handlers"), [(AsyncSession, by_session), (AsyncConnection, by_connection)])
 @pytest.mark.parametrize("asks_first", [False, True])
-async def test_a_handler_in_no_real_transaction_fails_before_it_has_written(
+async def test_a_handler_without_a_real_transaction_fails_before_its_first_write(
     asks_first: bool, held: type, handlers: EventRouter, url: str, ordinary: AsyncEngine
 ) -> None:
     async with open_ledger_shop(url, handlers, held=held) as shop:
@@ -126,7 +126,7 @@ async def test_a_handler_in_no_real_transaction_fails_before_it_has_written(
 
 
 @pytest.mark.parametrize(("held", "handlers"), [(AsyncSession, by_session), (AsyncConnection, by_connection)])
-async def test_a_handler_by_an_engine_that_begins_its_transactions_is_done(
+async def test_a_handler_with_an_engine_that_emits_begin_succeeds(
     held: type, handlers: EventRouter, url: str, ordinary: AsyncEngine
 ) -> None:
     begin_at_once(ordinary)

@@ -69,10 +69,10 @@ def restart(server: Server) -> None:
 
 
 @pytest.mark.scenario(55)
-async def test_a_server_that_restarts_under_idle_connections_costs_no_call(
+async def test_no_call_fails_when_the_server_restarts_under_idle_connections(
     server: Server, engine: AsyncEngine, store: SqlIdempotencyRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_connections, "LONGEST_UNSEEN", 3600.0)  # they are told of it: nobody has to look
+    monkeypatch.setattr(idle_connections, "MAX_IDLE_SECONDS", 3600.0)  # they are told of it: nobody has to look
     await fill(engine)
 
     await asyncio.to_thread(restart, server)
@@ -81,10 +81,10 @@ async def test_a_server_that_restarts_under_idle_connections_costs_no_call(
 
 
 @pytest.mark.scenario(55)
-async def test_a_restart_of_which_no_connection_was_told_costs_no_call(
+async def test_no_call_fails_when_connections_miss_the_restart_of_the_server(
     server: Server, engine: AsyncEngine, store: SqlIdempotencyRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_connections, "LONGEST_UNSEEN", 0.0)
+    monkeypatch.setattr(idle_connections, "MAX_IDLE_SECONDS", 0.0)
     await fill(engine)
 
     restart(server)  # in the event loop, which hears nothing meanwhile
@@ -92,7 +92,7 @@ async def test_a_restart_of_which_no_connection_was_told_costs_no_call(
     assert await calls(store) == [True] * CONNECTIONS
 
 
-async def test_a_restart_costs_one_call_where_the_engine_looks_at_no_connection(server: Server) -> None:
+async def test_one_call_fails_after_a_restart_if_the_engine_does_not_ping_connections(server: Server) -> None:
     name = "postgresql+asyncpg" if isinstance(server, PostgresServer) else "mysql+aiomysql"
     engine = create_async_engine(make_url(server.url).set(drivername=name), pool_size=CONNECTIONS)
     store = SqlIdempotencyRepository(engine, timeout=timedelta(seconds=20))
@@ -111,7 +111,7 @@ async def test_a_restart_costs_one_call_where_the_engine_looks_at_no_connection(
     assert failed == 1
 
 
-async def test_a_pool_has_no_more_connections_than_it_was_given(
+async def test_a_pool_has_at_most_the_configured_number_of_connections(
     engine: AsyncEngine, store: SqlIdempotencyRepository
 ) -> None:
     made: list[object] = []
@@ -123,7 +123,7 @@ async def test_a_pool_has_no_more_connections_than_it_was_given(
     assert 0 < len(made) < CONNECTIONS  # one is there already
 
 
-async def test_who_gets_no_connection_in_time_is_told_so(server: Server) -> None:
+async def test_a_timeout_of_the_pool_is_reported(server: Server) -> None:
     engine = sql_engine(server.url, pool_size=1, pool_timeout_seconds=0.1)
     store = SqlIdempotencyRepository(engine)
     async with engine.connect():
@@ -136,7 +136,7 @@ async def test_who_gets_no_connection_in_time_is_told_so(server: Server) -> None
 
 
 @pytest.mark.parametrize("server", [PostgresServer], indirect=True)  # MySQL counts in whole seconds
-async def test_the_shortest_lock_timeout_of_postgresql_is_a_millisecond_and_not_none(server: Server) -> None:
+async def test_the_shortest_lock_timeout_of_postgresql_is_a_millisecond(server: Server) -> None:
     engine = sql_engine(server.url, lock_timeout_seconds=0.0004)
 
     async with engine.connect() as connection:

@@ -67,7 +67,7 @@ async def works(engine: AsyncEngine) -> bool:
     return claim is not None and len(await outbox.read(claim)) == 40 and isinstance(verdict, Reserved)
 
 
-async def test_tables_that_somebody_has_made_by_the_metadata_get_the_rows_that_they_need(engine: AsyncEngine) -> None:
+async def test_a_migration_completes_tables_that_were_created_from_the_metadata(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await connection.run_sync(metadata.create_all)
 
@@ -78,7 +78,7 @@ async def test_tables_that_somebody_has_made_by_the_metadata_get_the_rows_that_t
     assert await migrate(engine) == []
 
 
-async def test_a_revision_of_alembic_can_migrate_in_its_own_transaction(engine: AsyncEngine) -> None:
+async def test_an_alembic_revision_can_migrate_in_its_own_transaction(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         first = await connection.run_sync(lambda one: migrate_in(one, up_to=1))
     async with engine.begin() as connection:
@@ -101,7 +101,7 @@ async def test_a_database_of_version_1_is_refused_until_it_is_migrated(engine: A
     assert await works(engine)
 
 
-async def test_workers_of_version_1_go_on_with_a_database_of_this_version(engine: AsyncEngine) -> None:
+async def test_workers_of_version_1_continue_on_a_migrated_database(engine: AsyncEngine) -> None:
     await migrate(engine)
     async with engine.connect() as connection:
         version = await connection.scalar(select(schema_store.c.version))
@@ -192,7 +192,7 @@ async def write_as_version_1(engine: AsyncEngine, **columns: Any) -> None:
         ("DELETE FROM idempotency_outbox_buckets", "rows of idempotency_outbox_buckets"),
     ],
 )
-async def test_what_is_lost_of_the_outbox_is_refused_and_put_back(engine: AsyncEngine, lost: str, named: str) -> None:
+async def test_an_incomplete_outbox_is_refused_and_a_migration_restores_it(engine: AsyncEngine, lost: str, named: str) -> None:
     await migrate(engine)
     await run(engine, lost)
 
@@ -201,12 +201,12 @@ async def test_what_is_lost_of_the_outbox_is_refused_and_put_back(engine: AsyncE
     done = await migrate(engine)
 
     assert refused.value.code == Code.SCHEMA_MISSING
-    assert [one.says for one in done] == [f"put back what was missing: {named}"]
+    assert [migration.description for migration in done] == [f"recreate missing {named}"]
     assert await works(engine)
 
 
 @pytest.mark.parametrize("lost", ["DROP TABLE idempotency_records", "DELETE FROM idempotency_store"])
-async def test_what_is_lost_of_the_store_is_refused_and_put_back(engine: AsyncEngine, lost: str) -> None:
+async def test_an_incomplete_store_is_refused_and_a_migration_restores_it(engine: AsyncEngine, lost: str) -> None:
     await migrate(engine)
     await run(engine, lost)
 
@@ -219,7 +219,7 @@ async def test_what_is_lost_of_the_store_is_refused_and_put_back(engine: AsyncEn
 
 @pytest.mark.parametrize("engine", ["postgresql", "sqlite"], indirect=True)
 @pytest.mark.parametrize("index", ["idempotency_records_expires_at", "idempotency_outbox_bucket"])
-async def test_a_lost_index_is_told_by_a_ping_and_put_back(engine: AsyncEngine, index: str) -> None:
+async def test_a_ping_warns_about_a_missing_index_and_a_migration_restores_it(engine: AsyncEngine, index: str) -> None:
     await migrate(engine)
     await run(engine, f"DROP INDEX {index}")
 
@@ -229,12 +229,12 @@ async def test_a_lost_index_is_told_by_a_ping_and_put_back(engine: AsyncEngine, 
     assert isinstance(told, StoreWarning)
     assert told.code == Code.SCHEMA_INCOMPLETE
     assert index in told.what
-    assert [one.says for one in done] == [f"put back what was missing: {index}"]
+    assert [migration.description for migration in done] == [f"recreate missing {index}"]
     assert await migrate(engine) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_migrations_make_the_tables_of_this_code(kind: str) -> None:
+def test_the_migrations_create_the_current_tables(kind: str) -> None:
     """Where this fails, a version is due: write version_N.*.sql, and leave those that are out as they are."""
     dialect = DIALECTS[kind].dialect()
     ours: list[CreateTable | CreateIndex] = [CreateTable(table) for table in metadata.sorted_tables]
@@ -248,7 +248,7 @@ def test_the_migrations_make_the_tables_of_this_code(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_sql_explains_its_columns_whatever_the_database(kind: str) -> None:
+def test_the_sql_explains_its_columns_on_every_database(kind: str) -> None:
     shown = ddl(DIALECTS[kind].dialect())
 
     assert "lease_until is null once released or settled" in shown

@@ -75,7 +75,7 @@ async def works(engine: AsyncEngine) -> bool:
 
 @pytest.mark.scenario(59)
 @pytest.mark.parametrize("kind", ["postgresql", "sqlite"])
-async def test_without_its_tables_a_store_says_how_to_make_them(
+async def test_missing_tables_are_reported_with_the_command_to_create_them(
     kind: str, postgres: PostgresServer, tmp_path: Path
 ) -> None:
     async with engine_on(postgres.url if kind == "postgresql" else file(tmp_path)) as engine:
@@ -89,7 +89,7 @@ async def test_without_its_tables_a_store_says_how_to_make_them(
 
 
 @pytest.mark.scenario(59)
-@pytest.mark.parametrize(("version", "says"), [(0, "store migrate"), (3, "migrated by a newer integr8s-idem")])
+@pytest.mark.parametrize(("version", "says"), [(0, "store migrate"), (3, "a newer integr8s-idem migrated it")])
 async def test_a_schema_of_another_version_is_refused(engine: AsyncEngine, version: int, says: str) -> None:
     await run(engine, f"UPDATE idempotency_store SET version = {version}")
 
@@ -100,7 +100,7 @@ async def test_a_schema_of_another_version_is_refused(engine: AsyncEngine, versi
 
 
 @pytest.mark.scenario(55)
-async def test_a_server_that_crashes_and_comes_back_is_an_outage(engine: AsyncEngine, postgres: PostgresServer) -> None:
+async def test_a_crashed_server_is_an_outage_until_it_restarts(engine: AsyncEngine, postgres: PostgresServer) -> None:
     assert await works(engine)
 
     await asyncio.to_thread(postgres.crash)
@@ -112,7 +112,7 @@ async def test_a_server_that_crashes_and_comes_back_is_an_outage(engine: AsyncEn
 
 
 @pytest.mark.scenario(55)
-async def test_a_record_that_another_transaction_holds_is_in_progress_and_holds_up_no_other_key(
+async def test_a_record_that_a_transaction_locks_is_in_progress_and_does_not_delay_other_keys(
     engine: AsyncEngine,
 ) -> None:
     store, held, free = SqlIdempotencyRepository(engine, timeout=TIMEOUT), new_key(), new_key()
@@ -122,16 +122,16 @@ async def test_a_record_that_another_transaction_holds_is_in_progress_and_holds_
     async with engine.begin() as holder:
         await holder.execute(text("SELECT 1 FROM idempotency_records WHERE key = :key FOR UPDATE"), {"key": held})
         first, second = await store.reserve([wish(held), wish(free)])
-        with pytest.raises(StoreUnavailableError, match="another transaction holds a record longer than we wait"):
+        with pytest.raises(StoreUnavailableError, match="another transaction locks a record"):
             await store.release([reserved])
 
     assert isinstance(first, InProgress)
-    assert first.owner == "a transaction that is under way"
+    assert first.owner == "an open transaction"
     assert isinstance(second, Reserved)
 
 
 @pytest.mark.scenario(55)
-async def test_a_connection_that_the_server_ends_costs_one_call(engine: AsyncEngine) -> None:
+async def test_a_connection_that_the_server_closes_fails_one_call(engine: AsyncEngine) -> None:
     store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
     async with engine.begin() as other:
         await other.execute(
@@ -149,7 +149,7 @@ async def test_a_connection_that_the_server_ends_costs_one_call(engine: AsyncEng
 
 
 @pytest.mark.scenario(55)
-async def test_a_database_that_takes_no_writes_is_an_outage(engine: AsyncEngine, postgres: PostgresServer) -> None:
+async def test_a_read_only_database_is_an_outage(engine: AsyncEngine, postgres: PostgresServer) -> None:
     await run(engine, "ALTER DATABASE postgres SET default_transaction_read_only = on")
     try:
         async with engine_on(postgres.url) as reading:
@@ -162,7 +162,7 @@ async def test_a_database_that_takes_no_writes_is_an_outage(engine: AsyncEngine,
 
 
 @pytest.mark.scenario(58)
-async def test_a_locked_sqlite_file_is_an_outage_until_it_is_free(tmp_path: Path) -> None:
+async def test_a_locked_sqlite_file_is_an_outage_until_it_is_unlocked(tmp_path: Path) -> None:
     async with engine_on(file(tmp_path)) as engine:
         await migrate(engine)
         other = sqlite3.connect(tmp_path / "idem.db", isolation_level=None)
@@ -173,7 +173,7 @@ async def test_a_locked_sqlite_file_is_an_outage_until_it_is_free(tmp_path: Path
         other.close()
 
         assert isinstance(error, StoreUnavailableError)
-        assert "another process writes into the SQLite file" in str(error)
+        assert "another process locks the SQLite file" in str(error)
         assert await works(engine)
 
 
@@ -181,12 +181,12 @@ async def test_a_locked_sqlite_file_is_an_outage_until_it_is_free(tmp_path: Path
 @pytest.mark.parametrize(
     ("spoil", "kind", "says"),
     [
-        (lambda path: path.write_bytes(b"no database at all" * 500), StoreConfigurationError, "no SQLite database"),
+        (lambda path: path.write_bytes(b"no database at all" * 500), StoreConfigurationError, "not a SQLite database"),
         (lambda path: path.mkdir(), StoreConfigurationError, "cannot be opened"),
     ],
     ids=["another file", "a folder"],
 )
-async def test_a_path_that_holds_no_database_is_told(
+async def test_a_path_without_a_database_is_reported(
     tmp_path: Path, spoil: object, kind: type[StoreError], says: str
 ) -> None:
     assert callable(spoil)
@@ -200,13 +200,13 @@ async def test_a_path_that_holds_no_database_is_told(
 
 
 @pytest.mark.parametrize("database", ["", "/:memory:", "/file:idem?mode=memory&cache=shared&uri=true"])
-def test_sqlite_in_memory_is_refused_and_a_store_for_that_is_named(database: str) -> None:
+def test_in_memory_sqlite_is_refused_with_the_store_to_use_instead(database: str) -> None:
     with pytest.raises(StoreConfigurationError, match="MemoryIdempotencyRepository"):
         sql_engine(f"sqlite+aiosqlite://{database}")
 
 
 @pytest.mark.scenario(58)
-async def test_a_damaged_sqlite_file_is_told_and_nothing_is_taken_for_absent(tmp_path: Path) -> None:
+async def test_a_corrupt_sqlite_file_is_reported_and_no_record_counts_as_absent(tmp_path: Path) -> None:
     path = tmp_path / "idem.db"
     async with engine_on(file(tmp_path)) as engine:
         await migrate(engine)
@@ -220,10 +220,10 @@ async def test_a_damaged_sqlite_file_is_told_and_nothing_is_taken_for_absent(tmp
         error = await error_of(engine)
 
     assert isinstance(error, StoreConfigurationError)
-    assert "damaged" in str(error)
+    assert "corrupt" in str(error)
 
 
-async def test_batches_over_the_same_keys_in_any_order_do_not_fail_each_other(
+async def test_concurrent_batches_with_the_same_keys_do_not_deadlock(
     engine: AsyncEngine, postgres: PostgresServer
 ) -> None:
     """Each statement locks its rows in the order of their keys, whatever order they have on the disk."""
@@ -245,7 +245,7 @@ async def test_batches_over_the_same_keys_in_any_order_do_not_fail_each_other(
     await patient.dispose()
 
 
-async def test_no_error_holds_what_a_record_holds(engine: AsyncEngine) -> None:
+async def test_errors_do_not_contain_data_of_records(engine: AsyncEngine) -> None:
     store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
     await run(engine, "ALTER TABLE idempotency_records RENAME COLUMN owner TO holder")
     try:

@@ -182,7 +182,7 @@ async def test_a_database_without_tls_is_refused(ground: Ground, kind: str) -> N
 
 
 @NEEDS_MARIADB
-async def test_our_own_certificate_is_shown_to_a_server_that_asks_for_one(ground: Ground) -> None:
+async def test_the_client_certificate_is_sent_to_a_server_that_requires_one(ground: Ground) -> None:
     certificate, key = ground.authority.certificate_files(ground.folder, "worker.example", "worker")
     shown: dict[str, Any] = {"tls_cert_file": str(certificate), "tls_key_file": str(key)}
 
@@ -195,7 +195,7 @@ async def test_our_own_certificate_is_shown_to_a_server_that_asks_for_one(ground
 
 @pytest.mark.parametrize("name", ["tls_ca_file", "tls_cert_file"])
 @pytest.mark.parametrize("text", [None, "no certificate"])
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, text: str | None) -> None:
+def test_an_unusable_tls_file_is_named(tmp_path: Path, name: str, text: str | None) -> None:
     file = tmp_path / "file.pem"
     if text is not None:
         file.write_text(text)

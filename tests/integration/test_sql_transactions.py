@@ -68,7 +68,7 @@ async def shop(url: str) -> AsyncIterator[LedgerShop]:
         yield shop
 
 
-async def test_write_outcome_and_events_are_there_together(shop: LedgerShop) -> None:
+async def test_writes_outcome_and_events_commit_together(shop: LedgerShop) -> None:
     event = OrderPlaced()
 
     first, second = await shop.attempt(event), await shop.attempt(event)
@@ -114,7 +114,7 @@ async def test_a_lazy_iterator_runs_before_its_outcome_is_written(
         assert len(await shop.waiting()) == 1
 
 
-async def test_nothing_is_committed_with_a_result_that_can_be_read_only_once(url: str) -> None:
+async def test_a_result_that_can_be_read_only_once_is_not_committed(url: str) -> None:
     async with open_ledger_shop(url, lazy) as shop:
         failed = await shop.attempt(OrderPlaced(order_id="nested"))
 
@@ -123,7 +123,7 @@ async def test_nothing_is_committed_with_a_result_that_can_be_read_only_once(url
         assert (await shop.charged(), await shop.waiting()) == ([], [])
 
 
-async def test_a_connection_will_do_as_well(url: str) -> None:
+async def test_a_handler_can_use_a_connection_instead_of_a_session(url: str) -> None:
     async with open_ledger_shop(url, by_connection, held=AsyncConnection) as shop:
         event = OrderPlaced()
         await shop.attempt(event)
@@ -134,7 +134,7 @@ async def test_a_connection_will_do_as_well(url: str) -> None:
 
 
 @pytest.mark.parametrize(("held", "handlers"), [(AsyncSession, router), (AsyncConnection, by_connection)])
-async def test_a_transaction_that_its_provider_has_begun_is_as_good(
+async def test_the_provider_can_begin_the_transaction(
     url: str, held: type, handlers: EventRouter
 ) -> None:
     async with open_ledger_shop(url, handlers, held=held) as shop:
@@ -146,7 +146,7 @@ async def test_a_transaction_that_its_provider_has_begun_is_as_good(
         assert await shop.charged() == ["1"]
 
 
-async def test_a_handler_that_fails_leaves_nothing_but_its_attempt(shop: LedgerShop) -> None:
+async def test_a_failed_handler_leaves_only_its_attempt(shop: LedgerShop) -> None:
     event = OrderPlaced(order_id="bad")
 
     first, second = await shop.attempt(event), await shop.attempt(event)
@@ -159,7 +159,7 @@ async def test_a_handler_that_fails_leaves_nothing_but_its_attempt(shop: LedgerS
     assert await shop.statuses() == {event.event_id: "processing"}
 
 
-async def test_a_run_that_a_policy_wants_without_a_reservation_commits_what_it_wrote(url: str) -> None:
+async def test_a_run_without_a_reservation_commits_its_writes(url: str) -> None:
     settings = Settings(idempotency=IdempotencyConfig(on_key_reused=OnKeyReused.RUN))
     async with open_ledger_shop(url, router, settings=settings) as shop:
         event = OrderPlaced()
@@ -173,7 +173,7 @@ async def test_a_run_that_a_policy_wants_without_a_reservation_commits_what_it_w
 
 
 @pytest.mark.parametrize("lost", ["DROP TABLE idempotency_outbox", "DELETE FROM idempotency_outbox_buckets"])
-async def test_a_worker_whose_outbox_is_not_whole_does_not_start(shop: LedgerShop, lost: str) -> None:
+async def test_a_worker_with_an_incomplete_outbox_does_not_start(shop: LedgerShop, lost: str) -> None:
     async with shop.store.engine.begin() as connection:
         await connection.execute(text(lost))
     publisher = await shop.container.get(EventPublisher)
@@ -186,7 +186,7 @@ async def test_a_worker_whose_outbox_is_not_whole_does_not_start(shop: LedgerSho
     await migrate(shop.store.engine)
 
 
-async def test_one_that_was_overtaken_rolls_back_what_it_wrote(url: str) -> None:
+async def test_a_handler_that_lost_its_reservation_rolls_back_its_writes(url: str) -> None:
     overtaken, opened = EventRouter(), list[LedgerShop]()
 
     @overtaken.on(OrderPlaced)
@@ -203,7 +203,7 @@ async def test_one_that_was_overtaken_rolls_back_what_it_wrote(url: str) -> None
         assert await shop.charged() == []
 
 
-async def test_a_handler_that_commits_by_itself_is_refused(url: str) -> None:
+async def test_a_handler_that_commits_is_refused(url: str) -> None:
     early = EventRouter()
 
     @early.on(OrderPlaced)
@@ -220,7 +220,7 @@ async def test_a_handler_that_commits_by_itself_is_refused(url: str) -> None:
         assert await shop.charged() == []
 
 
-async def test_a_provider_that_commits_whatever_happens_is_refused_and_the_handlers_error_told(
+async def test_a_provider_that_commits_after_an_error_is_refused_and_the_error_is_reported(
     shop: LedgerShop,
 ) -> None:
     shop.sessions.commits = lambda error: True
@@ -232,7 +232,7 @@ async def test_a_provider_that_commits_whatever_happens_is_refused_and_the_handl
     assert await shop.charged() == []
 
 
-async def test_a_provider_that_never_commits_is_told(shop: LedgerShop) -> None:
+async def test_a_provider_that_never_commits_is_reported(shop: LedgerShop) -> None:
     shop.sessions.commits = lambda error: False
 
     outcome = await shop.attempt(OrderPlaced())
@@ -243,7 +243,7 @@ async def test_a_provider_that_never_commits_is_told(shop: LedgerShop) -> None:
     assert (await shop.charged(), await shop.waiting()) == ([], [])
 
 
-async def test_an_error_at_the_commit_is_told_as_it_is_and_remembered(shared_postgres: PostgresServer) -> None:
+async def test_an_error_during_the_commit_is_reported_unchanged_and_recorded(shared_postgres: PostgresServer) -> None:
     settings = Settings(idempotency=IdempotencyConfig(max_attempts=1))
     async with open_ledger_shop(shared_postgres.url, router, settings=settings) as shop:
         async with shop.store.engine.begin() as connection:
@@ -275,7 +275,7 @@ async def test_a_session_of_another_database_is_refused(url: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
-async def test_a_conflict_of_transactions_is_no_failure_of_the_handler(
+async def test_a_transaction_conflict_does_not_count_as_a_failure_of_the_handler(
     shared_postgres: PostgresServer, isolation: str
 ) -> None:
     conflicting, opened = EventRouter(), list[LedgerShop]()
@@ -308,7 +308,7 @@ async def test_a_conflict_of_transactions_is_no_failure_of_the_handler(
             await connection.execute(text("DROP TABLE balance"))
 
 
-async def test_savepoints_are_the_handlers_own(url: str) -> None:
+async def test_a_handler_can_use_savepoints(url: str) -> None:
     nesting = EventRouter()
 
     @nesting.on(OrderPlaced)
@@ -324,7 +324,7 @@ async def test_savepoints_are_the_handlers_own(url: str) -> None:
         assert await shop.charged() == ["1"]
 
 
-async def test_a_handler_that_outlasts_its_lease_has_failed_and_is_given_up_in_the_end(url: str) -> None:
+async def test_a_handler_that_outlives_its_lease_fails_and_is_given_up_eventually(url: str) -> None:
     slow = EventRouter()
 
     @slow.on(OrderPlaced)
@@ -353,7 +353,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "shop.db"
 
 
-async def test_on_sqlite_a_handler_takes_its_key_when_it_can_write(file: Path) -> None:
+async def test_on_sqlite_a_handler_reserves_its_key_only_when_it_can_write(file: Path) -> None:
     """The one that waits for the other would use up its lease by that."""
     waiting, begun, go_on = EventRouter(), asyncio.Event(), asyncio.Event()
 
@@ -375,7 +375,7 @@ async def test_on_sqlite_a_handler_takes_its_key_when_it_can_write(file: Path) -
         assert await running == await behind == Executed(None, 1)
 
 
-async def test_on_sqlite_a_file_that_another_process_holds_is_no_failure_of_the_handler(file: Path) -> None:
+async def test_on_sqlite_a_file_locked_by_another_process_does_not_count_as_a_failure(file: Path) -> None:
     held, other = EventRouter(), sqlite3.connect(file, isolation_level=None, check_same_thread=False)
 
     @held.on(OrderPlaced)
@@ -403,7 +403,7 @@ async def test_on_sqlite_a_file_that_another_process_holds_is_no_failure_of_the_
     other.close()
 
 
-async def test_on_sqlite_a_second_transaction_within_a_handler_is_told_not_waited_for(file: Path) -> None:
+async def test_on_sqlite_a_second_transaction_within_a_handler_is_refused_at_once(file: Path) -> None:
     second, opened = EventRouter(), list[LedgerShop]()
 
     @second.on(OrderPlaced)
@@ -421,7 +421,7 @@ async def test_on_sqlite_a_second_transaction_within_a_handler_is_told_not_waite
 
 
 @pytest.mark.parametrize("isolation", [None, "REPEATABLE READ", "SERIALIZABLE"])
-async def test_many_at_once_charge_each_order_once(url: str, isolation: str | None) -> None:
+async def test_concurrent_deliveries_charge_each_order_once(url: str, isolation: str | None) -> None:
     if isolation == "REPEATABLE READ" and url.startswith("sqlite"):
         isolation = None  # it has one level, and that is SERIALIZABLE
     async with open_ledger_shop(url, router, isolation=isolation) as shop:

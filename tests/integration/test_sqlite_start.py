@@ -11,7 +11,7 @@ from integr8s_idem.config import SqliteStoreSettings
 from integr8s_idem.stores.factory import open_store
 
 
-async def test_a_store_whose_tables_are_there_starts_while_another_process_writes(tmp_path: Path) -> None:
+async def test_a_migrated_store_starts_while_another_process_writes(tmp_path: Path) -> None:
     settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"), lock_timeout_seconds=0.2)
     async with open_store(settings, key_prefix="idempotency"):
         pass

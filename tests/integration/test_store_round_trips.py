@@ -241,19 +241,19 @@ OF_DATABASES: Final = [
 
 
 @pytest.mark.parametrize(("kind", "on"), OF_DATABASES)
-async def test_the_page_tells_what_each_verb_costs(kind: str, on: On, tmp_path: Path) -> None:
+async def test_the_page_documents_the_round_trips_of_each_operation(kind: str, on: On, tmp_path: Path) -> None:
     async with on(tmp_path) as (store, count):
         assert await settled_costs(store, count) == written(kind)
 
 
-async def test_the_page_tells_what_each_verb_costs_in_dynamodb(dynamodb: DynamoServer, table: Table) -> None:
+async def test_the_page_documents_the_requests_of_each_operation_in_dynamodb(dynamodb: DynamoServer, table: Table) -> None:
     async with TurnCounter(dynamodb.port) as counter:
         settings = table.settings.model_copy(update={"endpoint_url": f"http://127.0.0.1:{counter.port}"})
         async with opened(settings, lambda: counter.turns) as (store, count):
             assert await settled_costs(store, count) == written("dynamodb")
 
 
-def test_the_page_has_a_row_for_each_kind_that_has_a_server_or_a_file() -> None:
+def test_the_page_has_a_row_for_each_kind_of_store() -> None:
     kinds = {kind.values[0] for kind in OF_DATABASES} | {"dynamodb"}
 
     assert set(rows()) == kinds

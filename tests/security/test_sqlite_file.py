@@ -46,5 +46,5 @@ async def test_a_file_that_is_there_keeps_its_rights(tmp_path: Path) -> None:
 
 
 async def test_a_folder_that_is_not_there_is_told_as_before(tmp_path: Path) -> None:
-    with pytest.raises(StoreConfigurationError, match="look at its folder"):
+    with pytest.raises(StoreConfigurationError, match="check its directory"):
         await use(tmp_path / "nowhere" / "records.db")

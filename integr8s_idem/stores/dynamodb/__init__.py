@@ -1,4 +1,4 @@
-"""Records in a table of DynamoDB, by aiobotocore."""
+"""Store records in a DynamoDB table, with aiobotocore."""
 
 from integr8s_idem.config.message_text import lacking
 

@@ -1,4 +1,4 @@
-"""The least that an identity needs of IAM."""
+"""The IAM policy with the minimum permissions for a worker and for migrations."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Final
 from integr8s_idem.config import DynamodbStoreSettings
 
 WORKER: Final = ("GetItem", "PutItem", "UpdateItem", "BatchGetItem", "Scan", "DescribeTable", "DescribeTimeToLive")
-"""For the verbs; for counting and listing; for the look at the table.  Nothing is deleted: a stump stays."""
+"""Permissions of a worker.  DeleteItem is not needed, because a deleted record stays as a tombstone."""
 
 MIGRATE: Final = ("CreateTable", "UpdateTimeToLive", "DescribeTable", "DescribeTimeToLive")
 
 _PARTITIONS: Final = {"cn-": "aws-cn", "us-gov-": "aws-us-gov"}
-"""By the beginning of a region; all others are in `aws`."""
+"""AWS partitions by the prefix of their regions; all other regions are in `aws`."""
 
 
 def policy(settings: DynamodbStoreSettings) -> str:
-    """An IAM policy as JSON, of two statements: what a worker does, and what `store migrate` does."""
+    """Return an IAM policy as JSON, with one statement for workers and one for `store migrate`."""
     region = settings.region or "*"
     partition = next((name for start, name in _PARTITIONS.items() if region.startswith(start)), "aws")
     table = f"arn:{partition}:dynamodb:{region}:*:table/{settings.table}"

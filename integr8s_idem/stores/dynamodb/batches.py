@@ -1,4 +1,4 @@
-"""Many keys, one request each, so many at once."""
+"""Run one request per key, with limited concurrency."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-AskT = TypeVar("AskT")
-AnswerT = TypeVar("AnswerT")
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 
-async def each(
-    asks: Sequence[AskT], key_of: Callable[[AskT], str], ask: Callable[[AskT], Awaitable[AnswerT]], most: int
-) -> list[AnswerT]:
-    """The answers to `asks`, in their order: up to `most` at once, one after the other for one key.
+async def map_concurrently(
+    items: Sequence[ItemT], key_of: Callable[[ItemT], str], call: Callable[[ItemT], Awaitable[ResultT]], limit: int
+) -> list[ResultT]:
+    """Call `call` for each item and return the results in order, up to `limit` concurrently and one at a time per key.
 
-    The first error ends the whole; what was under way is cancelled.
+    The first error cancels all other calls.
     """
-    if len(asks) == 1:
-        return [await ask(asks[0])]
-    of_key: dict[str, list[int]] = {}
-    for index, one in enumerate(asks):
-        of_key.setdefault(key_of(one), []).append(index)
-    answers: dict[int, AnswerT] = {}
-    waiting = iter(of_key.values())
+    if len(items) == 1:
+        return [await call(items[0])]
+    by_key: dict[str, list[int]] = {}
+    for index, item in enumerate(items):
+        by_key.setdefault(key_of(item), []).append(index)
+    results: dict[int, ResultT] = {}
+    pending = iter(by_key.values())
 
     async def work() -> None:
-        for indexes in waiting:
+        for indexes in pending:
             for index in indexes:
-                answers[index] = await ask(asks[index])
+                results[index] = await call(items[index])
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(most, len(of_key))):
+            for _ in range(min(limit, len(by_key))):
                 group.create_task(work())
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return [answers[index] for index in range(len(asks))]
+    return [results[index] for index in range(len(items))]

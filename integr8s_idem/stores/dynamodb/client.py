@@ -1,4 +1,4 @@
-"""A DynamoDB client that fits the store: bounded in time, connections and retries."""
+"""Create DynamoDB clients with the timeouts, connection limit and retry settings that the store needs."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from botocore.exceptions import BotoCoreError
 from botocore.loaders import create_loader
 
 from integr8s_idem.config import DynamodbStoreSettings
-from integr8s_idem.stores.dynamodb.errors import of_driver
+from integr8s_idem.stores.dynamodb.errors import translate_driver_error
 
 APP_ID: Final = "integr8s-idem"
-"""What CloudTrail shows in the user agent of our requests."""
+"""Application ID in the user agent of requests, as CloudTrail shows it."""
 
 _models = cache(create_loader)
-"""What the driver knows of AWS, read from its files once for all services of a process: a tenth of a second each."""
+"""The service models of the driver, cached because loading them takes a tenth of a second for each client."""
 
 
 @asynccontextmanager
 async def dynamo_client(settings: DynamodbStoreSettings) -> AsyncIterator[Any]:
-    """A client of aiobotocore, closed at the end of the block; it connects at its first use.
+    """Open an aiobotocore client and close it at the end of the block; it connects on first use.
 
-    Credentials are looked for where every AWS program does: environment, profile, web identity, container, instance.
-    The store repeats calls by itself, within its own deadline: the driver is told not to.
+    Credentials come from the usual sources: environment, profile, web identity, container, instance.  Retries of the
+    driver are disabled, because the store retries within its own timeout.
 
     Raises:
-        StoreConfigurationError: No region, or a profile that is not there.
+        StoreConfigurationError: The region is missing, or the profile does not exist.
     """
     config = AioConfig(
         connect_timeout=settings.timeout_seconds,
         read_timeout=settings.timeout_seconds,
         max_pool_connections=settings.max_connections,
-        # Of the modes only this one compares an answer's checksum; without, a damaged one passes for an empty one.
+        # Only this mode verifies the checksum of a response; without it, a corrupt response may look empty.
         retries={"total_max_attempts": 1, "mode": "legacy"},
-        # We send what we built: to look at every field again costs a fifth of a call.
+        # Validation would take a fifth of the time of a call, and the store builds all parameters itself.
         parameter_validation=False,
         tcp_keepalive=True,
         user_agent_appid=APP_ID,
     )
     session = AioSession()
     session.register_component("data_loader", _models())
-    making = session.create_client(
+    opening = session.create_client(
         "dynamodb", region_name=settings.region, endpoint_url=settings.endpoint_url, config=config
     )
     try:
-        client = await making.__aenter__()
+        client = await opening.__aenter__()
     except BotoCoreError as error:
-        raise of_driver("start", error) from error
+        raise translate_driver_error("start", error) from error
     try:
         yield client
     finally:

@@ -1,4 +1,4 @@
-"""Errors of driver and service as ours.  The only place that knows both."""
+"""Translate errors of the driver and of DynamoDB into errors of this library."""
 
 from __future__ import annotations
 
@@ -27,106 +27,110 @@ from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnava
 MIGRATE: Final = "run: integr8s-idem store migrate"
 
 THROTTLED: Final = {
-    "ProvisionedThroughputExceededException": "the table, or one partition, has used up its throughput",
-    "RequestLimitExceeded": "the account has reached its throughput in this region",
-    "ThrottlingException": "DynamoDB throttles us: the table grows into more traffic, or reached its maximum",
-    "Throttling": "DynamoDB throttles us",
-    "LimitExceededException": "too many tables are made or changed at once",
+    "ProvisionedThroughputExceededException": "the table or one of its partitions has exceeded its throughput",
+    "RequestLimitExceeded": "the account has exceeded its throughput in this region",
+    "ThrottlingException": "DynamoDB throttles requests: the table is scaling up, or has reached its maximum",
+    "Throttling": "DynamoDB throttles requests",
+    "LimitExceededException": "too many tables are created or changed at once",
 }
-"""Refusals that are answered by asking later."""
+"""Errors after which the same request succeeds later."""
 
-_TROUBLED: Final = {
-    "InternalServerError": "DynamoDB fails for now",
-    "InternalFailure": "DynamoDB fails for now",
-    "ServiceUnavailable": "DynamoDB is not available for now",
-    "ServiceUnavailableException": "DynamoDB is not available for now",
-    "TransactionConflictException": "a transaction holds this record",
-    "ReplicatedWriteConflictException": "another region writes this record",
-    "ResourceInUseException": "the table is being made or changed",
+_INTERNAL_ERROR: Final = "DynamoDB has a temporary internal error"
+
+_UNAVAILABLE: Final = {
+    "InternalServerError": _INTERNAL_ERROR,
+    "InternalFailure": _INTERNAL_ERROR,
+    "ServiceUnavailable": "DynamoDB is temporarily unavailable",
+    "ServiceUnavailableException": "DynamoDB is temporarily unavailable",
+    "TransactionConflictException": "a transaction is changing this record",
+    "ReplicatedWriteConflictException": "another region is changing this record",
+    "ResourceInUseException": "the table is being created or changed",
 }
 
 _CREDENTIALS: Final = {
-    "UnrecognizedClientException": "AWS does not know this access key: look at the credentials",
-    "InvalidClientTokenId": "AWS does not know this access key: look at the credentials",
-    "MissingAuthenticationTokenException": "AWS got no credentials with the request",
-    "MissingAuthenticationToken": "AWS got no credentials with the request",
+    "UnrecognizedClientException": "AWS does not know this access key: check the credentials",
+    "InvalidClientTokenId": "AWS does not know this access key: check the credentials",
+    "MissingAuthenticationTokenException": "the request to AWS contained no credentials",
+    "MissingAuthenticationToken": "the request to AWS contained no credentials",
     "ExpiredTokenException": "the AWS credentials have expired: get new ones",
     "ExpiredToken": "the AWS credentials have expired: get new ones",
-    "IncompleteSignatureException": "AWS cannot read the signature: look at the credentials",
-    "InvalidSignatureException": "AWS does not accept the signature: look at the secret access key",
-    "SignatureDoesNotMatch": "AWS does not accept the signature: look at the secret access key",
+    "IncompleteSignatureException": "AWS cannot read the signature: check the credentials",
+    "InvalidSignatureException": "AWS does not accept the signature: check the secret access key",
+    "SignatureDoesNotMatch": "AWS does not accept the signature: check the secret access key",
 }
 
 _CLOCK: Final = ("signature expired", "signature not yet current", "request expired", "must be within")
 _OTHER_KEYS: Final = ("does not match the schema", "Missing the key", "Type mismatch for key", "required keys")
 _NO_CREDENTIALS: Final = (
-    "no AWS credentials: give them by the environment, a profile, or a role of the container or instance"
+    "no AWS credentials: set them in the environment or a profile, or use a role of the container or instance"
 )
 
-_STRANGE: Final = "what answers is not DynamoDB, or its answer was damaged"
+_FOREIGN_RESPONSE: Final = "the response is not from DynamoDB, or is corrupt"
 
 CONDITION: Final = "ConditionalCheckFailedException"
 
 
-class StrangeAnswerError(Exception):
-    """An answer that is not DynamoDB's: the driver takes any page with status 200 for a success."""
+class ForeignResponseError(Exception):
+    """A response that is not from DynamoDB; the driver accepts any response with status 200."""
 
 
 def code_of(error: ClientError) -> str:
-    """What DynamoDB calls it."""
-    told: dict[str, Any] = error.response.get("Error", {})
-    return str(told.get("Code", ""))
+    """Return DynamoDB's code of the error."""
+    details: dict[str, Any] = error.response.get("Error", {})
+    return str(details.get("Code", ""))
 
 
-def passes(error: ClientError) -> bool:
-    """Whether the same call may be answered a moment later."""
+def is_temporary(error: ClientError) -> bool:
+    """Whether the same request may succeed a moment later."""
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    return code_of(error) in THROTTLED or code_of(error) in _TROUBLED or status >= 500
+    return code_of(error) in THROTTLED or code_of(error) in _UNAVAILABLE or status >= 500
 
 
-def of_service(operation: str, error: ClientError, table: str) -> StoreError:
-    """Our error for a refusal."""
+def translate_refusal(operation: str, error: ClientError, table: str) -> StoreError:
+    """Translate an error response of DynamoDB."""
     code, text = code_of(error), str(error.response.get("Error", {}).get("Message", ""))
-    if passes(error):
-        return StoreUnavailableError(operation, THROTTLED.get(code) or _TROUBLED.get(code) or "DynamoDB fails for now")
+    if is_temporary(error):
+        return StoreUnavailableError(operation, THROTTLED.get(code) or _UNAVAILABLE.get(code) or _INTERNAL_ERROR)
     if not code or code.isdecimal():
-        # The driver names what it cannot read by its status; the text may be a record.
-        return StoreUnavailableError(operation, _STRANGE)
+        # For responses it cannot parse, the driver uses the status as the code; the text could contain a record.
+        return StoreUnavailableError(operation, _FOREIGN_RESPONSE)
     if any(words in text.lower() for words in _CLOCK):
         return StoreUnavailableError(
             operation,
-            "this machine's clock differs from AWS's by more than AWS allows: set it by NTP",
+            "this machine's clock differs from AWS's by more than AWS allows: synchronize it with NTP",
             Code.CLOCK_SKEW,
         )
     if code == "ResourceNotFoundException":
-        missing = f"there is no table {table} in this region and account; {MIGRATE}"
+        missing = f"the table {table} does not exist in this region and account; {MIGRATE}"
         return StoreConfigurationError(operation, missing, Code.SCHEMA_MISSING)
     if code == "AccessDeniedException":
-        denied = f"AWS denies us the table {table}: {_harmless(text)}"
+        denied = f"AWS denies access to the table {table}: {_sanitized(text)}"
         return StoreConfigurationError(operation, denied, Code.STORE_PERMISSION)
-    if said := _CREDENTIALS.get(code):
-        return StoreConfigurationError(operation, said, Code.STORE_CREDENTIALS)
+    if reason := _CREDENTIALS.get(code):
+        return StoreConfigurationError(operation, reason, Code.STORE_CREDENTIALS)
     if any(words in text for words in _OTHER_KEYS):
-        other = f"the table {table} has other keys than the store's: name another one, and {MIGRATE}"
+        other = f"the table {table} has other keys than the store needs: choose another table, and {MIGRATE}"
         return StoreConfigurationError(operation, other, Code.SCHEMA_OTHER)
-    return StoreConfigurationError(operation, f"DynamoDB answers {code}: {_harmless(text)}")
+    return StoreConfigurationError(operation, f"DynamoDB reported {code}: {_sanitized(text)}")
 
 
-def of_driver(operation: str, error: BotoCoreError | ResponseParserError | StrangeAnswerError) -> StoreError:
-    """Our error for what the driver met on its way."""
+def translate_driver_error(
+    operation: str, error: BotoCoreError | ResponseParserError | ForeignResponseError
+) -> StoreError:
+    """Translate an error of the driver."""
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         return StoreConfigurationError(operation, _NO_CREDENTIALS, Code.STORE_CREDENTIALS)
     if isinstance(error, NoRegionError):
         return StoreConfigurationError(operation, "no AWS region: set region in [store], or AWS_REGION")
     if isinstance(error, DriverConnectionError | HTTPClientError):
-        return StoreUnavailableError(operation, f"no connection to DynamoDB: {_harmless(str(error))}")
+        return StoreUnavailableError(operation, f"no connection to DynamoDB: {_sanitized(str(error))}")
     if isinstance(error, CredentialRetrievalError | MetadataRetrievalError):
-        unfetched = f"AWS credentials cannot be fetched: {_harmless(str(error))}"
+        unfetched = f"AWS credentials cannot be fetched: {_sanitized(str(error))}"
         return StoreUnavailableError(operation, unfetched, Code.STORE_CREDENTIALS)
-    if isinstance(error, ResponseParserError | ChecksumError | StrangeAnswerError):
-        return StoreUnavailableError(operation, _STRANGE)
-    return StoreConfigurationError(operation, _harmless(str(error)))
+    if isinstance(error, ResponseParserError | ChecksumError | ForeignResponseError):
+        return StoreUnavailableError(operation, _FOREIGN_RESPONSE)
+    return StoreConfigurationError(operation, _sanitized(str(error)))
 
 
-def _harmless(text: str) -> str:
+def _sanitized(text: str) -> str:
     return redacted(" ".join(text.split()))[:300]

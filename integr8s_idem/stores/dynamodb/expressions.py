@@ -1,4 +1,4 @@
-"""What is asked of DynamoDB, in its words: one conditional write for each verb and key."""
+"""Build DynamoDB requests: one conditional write per operation and key."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from integr8s_idem.stores.dynamodb.items import (
     microseconds,
     number,
     purge_at,
-    seen_of,
+    seen_version,
     text,
 )
 
 Arguments = dict[str, Any]
 
-HELD: Final = "#status = :processing AND #fence = :fence AND #token = :token AND #expires_at > :judged"
-"""The record still belongs to one reservation."""
+HELD: Final = "#status = :processing AND #fence = :fence AND #token = :token AND #expires_at > :earliest"
+"""The reservation still owns the record."""
 
 _RENEWED: Final = f"{HELD} AND #lease_until > :nothing"
 _SEEN: Final = ("status", "fence", "token", "lease_until", "expires_at")
-"""No two states of a record agree in all of these."""
-_STUMP: Final = (
+"""Attributes that together identify the state of a record."""
+_TOMBSTONE: Final = (
     "SET #expires_at = :nothing, #purge_at = :purge REMOVE #status, #attempt, #token, #lease_until, #previous, "
     "#settled_at, #fingerprint, #owner, #trace, #result, #content_type, #result_dropped, #error, "
     "#lapsed, #lapsed_alone, #alone"
 )
-_AS_SEEN: Final = "#status = :status AND #fence = :fence AND #lease_until = :lease_until AND #expires_at > :judged"
+_UNCHANGED: Final = "#status = :status AND #fence = :fence AND #lease_until = :lease_until AND #expires_at > :earliest"
 _NAME: Final = re.compile(r"#(\w+)")
 _NOTHING: Final = number(0)
-_TELL: Final = {"ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
-"""A write that is refused says what is there: no second question."""
+_RETURN_OLD: Final = {"ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
+"""Makes a failed write return the existing item, which saves a read."""
 
 
 @lru_cache(maxsize=128)
 def names(expression: str) -> Mapping[str, str]:
-    """Attributes by the placeholders in `expression`: many of their names are words of DynamoDB's own."""
+    """Map the placeholders in `expression` to attribute names, many of which are reserved words."""
     return {f"#{name}": name for name in _NAME.findall(expression)}
 
 
-def putting(item: Item, seen: Item) -> Arguments:
-    """Write `item` where there is still exactly what was seen; nothing, if nothing was."""
+def put_item(item: Item, seen: Item) -> Arguments:
+    """Write `item` if the existing item still is `seen`, which is empty for none."""
     condition, values = "attribute_not_exists(#key)", {}
     if seen:
         parts = [f"#{name} = :{name}" if name in seen else f"attribute_not_exists(#{name})" for name in _SEEN]
@@ -58,14 +58,14 @@ def putting(item: Item, seen: Item) -> Arguments:
         "Item": item,
         "ConditionExpression": condition,
         "ExpressionAttributeNames": names(condition),
-        **_TELL,
+        **_RETURN_OLD,
     }
     if values:
         arguments["ExpressionAttributeValues"] = values
     return arguments
 
 
-def _updating(reserved: Reserved, update: str, condition: str, values: Arguments, judged: int) -> Arguments:
+def _update_held(reserved: Reserved, update: str, condition: str, values: Arguments, earliest: int) -> Arguments:
     return {
         "Key": {"key": {"S": reserved.key}},
         "UpdateExpression": update,
@@ -75,111 +75,113 @@ def _updating(reserved: Reserved, update: str, condition: str, values: Arguments
             ":processing": number(PROCESSING),
             ":fence": number(reserved.fence),
             ":token": {"B": reserved.token},
-            ":judged": number(judged),
+            ":earliest": number(earliest),
             **values,
         },
-        **_TELL,
+        **_RETURN_OLD,
     }
 
 
-def renewing(reserved: Reserved, until: int, judged: int) -> Arguments:
-    """A new end of the lease, within the life of the record."""
+def renew_lease(reserved: Reserved, until: int, earliest: int) -> Arguments:
+    """Extend the lease, if the record lives long enough."""
     values = {":until": number(until), ":nothing": _NOTHING}
     condition = f"{_RENEWED} AND #expires_at >= :until"
-    return _updating(reserved, "SET #lease_until = :until", condition, values, judged)
+    return _update_held(reserved, "SET #lease_until = :until", condition, values, earliest)
 
 
-def prolonging(reserved: Reserved, until: int, expires_at: int, judged: int) -> Arguments:
-    """A new end of the lease beyond the life of the record, which outlives it, so that the attempt still counts."""
+def renew_lease_and_record(reserved: Reserved, until: int, expires_at: int, earliest: int) -> Arguments:
+    """Extend the lease and the record, which must outlive its lease, so that the attempt is counted."""
     update = "SET #lease_until = :until, #expires_at = :expires_at, #purge_at = :purge"
     values = {":until": number(until), ":expires_at": number(expires_at), ":purge": purge_at(expires_at)}
     condition = f"{_RENEWED} AND #expires_at < :until"
-    return _updating(reserved, update, condition, values | {":nothing": _NOTHING}, judged)
+    return _update_held(reserved, update, condition, values | {":nothing": _NOTHING}, earliest)
 
 
-def releasing(reserved: Reserved, judged: int) -> Arguments:
-    return _updating(reserved, "SET #lease_until = :nothing", HELD, {":nothing": _NOTHING}, judged)
+def release_lease(reserved: Reserved, earliest: int) -> Arguments:
+    return _update_held(reserved, "SET #lease_until = :nothing", HELD, {":nothing": _NOTHING}, earliest)
 
 
-def settling(one: Completion | Failure, now: int, judged: int) -> Arguments:
-    """Remember an outcome; a result that no item can hold is dropped, and its dropping remembered."""
-    expires_at = now + microseconds(one.ttl)
+def settle_record(outcome: Completion | Failure, now: int, earliest: int) -> Arguments:
+    """Write an outcome; a result that is too large for an item is dropped, and marked as dropped."""
+    expires_at = now + microseconds(outcome.ttl)
     values: Arguments = {
         ":now": number(now),
         ":expires_at": number(expires_at),
         ":purge": purge_at(expires_at),
         ":nothing": _NOTHING,
-        ":status": number(COMPLETED if isinstance(one, Completion) else FAILED),
+        ":status": number(COMPLETED if isinstance(outcome, Completion) else FAILED),
     }
     update = (
         "SET #status = :status, #settled_at = :now, #expires_at = :expires_at, #purge_at = :purge, "
         "#lease_until = :nothing"
     )
-    for name, value in _outcome(one).items():
+    for name, value in _outcome(outcome).items():
         update += f", #{name} = :{name}"
         values[f":{name}"] = value
-    return _updating(one.reservation, f"{update} REMOVE #owner", HELD, values, judged)
+    return _update_held(outcome.reservation, f"{update} REMOVE #owner", HELD, values, earliest)
 
 
-def _outcome(one: Completion | Failure) -> Arguments:
-    if isinstance(one, Failure):
-        return {"error": text(one.error)}
-    if one.result is None:
-        return {"result_dropped": {"BOOL": one.result_dropped}}
-    media_type = text(one.result.content_type)
-    if len(one.result.body) + len(media_type["S"].encode()) > MOST_RESULT_BYTES:
+def _outcome(outcome: Completion | Failure) -> Arguments:
+    if isinstance(outcome, Failure):
+        return {"error": text(outcome.error)}
+    if outcome.result is None:
+        return {"result_dropped": {"BOOL": outcome.result_dropped}}
+    media_type = text(outcome.result.content_type)
+    if len(outcome.result.body) + len(media_type["S"].encode()) > MOST_RESULT_BYTES:
         return {"result_dropped": {"BOOL": True}}
     return {
-        "result": {"B": one.result.body},
+        "result": {"B": outcome.result.body},
         "content_type": media_type,
-        "result_dropped": {"BOOL": one.result_dropped},
+        "result_dropped": {"BOOL": outcome.result_dropped},
     }
 
 
-def deleting(key: str, now: int) -> Arguments:
-    """Leave a stump of key and fence, and answer with what was there."""
+def delete_record(key: str, now: int) -> Arguments:
+    """Replace a record by a tombstone of key and fence, and return the old item."""
     condition = "attribute_exists(#key)"
     return {
         "Key": {"key": {"S": key}},
-        "UpdateExpression": _STUMP,
+        "UpdateExpression": _TOMBSTONE,
         "ConditionExpression": condition,
-        "ExpressionAttributeNames": names(f"{_STUMP} {condition}"),
+        "ExpressionAttributeNames": names(f"{_TOMBSTONE} {condition}"),
         "ExpressionAttributeValues": {":nothing": _NOTHING, ":purge": purge_at(now)},
         "ReturnValues": "ALL_OLD",
     }
 
 
-def ending_seen(record: IdempotencyRecord, now: int, judged: int) -> Arguments:
-    """End the lease of a record that is still what somebody saw."""
-    ask = _of_seen(record, "SET #lease_until = :nothing", f"{_AS_SEEN} AND #status = :processing", judged)
-    ask["ExpressionAttributeValues"] |= {":nothing": _NOTHING, ":processing": number(PROCESSING)}
-    return ask
+def end_seen_lease(record: IdempotencyRecord, now: int, earliest: int) -> Arguments:
+    """End the lease of a record that has not changed since it was seen."""
+    request = _update_seen(record, "SET #lease_until = :nothing", f"{_UNCHANGED} AND #status = :processing", earliest)
+    request["ExpressionAttributeValues"] |= {":nothing": _NOTHING, ":processing": number(PROCESSING)}
+    return request
 
 
-def deleting_seen(record: IdempotencyRecord, now: int, judged: int) -> Arguments:
-    """As `deleting`, if the record is still what somebody saw."""
-    ask = _of_seen(record, _STUMP, _AS_SEEN, judged)
-    ask["ExpressionAttributeValues"] |= {":nothing": _NOTHING, ":purge": purge_at(now)}
-    return ask
+def delete_seen_record(record: IdempotencyRecord, now: int, earliest: int) -> Arguments:
+    """Replace a record by a tombstone, if it has not changed since it was seen."""
+    request = _update_seen(record, _TOMBSTONE, _UNCHANGED, earliest)
+    request["ExpressionAttributeValues"] |= {":nothing": _NOTHING, ":purge": purge_at(now)}
+    return request
 
 
-def _of_seen(record: IdempotencyRecord, update: str, condition: str, judged: int) -> Arguments:
-    seen = {f":{name}": number(value) for name, value in seen_of(record).items()}
+def _update_seen(record: IdempotencyRecord, update: str, condition: str, earliest: int) -> Arguments:
+    seen = {f":{name}": number(value) for name, value in seen_version(record).items()}
     return {
         "Key": {"key": {"S": record.key}},
         "UpdateExpression": update,
         "ConditionExpression": condition,
         "ExpressionAttributeNames": names(f"{update} {condition}"),
-        "ExpressionAttributeValues": {**seen, ":judged": number(judged)},
-        **_TELL,
+        "ExpressionAttributeValues": {**seen, ":earliest": number(earliest)},
+        **_RETURN_OLD,
     }
 
 
-def scanning(prefix: str, judged: int, *, active: bool = False, holding: Sequence[str] = ()) -> Arguments:
-    """What lives under `prefix`, and holds some parts: records, or the number of those that hold a lease."""
-    # An item that does not say when it expires is none of ours, or damaged; neither is taken for absent.
-    lives = "#expires_at > :judged" if active else "(attribute_not_exists(#expires_at) OR NOT #expires_at <= :judged)"
-    parts, values = [lives], {":judged": number(judged)}
+def scan_table(prefix: str, earliest: int, *, active: bool = False, holding: Sequence[str] = ()) -> Arguments:
+    """Read unexpired records whose keys start with `prefix` and contain all of `holding`, or count active leases."""
+    # An item without an expiry is foreign or corrupt, and must not count as absent.
+    unexpired = (
+        "#expires_at > :earliest" if active else "(attribute_not_exists(#expires_at) OR NOT #expires_at <= :earliest)"
+    )
+    parts, values = [unexpired], {":earliest": number(earliest)}
     if prefix:
         parts.append("begins_with(#key, :prefix)")
         values[":prefix"] = {"S": prefix}
@@ -187,7 +189,7 @@ def scanning(prefix: str, judged: int, *, active: bool = False, holding: Sequenc
         parts.append(f"contains(#key, :part{place})")
         values[f":part{place}"] = {"S": part}
     if active:
-        parts += ["#status = :processing", "#lease_until > :judged"]
+        parts += ["#status = :processing", "#lease_until > :earliest"]
         values[":processing"] = number(PROCESSING)
     condition = " AND ".join(parts)
     return {

@@ -1,11 +1,11 @@
-"""Records as items of DynamoDB, and back.
+"""Convert records to DynamoDB items and back.
 
 Times are microseconds since 1970, by DynamoDB's clock.  `status` is 1 processing, 2 completed, 3 failed; `previous` is
 0 none, 1 released, 2 lapsed; `lease_until` is 0 once released or settled.  `lapsed` and `lapsed_alone` count earlier
-attempts, and `alone` says that the present one runs alone; they are there only where they say something.
+attempts, and `alone` says that the current one runs alone; they are omitted if 0 or false.
 
-`purge_at` is for DynamoDB's own deletion: whole seconds, an hour after `expires_at`.  A deleted record stays until then
-as a stump of key and fence, so that no fence is given twice.
+`purge_at` is the TTL attribute of the table: whole seconds, an hour after `expires_at`.  Until then, a deleted record
+stays as a tombstone of key and fence, so that no fence is used twice.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from integr8s_idem.records import (
 from integr8s_idem.stores.dynamodb.clock import SECOND
 
 Item: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""As the driver gives it: `{"attempt": {"N": "1"}}`."""
+"""An item in the format of the driver: `{"attempt": {"N": "1"}}`."""
 
 PROCESSING: Final = 1
 COMPLETED: Final = 2
 FAILED: Final = 3
 
-KEPT_LONGER: Final = 3_600 * SECOND
-"""Between a record's end and its deletion: more than any two clocks differ that AWS accepts, so that fences grow."""
+PURGE_DELAY: Final = 3_600 * SECOND
+"""Delay between expiry and deletion, longer than any clock difference that AWS accepts, so that fences always grow."""
 
-_CENTURY: Final = timedelta(days=36_500)
+_MAX_DURATION: Final = timedelta(days=36_500)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _PREVIOUS: Final = (Previous.NONE, Previous.RELEASED, Previous.LAPSED)
 _STATUS: Final = {
@@ -48,18 +48,16 @@ _STATUS: Final = {
     COMPLETED: IdempotencyStatus.COMPLETED,
     FAILED: IdempotencyStatus.FAILED,
 }
-
-
 _NUMBER: Final = {status: number for number, status in _STATUS.items()}
 
 
 class UnreadableError(Exception):
-    """An item that is no record of ours; the text says why."""
+    """An item is not a valid record; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One record, read."""
+    """A parsed item."""
 
     key: str
     status: int
@@ -86,23 +84,23 @@ def number(value: int) -> dict[str, str]:
 
 
 def text(value: str) -> dict[str, str]:
-    """Half a surrogate becomes its escape: JSON carries none."""
+    """Return a string attribute; lone surrogates, which JSON cannot contain, are escaped."""
     return {"S": value.encode("utf-8", "backslashreplace").decode("utf-8")}
 
 
 def microseconds(length: timedelta) -> int:
-    """A length of time, cut to nothing at least and a century at most."""
-    return max(0, min(length, _CENTURY) // timedelta(microseconds=1))
+    """Return a duration in microseconds, limited to a range from zero to a century."""
+    return max(0, min(length, _MAX_DURATION) // timedelta(microseconds=1))
 
 
 def purge_at(expires_at: int) -> dict[str, str]:
-    return number((expires_at + KEPT_LONGER) // SECOND + 1)
+    return number((expires_at + PURGE_DELAY) // SECOND + 1)
 
 
 def times_of(request: ReserveRequest, now: int) -> dict[str, dict[str, str]]:
-    """Until when a reservation that is made or found again holds, and lives."""
+    """Return the end of the lease and of the record, for a new or renewed reservation."""
     lease = microseconds(request.lease)
-    # A record that is gone before its lease would leave the key with two owners.
+    # If a record expired before its lease, the key could have two owners.
     expires_at = now + max(lease, microseconds(request.retention))
     return {
         "lease_until": number(now + lease),
@@ -112,7 +110,7 @@ def times_of(request: ReserveRequest, now: int) -> dict[str, dict[str, str]]:
 
 
 def item_of(request: ReserveRequest, reserved: Reserved, now: int) -> dict[str, Any]:
-    """A new reservation."""
+    """Return the item of a new reservation."""
     item: dict[str, Any] = {
         "key": {"S": request.key},
         "status": number(PROCESSING),
@@ -132,14 +130,14 @@ def item_of(request: ReserveRequest, reserved: Reserved, now: int) -> dict[str, 
     return item
 
 
-def found_again(request: ReserveRequest, item: Item, now: int) -> dict[str, Any]:
-    """A reservation that its owner has found again: as it is, with a fresh lease."""
+def renewed_item(request: ReserveRequest, item: Item, now: int) -> dict[str, Any]:
+    """Return the item of an existing reservation with a new lease, for its owner."""
     kept = {name: value for name, value in item.items() if name != "alone"}
     return {**kept, **times_of(request, now), **_history(0, 0, request.alone)}
 
 
 def _history(lapsed: int, lapsed_alone: int, alone: bool) -> dict[str, dict[str, Any]]:
-    """What a record remembers of crashed attempts: nothing for nearly all."""
+    """Return the attributes about crashed attempts, which most records do not have."""
     found: dict[str, dict[str, Any]] = {}
     if lapsed:
         found["lapsed"] = number(lapsed)
@@ -150,8 +148,8 @@ def _history(lapsed: int, lapsed_alone: int, alone: bool) -> dict[str, dict[str,
     return found
 
 
-def ended(item: Item, now: int) -> bool:
-    """Whether the time of a record is over, however damaged the rest of it is; no item is one that ended."""
+def has_expired(item: Item, now: int) -> bool:
+    """Whether a record has expired, even if the rest of it is corrupt; an empty item counts as expired."""
     if not item:
         return True
     try:
@@ -161,7 +159,7 @@ def ended(item: Item, now: int) -> bool:
 
 
 def fence_of(item: Item) -> int:
-    """The last fence of a record that has ended."""
+    """Return the last fence of an expired record; 0 for none."""
     try:
         return int(item["fence"]["N"])
     except (KeyError, ValueError):
@@ -169,19 +167,19 @@ def fence_of(item: Item) -> int:
 
 
 def entry_of(item: Item) -> Entry:
-    """Read an item.
+    """Parse an item.
 
     Raises:
-        UnreadableError: It is no record, or one of a kind that this version does not know.
+        UnreadableError: The item is not a record, or has a format that this version does not know.
     """
     try:
         entry = _entry(item)
     except (KeyError, ValueError, IndexError) as error:
-        raise UnreadableError(f"its attributes are not those of a record ({type(error).__name__}: {error})") from error
+        raise UnreadableError(f"its attributes are not a valid record ({type(error).__name__}: {error})") from error
     if entry.status not in _STATUS:
-        raise UnreadableError(f"its status is {entry.status}, which this version does not know")
+        raise UnreadableError(f"its status {entry.status} is unknown to this version")
     if entry.status != PROCESSING and not entry.settled_at:
-        raise UnreadableError("it is settled, and does not say when")
+        raise UnreadableError("it is settled, but settled_at is missing")
     return entry
 
 
@@ -213,13 +211,15 @@ def _entry(item: Item) -> Entry:
 
 
 def holds(entry: Entry, reserved: Reserved, now: int) -> bool:
-    """Whether a record still belongs to this reservation."""
-    ours = (entry.status, entry.fence, entry.token) == (PROCESSING, reserved.fence, reserved.token)
-    return ours and entry.expires_at > now
+    """Whether the reservation still owns the record."""
+    is_owner = (entry.status, entry.fence, entry.token) == (PROCESSING, reserved.fence, reserved.token)
+    return is_owner and entry.expires_at > now
 
 
-def answer_of(request: ReserveRequest, entry: Entry, now: int) -> InProgress | Completed | Failed | KeyReused | None:
-    """What a record says to `request`; `None`: it may be had."""
+def existing_verdict(
+    request: ReserveRequest, entry: Entry, now: int
+) -> InProgress | Completed | Failed | KeyReused | None:
+    """Return the verdict of an existing record on `request`; `None` if the key can be reserved."""
     stored, offered = entry.fingerprint, request.fingerprint
     if stored is not None and offered is not None and stored != offered:
         return KeyReused(key=request.key, stored=stored, offered=offered)
@@ -246,7 +246,7 @@ def _outcome(entry: Entry) -> Completed | Failed:
 
 
 def record_of(entry: Entry, now: int) -> IdempotencyRecord:
-    """A record for people and tools, read at `now`."""
+    """Convert an entry to a record, read at `now`."""
     processing = entry.status == PROCESSING
     return IdempotencyRecord(
         key=entry.key,
@@ -269,8 +269,8 @@ def record_of(entry: Entry, now: int) -> IdempotencyRecord:
     )
 
 
-def seen_of(record: IdempotencyRecord) -> dict[str, int]:
-    """Status, fence and end of the lease: by them an item is known again by somebody without its token."""
+def seen_version(record: IdempotencyRecord) -> dict[str, int]:
+    """Return status, fence and end of the lease, which identify the version of an item without its token."""
     lease_until = 0 if record.lease_until is None else (record.lease_until - _EPOCH) // timedelta(microseconds=1)
     return {"status": _NUMBER[record.status], "fence": record.fence, "lease_until": lease_until}
 

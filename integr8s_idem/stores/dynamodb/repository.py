@@ -1,4 +1,4 @@
-"""Records in a table of DynamoDB: one conditional write for a key."""
+"""Store records in a DynamoDB table, with one conditional write per key."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores import Surveyed
 from integr8s_idem.stores.dynamodb import expressions
-from integr8s_idem.stores.dynamodb.batches import each
-from integr8s_idem.stores.dynamodb.calls import Calls, RefusedError, patient
+from integr8s_idem.stores.dynamodb.batches import map_concurrently
+from integr8s_idem.stores.dynamodb.calls import Calls, ConditionFailedError, retries
 from integr8s_idem.stores.dynamodb.clock import ServerClock
 from integr8s_idem.stores.dynamodb.errors import THROTTLED
 from integr8s_idem.stores.dynamodb.items import (
@@ -31,65 +31,70 @@ from integr8s_idem.stores.dynamodb.items import (
     Entry,
     Item,
     UnreadableError,
-    answer_of,
-    ended,
     entry_of,
+    existing_verdict,
     fence_of,
-    found_again,
+    has_expired,
     holds,
     item_of,
     microseconds,
     record_of,
+    renewed_item,
 )
-from integr8s_idem.stores.dynamodb.table import MARK, Health
+from integr8s_idem.stores.dynamodb.table import MARKER, Health
 
-TRIES: Final = 5
-"""Conditional writes of one reservation, before somebody who changes the record all the time is told as an outage."""
+MAX_ATTEMPTS: Final = 5
+"""Conditional writes of one reservation, before concurrent changes of its record are reported as an outage."""
 
-_READ_AT_ONCE: Final = 100
+_CONTENDED: Final = f"{{key}} was changed concurrently {MAX_ATTEMPTS} times"
+_MAX_BATCH_GET: Final = 100
 
 
 class DynamoIdempotencyRepository:
-    """`IdempotencyRepository` in a table of Amazon DynamoDB, of one region.
+    """`IdempotencyRepository` in an Amazon DynamoDB table in one region.
 
-    Each key of a batch is a request of its own, up to `concurrency` at once.  A new key, a duplicate, a completion, a
-    failure, a release and a renewal are one request: a write that is refused answers with what is there.  A key that
-    was released, lapsed or expired, and a wish repeated after a lost answer, are two; one more for each time that
-    somebody else changes the record in between, five at most.  Reads are strongly consistent.
+    Each key of a batch is a separate request, with up to `concurrency` requests at a time.  A new key, a duplicate, a
+    completion, a failure, a release and a renewal take one request, because a failed conditional write returns the
+    existing item.  A released, lapsed or expired key, and a request repeated after a lost response, take two requests.
+    Each concurrent change of the record takes one more, up to five.  Reads are strongly consistent.
 
-    *The clock.*  DynamoDB cannot be asked for the time, and the clocks of workers are not to be trusted.  Each answer
-    says its second by AWS's clock, though (`Date`); the store keeps from them between which two moments that clock
-    stands, counts on by a clock that nobody sets, and learns with each answer: see `ServerClock`.  The first call of a
-    process therefore asks once more.  Leases and expiries are written by the later moment and judged by the earlier
-    one.  So no lease ends early, whatever a worker's wall clock says; a takeover can be late by what is not known:
-    two seconds and two round trips between two processes that have just started, some milliseconds after a hundred
-    answers.  A machine that was suspended whole (a virtual machine that was moved) writes its first lease after that
-    too short by the length of the suspension; a takeover is then possible, and the fence refuses the loser.  AWS itself
-    refuses requests of a machine whose wall clock is minutes off: that is `StoreUnavailableError`, and says so.
+    *The clock.*  DynamoDB has no request for the time, and the wall clocks of workers are not reliable.  But each
+    response has a `Date` of AWS's clock in seconds.  From these, the store derives an interval that contains the
+    current time of AWS, and a monotonic clock advances it between responses (see `ServerClock`).  So the first call of
+    a process takes one additional request.  Leases and expiries are written with the end of the interval and checked
+    with its start.  So no lease ends early, whatever the wall clock of a worker says.  A takeover can be late by the
+    length of the interval: two seconds and two round trips between two processes that have just started, some
+    milliseconds after a hundred responses.  After a machine was suspended (such as a migrated virtual machine), its
+    first lease is too short by the duration of the suspension; a takeover is then possible, and the fence rejects the
+    former owner.  AWS rejects requests from a machine whose wall clock is off by minutes; the `StoreUnavailableError`
+    says so.
 
-    *Fences* are `max(previous + 1, that clock)`.  A record that expired or was deleted stays as an item for another
-    hour at least, so that the next fence is greater even if two clocks differ.
+    *Fences* are `max(previous + 1, AWS's clock)`.  The item of an expired or deleted record stays for at least another
+    hour, so that the next fence is greater even if two clocks differ.
 
-    An item holds 400 KiB: a result larger than 407 552 bytes, media type included, is dropped (`result_dropped`) and
-    the protection stays.  Expired items count as absent at once; DynamoDB deletes them within days (TTL on `purge_at`).
+    The limit for an item is 400 KiB: a result larger than 407 552 bytes, including its media type, is dropped
+    (`result_dropped`), but duplicates are still detected.  Expired items count as absent at once; DynamoDB deletes them
+    within days (TTL on `purge_at`).
 
-    `scan` and `count_active` read the whole table, whatever the prefix: one read unit for each 4 KB of all records.
-    For that reason `count_every` tells how old the answer of `count_active` may be.
+    `scan` and `count_active` read the whole table, regardless of the prefix: one read unit for each 4 KB of all
+    records.  `count_every` therefore sets how long `count_active` may cache its result.
 
-    Never on a global table of several regions with eventual consistency: the last writer wins, and two regions both
-    get a key.  `ping` warns of that, of a missing TTL, and of nothing else: what was acknowledged is kept.
+    Do not use a global table of several regions with eventual consistency: the last writer wins, so two regions can
+    both reserve a key.  `ping` warns about that, and about a missing TTL.  Other settings cannot lose acknowledged
+    writes.
 
-    The client is the caller's: the repository never closes it.  Its identity needs dynamodb:GetItem, PutItem,
-    UpdateItem, BatchGetItem, and Scan for `scan` and `count_active`, DescribeTable and DescribeTimeToLive for `ping`;
-    `migrate` beside these CreateTable and UpdateTimeToLive.
+    The repository never closes the client.  Its identity needs the permissions dynamodb:GetItem, PutItem, UpdateItem
+    and BatchGetItem; Scan for `scan` and `count_active`; and DescribeTable and DescribeTimeToLive for `ping`.
+    `migrate` also needs CreateTable and UpdateTimeToLive.
 
     Args:
-        client: A client of aiobotocore for DynamoDB; `dynamo_client` makes one from settings.
-        table: Its name; `integr8s-idem store migrate` makes it.
-        timeout: Longest wait for one request before `StoreUnavailableError`, pauses after throttling included.
-        concurrency: Most requests of one batch at once.
-        count_every: How long `count_active` repeats its answer instead of reading the table.
-        clock: For tests.
+        client: An aiobotocore client for DynamoDB, such as `dynamo_client` opens.
+        table: The name of the table; `integr8s-idem store migrate` creates it.
+        timeout: Maximum duration of one request, including retries after throttling; then it raises
+            `StoreUnavailableError`.
+        concurrency: Maximum number of concurrent requests of one batch.
+        count_every: How long `count_active` returns a cached result instead of reading the table.
+        clock: A clock for tests.
     """
 
     def __init__(
@@ -110,40 +115,40 @@ class DynamoIdempotencyRepository:
         self._concurrency = concurrency
         self._count_every = microseconds(duration(count_every, "count_every"))
         self._counts: dict[str, tuple[int, int]] = {}
-        """By prefix: when it was counted, by `tick`, and how many there were."""
+        """Time by `tick` and result of the last count, by prefix."""
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        await self._know_the_time("reserve")
-        return await each(requests, lambda request: request.key, self._reserve, self._concurrency)
+        await self._ensure_clock("reserve")
+        return await map_concurrently(requests, lambda request: request.key, self._reserve, self._concurrency)
 
     async def _reserve(self, request: ReserveRequest) -> Verdict:
         seen: Item = {}
-        for _ in range(TRIES):
-            verdict, item = self._decided(request, seen)
+        for _ in range(MAX_ATTEMPTS):
+            verdict, item = self._decide(request, seen)
             if item is None:
                 return verdict
             try:
-                await self._ask("reserve", self.client.put_item, expressions.putting(item, seen))
-            except RefusedError as refused:
+                await self._send("reserve", self.client.put_item, expressions.put_item(item, seen))
+            except ConditionFailedError as refused:
                 seen = refused.item
             else:
                 return verdict
-        raise StoreUnavailableError("reserve", f"{request.key} was changed by others {TRIES} times while we looked")
+        raise StoreUnavailableError("reserve", _CONTENDED.format(key=request.key))
 
-    def _decided(self, request: ReserveRequest, seen: Item) -> tuple[Verdict, Item | None]:
-        """The verdict on what is there, and what must be written for it to hold."""
-        judged, now = self._clock.earliest(), self._clock.latest()
-        if ended(seen, judged):
-            return self._taken(request, now, 1, fence_of(seen))
+    def _decide(self, request: ReserveRequest, seen: Item) -> tuple[Verdict, Item | None]:
+        """Return the verdict on the existing item, and the item to write, if any."""
+        earliest, now = self._clock.earliest(), self._clock.latest()
+        if has_expired(seen, earliest):
+            return self._new_reservation(request, now, 1, fence_of(seen))
         try:
             entry = entry_of(seen)
         except UnreadableError as error:
             return Corrupt(key=request.key, reason=str(error)), None
-        answer = answer_of(request, entry, judged)
-        if answer is not None:
-            return answer, None
+        existing = existing_verdict(request, entry, earliest)
+        if existing is not None:
+            return existing, None
         if entry.lease_until and entry.token == request.token:
-            # Our own reservation: the answer to an earlier call was lost.
+            # A reservation with the same token: the response to an earlier call was lost.
             verdict = Reserved(
                 key=request.key,
                 token=entry.token,
@@ -154,10 +159,10 @@ class DynamoIdempotencyRepository:
                 lapsed=entry.lapsed,
                 lapsed_alone=entry.lapsed_alone,
             )
-            return verdict, found_again(request, seen, now)
-        return self._taken(request, now, entry.attempt + 1, entry.fence, entry)
+            return verdict, renewed_item(request, seen, now)
+        return self._new_reservation(request, now, entry.attempt + 1, entry.fence, entry)
 
-    def _taken(
+    def _new_reservation(
         self, request: ReserveRequest, now: int, attempt: int, last_fence: int, last: Entry | None = None
     ) -> tuple[Reserved, Item]:
         has_lapsed = last is not None and last.lease_until > 0
@@ -175,33 +180,33 @@ class DynamoIdempotencyRepository:
         return reserved, item_of(request, reserved, now)
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
-        await self._know_the_time("renew")
+        await self._ensure_clock("renew")
         length = microseconds(lease)
 
-        async def asked(one: Reserved) -> bool:
+        async def renew(one: Reserved) -> bool:
             return await self._renew(one, length)
 
-        return await each(reservations, lambda one: one.key, asked, self._concurrency)
+        return await map_concurrently(reservations, lambda one: one.key, renew, self._concurrency)
 
     async def _renew(self, one: Reserved, length: int) -> bool:
-        until, judged = self._clock.latest() + length, self._clock.earliest()
-        ask = expressions.renewing(one, until, judged)
-        for _ in range(TRIES):
+        until, earliest = self._clock.latest() + length, self._clock.earliest()
+        request = expressions.renew_lease(one, until, earliest)
+        for _ in range(MAX_ATTEMPTS):
             try:
-                await self._ask("renew", self.client.update_item, ask)
-            except RefusedError as refused:
-                entry = _readable(refused.item)
-                if entry is None or not holds(entry, one, judged) or not entry.lease_until:
+                await self._send("renew", self.client.update_item, request)
+            except ConditionFailedError as refused:
+                entry = _entry_or_none(refused.item)
+                if entry is None or not holds(entry, one, earliest) or not entry.lease_until:
                     return False
                 longer = entry.expires_at < until
-                ask = (
-                    expressions.prolonging(one, until, until + length, judged)
+                request = (
+                    expressions.renew_lease_and_record(one, until, until + length, earliest)
                     if longer
-                    else expressions.renewing(one, until, judged)
+                    else expressions.renew_lease(one, until, earliest)
                 )
             else:
                 return True
-        raise StoreUnavailableError("renew", f"{one.key} was changed by others {TRIES} times while we looked")
+        raise StoreUnavailableError("renew", _CONTENDED.format(key=one.key))
 
     async def complete(self, completions: Sequence[Completion]) -> list[bool]:
         return await self._settle("complete", COMPLETED, completions)
@@ -210,90 +215,90 @@ class DynamoIdempotencyRepository:
         return await self._settle("fail", FAILED, failures)
 
     async def _settle(self, operation: str, status: int, settled: Sequence[Completion | Failure]) -> list[bool]:
-        await self._know_the_time(operation)
+        await self._ensure_clock(operation)
 
-        async def asked(one: Completion | Failure) -> bool:
-            judged = self._clock.earliest()
+        async def settle(one: Completion | Failure) -> bool:
+            earliest = self._clock.earliest()
             try:
-                change = expressions.settling(one, self._clock.latest(), judged)
-                await self._ask(operation, self.client.update_item, change)
-            except RefusedError as refused:
-                entry = _readable(refused.item)
-                # Settled so by an earlier call, whose answer was lost: the fence names the reservation.
+                change = expressions.settle_record(one, self._clock.latest(), earliest)
+                await self._send(operation, self.client.update_item, change)
+            except ConditionFailedError as refused:
+                entry = _entry_or_none(refused.item)
+                # An earlier call whose response was lost wrote this outcome; the fence identifies the reservation.
                 return (
                     entry is not None
                     and (entry.status, entry.fence) == (status, one.reservation.fence)
-                    and entry.expires_at > judged
+                    and entry.expires_at > earliest
                 )
             return True
 
-        return await each(settled, lambda one: one.reservation.key, asked, self._concurrency)
+        return await map_concurrently(settled, lambda one: one.reservation.key, settle, self._concurrency)
 
     async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        await self._know_the_time("release")
+        await self._ensure_clock("release")
 
-        async def asked(one: Reserved) -> bool:
-            change = expressions.releasing(one, self._clock.earliest())
+        async def release(one: Reserved) -> bool:
+            change = expressions.release_lease(one, self._clock.earliest())
             try:
-                await self._ask("release", self.client.update_item, change)
-            except RefusedError:
+                await self._send("release", self.client.update_item, change)
+            except ConditionFailedError:
                 return False
             return True
 
-        return await each(reservations, lambda one: one.key, asked, self._concurrency)
+        return await map_concurrently(reservations, lambda one: one.key, release, self._concurrency)
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
-        await self._know_the_time("get")
-        different = list(dict.fromkeys(keys))
+        await self._ensure_clock("get")
+        unique = list(dict.fromkeys(keys))
         found: dict[str, Item] = {}
-        for start in range(0, len(different), _READ_AT_ONCE):
-            found |= await self._read(different[start : start + _READ_AT_ONCE])
-        judged = self._clock.earliest()
-        return [self._record(key, found.get(key, {}), judged) for key in keys]
+        for start in range(0, len(unique), _MAX_BATCH_GET):
+            found |= await self._read(unique[start : start + _MAX_BATCH_GET])
+        earliest = self._clock.earliest()
+        return [self._record(key, found.get(key, {}), earliest) for key in keys]
 
     async def _read(self, keys: Sequence[str]) -> dict[str, Item]:
-        """What is under `keys`; an answer has 16 MiB at most, and what it leaves out is asked for again."""
+        """Read the items of `keys`.  A response is limited to 16 MiB; the remaining keys are requested again."""
         found: dict[str, Item] = {}
-        waiting: Any = {"Keys": [{"key": {"S": key}} for key in keys], "ConsistentRead": True}
-        async with patient("get", self._calls.timeout) as patience:
-            while waiting:
-                answer = await self._calls.send("get", self.client.batch_get_item, RequestItems={self.table: waiting})
-                items = answer["Responses"].get(self.table, [])
+        pending: Any = {"Keys": [{"key": {"S": key}} for key in keys], "ConsistentRead": True}
+        async with retries("get", self._calls.timeout) as backoff:
+            while pending:
+                response = await self._calls.send("get", self.client.batch_get_item, RequestItems={self.table: pending})
+                items = response["Responses"].get(self.table, [])
                 found |= {item["key"]["S"]: item for item in items}
-                waiting = answer.get("UnprocessedKeys", {}).get(self.table)
-                if waiting and not items:
-                    await patience.after(StoreUnavailableError("get", THROTTLED["ThrottlingException"]))
+                pending = response.get("UnprocessedKeys", {}).get(self.table)
+                if pending and not items:
+                    await backoff.after(StoreUnavailableError("get", THROTTLED["ThrottlingException"]))
         return found
 
     @staticmethod
-    def _record(key: str, item: Item, judged: int) -> IdempotencyRecord | None:
-        if ended(item, judged):
+    def _record(key: str, item: Item, earliest: int) -> IdempotencyRecord | None:
+        if has_expired(item, earliest):
             return None
         try:
-            return record_of(entry_of(item), judged)
+            return record_of(entry_of(item), earliest)
         except UnreadableError as error:
             raise CorruptRecordError(key, str(error)) from error
 
     async def delete(self, keys: Sequence[str]) -> int:
-        """As in the Protocol; one request a key.  A stump of key and fence stays for an hour at least."""
-        await self._know_the_time("delete")
+        """Delete records, with one request per key.  A tombstone of key and fence stays for at least an hour."""
+        await self._ensure_clock("delete")
 
-        async def asked(key: str) -> bool:
+        async def delete(key: str) -> bool:
             try:
-                answer = await self._ask(
-                    "delete", self.client.update_item, expressions.deleting(key, self._clock.latest())
+                response = await self._send(
+                    "delete", self.client.update_item, expressions.delete_record(key, self._clock.latest())
                 )
-            except RefusedError:
+            except ConditionFailedError:
                 return False
-            return not ended(answer["Attributes"], self._clock.earliest())
+            return not has_expired(response["Attributes"], self._clock.earliest())
 
-        return sum(await each(keys, lambda key: key, asked, self._concurrency))
+        return sum(await map_concurrently(keys, lambda key: key, delete, self._concurrency))
 
     async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
-        """Every readable record whose key starts with `prefix`, in no order, in pages of up to a megabyte.
+        """Iterate over all readable records whose key starts with `prefix`, in no order, in pages of up to a megabyte.
 
-        Reads the whole table.  Records that cannot be read are left out: `reserve` and `get` report them.  What is
-        written meanwhile may or may not be seen.
+        Reads the whole table.  Corrupt records are omitted; `reserve` and `get` report them.  Concurrent writes may or
+        may not be included.
         """
         async for page in self._survey("scan", prefix, ()):
             for found in page.found:
@@ -301,24 +306,24 @@ class DynamoIdempotencyRepository:
                     yield found
 
     def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
-        """As `scan`, page by page, and with the records that cannot be read."""
+        """Iterate like `scan`, page by page, but include corrupt records."""
         return self._survey("survey", prefix, holding)
 
     async def _survey(self, operation: str, prefix: str, holding: Sequence[str]) -> AsyncIterator[Surveyed]:
         async for page in self._pages(operation, prefix, holding=holding):
-            judged = self._clock.earliest()
-            found = [_found(item, judged) for item in page["Items"] if item["key"] != MARK["key"]]
+            earliest = self._clock.earliest()
+            found = [_record_or_corrupt(item, earliest) for item in page["Items"] if item["key"] != MARKER["key"]]
             yield Surveyed(found, page["ScannedCount"])
 
     async def size(self) -> int | None:
-        """What DynamoDB counted within the last hours; `None` where this user may not ask."""
+        """Return DynamoDB's item count of the last few hours; `None` if the identity lacks the permission."""
         return await self._health.size()
 
     async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        return await self._change_seen("end_leases", seen, expressions.ending_seen)
+        return await self._change_seen("end_leases", seen, expressions.end_seen_lease)
 
     async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        return await self._change_seen("forget", seen, expressions.deleting_seen)
+        return await self._change_seen("forget", seen, expressions.delete_seen_record)
 
     async def _change_seen(
         self,
@@ -326,20 +331,20 @@ class DynamoIdempotencyRepository:
         seen: Sequence[IdempotencyRecord],
         change: Callable[[IdempotencyRecord, int, int], expressions.Arguments],
     ) -> list[bool]:
-        await self._know_the_time(operation)
+        await self._ensure_clock(operation)
 
-        async def asked(one: IdempotencyRecord) -> bool:
+        async def change_one(one: IdempotencyRecord) -> bool:
             try:
-                ask = change(one, self._clock.latest(), self._clock.earliest())
-                await self._ask(operation, self.client.update_item, ask)
-            except RefusedError:
+                request = change(one, self._clock.latest(), self._clock.earliest())
+                await self._send(operation, self.client.update_item, request)
+            except ConditionFailedError:
                 return False
             return True
 
-        return await each(seen, lambda one: one.key, asked, self._concurrency)
+        return await map_concurrently(seen, lambda one: one.key, change_one, self._concurrency)
 
     async def count_active(self, prefix: str) -> int:
-        """As in the Protocol, and up to `count_every` old.  Reads the whole table."""
+        """Count active leases, or return a count that is at most `count_every` old.  Reads the whole table."""
         tick = self._clock.tick()
         counted, active = self._counts.get(prefix, (0, 0))
         if prefix in self._counts and tick - counted < self._count_every:
@@ -353,35 +358,35 @@ class DynamoIdempotencyRepository:
     async def _pages(
         self, operation: str, prefix: str, *, active: bool = False, holding: Sequence[str] = ()
     ) -> AsyncIterator[dict[str, Any]]:
-        await self._know_the_time(operation)
-        ask = expressions.scanning(prefix, self._clock.earliest(), active=active, holding=holding)
+        await self._ensure_clock(operation)
+        request = expressions.scan_table(prefix, self._clock.earliest(), active=active, holding=holding)
         while True:
-            page = await self._ask(operation, self.client.scan, ask)
+            page = await self._send(operation, self.client.scan, request)
             yield page
             if "LastEvaluatedKey" not in page:
                 return
-            ask["ExclusiveStartKey"] = page["LastEvaluatedKey"]
+            request["ExclusiveStartKey"] = page["LastEvaluatedKey"]
 
     async def ping(self) -> StoreHealth:
-        return await self._health.ask()
+        return await self._health.check()
 
-    async def _know_the_time(self, operation: str) -> None:
-        """The first call of a process asks for something small before, since only an answer tells the time."""
+    async def _ensure_clock(self, operation: str) -> None:
+        """Send a small request before the first call of a process, because only responses contain the time."""
         if not self._clock.known:
-            await self._ask(operation, self.client.get_item, {"Key": MARK})
+            await self._send(operation, self.client.get_item, {"Key": MARKER})
 
-    async def _ask(self, operation: str, action: Any, ask: dict[str, Any]) -> dict[str, Any]:
-        return await self._calls.send(operation, action, TableName=self.table, **ask)
+    async def _send(self, operation: str, action: Any, request: dict[str, Any]) -> dict[str, Any]:
+        return await self._calls.send(operation, action, TableName=self.table, **request)
 
 
-def _found(item: Item, now: int) -> IdempotencyRecord | Corrupt:
+def _record_or_corrupt(item: Item, now: int) -> IdempotencyRecord | Corrupt:
     try:
         return record_of(entry_of(item), now)
     except UnreadableError as error:
         return Corrupt(key=item["key"]["S"], reason=str(error))
 
 
-def _readable(item: Item) -> Entry | None:
+def _entry_or_none(item: Item) -> Entry | None:
     try:
         return entry_of(item)
     except UnreadableError:

@@ -1,4 +1,4 @@
-"""The table: made by `migrate`, looked at by `ping`."""
+"""Create the table, and check its health and settings."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from integr8s_idem.stores.dynamodb.calls import Calls
 from integr8s_idem.stores.dynamodb.clock import ServerClock
 from integr8s_idem.stores.dynamodb.errors import MIGRATE
 
-MARK: Final = {"key": {"S": "§store"}}
-"""Key of the item that names what the table holds; keys of records are ASCII."""
+MARKER: Final = {"key": {"S": "§store"}}
+"""Key of the item with the identity of the store; keys of records are ASCII, so they differ."""
 
 PURGE: Final = "purge_at"
-"""The attribute after which DynamoDB deletes an item."""
+"""The TTL attribute of the table."""
 
 KEYS: Final = [{"AttributeName": "key", "KeyType": "HASH"}]
 TYPES: Final = [{"AttributeName": "key", "AttributeType": "S"}]
-_LOOK_EVERY: Final = 0.2
-_LOOK_AGAIN: Final = 3_600.0
-_MARKED: Final[dict[str, Any]] = {
+_POLL_SECONDS: Final = 0.2
+_INSPECT_SECONDS: Final = 3_600.0
+_TOUCH: Final[dict[str, Any]] = {
     "UpdateExpression": "SET #identity = if_not_exists(#identity, :identity), #seen_at = :seen_at",
     "ExpressionAttributeNames": {"#identity": "identity", "#seen_at": "seen_at"},
     "ReturnValues": "ALL_NEW",
@@ -34,72 +34,73 @@ _MARKED: Final[dict[str, Any]] = {
 
 
 async def migrate(client: Any, table: str, *, timeout: timedelta = timedelta(minutes=5)) -> list[str]:
-    """Make the table, billed per request, with its TTL; what was done, in order.
+    """Create the table with on-demand billing, enable its TTL, and return the steps done.
 
-    Any number of processes may ask at once.
-    A table that is there is kept with its billing, its indexes and its backups.
+    Any number of processes may call this concurrently.  An existing table keeps its billing, indexes and backups.
 
     Raises:
-        StoreConfigurationError: A table of this name has other keys, or deletes by another attribute.
-        StoreUnavailableError: It is not ready within `timeout`.
+        StoreConfigurationError: A table of this name has other keys or another TTL attribute.
+        StoreUnavailableError: The table is not ready within `timeout`.
     """
     calls, done = Calls(table, timeout, ServerClock()), []
     try:
         async with asyncio.timeout(timeout.total_seconds()):
-            if not await _described(client, calls):
-                done += await _made(client, calls)
-            await _ready(client, calls)
-            done += await _purging(client, calls)
+            if not await _describe(client, calls):
+                done += await _create_table(client, calls)
+            await _wait_until_active(client, calls)
+            done += await _enable_ttl(client, calls)
     except TimeoutError as error:
         raise StoreUnavailableError("migrate", f"the table {table} is not ready yet") from error
     return done
 
 
-async def _made(client: Any, calls: Calls) -> list[str]:
-    made = await calls.send(
+async def _create_table(client: Any, calls: Calls) -> list[str]:
+    created = await calls.send(
         "migrate",
         client.create_table,
-        accepts="ResourceInUseException",  # somebody else has just made it
+        accepts="ResourceInUseException",  # another process has just created it
         TableName=calls.table,
         KeySchema=KEYS,
         AttributeDefinitions=TYPES,
         BillingMode="PAY_PER_REQUEST",
     )
-    return [f"table {calls.table}"] if made else []
+    return [f"create table {calls.table}"] if created else []
 
 
-async def _ready(client: Any, calls: Calls) -> None:
+async def _wait_until_active(client: Any, calls: Calls) -> None:
     while True:
-        found = await _described(client, calls)
+        found = await _describe(client, calls)
         if found.get("TableStatus") in ("ACTIVE", "UPDATING"):
             return _check(calls.table, found)
-        await asyncio.sleep(_LOOK_EVERY)
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 def _check(table: str, found: Mapping[str, Any]) -> None:
     types = {one["AttributeName"]: one["AttributeType"] for one in found["AttributeDefinitions"]}
     if found["KeySchema"] != KEYS or types["key"] != "S":
         keys = ", ".join(f"{one['AttributeName']} ({types[one['AttributeName']]})" for one in found["KeySchema"])
-        said = f"the table {table} has the keys {keys}; the store needs key (S) alone: name another table"
-        raise StoreConfigurationError("migrate", said, Code.SCHEMA_OTHER)
+        reason = f"the table {table} has the keys {keys}; the store needs only key (S): choose another table"
+        raise StoreConfigurationError("migrate", reason, Code.SCHEMA_OTHER)
 
 
-async def _purging(client: Any, calls: Calls) -> list[str]:
+async def _enable_ttl(client: Any, calls: Calls) -> list[str]:
     status, attribute = await _ttl(client, calls)
     if status in ("ENABLED", "ENABLING"):
         if attribute != PURGE:
             raise StoreConfigurationError(
-                "migrate", f"the table {calls.table} deletes by {attribute}, the store by {PURGE}: name another table"
+                "migrate",
+                f"the TTL attribute of the table {calls.table} is {attribute}, the store needs {PURGE}: "
+                "choose another table",
             )
         return []
     wanted = {"Enabled": True, "AttributeName": PURGE}
     try:
         await calls.send("migrate", client.update_time_to_live, TableName=calls.table, TimeToLiveSpecification=wanted)
     except StoreConfigurationError:
-        if (await _ttl(client, calls))[1] != PURGE:  # if it is, somebody else has just set it
+        if (await _ttl(client, calls))[1] != PURGE:  # otherwise another process has just set it
             raise
         return []
-    return [f"deletion of expired records by {PURGE}"]
+    return [f"enable TTL on {PURGE}"]
 
 
 async def _ttl(client: Any, calls: Calls, operation: str = "migrate") -> tuple[str, str]:
@@ -108,8 +109,8 @@ async def _ttl(client: Any, calls: Calls, operation: str = "migrate") -> tuple[s
     return found["TimeToLiveStatus"], found.get("AttributeName", "")
 
 
-async def _described(client: Any, calls: Calls) -> dict[str, Any]:
-    """The table; empty if there is none."""
+async def _describe(client: Any, calls: Calls) -> dict[str, Any]:
+    """Return the description of the table; empty if it does not exist."""
     answer = await calls.send(
         "migrate", client.describe_table, accepts="ResourceNotFoundException", TableName=calls.table
     )
@@ -118,29 +119,29 @@ async def _described(client: Any, calls: Calls) -> dict[str, Any]:
 
 
 class Health:
-    """What `ping` asks of one table.  Its settings are looked at once an hour: AWS allows few such questions."""
+    """Checks the table for `ping`.  It reads the settings once an hour, because AWS limits these requests."""
 
     def __init__(self, client: Any, calls: Calls) -> None:
         self._client = client
         self._calls = calls
         self._warnings: tuple[StoreWarning, ...] = ()
-        self._looked: float | None = None
+        self._inspected_at: float | None = None
 
-    async def ask(self) -> StoreHealth:
-        """Ask with a write: a table that takes none does not pass."""
+    async def check(self) -> StoreHealth:
+        """Check the table with a write, so that a table that rejects writes fails."""
         start = time.perf_counter()
         values = {":identity": {"S": secrets.token_hex(16)}, ":seen_at": {"N": str(time.time_ns() // 1_000)}}
         answer = await self._calls.send(
             "ping",
             self._client.update_item,
             TableName=self._calls.table,
-            Key=MARK,
+            Key=MARKER,
             ExpressionAttributeValues=values,
-            **_MARKED,
+            **_TOUCH,
         )
         latency = timedelta(seconds=time.perf_counter() - start)
-        if self._looked is None or time.monotonic() - self._looked > _LOOK_AGAIN:
-            await self._look()
+        if self._inspected_at is None or time.monotonic() - self._inspected_at > _INSPECT_SECONDS:
+            await self._inspect_settings()
         return StoreHealth(
             kind="dynamodb",
             version="",
@@ -151,7 +152,7 @@ class Health:
         )
 
     async def size(self) -> int | None:
-        """How many items the table has, as DynamoDB counted them within the last hours; `None`: we may not ask."""
+        """Return DynamoDB's item count of the last few hours; `None` if the identity lacks the permission."""
         try:
             answer = await self._calls.send("size", self._client.describe_table, TableName=self._calls.table)
         except StoreConfigurationError as error:
@@ -160,24 +161,24 @@ class Health:
             raise
         return int(answer["Table"]["ItemCount"])
 
-    async def _look(self) -> None:
+    async def _inspect_settings(self) -> None:
         try:
             answer = await self._calls.send("ping", self._client.describe_table, TableName=self._calls.table)
             deletion = await _ttl(self._client, self._calls, "ping")
         except StoreConfigurationError as error:
-            self._warnings = (_unseen(error),)
+            self._warnings = (_uninspected(error),)
         except StoreUnavailableError:
-            return  # it takes writes, and that is what counts: its settings are looked at by a later ping
+            return  # the table accepts writes; a later ping reads its settings
         else:
             self._warnings = tuple(_warnings(answer["Table"], deletion))
-        self._looked = time.monotonic()
+        self._inspected_at = time.monotonic()
 
 
-def _unseen(error: StoreConfigurationError) -> StoreWarning:
+def _uninspected(error: StoreConfigurationError) -> StoreWarning:
     return StoreWarning(
         Code.STORE_UNSEEN,
-        f"the table's settings cannot be looked at ({error.reason})",
-        "what loses records, or keeps them for ever, stays unseen",
+        f"the settings of the table cannot be read ({error.reason})",
+        "settings that lose records, or keep them forever, stay undetected",
         "allow dynamodb:DescribeTable and dynamodb:DescribeTimeToLive",
     )
 
@@ -186,7 +187,7 @@ def _warnings(found: Mapping[str, Any], deletion: tuple[str, str]) -> Iterator[S
     if found.get("Replicas") and found.get("MultiRegionConsistency", "EVENTUAL") != "STRONG":
         what = "the table is replicated between regions, and the last writer wins"
         remedy = "use multi-Region strong consistency, or a table of one region"
-        yield StoreWarning(Code.STORE_REGIONS, what, "two regions can get one key", remedy)
+        yield StoreWarning(Code.STORE_REGIONS, what, "two regions can reserve the same key", remedy)
     if deletion not in (("ENABLED", PURGE), ("ENABLING", PURGE)):
-        what, cost = f"expired records are never deleted: no TTL on {PURGE}", "the table grows, and is paid for"
+        what, cost = f"expired records are never deleted: no TTL on {PURGE}", "the table and its cost grow"
         yield StoreWarning(Code.STORE_NOT_PURGED, what, cost, MIGRATE)

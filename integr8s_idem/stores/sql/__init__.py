@@ -1,4 +1,4 @@
-"""Records in a table of PostgreSQL, MySQL, MariaDB or SQLite: alone, or in the transaction of the business."""
+"""Store records in PostgreSQL, MySQL, MariaDB or SQLite, optionally in the transaction of the application."""
 
 from integr8s_idem.config.message_text import lacking
 

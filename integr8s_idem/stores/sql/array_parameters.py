@@ -1,4 +1,4 @@
-"""Rows of parameters told to PostgreSQL as one array a column: the same text, prepared once, for any number of rows."""
+"""Pass many rows to PostgreSQL as one array per column, so that one prepared statement serves any number of rows."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.types import TypeEngine
 
 
-def told(types: Mapping[str, TypeEngine[Any]]) -> TableValuedAlias:
-    """A table of as many rows as the parameters have items; each column has the name of its parameter."""
-    return _unnested(types, [bindparam(one, type_=ARRAY(type_)) for one, type_ in types.items()])
+def parameter_table(types: Mapping[str, TypeEngine[Any]]) -> TableValuedAlias:
+    """Return a table built from array parameters; each column is named for its parameter."""
+    return _unnest(types, [bindparam(name, type_=ARRAY(type_)) for name, type_ in types.items()])
 
 
-def rows_of(types: Mapping[str, TypeEngine[Any]], rows: Sequence[tuple[Any, ...]]) -> TableValuedAlias:
-    """A table of `rows`."""
+def value_table(types: Mapping[str, TypeEngine[Any]], rows: Sequence[tuple[Any, ...]]) -> TableValuedAlias:
+    """Return a table that contains `rows`."""
     columns = zip(*rows, strict=True) if rows else [()] * len(types)
     values = [_array(list(values), type_) for values, type_ in zip(columns, types.values(), strict=True)]
-    return _unnested(types, values)
+    return _unnest(types, values)
 
 
-def _unnested(types: Mapping[str, TypeEngine[Any]], arrays: list[BindParameter[Any]]) -> TableValuedAlias:
-    columns = [column(one, type_) for one, type_ in types.items()]
+def _unnest(types: Mapping[str, TypeEngine[Any]], arrays: list[BindParameter[Any]]) -> TableValuedAlias:
+    columns = [column(name, type_) for name, type_ in types.items()]
     return func.unnest(*arrays).table_valued(*columns).render_derived()
 
 
-def among(found: ColumnElement[Any], values: Sequence[Any]) -> ColumnElement[bool]:
-    """IN, without a parameter for each."""
-    return found == any_(_array(list(values), found.type))
+def equals_any(element: ColumnElement[Any], values: Sequence[Any]) -> ColumnElement[bool]:
+    """Return the equivalent of `element IN values` with a single parameter."""
+    return element == any_(_array(list(values), element.type))
 
 
-def chosen(found: ColumnElement[Any], asked: Select[Any]) -> ColumnElement[bool]:
-    """Whether `found` is what `asked`, executed once and before all else, answers with."""
-    answer = func.array(asked.correlate(None).scalar_subquery(), type_=ARRAY(found.type))
-    return found == any_(answer)
+def in_query_result(element: ColumnElement[Any], query: Select[Any]) -> ColumnElement[bool]:
+    """Return whether `element` is in the result of `query`, which runs once, before the rest of the statement."""
+    result = func.array(query.correlate(None).scalar_subquery(), type_=ARRAY(element.type))
+    return element == any_(result)
 
 
 def _array(values: list[Any], type_: TypeEngine[Any]) -> BindParameter[Any]:

@@ -1,4 +1,4 @@
-"""Batches cut so that one statement can take them."""
+"""Split batches into parts that fit into one statement."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from typing import Final, TypeVar
 
 from integr8s_idem.records import Completion, Failure
 
-MOST_ROWS: Final = 500
-"""Rows of one statement: below the parameters that SQLite and PostgreSQL take (32 766), and SQLite's 500 SELECTs."""
+MAX_ROWS: Final = 500
+"""Maximum rows per statement, because of the limits of PostgreSQL (32 766 parameters) and SQLite (500 SELECTs)."""
 
-MOST_BYTES: Final = 4 * 2**20
-"""Results of one statement together."""
+MAX_BYTES: Final = 4 * 2**20
+"""Total size of the results in one statement."""
 
-SettledT = TypeVar("SettledT", bound=Completion | Failure)
+OutcomeT = TypeVar("OutcomeT", bound=Completion | Failure)
 
 
-def rounds(keys: Sequence[str]) -> list[list[int]]:
-    """Indexes of `keys` in rounds without a key twice, each in the order of its keys.
+def unique_key_batches(keys: Sequence[str]) -> list[list[int]]:
+    """Split the indexes of `keys` into batches without duplicate keys, each sorted by key.
 
-    So two batches lock the rows that both want in one order, and neither waits for the other for ever.
+    Sorting makes concurrent batches lock shared rows in the same order, so they cannot deadlock.
     """
     if len(keys) == 1:
         return [[0]]
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     seen: dict[str, int] = {}
     for index, key in enumerate(keys):
         number = seen[key] = seen.get(key, -1) + 1
-        if number == len(found):
-            found.append([])
-        found[number].append(index)
-    ordered = (sorted(one, key=keys.__getitem__) for one in found)
-    return [one[start : start + MOST_ROWS] for one in ordered for start in range(0, len(one), MOST_ROWS)]
+        if number == len(batches):
+            batches.append([])
+        batches[number].append(index)
+    ordered = (sorted(batch, key=keys.__getitem__) for batch in batches)
+    return [batch[start : start + MAX_ROWS] for batch in ordered for start in range(0, len(batch), MAX_ROWS)]
 
 
-def slices(settled: Sequence[SettledT]) -> Iterator[Sequence[SettledT]]:
-    """`settled` in parts of a bounded size, one at least in each."""
-    part: list[SettledT] = []
-    size = 0
-    for one in settled:
-        more = len(one.result.body) if isinstance(one, Completion) and one.result else 0
-        if part and size + more > MOST_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(one)
-        size += more
-    if part:
-        yield part
+def size_limited_batches(outcomes: Sequence[OutcomeT]) -> Iterator[Sequence[OutcomeT]]:
+    """Split `outcomes` into batches of limited size, with at least one outcome in each."""
+    batch: list[OutcomeT] = []
+    batch_size = 0
+    for outcome in outcomes:
+        size = len(outcome.result.body) if isinstance(outcome, Completion) and outcome.result else 0
+        if batch and batch_size + size > MAX_BYTES:
+            yield batch
+            batch, batch_size = [], 0
+        batch.append(outcome)
+        batch_size += size
+    if batch:
+        yield batch

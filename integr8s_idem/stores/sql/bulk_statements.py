@@ -1,4 +1,4 @@
-"""Many rows, each with parameters of its own, in one statement."""
+"""Statements that write many rows at once, each with its own parameters."""
 
 from __future__ import annotations
 
@@ -13,73 +13,77 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from integr8s_idem.stores.sql import statements
 from integr8s_idem.stores.sql.dialects import Dialect
-from integr8s_idem.stores.sql.driver_cursors import Answer, Wording, heard
+from integr8s_idem.stores.sql.driver_cursors import CompiledStatement, StatementResult, result_of
 from integr8s_idem.stores.sql.schema import PROCESSING, records
 
 Rows: TypeAlias = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Bulk:
-    """A statement for any number of rows: in one of the two forms."""
+class BulkStatement:
+    """A statement for any number of rows: either `with_arrays` or `execute_rows` is set."""
 
-    of_arrays: Wording | None = None
-    """Told the rows as one array a column."""
-    of_rows: Callable[[AsyncConnection, Rows], Awaitable[Answer]] | None = None
-    of_one: Wording | None = None
-    """The same for a single row, where there is a shorter form for that."""
+    with_arrays: CompiledStatement | None = None
+    """Takes the rows as one array per column."""
+    execute_rows: Callable[[AsyncConnection, Rows], Awaitable[StatementResult]] | None = None
+    single_row: CompiledStatement | None = None
+    """A shorter form for a single row, if there is one."""
 
 
-def reserving(dialect: Dialect) -> Bulk:
-    """`statements.reserving` for all rows at once; answers with what it left behind."""
-    statement: Executable = statements.reserving(dialect)
-    upsert = _Repeated(statement)
+def reserve_rows(dialect: Dialect) -> BulkStatement:
+    """Return `statements.reserve_rows` for many rows; its result contains the rows after the statement."""
+    statement: Executable = statements.reserve_rows(dialect)
+    upsert = _MultiRowInsert(statement)
 
-    async def returned(connection: AsyncConnection, rows: Rows) -> Answer:
-        return heard(await connection.execute(statement, rows))
+    async def insert_returning(connection: AsyncConnection, rows: Rows) -> StatementResult:
+        return result_of(await connection.execute(statement, rows))
 
-    async def read_again(connection: AsyncConnection, rows: Rows) -> Answer:
+    async def insert_and_select(connection: AsyncConnection, rows: Rows) -> StatementResult:
         await upsert(connection, rows)
-        return heard(await connection.execute(statements.reserved(dialect, [row["key"] for row in rows])))
+        return result_of(await connection.execute(statements.select_reserved(dialect, [row["key"] for row in rows])))
 
-    if dialect.arrays:
-        return Bulk(of_arrays=Wording(statement))
-    if dialect.returns:
-        return Bulk(of_rows=returned, of_one=Wording(statement))
-    return Bulk(of_rows=read_again)
+    if dialect.supports_arrays:
+        return BulkStatement(with_arrays=CompiledStatement(statement))
+    if dialect.supports_returning:
+        return BulkStatement(execute_rows=insert_returning, single_row=CompiledStatement(statement))
+    return BulkStatement(execute_rows=insert_and_select)
 
 
-def settling(dialect: Dialect, status: int) -> Bulk:
-    """`statements.settling` for all rows at once."""
-    statement = statements.settling(dialect, status)
+def settle_rows(dialect: Dialect, status: int) -> BulkStatement:
+    """Return `statements.settle_rows` for many rows."""
+    statement = statements.settle_rows(dialect, status)
 
-    async def many(connection: AsyncConnection, rows: Rows) -> Answer:
-        return heard(await connection.execute(statement, rows))
+    async def update_each(connection: AsyncConnection, rows: Rows) -> StatementResult:
+        return result_of(await connection.execute(statement, rows))
 
-    async def joined(connection: AsyncConnection, rows: Rows) -> Answer:
+    async def update_joined(connection: AsyncConnection, rows: Rows) -> StatementResult:
         outcomes = " UNION ALL ".join([f"SELECT {', '.join(['%s'] * len(_OUTCOME))}"] * len(rows))
-        told = chain.from_iterable([row["of_key"].encode(), *(row[name] for name in _OUTCOME[1:])] for row in rows)
-        return heard(await _sent(connection, _settling_joined(dialect, status, outcomes), told))
+        parameters = chain.from_iterable(
+            [row["of_key"].encode(), *(row[name] for name in _OUTCOME[1:])] for row in rows
+        )
+        return result_of(await _execute_sql(connection, _settle_by_join(dialect, status, outcomes), parameters))
 
-    if dialect.arrays:
-        return Bulk(of_arrays=Wording(statement), of_one=Wording(statements.settling_one(dialect, status)))
-    if dialect.returns:
-        return Bulk(of_rows=many, of_one=Wording(statement.returning(records.c.key)))
-    return Bulk(of_rows=joined)
+    if dialect.supports_arrays:
+        single_row = CompiledStatement(statements.settle_one_row(dialect, status))
+        return BulkStatement(with_arrays=CompiledStatement(statement), single_row=single_row)
+    if dialect.supports_returning:
+        single_row = CompiledStatement(statement.returning(records.c.key))
+        return BulkStatement(execute_rows=update_each, single_row=single_row)
+    return BulkStatement(execute_rows=update_joined)
 
 
-_OUTCOME: Final = tuple(statements.OUTCOME)
+_OUTCOME: Final = tuple(statements.OUTCOME_TYPES)
 
 
-def _settling_joined(dialect: Dialect, status: int, outcomes: str) -> str:
-    """MySQL's: its driver would send a statement a row, and it has no VALUES that MariaDB has, too.
+def _settle_by_join(dialect: Dialect, status: int, outcomes: str) -> str:
+    """Return an UPDATE for MySQL and MariaDB: their driver sends one per row, and no VALUES syntax works in both.
 
-    The outcomes come first, in the order of their keys, and lead to the rows by the primary key: no other is locked.
+    The join starts with the outcomes, sorted by key, and finds the records by primary key, so no other row is locked.
     """
-    # The type of a result is that of its column: without it, MariaDB 11.4 keeps the length of a result in two bytes and
-    # cuts longer ones off without a word.
+    # The first SELECT gives each result the type of its column.  Without it, MariaDB 11.4 stores the length of a result
+    # in two bytes and silently truncates longer ones.
     names = ", ".join(f"{'result' if name == 'of_result' else 'NULL'} AS {name}" for name in _OUTCOME)
-    return (  # our own words
+    return (  # contains no input
         f"UPDATE (SELECT {names} FROM {records.name} WHERE FALSE UNION ALL {outcomes}) AS new "  # noqa: S608
         f"STRAIGHT_JOIN {records.name} AS old FORCE INDEX (PRIMARY) ON old.`key` = new.of_key "
         f"SET old.status = {status}, old.settled_at = {dialect.now}, old.expires_at = {dialect.now} + new.ttl, "
@@ -90,29 +94,30 @@ def _settling_joined(dialect: Dialect, status: int, outcomes: str) -> str:
     )
 
 
-class _Repeated:
-    """An INSERT of one row, compiled once, with its row repeated: SQLAlchemy does that only where rows are returned."""
+class _MultiRowInsert:
+    """A compiled INSERT of one row whose VALUES are repeated; SQLAlchemy only does that with RETURNING."""
 
     def __init__(self, statement: Any) -> None:
         self._statement = statement
         self._compiled: SQLCompiler | None = None
 
     async def __call__(self, connection: AsyncConnection, rows: Rows) -> Result[Any]:
-        # By the dialect of a connection: what it may write depends on the server's version.
+        # Use the dialect of a connection: the syntax depends on the version of the server.
         compiled: SQLCompiler = self._compiled or self._statement.compile(dialect=connection.dialect)
         self._compiled = compiled
         head, values, rest = compiled.string.partition(" VALUES ")
-        row, again, tail = rest.partition(_behind_the_row(rest))
-        names, fixed = compiled.positiontup or [], compiled.construct_params(dict.fromkeys(rows[0]))
-        of_the_row = names[: row.count("%s")]
-        told = [{**fixed, **one, "key": one["key"].encode()}[name] for one in rows for name in of_the_row]
-        told += [fixed[name] for name in names[len(of_the_row) :]]
-        return await _sent(connection, f"{head}{values}{', '.join([row] * len(rows))}{again}{tail}", told)
+        row, separator, tail = rest.partition(_text_after_row(rest))
+        names, defaults = compiled.positiontup or [], compiled.construct_params(dict.fromkeys(rows[0]))
+        row_names = names[: row.count("%s")]
+        parameters = [{**defaults, **one, "key": one["key"].encode()}[name] for one in rows for name in row_names]
+        parameters += [defaults[name] for name in names[len(row_names) :]]
+        sql = f"{head}{values}{', '.join([row] * len(rows))}{separator}{tail}"
+        return await _execute_sql(connection, sql, parameters)
 
 
-def _behind_the_row(text: str) -> str:
+def _text_after_row(text: str) -> str:
     return " AS new ON DUPLICATE " if " AS new ON DUPLICATE " in text else " ON DUPLICATE "
 
 
-async def _sent(connection: AsyncConnection, text: str, told: Iterable[Any]) -> Result[Any]:
-    return await connection.exec_driver_sql(text, tuple(told))
+async def _execute_sql(connection: AsyncConnection, text: str, parameters: Iterable[Any]) -> Result[Any]:
+    return await connection.exec_driver_sql(text, tuple(parameters))

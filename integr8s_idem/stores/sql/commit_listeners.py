@@ -1,7 +1,7 @@
-"""Who looks on, for a while, when transactions of the application's are about to commit.
+"""Temporary listeners for the commits of the application's connections.
 
-To listen to one connection and to leave off takes SQLAlchemy as long as half a statement.  So its engine is listened
-to, once, and those who look on are kept here.
+Adding and removing a SQLAlchemy listener on a connection costs half as much as a statement.  So this module listens to
+each engine once and keeps its own registry of listeners.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from weakref import WeakKeyDictionary, WeakSet
 from sqlalchemy import event
 from sqlalchemy.engine import Connection, Engine
 
-Look: TypeAlias = Callable[[Connection], None]
+Listener: TypeAlias = Callable[[Connection], None]
 
 _engines: Final[WeakSet[Engine]] = WeakSet()
-_looks: Final[WeakKeyDictionary[Connection, list[Look]]] = WeakKeyDictionary()
+_listeners: Final[WeakKeyDictionary[Connection, list[Listener]]] = WeakKeyDictionary()
 
 
 @contextmanager
-def watching(connection: Connection, look: Look) -> Iterator[None]:
-    """Within the block `look` is called before each COMMIT of `connection`; what it raises is raised instead."""
+def before_commit(connection: Connection, listener: Listener) -> Iterator[None]:
+    """Call `listener` before each COMMIT of `connection` within the block; an exception it raises stops the commit."""
     engine = connection.engine
     if engine not in _engines:
-        event.listen(engine, "commit", _committing)
+        event.listen(engine, "commit", _on_commit)
         _engines.add(engine)
-    looks = _looks.setdefault(connection, [])
-    looks.append(look)
+    listeners = _listeners.setdefault(connection, [])
+    listeners.append(listener)
     try:
         yield
     finally:
-        looks.remove(look)
-        if not looks:
-            del _looks[connection]
+        listeners.remove(listener)
+        if not listeners:
+            del _listeners[connection]
 
 
-def _committing(connection: Connection) -> None:
-    for look in list(_looks.get(connection, ())):
-        look(connection)
+def _on_commit(connection: Connection) -> None:
+    for listener in list(_listeners.get(connection, ())):
+        listener(connection)

@@ -1,4 +1,4 @@
-"""What differs between the databases, in one place."""
+"""Differences between the supported databases."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ from integr8s_idem._util.wall_clock import wall_time_ns
 from integr8s_idem.errors import StoreConfigurationError
 
 Changes: TypeAlias = dict[str, ColumnElement[Any]]
-"""New values by column, in the order in which they may be written one after the other."""
+"""New values by column, in an order in which they can be assigned one after the other."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """One kind of database."""
+    """A supported kind of database."""
 
     name: str
     insert: Callable[[Any], Any]
-    """An INSERT that can say what to do about a row that is there already."""
+    """Builds an INSERT that can handle existing rows."""
     upsert: Callable[[Any, ColumnElement[Any], Callable[[Any], Changes]], Any]
-    """An INSERT, the key's column, and what becomes of a row that is there, as a function of the row that is not."""
+    """Adds the changes to an existing row, as a function of the row to insert; takes the INSERT and the key column."""
     now: ColumnElement[int]
     """The database's clock, read once per statement: microseconds since 1970."""
-    identity: str
-    """What makes a name for a store, where its tables are made by hand."""
-    size: str
-    """A question for about how many records there are, which the database answers at once; null or -1: it cannot."""
-    times: Callable[[], dict[str, int]] = field(default=dict)
-    """Parameters that `now` needs: none where the clock is the database's."""
-    returns: bool = True
-    """Whether a statement that writes can answer with the rows that it wrote; else they are read behind it."""
-    arrays: bool = False
-    """Whether rows of parameters are told as one array a column; else a statement has as many as there are rows."""
-    finds_tuples: bool = True
-    """Whether rows named by several columns together are found by the index on the first."""
-    by_key: str = ""
-    """Says that a statement finds its rows by their keys, to a database that else locks whatever it looks at."""
-    by_expiry: str = ""
-    """The same of their expiry."""
-    goes_on: bool = False
-    """Whether a transaction that has been given up takes statements on, as a new one that nobody has begun."""
+    identity_sql: str
+    """SQL expression that generates the identity of a store, for tables created manually."""
+    size_sql: str
+    """Query for the approximate number of records, answered at once; null or -1 if unknown."""
+    time_parameters: Callable[[], dict[str, int]] = field(default=dict)
+    """Returns the parameters of `now`; empty if the clock is the database's."""
+    supports_returning: bool = True
+    """Whether INSERT and UPDATE support RETURNING; if not, the rows are read afterwards."""
+    supports_arrays: bool = False
+    """Whether rows are passed as one array parameter per column; if not, each row has its own parameters."""
+    indexes_tuples: bool = True
+    """Whether a lookup by a tuple of columns uses the index on the first column."""
+    primary_key_hint: str = ""
+    """Hint to find rows by primary key, for databases that lock every row they read."""
+    expiry_index_hint: str = ""
+    """Hint to find rows by expiry, for the same databases."""
+    continues_after_abort: bool = False
+    """Whether the database accepts statements after it aborted a transaction, and runs them in a new one."""
     ddl_commits: bool = False
-    """Whether a statement that makes a table ends the transaction: a migration can then stop half way."""
+    """Whether DDL commits the transaction, so that a migration can be interrupted halfway."""
 
 
 def dialect_of(name: str) -> Dialect:
-    """The one that SQLAlchemy calls `name`.
+    """Return the dialect that SQLAlchemy calls `name`.
 
     Raises:
-        StoreConfigurationError: Records cannot be kept in such a database.
+        StoreConfigurationError: This kind of database is not supported.
     """
     found = _DIALECTS.get(name)
     if found is None:
         raise StoreConfigurationError(
-            "start", f"no store for {name} databases; there are {', '.join(sorted(_DIALECTS))}"
+            "start", f"{name} databases are not supported; use one of {', '.join(sorted(_DIALECTS))}"
         )
     return found
 
 
-def _this_machines_time() -> dict[str, int]:
-    # SQLite runs in our process: its clock is ours, and what it tells of it has a resolution of a millisecond only.
+def _local_time() -> dict[str, int]:
+    # SQLite runs in this process and uses the same clock, but reports it only in milliseconds.
     return {"now": wall_time_ns() // 1_000}
 
 
@@ -73,7 +73,7 @@ def _on_conflict(insert: Any, key: ColumnElement[Any], changes: Callable[[Any], 
 
 
 def _on_duplicate_key(insert: Any, _key: ColumnElement[Any], changes: Callable[[Any], Changes]) -> Any:
-    # In pairs, since the order matters here: each change sees what those before it have written.
+    # As pairs, because the order matters: each assignment sees the values written by earlier ones.
     return insert.on_duplicate_key_update(list(changes(insert.inserted).items()))
 
 
@@ -81,18 +81,17 @@ _MYSQL: Final = Dialect(
     name="mysql",
     insert=mysql.insert,
     upsert=_on_duplicate_key,
-    # Of the statement's start, and of no time zone: NOW() is of the session's.
+    # The start of the statement in UTC; NOW() uses the time zone of the session.
     now=literal_column("timestampdiff(microsecond, '1970-01-01 00:00:00', utc_timestamp(6))", BigInteger),
-    identity="md5(uuid())",
-    size="SELECT table_rows FROM information_schema.tables WHERE table_schema = database() "
+    identity_sql="md5(uuid())",
+    size_sql="SELECT table_rows FROM information_schema.tables WHERE table_schema = database() "
     "AND table_name = 'idempotency_records'",
-    returns=False,
-    finds_tuples=False,
-    # Left to itself it reads a small table whole, and locks all of it, in an order of its own: batches then
-    # wait for each other in a circle.
-    by_key="FORCE INDEX (PRIMARY)",
-    by_expiry="FORCE INDEX (idempotency_records_expires_at)",
-    goes_on=True,
+    supports_returning=False,
+    indexes_tuples=False,
+    # Without the hint, MySQL scans small tables and locks all rows in its own order, and batches deadlock.
+    primary_key_hint="FORCE INDEX (PRIMARY)",
+    expiry_index_hint="FORCE INDEX (idempotency_records_expires_at)",
+    continues_after_abort=True,
     ddl_commits=True,
 )
 
@@ -104,17 +103,17 @@ _DIALECTS: Final = {
         insert=postgresql.insert,
         upsert=_on_conflict,
         now=literal_column("(extract(epoch from statement_timestamp()) * 1000000)::bigint", BigInteger),
-        identity="md5(random()::text)",
-        size="SELECT reltuples::bigint FROM pg_class WHERE oid = 'idempotency_records'::regclass",
-        arrays=True,
+        identity_sql="md5(random()::text)",
+        size_sql="SELECT reltuples::bigint FROM pg_class WHERE oid = 'idempotency_records'::regclass",
+        supports_arrays=True,
     ),
     "sqlite": Dialect(
         name="sqlite",
         insert=sqlite.insert,
         upsert=_on_conflict,
         now=bindparam("now", type_=BigInteger),
-        identity="lower(hex(randomblob(16)))",
-        size="SELECT max(rowid) FROM idempotency_records",
-        times=_this_machines_time,
+        identity_sql="lower(hex(randomblob(16)))",
+        size_sql="SELECT max(rowid) FROM idempotency_records",
+        time_parameters=_local_time,
     ),
 }

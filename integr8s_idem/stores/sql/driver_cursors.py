@@ -1,7 +1,8 @@
-"""Statements of ours on the cursor of the driver, without SQLAlchemy's own way to execute one.
+"""Execute statements on the cursor of the driver, bypassing SQLAlchemy's execution layer.
 
-SQLAlchemy writes them, once, and lends the connection.  What it does around each execution (find the compiled form,
-bind by type, describe the result) takes longer than driver and database together, and our statements need none of it.
+SQLAlchemy compiles each statement once and provides the connection.  Its work for each execution (look up the compiled
+form, bind by type, describe the result) takes longer than the driver and the database together, and these statements
+do not need it.
 """
 
 from __future__ import annotations
@@ -18,23 +19,22 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.util import greenlet_spawn
 
-from integr8s_idem.stores.sql.engine import alone
-from integr8s_idem.stores.sql.sqlite_engine import among_writers, commits_alone
+from integr8s_idem.stores.sql.engine import autocommit
+from integr8s_idem.stores.sql.sqlite_engine import autocommits, writer_turn
 
-_TRANSLATED: Final = "schema_translate_map"
-"""Execution option by which SQLAlchemy writes a statement for tables in another schema each time."""
+_SCHEMA_MAP: Final = "schema_translate_map"
+"""Execution option with which SQLAlchemy rewrites statements for tables in another schema."""
 
 
-class Answer(NamedTuple):
-    """What a statement has come to."""
+class StatementResult(NamedTuple):
+    """Rows returned and number of rows written."""
 
     rows: Sequence[Any]
     written: int
-    """Number of rows."""
 
 
-class Wording:
-    """A statement whose parameters are told each time, by their names."""
+class CompiledStatement:
+    """A statement that is compiled once and executed with named parameters."""
 
     def __init__(self, statement: Any) -> None:
         self.statement = statement
@@ -42,178 +42,195 @@ class Wording:
         self._row: Callable[[Sequence[Any]], Any] = row._make
         self._text = ""
         self._order: Sequence[str] = ()
-        self._fixed: Mapping[str, Any] = {}
+        self._defaults: Mapping[str, Any] = {}
 
     def text(self, dialect: Dialect) -> str:
-        """As the driver takes it; compiled at the first use."""
+        """Return the SQL text for the driver, compiled on first use."""
         if not self._text:
             compiled = self.statement.compile(dialect=dialect)
-            self._order, self._fixed, self._text = compiled.positiontup, compiled.params, compiled.string
+            self._order, self._defaults, self._text = compiled.positiontup, compiled.params, compiled.string
         return self._text
 
-    def said(self, dialect: Dialect, lent: PoolProxiedConnection, told: Mapping[str, Any]) -> Answer:
-        """Said to a cursor; within a greenlet."""
+    def execute(
+        self, dialect: Dialect, connection: PoolProxiedConnection, parameters: Mapping[str, Any]
+    ) -> StatementResult:
+        """Execute the statement on a cursor.  Call this within a greenlet."""
         text = self.text(dialect)
-        cursor = lent.cursor()
+        cursor = connection.cursor()
         try:
-            cursor.execute(text, self.parameters(told))
-            return Answer([self._row(row) for row in cursor.fetchall()], cursor.rowcount)
+            cursor.execute(text, self.positional(parameters))
+            return StatementResult([self._row(row) for row in cursor.fetchall()], cursor.rowcount)
         finally:
             cursor.close()
 
-    def parameters(self, told: Mapping[str, Any]) -> tuple[Any, ...]:
-        """In the order in which the text wants them."""
-        every = {**self._fixed, **told}
-        return tuple([every[name] for name in self._order])
+    def positional(self, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return parameters in the order of the text."""
+        values = {**self._defaults, **parameters}
+        return tuple([values[name] for name in self._order])
 
-    def heard(self, rows: Iterable[Sequence[Any]]) -> Answer:
-        """The answer of a statement that returns what it writes."""
+    def returned(self, rows: Iterable[Sequence[Any]]) -> StatementResult:
+        """Return the result of a statement that returns the rows it writes."""
         found = [self._row(row) for row in rows]
-        return Answer(found, len(found))
+        return StatementResult(found, len(found))
 
 
-async def say_alone(engine: AsyncEngine, wording: Wording, told: Mapping[str, Any]) -> Answer:
-    """On a connection of its own; the statement commits for itself.
-
-    Raises:
-        sqlalchemy.exc.DBAPIError: As SQLAlchemy itself raises it.
-    """
-    if _hears(engine.sync_engine):
-        return await greenlet_spawn(_alone, engine.sync_engine, wording, told)
-    if commits_alone(engine.sync_engine) and _as_written(engine.sync_engine):
-        return await _in_one_step(engine, wording, told)
-    async with alone(engine) as connection:
-        return heard(await connection.execute(wording.statement, told))
-
-
-async def say_within(connection: AsyncConnection, wording: Wording, told: Mapping[str, Any]) -> Answer:
-    """In the transaction that `connection` is in.
+async def execute_autocommit(
+    engine: AsyncEngine, statement: CompiledStatement, parameters: Mapping[str, Any]
+) -> StatementResult:
+    """Execute a statement on a pooled connection, outside a transaction.
 
     Raises:
-        sqlalchemy.exc.DBAPIError: As SQLAlchemy itself raises it.
+        sqlalchemy.exc.DBAPIError: The driver raised an error.
     """
-    one = connection.sync_connection
-    if one is not None and _hears(one):
-        return await greenlet_spawn(_within, one, wording, told)
-    return heard(await connection.execute(wording.statement, told))
+    if _allows_driver_cursor(engine.sync_engine):
+        return await greenlet_spawn(_execute_autocommit, engine.sync_engine, statement, parameters)
+    if autocommits(engine.sync_engine) and _uses_own_schema(engine.sync_engine):
+        return await _execute_in_sqlite(engine, statement, parameters)
+    async with autocommit(engine) as connection:
+        return result_of(await connection.execute(statement.statement, parameters))
 
 
-def has_said_nothing(connection: AsyncConnection) -> bool:
-    """Whether `connection` is in a transaction of which the database has not heard yet."""
-    one = connection.sync_connection
-    if one is None or one.dialect.driver != "asyncpg" or one.in_nested_transaction():
+async def execute_in_transaction(
+    connection: AsyncConnection, statement: CompiledStatement, parameters: Mapping[str, Any]
+) -> StatementResult:
+    """Execute a statement in the current transaction of `connection`.
+
+    Raises:
+        sqlalchemy.exc.DBAPIError: The driver raised an error.
+    """
+    sync_connection = connection.sync_connection
+    if sync_connection is not None and _allows_driver_cursor(sync_connection):
+        return await greenlet_spawn(_execute_in_transaction, sync_connection, statement, parameters)
+    return result_of(await connection.execute(statement.statement, parameters))
+
+
+def has_not_begun(connection: AsyncConnection) -> bool:
+    """Whether SQLAlchemy is in a transaction that asyncpg has not yet begun in the database."""
+    sync_connection = connection.sync_connection
+    if (
+        sync_connection is None
+        or sync_connection.dialect.driver != "asyncpg"
+        or sync_connection.in_nested_transaction()
+    ):
         return False
-    lent: Any = one.connection
-    return not lent.driver_connection.is_in_transaction() and not lent.dbapi_connection.autocommit
+    pooled: Any = sync_connection.connection
+    return not pooled.driver_connection.is_in_transaction() and not pooled.dbapi_connection.autocommit
 
 
 async def roll_back(connection: AsyncConnection) -> None:
-    """Roll back what the database has of a transaction that SQLAlchemy goes on with.
+    """Roll back in the database only; SQLAlchemy continues with its transaction.
 
     Raises:
-        sqlalchemy.exc.DBAPIError: As SQLAlchemy itself raises it.
+        sqlalchemy.exc.DBAPIError: The driver raised an error.
     """
     assert connection.sync_connection is not None
-    await greenlet_spawn(_rolled_back, connection.sync_connection)
+    await greenlet_spawn(_roll_back, connection.sync_connection)
 
 
-def heard(result: Result[Any]) -> Answer:
-    """The answer to a statement that SQLAlchemy has executed."""
+def result_of(result: Result[Any]) -> StatementResult:
+    """Convert the result of a statement that SQLAlchemy has executed."""
     assert isinstance(result, CursorResult)
     if not result.returns_rows:
-        return Answer([], result.rowcount)
+        return StatementResult([], result.rowcount)
     rows = result.all()
-    return Answer(rows, len(rows))
+    return StatementResult(rows, len(rows))
 
 
-def _hears(one: Engine | Connection) -> bool:
-    """Whether our statements can be said to its cursor as they were compiled."""
-    return one.dialect.driver == "asyncpg" and _as_written(one)
+def _allows_driver_cursor(bind: Engine | Connection) -> bool:
+    """Whether compiled statements can be executed directly on its cursor."""
+    return bind.dialect.driver == "asyncpg" and _uses_own_schema(bind)
 
 
-def _as_written(one: Engine | Connection) -> bool:
-    return _TRANSLATED not in one.get_execution_options()
+def _uses_own_schema(bind: Engine | Connection) -> bool:
+    return _SCHEMA_MAP not in bind.get_execution_options()
 
 
-async def _in_one_step(engine: AsyncEngine, wording: Wording, told: Mapping[str, Any]) -> Answer:
-    """In SQLite: its driver asks a thread for each step, and BEGIN, cursor, answer and COMMIT are steps as well."""
-    text, sqlite_error = wording.text(engine.dialect), engine.dialect.loaded_dbapi.Error
+async def _execute_in_sqlite(
+    engine: AsyncEngine, statement: CompiledStatement, parameters: Mapping[str, Any]
+) -> StatementResult:
+    """Execute in one step: aiosqlite passes each of BEGIN, execute, fetch and COMMIT to a thread."""
+    text, sqlite_error = statement.text(engine.dialect), engine.dialect.loaded_dbapi.Error
     try:
-        lent = await engine.raw_connection()
+        pooled = await engine.raw_connection()
     except sqlite_error as error:
-        raise _as_sqlalchemy_does(error, text, cut=False) from error
-    driver: Any = lent.driver_connection
+        raise _dbapi_error(error, text, disconnected=False) from error
+    driver: Any = pooled.driver_connection
     try:
-        async with among_writers(engine):
-            rows = await driver.execute_fetchall(text, wording.parameters(told))
+        async with writer_turn(engine):
+            rows = await driver.execute_fetchall(text, statement.positional(parameters))
     except sqlite_error as error:
-        raise _as_sqlalchemy_does(error, text, cut=False) from error
+        raise _dbapi_error(error, text, disconnected=False) from error
     except BaseException as error:
         if not isinstance(error, Exception):
-            await greenlet_spawn(lent.invalidate, error)
+            await greenlet_spawn(pooled.invalidate, error)
         raise
     finally:
-        if lent.is_valid:
-            await greenlet_spawn(lent.close)
-    return wording.heard(rows)
+        if pooled.is_valid:
+            await greenlet_spawn(pooled.close)
+    return statement.returned(rows)
 
 
-def _alone(engine: Engine, wording: Wording, told: Mapping[str, Any]) -> Answer:
-    dialect, text = engine.dialect, wording.text(engine.dialect)
+def _execute_autocommit(engine: Engine, statement: CompiledStatement, parameters: Mapping[str, Any]) -> StatementResult:
+    dialect, text = engine.dialect, statement.text(engine.dialect)
     try:
-        lent = engine.raw_connection()
+        pooled = engine.raw_connection()
     except dialect.loaded_dbapi.Error as error:
-        raise _as_sqlalchemy_does(error, text, cut=dialect.is_disconnect(error, None, None)) from error
-    driver: Any = lent.dbapi_connection
+        raise _dbapi_error(error, text, disconnected=dialect.is_disconnect(error, None, None)) from error
+    driver: Any = pooled.dbapi_connection
     driver.autocommit = True
     try:
-        with _errors_told(engine, lent, text, lent.invalidate):
-            return wording.said(dialect, lent, told)
+        with _translating_errors(engine, pooled, text, pooled.invalidate):
+            return statement.execute(dialect, pooled, parameters)
     finally:
-        if lent.is_valid:
+        if pooled.is_valid:
             driver.autocommit = False
-            lent.close()
+            pooled.close()
 
 
-def _within(connection: Connection, wording: Wording, told: Mapping[str, Any]) -> Answer:
-    lent = connection.connection
-    with _errors_told(connection.engine, lent, wording.text(connection.dialect), connection.invalidate):
-        return wording.said(connection.dialect, lent, told)
+def _execute_in_transaction(
+    connection: Connection, statement: CompiledStatement, parameters: Mapping[str, Any]
+) -> StatementResult:
+    pooled = connection.connection
+    with _translating_errors(connection.engine, pooled, statement.text(connection.dialect), connection.invalidate):
+        return statement.execute(connection.dialect, pooled, parameters)
 
 
-def _rolled_back(connection: Connection) -> None:
-    lent = connection.connection
-    with _errors_told(connection.engine, lent, "ROLLBACK", connection.invalidate):
-        connection.dialect.do_rollback(lent)
+def _roll_back(connection: Connection) -> None:
+    pooled = connection.connection
+    with _translating_errors(connection.engine, pooled, "ROLLBACK", connection.invalidate):
+        connection.dialect.do_rollback(pooled)
 
 
 @contextmanager
-def _errors_told(
-    engine: Engine, lent: PoolProxiedConnection, text: str, invalidate: Callable[[BaseException], None]
+def _translating_errors(
+    engine: Engine, pooled: PoolProxiedConnection, text: str, invalidate: Callable[[BaseException], None]
 ) -> Iterator[None]:
-    """As SQLAlchemy does: what was cut, or left in the middle of an answer, is never used again."""
+    """Raise driver errors as `DBAPIError`, and invalidate connections that are broken or interrupted.
+
+    SQLAlchemy's own execution does the same.
+    """
     dialect = engine.dialect
     try:
         yield
     except dialect.loaded_dbapi.Error as error:
-        cut = dialect.is_disconnect(error, lent.dbapi_connection, None) or _outdated(error, dialect)
-        if cut:
-            # Those that lie in the pool were cut with it.
-            engine.pool._invalidate(lent, error, _checkin=False)  # noqa: SLF001  # it has no other name for this
+        disconnected = dialect.is_disconnect(error, pooled.dbapi_connection, None) or _is_stale_plan(error, dialect)
+        if disconnected:
+            # The idle connections of the pool are broken, too.
+            engine.pool._invalidate(pooled, error, _checkin=False)  # noqa: SLF001  # the only API for this
             invalidate(error)
-        raise _as_sqlalchemy_does(error, text, cut=cut) from error
+        raise _dbapi_error(error, text, disconnected=disconnected) from error
     except BaseException as error:
         if not isinstance(error, Exception):
             invalidate(error)
         raise
 
 
-def _outdated(error: Exception, dialect: Dialect) -> bool:
-    """Whether the tables have changed since the connection prepared the statement; it would fail again and again."""
-    kind: Any = dialect.loaded_dbapi
-    return isinstance(error, kind.InvalidCachedStatementError)
+def _is_stale_plan(error: Exception, dialect: Dialect) -> bool:
+    """Whether the tables have changed since the connection prepared the statement, which would always fail again."""
+    dbapi: Any = dialect.loaded_dbapi
+    return isinstance(error, dbapi.InvalidCachedStatementError)
 
 
-def _as_sqlalchemy_does(error: Exception, text: str, *, cut: bool) -> DBAPIError:
-    # Without the parameters, which hold payloads.
-    return DBAPIError(text, None, error, connection_invalidated=cut)
+def _dbapi_error(error: Exception, text: str, *, disconnected: bool) -> DBAPIError:
+    # Without the parameters, which contain payloads.
+    return DBAPIError(text, None, error, connection_invalidated=disconnected)

@@ -1,4 +1,4 @@
-"""Engines that are fit for records, and transactions of our own."""
+"""Create SQLAlchemy engines for the store, and open connections and transactions on them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings, Sq
 from integr8s_idem.config.message_text import needing
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.server_engines import BEGINS, mysql_engine, postgresql_engine
-from integr8s_idem.stores.sql.sqlite_engine import READS_ONLY, sqlite_engine
+from integr8s_idem.stores.sql.server_engines import BEGINS_TRANSACTION, mysql_engine, postgresql_engine
+from integr8s_idem.stores.sql.sqlite_engine import READ_ONLY, sqlite_engine
 from integr8s_idem.stores.sql.tls import tls_context
 
 _DRIVERS: Final[Mapping[str, str]] = {"mysql": "aiomysql", "postgresql": "asyncpg", "sqlite": "aiosqlite"}
@@ -29,37 +29,37 @@ def sql_engine(
     pool_timeout_seconds: float = 30.0,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncEngine:
-    """An engine whose transactions are as records need them.
+    """Create an engine configured for the store.
 
-    PostgreSQL: READ COMMITTED, a bounded wait for locked rows, `pool_size` connections at most (who wants another
-    waits `pool_timeout_seconds` for one), and those that lay idle looked at before use.
-    MySQL and MariaDB: the same, and strict about values that do not fit.
-    SQLite: write-ahead log, synchronous = FULL (a power loss takes nothing), a writing transaction waits for
-    its turn at its start instead of failing in its middle, and those of one process have theirs in the order in
-    which they asked.
+    PostgreSQL: READ COMMITTED, a limited wait for row locks, at most `pool_size` connections (callers wait up to
+    `pool_timeout_seconds` for a free one), and a ping before an idle connection is reused.
+    MySQL and MariaDB: the same, and strict mode.
+    SQLite: write-ahead log; synchronous = FULL, so that a power failure loses no data; a writing transaction waits for
+    the write lock when it begins, instead of failing halfway; and the transactions of one process get the lock in
+    the order of their requests.
 
     Args:
-        url: As in the settings; it need name no driver, and the one that it names gives way to ours.
-        tls: What connections to a server are wrapped in; a server that has none is not talked to.
+        url: The URL as in the settings.  A driver in it is replaced by the one that this library uses.
+        tls: TLS context for connections to a server; servers without TLS are refused.
 
     Raises:
-        StoreConfigurationError: A kind of database that is no store, or whose driver is not installed; a SQLite
-            database in memory, of which each connection would have its own.
-        sqlalchemy.exc.ArgumentError: `url` is none.
+        StoreConfigurationError: The kind of database is not supported, its driver is not installed, or the URL is an
+            in-memory SQLite database, which each connection would have its own copy of.
+        sqlalchemy.exc.ArgumentError: `url` is not a valid URL.
     """
-    ours = _with_our_driver(make_url(url))
-    kind = ours.get_backend_name()
+    parsed = _with_driver(make_url(url))
+    kind = parsed.get_backend_name()
     try:
         if kind == "sqlite":
-            return sqlite_engine(ours, pool_size, lock_timeout_seconds)
-        make = mysql_engine if kind == "mysql" else postgresql_engine
-        return make(ours, pool_size, lock_timeout_seconds, pool_timeout_seconds, tls)
+            return sqlite_engine(parsed, pool_size, lock_timeout_seconds)
+        create = mysql_engine if kind == "mysql" else postgresql_engine
+        return create(parsed, pool_size, lock_timeout_seconds, pool_timeout_seconds, tls)
     except ModuleNotFoundError as error:
         raise StoreConfigurationError("start", needing(kind, error)) from error
 
 
-def _with_our_driver(url: URL) -> URL:
-    # A scheme names no driver, or the one of another program.
+def _with_driver(url: URL) -> URL:
+    # The scheme may lack a driver, or name the driver of another program.
     name = url.get_backend_name()
     dialect = dialect_of({"postgres": "postgresql"}.get(name, name))
     return url.set(drivername=f"{dialect.name}+{_DRIVERS[dialect.name]}")
@@ -68,18 +68,18 @@ def _with_our_driver(url: URL) -> URL:
 def settings_engine(
     settings: MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings, *, as_it_is: bool = False
 ) -> AsyncEngine:
-    """The engine of a store, by its section of the settings.
+    """Create the engine of a store from its settings.
 
     Args:
-        as_it_is: Set nothing that stays in a file.
+        as_it_is: Do not change the SQLite file, such as its journal mode.
 
     Raises:
-        StoreConfigurationError: A file for TLS cannot be used, or a driver is not installed.
+        StoreConfigurationError: A TLS file cannot be used, or a driver is not installed.
     """
     if isinstance(settings, SqliteStoreSettings):
         url = URL.create("sqlite", database=settings.path)
         if as_it_is:
-            return sqlite_engine(_with_our_driver(url), 1, settings.lock_timeout_seconds, as_it_is=True)
+            return sqlite_engine(_with_driver(url), 1, settings.lock_timeout_seconds, as_it_is=True)
         return sql_engine(url, lock_timeout_seconds=settings.lock_timeout_seconds)
     password = settings.password
     url = make_url(settings.url)
@@ -93,7 +93,7 @@ def settings_engine(
         url,
         pool_size=settings.max_connections,
         lock_timeout_seconds=settings.lock_timeout_seconds,
-        # Before the call is given up, so that its error can say what it waited for.
+        # Shorter than the timeout of the call, so that the error can name the pool as the cause.
         pool_timeout_seconds=0.8 * settings.timeout_seconds,
         tls=tls_context(settings),
     )
@@ -101,20 +101,20 @@ def settings_engine(
 
 @asynccontextmanager
 async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
-    """A transaction of our own: committed at the end of the block, rolled back by any exception."""
+    """Open a transaction that is committed at the end of the block, or rolled back on an exception."""
     async with engine.connect() as connection:
-        await connection.execution_options(**{BEGINS: True})
+        await connection.execution_options(**{BEGINS_TRANSACTION: True})
         async with connection.begin():
             yield connection
 
 
 @asynccontextmanager
-async def alone(engine: AsyncEngine, *, reads_only: bool = False) -> AsyncIterator[AsyncConnection]:
-    """Statements that need no transaction: each commits for itself, without a round trip for that.
+async def autocommit(engine: AsyncEngine, *, reads_only: bool = False) -> AsyncIterator[AsyncConnection]:
+    """Open a connection on which each statement commits on its own, without an extra round trip.
 
-    In SQLite, and on an engine that is not of `sql_engine`'s making, it may be one for all of them.
+    SQLite, and engines not created by `sql_engine`, may run the block in a single transaction instead.
     """
-    options: dict[str, Any] = {BEGINS: False, READS_ONLY: reads_only}
+    options: dict[str, Any] = {BEGINS_TRANSACTION: False, READ_ONLY: reads_only}
     if engine.dialect.name == "postgresql":
         options["isolation_level"] = "AUTOCOMMIT"
     async with engine.connect() as connection:
@@ -125,7 +125,7 @@ async def alone(engine: AsyncEngine, *, reads_only: bool = False) -> AsyncIterat
 
 @asynccontextmanager
 async def reading(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
-    """A snapshot to read from.  Waits for no writer."""
+    """Open a read-only transaction that does not wait for writers."""
     async with engine.connect() as connection:
-        await connection.execution_options(**{READS_ONLY: True})
+        await connection.execution_options(**{READ_ONLY: True})
         yield connection

@@ -1,4 +1,4 @@
-"""A handler's transaction, as it gets an outcome and outgoing events before it commits."""
+"""Write the outcome and the outgoing events of a handler in its transaction, before the commit."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from integr8s_idem.errors import ApplicationError, TransactionAbortedError
 from integr8s_idem.events import Message
 from integr8s_idem.records import Completion
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.errors import gave_up, joining
+from integr8s_idem.stores.sql.errors import abort_reason, guarded_in_transaction
 from integr8s_idem.stores.sql.outbox import SqlOutbox, put
 from integr8s_idem.stores.sql.repository import JoinedSqlRepository, SqlIdempotencyRepository
-from integr8s_idem.stores.sql.savepoints import MARK, still_there
+from integr8s_idem.stores.sql.savepoints import SET_MARK, release_mark
 from integr8s_idem.stores.sql.transaction_state import refuse_unbegun, refuse_unbegun_statements
 
 
 class SqlTransaction:
-    """A transaction that the application opened for one handler: gets its outcome and its outgoing events.
+    """A transaction that the application opened for one handler; contains its outcome and its outgoing events.
 
-    It watches over the commit.  One that comes before the outcome is written, or after the handler has failed,
-    would let its writes stand without an outcome: it is refused.  One that never comes is told.
+    A commit before the outcome is written, or after the handler has failed, is refused, because it would keep the
+    handler's writes without an outcome.  A missing commit is reported as an error.
     """
 
     def __init__(
-        self, repository: SqlIdempotencyRepository, waiting: SqlOutbox, held: AsyncSession | AsyncConnection
+        self, repository: SqlIdempotencyRepository, outbox: SqlOutbox, held: AsyncSession | AsyncConnection
     ) -> None:
-        """`held`: what the handler writes by; the transaction is the one that it is in, or will begin."""
+        """Use the current or next transaction of `held`, the session or connection that the handler writes with."""
         self._records = JoinedSqlRepository(repository, held)
         self._held = held
-        self._marks = dialect_of(repository.engine.dialect.name).goes_on
-        self._waiting = waiting
+        self._needs_mark = dialect_of(repository.engine.dialect.name).continues_after_abort
+        self._outbox = outbox
         self._may_commit = self._committed = self._sent = False
 
     async def watch(self) -> None:
-        """Watch over the transaction from here on: the one that is under way, or those that will begin.
+        """Start to guard the current transaction, or the ones that begin later.
 
         Raises:
             ApplicationError: The connection is not open.
@@ -46,23 +46,23 @@ class SqlTransaction:
         held = self._held
         if isinstance(held, AsyncConnection):
             if held.sync_connection is None:
-                raise ApplicationError("the connection of the REQUEST scope is not open: enter it in its provider")
+                raise ApplicationError("the connection of the REQUEST scope is not open: open it in its provider")
             event.listen(held.sync_connection, "begin", self._mark)
             refuse_unbegun_statements(held.sync_connection)
             self._watch(held.sync_connection)
             if held.in_transaction():
                 await held.run_sync(self._mark)
         elif held.in_transaction():
-            # What the provider has asked the database has begun it.
+            # A query of the provider has begun it.
             await (await held.connection()).run_sync(lambda connection: self._begun(held, None, connection))
         if not isinstance(held, AsyncConnection):
             event.listen(held.sync_session, "after_begin", self._begun)
 
     async def complete(self, completion: Completion) -> bool:
-        """Remember the outcome, if the transaction commits.  `False`: the reservation is no longer ours.
+        """Write the outcome in the transaction.  Return `False` if the reservation has been lost.
 
         Raises:
-            ApplicationError: The transaction is not the one that the handler began in.
+            ApplicationError: The transaction is not the one in which the handler started.
         """
         [written] = await self._records.complete([completion])
         if written:
@@ -70,55 +70,55 @@ class SqlTransaction:
         return written
 
     async def remember_nothing(self) -> None:
-        """Let it commit without an outcome: the run had no reservation.
+        """Allow the commit without an outcome, because the run had no reservation.
 
         Raises:
-            ApplicationError: The transaction is not the one that the handler began in.
+            ApplicationError: The transaction is not the one in which the handler started.
         """
         await self._let_commit()
 
     async def _let_commit(self) -> None:
-        if self._marks:
-            await still_there(await self._records.connection(), "complete")
+        if self._needs_mark:
+            await release_mark(await self._records.connection(), "complete")
         self._may_commit = True
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Have `messages` published by a relay, if the transaction commits."""
-        async with joining("send", self._records.engine.dialect.name):
+        """Write `messages` to the outbox; a relay publishes them after the commit."""
+        async with guarded_in_transaction("send", self._records.engine.dialect.name):
             await put(await self._records.connection(), messages)
         self._sent = True
 
     def ended(self) -> None:
-        """To be called once the scope has ended without an error.
+        """Check the commit.  Call this once the scope has ended without an error.
 
         Raises:
-            ApplicationError: It has not committed: nothing was kept.
+            ApplicationError: The transaction has not committed, so its writes are lost.
         """
         if self._may_commit and not self._committed:
             raise ApplicationError(
-                "the REQUEST scope has ended without committing its transaction: what the handler wrote is lost, "
-                "and so is its outcome. Commit in the provider of the session, behind its yield"
+                "the REQUEST scope has ended without committing its transaction: the handler's writes and its outcome "
+                "are lost. Commit in the provider of the session, after its yield"
             )
         if self._sent:
-            self._waiting.notice()
+            self._outbox.notice()
 
     def given_up(self, label: str, error: BaseException) -> TransactionAbortedError | None:
-        """What to raise instead of `error`, if the database has given the transaction up."""
-        for one in _parts(error):
-            if said := gave_up(one):
-                return TransactionAbortedError(label, said)
+        """Return the error to raise instead of `error` if the database aborted the transaction."""
+        for part in _parts(error):
+            if reason := abort_reason(part):
+                return TransactionAbortedError(label, reason)
         return None
 
     def _begun(self, session: object, transaction: SessionTransaction | None, connection: Connection) -> None:
         if transaction is not None and transaction.nested:
-            return  # a savepoint of the handler's: a second mark would take the place of the first, and go with it
+            return  # a savepoint of the handler; a second mark would replace the first and end with this savepoint
         refuse_unbegun(connection)
         self._watch(connection)
         self._mark(connection)
 
     def _mark(self, connection: Connection) -> None:
-        if self._marks:
-            connection.exec_driver_sql(MARK)
+        if self._needs_mark:
+            connection.exec_driver_sql(SET_MARK)
 
     def _watch(self, connection: Connection) -> None:
         if not event.contains(connection, "commit", self._committing):
@@ -126,20 +126,20 @@ class SqlTransaction:
 
     def _committing(self, connection: Connection) -> None:
         if not self._may_commit:
-            # SQLAlchemy would give the connection to the next one with the transaction still open.
+            # Otherwise SQLAlchemy would return the connection to the pool with its transaction still open.
             connection.invalidate()
             raise ApplicationError(
-                "the transaction of a handler was to be committed before its outcome was written. Leave the commit "
-                "to the provider of the session, and let that commit only if its yield returns None"
+                "something tried to commit the transaction of a handler before its outcome was written. Leave the "
+                "commit to the provider of the session, and commit there only if its yield returns None"
             )
         self._committed = True
 
 
 def _parts(error: BaseException) -> Iterator[BaseException]:
-    """`error`, and what it was made of: a scope that ends with errors tells of them as a group."""
+    """Yield `error`, its causes, and the members of exception groups, which scopes raise when they end with errors."""
     yield error
     if isinstance(error, BaseExceptionGroup):
-        for one in error.exceptions:
-            yield from _parts(one)
+        for member in error.exceptions:
+            yield from _parts(member)
     if error.__cause__ is not None:
         yield from _parts(error.__cause__)

@@ -1,4 +1,4 @@
-"""What a database tells about itself, and what its settings would lose."""
+"""Check that a database accepts writes, has the right schema, and is configured not to lose data."""
 
 from __future__ import annotations
 
@@ -18,138 +18,141 @@ from integr8s_idem.stores.sql.errors import MIGRATE
 from integr8s_idem.stores.sql.schema import COMPATIBLE_VERSION, VERSION, store
 from integr8s_idem.stores.sql.schema_completeness import missing_columns, missing_indexes
 
-NO_VERSION: Final = f"no tables of the store are there that say of which version they are; {MIGRATE}"
+NO_VERSION: Final = f"the tables of the store, or their version, are missing; {MIGRATE}"
 
 
-async def health_of(connection: AsyncConnection, dialect: Dialect) -> StoreHealth:
-    """Ask the database, with a write: one that takes none does not pass.
+async def check_health(connection: AsyncConnection, dialect: Dialect) -> StoreHealth:
+    """Check a database with a write, so that a read-only one fails.
 
     Raises:
-        StoreConfigurationError: Its schema is missing, older or newer.
+        StoreConfigurationError: The schema is missing, older or newer.
     """
     start = time.perf_counter()
-    looked = update(store).where(store.c.id == 1).values(seen_at=dialect.now)
-    told = (store.c.version, store.c.identity)
-    answer = await connection.execute(looked.returning(*told) if dialect.returns else looked, dialect.times())
-    if not dialect.returns:
-        answer = await connection.execute(select(*told).where(store.c.id == 1))
-    row = answer.first()
+    touch = update(store).where(store.c.id == 1).values(seen_at=dialect.now)
+    columns = (store.c.version, store.c.identity)
+    if dialect.supports_returning:
+        result = await connection.execute(touch.returning(*columns), dialect.time_parameters())
+    else:
+        await connection.execute(touch, dialect.time_parameters())
+        result = await connection.execute(select(*columns).where(store.c.id == 1))
+    row = result.first()
     latency = timedelta(seconds=time.perf_counter() - start)
     if row is None:
         raise StoreConfigurationError("ping", NO_VERSION, Code.SCHEMA_MISSING)
     if row.version != COMPATIBLE_VERSION:
         check_version(row.version)
-    version, warnings = await _LOOKS[dialect.name](connection)
+    version, warnings = await _INSPECTORS[dialect.name](connection)
     return StoreHealth(
         kind=dialect.name, version=version, latency=latency, warnings=tuple(warnings), identity=row.identity
     )
 
 
 def check_version(found: int, operation: str = "start") -> None:
-    """Refuse a schema that is not ours.
+    """Check the version of the schema.
 
     Raises:
-        StoreConfigurationError: It is older, or newer.
+        StoreConfigurationError: The schema is older or newer than this code.
     """
     if found < VERSION:
         raise StoreConfigurationError(
-            operation, f"the schema is of version {found}, this code needs {VERSION}; {MIGRATE}", Code.SCHEMA_OLDER
+            operation, f"the schema has version {found}, this code needs {VERSION}; {MIGRATE}", Code.SCHEMA_OLDER
         )
     if found > VERSION:
         raise StoreConfigurationError(
             operation,
-            f"the schema is of version {found}, this code knows {VERSION}: it was migrated by a newer integr8s-idem; "
-            "deploy that here, too",
+            f"the schema has version {found}, this code supports {VERSION}: a newer integr8s-idem migrated it; "
+            "deploy that version here as well",
             Code.SCHEMA_NEWER,
         )
 
 
 def new_identity() -> str:
-    """A name for what a store holds from now on."""
+    """Generate a random identity for a store."""
     return secrets.token_hex(16)
 
 
-async def look_at_tables(connection: AsyncConnection) -> list[StoreWarning]:
-    """Which indexes are missing; takes a few dozen round trips.
+async def check_tables(connection: AsyncConnection) -> list[StoreWarning]:
+    """Return a warning about missing indexes.  Takes a few dozen round trips.
 
     Raises:
-        StoreConfigurationError: Columns are missing: the schema is older.
+        StoreConfigurationError: Columns are missing, so the schema is older.
     """
     if await connection.run_sync(missing_columns):
         check_version(COMPATIBLE_VERSION, "ping")
     missing = await connection.run_sync(missing_indexes)
     if not missing:
         return []
-    what, cost = f"indexes are missing: {', '.join(missing)}", "whole tables are read, and it grows slower every day"
+    what, cost = f"indexes are missing: {', '.join(missing)}", "whole tables are scanned, slower every day"
     return [StoreWarning(Code.SCHEMA_INCOMPLETE, what, cost, MIGRATE)]
 
 
-async def _look_at_postgresql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
-    asked = (
+async def _inspect_postgresql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
+    query = (
         "SELECT current_setting('server_version') AS version, current_setting('fsync') AS fsync, "
         "current_setting('synchronous_commit') AS commits, pg_is_in_recovery() AS standby, "
-        "(SELECT relpersistence::text FROM pg_class WHERE oid = to_regclass('idempotency_records')) AS kept"
+        "(SELECT relpersistence::text FROM pg_class WHERE oid = to_regclass('idempotency_records')) AS persistence"
     )
-    found: Any = (await connection.execute(text(asked))).one()
+    found: Any = (await connection.execute(text(query))).one()
     warnings = []
     if found.fsync == "off":
         cost = "a crash of the machine damages all data"
         warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "fsync is off", cost, "set fsync = on"))
     if found.commits == "off":
-        cost = "a crash loses what was committed last"
+        cost = "a crash loses the last commits"
         remedy = "set it to on for this user"
         warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "synchronous_commit is off", cost, remedy))
     if found.standby:
-        remedy = "give the address of its primary"
-        warnings.append(StoreWarning(Code.STORE_REPLICA, "this server is a standby", "it takes no records", remedy))
-    if found.kept not in ("p", None):  # None: it is not there, and the first event says so
-        told = "idempotency_records is no permanent table"
+        remedy = "use the address of its primary"
+        warnings.append(StoreWarning(Code.STORE_REPLICA, "this server is a standby", "it rejects writes", remedy))
+    if found.persistence not in ("p", None):  # None: the table is missing, which the first event reports
+        what = "idempotency_records is not a permanent table"
         remedy = "ALTER TABLE … SET LOGGED"
-        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, told, "a crash empties it", remedy))
+        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, what, "a crash empties it", remedy))
     return str(found.version), warnings
 
 
-async def _look_at_sqlite(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
+async def _inspect_sqlite(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
     version = (await connection.execute(select(text("sqlite_version()")))).scalar_one()
     journal = (await connection.execute(text("PRAGMA journal_mode"))).scalar_one()
     synchronous = (await connection.execute(text("PRAGMA synchronous"))).scalar_one()
     warnings = []
     if journal == "memory":
-        cost = "records are lost at the end of the process"
-        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, "the database is in memory", cost, "give a file"))
+        cost = "records are lost when the process ends"
+        warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, "the database is in memory", cost, "use a file"))
     elif journal != "wal":
         cost = "readers and writers wait for each other"
         warnings.append(StoreWarning(Code.STORE_JOURNAL, f"journal_mode is {journal}", cost, "set WAL"))
     if int(synchronous) < 2 and journal != "memory":
-        cost, remedy = "a power loss takes what was committed last", "set synchronous = FULL"
+        cost, remedy = "a power failure loses the last commits", "set synchronous = FULL"
         warnings.append(StoreWarning(Code.STORE_LATE_SYNC, "synchronous is below FULL", cost, remedy))
     return str(version), warnings
 
 
-async def _look_at_mysql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
-    asked = (
+async def _inspect_mysql(connection: AsyncConnection) -> tuple[str, list[StoreWarning]]:
+    query = (
         "SELECT version() AS version, @@global.innodb_flush_log_at_trx_commit AS flushes, @@log_bin AS log, "
         "@@global.sync_binlog AS syncs, @@global.read_only AS reads_only, "
         "(SELECT engine FROM information_schema.tables "
         "WHERE table_schema = database() AND table_name = 'idempotency_records') AS engine"
     )
-    found: Any = (await connection.execute(text(asked))).one()
+    found: Any = (await connection.execute(text(query))).one()
     warnings = []
-    if found.engine not in ("InnoDB", None):  # None: it is not there, or not to be seen by this user
-        what, remedy = f"idempotency_records is a table of {found.engine}", "ALTER TABLE … ENGINE = InnoDB"
-        cost = "nothing in it is atomic, and a crash damages or empties it"
+    if found.engine not in ("InnoDB", None):  # None: missing, or not visible to this user
+        what, remedy = f"idempotency_records uses the engine {found.engine}", "ALTER TABLE … ENGINE = InnoDB"
+        cost = "its writes are not atomic, and a crash damages or empties it"
         warnings.append(StoreWarning(Code.STORE_NOT_PERSISTENT, what, cost, remedy))
     if int(found.flushes) != 1:
         what = f"innodb_flush_log_at_trx_commit is {found.flushes}"
-        cost = "a crash loses what was committed in the last second"
+        cost = "a crash loses the commits of the last second"
         warnings.append(StoreWarning(Code.STORE_LATE_SYNC, what, cost, "set it to 1"))
     if int(found.log) and int(found.syncs) != 1:
-        what, cost = f"sync_binlog is {found.syncs}", "a crash of the machine loses what replicas were to get"
+        what, cost = f"sync_binlog is {found.syncs}", "a crash of the machine loses writes not yet replicated"
         warnings.append(StoreWarning(Code.STORE_LATE_SYNC, what, cost, "set it to 1"))
     if str(found.reads_only) not in {"0", "OFF"}:
-        what, cost = "this server is read-only, and lets us write by a privilege", "what is written here may be lost"
-        warnings.append(StoreWarning(Code.STORE_REPLICA, what, cost, "give the address of its primary"))
+        what = "this server is read-only, and this user may write only because of a privilege"
+        cost, remedy = "writes to a replica may be lost", "use the address of its primary"
+        warnings.append(StoreWarning(Code.STORE_REPLICA, what, cost, remedy))
     return str(found.version), warnings
 
 
-_LOOKS = {"mysql": _look_at_mysql, "postgresql": _look_at_postgresql, "sqlite": _look_at_sqlite}
+_INSPECTORS = {"mysql": _inspect_mysql, "postgresql": _inspect_postgresql, "sqlite": _inspect_sqlite}

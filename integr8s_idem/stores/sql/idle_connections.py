@@ -1,7 +1,7 @@
-"""Connections that nobody used for a while are looked at before they are used again.
+"""Ping pooled connections that have been idle for a while before reusing them.
 
-A look is a round trip or more, so a busy pool must not pay it at each call.  What ends a connection without a word, a
-firewall say, does so after minutes; and of a server that stops we are told, if we listen.
+A ping costs at least one round trip, so a busy pool must not send one for each call.  Firewalls and the like drop
+connections silently only after minutes of inactivity, and a server that shuts down notifies the driver.
 """
 
 from __future__ import annotations
@@ -15,31 +15,35 @@ from sqlalchemy.exc import DisconnectionError, InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-LONGEST_UNSEEN: Final = 1.0
-"""Seconds in the pool after which a connection is looked at."""
+MAX_IDLE_SECONDS: Final = 1.0
+"""Seconds in the pool after which a connection is pinged."""
 
-_SINCE: Final = "integr8s_idem_idle_since"
+_IDLE_SINCE: Final = "integr8s_idem_idle_since"
 
 
-def look_at_idle(engine: AsyncEngine, has_ended: Callable[[Any], bool]) -> None:
-    """Have the pool give out connections that live.  `has_ended`: what the driver's connection was told of its end."""
+def ping_idle_connections(engine: AsyncEngine, is_closed: Callable[[Any], bool]) -> None:
+    """Make the pool of `engine` check connections before it hands them out.
+
+    Args:
+        is_closed: Whether the driver already knows that its connection is closed.
+    """
     dialect = engine.dialect
 
     @event.listens_for(engine.sync_engine, "checkin")
-    def _note(_connection: Any, entry: ConnectionPoolEntry) -> None:
-        entry.info[_SINCE] = time.monotonic()
+    def _record_checkin(_connection: Any, entry: ConnectionPoolEntry) -> None:
+        entry.info[_IDLE_SINCE] = time.monotonic()
 
     @event.listens_for(engine.sync_engine, "checkout")
-    def _look(connection: Any, entry: ConnectionPoolEntry, _given: Any) -> None:
-        if has_ended(entry.driver_connection):
-            raise DisconnectionError("the server has ended the connection")
-        since = entry.info.pop(_SINCE, None)
-        if since is None or time.monotonic() - since < LONGEST_UNSEEN:
+    def _check(connection: Any, entry: ConnectionPoolEntry, _proxy: Any) -> None:
+        if is_closed(entry.driver_connection):
+            raise DisconnectionError("the server has closed the connection")
+        idle_since = entry.info.pop(_IDLE_SINCE, None)
+        if idle_since is None or time.monotonic() - idle_since < MAX_IDLE_SECONDS:
             return
         try:
             dialect.do_ping(connection)
         except dialect.loaded_dbapi.Error as error:
             if not dialect.is_disconnect(error, connection, None):
                 raise
-            # The others have lain there for as long, or will be missed by nobody.
+            # The other connections have been idle for as long, and replacing a live one is cheap.
             raise InvalidatePoolError from error

@@ -1,4 +1,4 @@
-"""Rows to verdicts and records."""
+"""Convert rows to verdicts and records."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _NUMBERS: Final = (
     "history_fence",
 )
 _UNREADABLE: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
-"""What comes of a row with values that this code does not write."""
+"""Errors raised by values that this code never writes."""
 
-HELD_PAUSE: Final = timedelta(seconds=1)
-"""After which to ask again for a row that a transaction holds."""
+LOCKED_RETRY_AFTER: Final = timedelta(seconds=1)
+"""Delay before the next request for a row that a transaction locks."""
 
-CENTURY: Final = timedelta(days=36_500)
+MAX_DURATION: Final = timedelta(days=36_500)
 
-_LAST: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(microseconds=1)
-"""The last time that there is."""
+_MAX_TIME: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(microseconds=1)
+"""The latest valid time."""
 
 
 def escaped(text: str) -> str:
-    """`text` as every database can hold it: PostgreSQL takes no NUL, no driver takes half a surrogate."""
+    """Escape `text` for all databases: PostgreSQL rejects NUL, and drivers reject lone surrogates."""
     return text.encode("unicode_escape").decode("ascii")
 
 
@@ -65,16 +65,16 @@ def unescaped(stored: str) -> str:
 
 
 def microseconds(length: timedelta) -> int:
-    """A length of time, cut to nothing at least and a century at most."""
-    return max(0, min(length, CENTURY) // timedelta(microseconds=1))
+    """Return a duration in microseconds, limited to a range from zero to a century."""
+    return max(0, min(length, MAX_DURATION) // timedelta(microseconds=1))
 
 
 def verdict_of(request: ReserveRequest, row: Any, now: int) -> Verdict:
-    """What a row that `reserve` has left behind says to `request`."""
+    """Return the verdict on `request` for the row after `reserve`."""
     try:
         return _verdict(request, row, now)
     except _UNREADABLE as error:
-        return Corrupt(key=request.key, reason=_told(error))
+        return Corrupt(key=request.key, reason=_mismatch(error))
 
 
 def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
@@ -118,16 +118,16 @@ def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
 
 
 def _history(row: Any) -> tuple[int, int, bool]:
-    """Attempts that lapsed, those of them that ran alone, and whether the present one does; of no other attempt's."""
+    """Return the number of lapsed attempts, how many of those ran alone, and whether the current attempt does."""
     if row.status != PROCESSING or row.history_fence != row.fence:
         return 0, 0, False
     return row.lapsed, row.lapsed_alone, bool(row.alone)
 
 
-def stands(verdict: Verdict, row: Any, now: int) -> bool:
-    """Whether `verdict` is the last word on a row that was left as it was, or was made just now."""
+def is_final(verdict: Verdict, row: Any, now: int) -> bool:
+    """Whether `verdict` needs no takeover or renewal, for a row that was left unchanged or has just been inserted."""
     if isinstance(verdict, Reserved):
-        # One that we have had for longer is to have its lease begin anew.
+        # The lease of an older reservation must be renewed.
         return bool(row.fence == now)
     if isinstance(verdict, Corrupt):
         return True
@@ -135,17 +135,17 @@ def stands(verdict: Verdict, row: Any, now: int) -> bool:
     return bool(row.expires_at > now) and not lapsed
 
 
-def held_elsewhere(request: ReserveRequest) -> InProgress:
-    """The verdict on a row that a transaction holds: somebody works on it, and nobody sees how far."""
-    return InProgress(key=request.key, attempt=1, retry_after=HELD_PAUSE, owner="a transaction that is under way")
+def in_progress_elsewhere(request: ReserveRequest) -> InProgress:
+    """Return the verdict on a row that a transaction locks, whose attempt is not visible."""
+    return InProgress(key=request.key, attempt=1, retry_after=LOCKED_RETRY_AFTER, owner="an open transaction")
 
 
 def record_of(row: Any) -> IdempotencyRecord | Corrupt:
-    """A row for people and tools."""
+    """Convert a row to a record."""
     try:
         return _record(row)
     except _UNREADABLE as error:
-        return Corrupt(key=row.key, reason=_told(error))
+        return Corrupt(key=row.key, reason=_mismatch(error))
 
 
 def _record(row: Any) -> IdempotencyRecord | Corrupt:
@@ -171,24 +171,24 @@ def _record(row: Any) -> IdempotencyRecord | Corrupt:
         lapsed=lapsed,
         lapsed_alone=lapsed_alone,
         alone=alone,
-        seen_at=_moment(row.asked_at),
+        seen_at=_moment(row.read_at),
     )
 
 
-def mark_seen(record: IdempotencyRecord) -> tuple[str, int, int, int]:
-    """Key, status, fence and end of the lease: by them a row is known again by somebody without its token."""
+def seen_version(record: IdempotencyRecord) -> tuple[str, int, int, int]:
+    """Return key, status, fence and end of the lease, which identify the version of a row without its token."""
     lease_until = 0 if record.lease_until is None else (record.lease_until - _EPOCH) // timedelta(microseconds=1)
     return record.key, _NUMBER[record.status], record.fence, lease_until
 
 
-def wish_of(request: ReserveRequest) -> dict[str, Any]:
-    """The parameters of one row for `reserve`."""
+def reservation_parameters(request: ReserveRequest) -> dict[str, Any]:
+    """Return the parameters of one row for `reserve`."""
     lease, trace = microseconds(request.lease), request.trace
     return {
         "key": request.key,
         "token": request.token,
         "lease": lease,
-        # A record that is gone before its lease would leave the key with two owners.
+        # If a record expired before its lease, the key could have two owners.
         "retention": max(lease, microseconds(request.retention)),
         "fingerprint": request.fingerprint,
         "owner": escaped(request.owner),
@@ -199,18 +199,18 @@ def wish_of(request: ReserveRequest) -> dict[str, Any]:
 
 def _fault(row: Any) -> str:
     if row.status not in _STATUS:
-        return f"its status is {row.status}, which this version does not know"
+        return f"its status {row.status} is unknown to this version"
     if row.status != PROCESSING and row.settled_at is None:
-        return "it is settled, and does not say when"
+        return "it is settled, but settled_at is missing"
     for name in _NUMBERS:
         found = getattr(row, name)
-        if found is not None and not (isinstance(found, int) and 0 <= found <= _LAST):
-            return f"its {name} is {found!r:.40}, which cannot be"
+        if found is not None and not (isinstance(found, int) and 0 <= found <= _MAX_TIME):
+            return f"its {name} is invalid: {found!r:.40}"
     return ""
 
 
-def _told(error: Exception) -> str:
-    return f"its columns are not those of a record ({type(error).__name__}: {error})"
+def _mismatch(error: Exception) -> str:
+    return f"its columns do not hold a valid record ({type(error).__name__}: {error})"
 
 
 def _result(row: Any) -> StoredResult | None:
@@ -225,19 +225,19 @@ def _moment(us: int) -> datetime:
     return _EPOCH + timedelta(microseconds=us)
 
 
-def outcome_of(one: Completion | Failure) -> dict[str, Any]:
-    """The parameters of one row for `complete` and `fail`."""
-    reservation = one.reservation
+def outcome_parameters(outcome: Completion | Failure) -> dict[str, Any]:
+    """Return the parameters of one row for `complete` and `fail`."""
+    reservation = outcome.reservation
     result, dropped, error = None, False, ""
-    if isinstance(one, Completion):
-        result, dropped = one.result, one.result_dropped
+    if isinstance(outcome, Completion):
+        result, dropped = outcome.result, outcome.result_dropped
     else:
-        error = one.error
+        error = outcome.error
     return {
         "of_key": reservation.key,
         "of_fence": reservation.fence,
         "of_token": reservation.token,
-        "ttl": microseconds(one.ttl),
+        "ttl": microseconds(outcome.ttl),
         "of_result": None if result is None else result.body,
         "of_content_type": None if result is None else escaped(result.content_type),
         "of_result_dropped": dropped,

@@ -1,8 +1,8 @@
-"""Savepoints in a transaction of the application's: they undo a part of it, and show whether it still is the same one.
+"""Use savepoints in a transaction of the application to undo a part of it, and to detect that it has ended.
 
-PostgreSQL refuses everything in a transaction that it has given up.  MySQL and MariaDB roll it back, and take the next
-statement as the first of a new one: who goes on would commit a part of what was written.  A table that is made commits
-what was written before.  Both take the savepoints away, and by that it shows.
+PostgreSQL rejects all statements in an aborted transaction.  MySQL and MariaDB roll it back and run the next statement
+in a new transaction, so code that continues would commit only a part of its writes.  CREATE TABLE and other DDL commit
+implicitly.  Both cases remove all savepoints, so a missing savepoint reveals them.
 """
 
 from __future__ import annotations
@@ -17,36 +17,40 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
 
 from integr8s_idem.errors import ApplicationError, StoreUnavailableError, TransactionAbortedError
-from integr8s_idem.stores.sql.commit_listeners import watching
-from integr8s_idem.stores.sql.driver_cursors import has_said_nothing, roll_back
-from integr8s_idem.stores.sql.errors import gave_up, joining, savepoint_gone, translated
+from integr8s_idem.stores.sql.commit_listeners import before_commit
+from integr8s_idem.stores.sql.driver_cursors import has_not_begun, roll_back
+from integr8s_idem.stores.sql.errors import abort_reason, guarded_in_transaction, is_savepoint_missing, translate
 
-MARK: Final = "SAVEPOINT integr8s_idem"
-"""Set where the transaction begins."""
+SET_MARK: Final = "SAVEPOINT integr8s_idem"
+"""Sets the savepoint that marks the start of the transaction."""
 
 _ENDED: Final = (
-    "the transaction had ended before its outcome was written: the database gave it up and the code went on, or a "
-    "statement such as CREATE TABLE committed it. Let errors of the database end the work, and make tables elsewhere"
+    "the transaction ended before its outcome was written: the database aborted it and the code continued, or a "
+    "statement such as CREATE TABLE committed it. Do not catch errors of the database, and create tables elsewhere"
 )
 
 _COMMITTED: Final = (
-    "the transaction was to be committed by the work itself, before its outcome was written. Leave the commit to the "
-    "code around manager.in_transaction, or let the work have a session of its own"
+    "the work tried to commit the transaction before its outcome was written. Leave the commit to the code around "
+    "manager.in_transaction, or use a separate session for the work"
 )
 
 
 class Undo(Protocol):
-    """Takes back what has happened in a transaction since it was made."""
+    """Undoes the changes in a transaction since this object was created."""
 
     async def undo(self) -> None:
-        """Raises DBAPIError: The database refuses."""
+        """Undo the changes.
+
+        Raises:
+            DBAPIError: The database refuses.
+        """
         ...
 
     async def end(self) -> None:
-        """It will not be needed.
+        """Keep the changes.
 
         Raises:
-            DBAPIError: The transaction has ended meanwhile.
+            DBAPIError: The transaction has ended.
         """
         ...
 
@@ -66,10 +70,10 @@ class _Savepoint:
             await self._nested.commit()
 
 
-class _Whole:
-    """Of a transaction in which nothing was said before: to undo that, all of it is rolled back, and it begins anew.
+class _WholeTransaction:
+    """Undoes a transaction without earlier statements by rolling back all of it, which saves a savepoint.
 
-    asyncpg's connections are told of a BEGIN by the first statement, and so once more by the first behind a ROLLBACK.
+    SQLAlchemy's asyncpg driver sends BEGIN with the first statement, and again with the first one after a ROLLBACK.
     """
 
     def __init__(self, connection: AsyncConnection) -> None:
@@ -77,107 +81,107 @@ class _Whole:
         self._transaction = connection.get_transaction()
 
     async def undo(self) -> None:
-        ours, connection = self._transaction, self._connection
-        if ours is not None and ours.is_active and connection.get_transaction() is ours:
+        transaction, connection = self._transaction, self._connection
+        if transaction is not None and transaction.is_active and connection.get_transaction() is transaction:
             await roll_back(connection)
 
     async def end(self) -> None:
-        """Nothing was set that would have to go."""
+        """Do nothing, because there is no savepoint to release."""
 
 
-async def _undo_of(connection: AsyncConnection) -> Undo:
-    return _Whole(connection) if has_said_nothing(connection) else _Savepoint(await connection.begin_nested())
+async def _make_undo(connection: AsyncConnection) -> Undo:
+    return _WholeTransaction(connection) if has_not_begun(connection) else _Savepoint(await connection.begin_nested())
 
 
 @asynccontextmanager
-async def undoing(connection: AsyncConnection, operation: str) -> AsyncIterator[Undo]:
-    """What happens in the block is undone by an exception, and the transaction goes on.
+async def undo_on_error(connection: AsyncConnection, operation: str) -> AsyncIterator[Undo]:
+    """Undo the changes of the block if it raises an exception; the transaction continues.
 
     Raises:
-        TransactionAbortedError: The database gave the transaction up.
-        ApplicationError: The transaction was ended within the block, and the block went on.
-        Exception: Whatever else the block raises, unchanged.
+        TransactionAbortedError: The database aborted the transaction.
+        ApplicationError: The transaction ended within the block, but the block continued.
+        Exception: Any other exception of the block, unchanged.
     """
-    async with joining(operation, connection.dialect.name):
-        behind = await _undo_of(connection)
+    async with guarded_in_transaction(operation, connection.dialect.name):
+        undoable = await _make_undo(connection)
     try:
-        yield behind
+        yield undoable
     except BaseException as error:
-        await undo(behind, operation, error, connection.dialect.name)
-        if said := gave_up(error):
-            raise TransactionAbortedError(operation, said) from error
+        await undo(undoable, operation, error, connection.dialect.name)
+        if reason := abort_reason(error):
+            raise TransactionAbortedError(operation, reason) from error
         raise
-    async with joining(operation, connection.dialect.name), _ended_is_told():
-        await behind.end()
+    async with guarded_in_transaction(operation, connection.dialect.name), _reporting_ended_transaction():
+        await undoable.end()
 
 
 @asynccontextmanager
-async def uncommitted(connection: AsyncConnection) -> AsyncIterator[None]:
-    """Within the block nobody commits the transaction: what is written in it would stand without an outcome.
+async def forbid_commit(connection: AsyncConnection) -> AsyncIterator[None]:
+    """Refuse commits within the block, because they would keep its writes without an outcome.
 
     Raises:
-        ApplicationError: Somebody tried to.  The transaction is rolled back, with the connection that it was on.
-        Exception: Whatever else the block raises, unchanged.
+        ApplicationError: The block tried to commit.  The transaction is rolled back and its connection closed.
+        Exception: Any other exception of the block, unchanged.
     """
-    told: list[ApplicationError] = []
+    refused: list[ApplicationError] = []
 
-    def refuse(one: Connection) -> None:
-        one.invalidate()
-        told.append(ApplicationError(_COMMITTED))
-        raise told[0]
+    def refuse(committing: Connection) -> None:
+        committing.invalidate()
+        refused.append(ApplicationError(_COMMITTED))
+        raise refused[0]
 
-    watched = connection.sync_connection
-    assert watched is not None
+    sync_connection = connection.sync_connection
+    assert sync_connection is not None
     try:
-        with watching(watched, refuse):
+        with before_commit(sync_connection, refuse):
             yield
     except Exception as error:
-        if told and error is not told[0]:
-            raise told[0] from error
+        if refused and error is not refused[0]:
+            raise refused[0] from error
         raise
-    if told:
-        raise told[0]
+    if refused:
+        raise refused[0]
 
 
-async def still_there(connection: AsyncConnection, operation: str) -> None:
-    """Take the mark away.
+async def release_mark(connection: AsyncConnection, operation: str) -> None:
+    """Release the savepoint that marks the start of the transaction.
 
     Raises:
-        ApplicationError: It is not there: the transaction is not the one that it was set in.
+        ApplicationError: The savepoint does not exist, because the transaction is another one.
     """
-    async with joining(operation, connection.dialect.name), _ended_is_told():
-        await connection.execute(text(f"RELEASE {MARK}"))
+    async with guarded_in_transaction(operation, connection.dialect.name), _reporting_ended_transaction():
+        await connection.execute(text(f"RELEASE {SET_MARK}"))
 
 
 @asynccontextmanager
-async def _ended_is_told() -> AsyncIterator[None]:
+async def _reporting_ended_transaction() -> AsyncIterator[None]:
     try:
         yield
     except DBAPIError as error:
-        if savepoint_gone(error):
+        if is_savepoint_missing(error):
             raise ApplicationError(_ENDED) from error
         raise
 
 
-async def undo(behind: Undo, operation: str, error: BaseException, kind: str) -> None:
-    """Undo it because of `error`.
+async def undo(undoable: Undo, operation: str, error: BaseException, kind: str) -> None:
+    """Undo changes because of `error`.
 
     Raises:
-        TransactionAbortedError: All of the transaction is gone.
-        StoreError: It could not be undone.
+        TransactionAbortedError: The database rolled back the whole transaction.
+        StoreError: The changes could not be undone.
     """
     try:
-        await behind.undo()
+        await undoable.undo()
     except DBAPIError as failed:
         if not isinstance(error, Exception) or isinstance(error, TransactionAbortedError):
-            return  # that is what has to be told
-        if said := _why_all_is_gone(error, failed):
-            raise TransactionAbortedError(operation, said) from error
-        raise translated(operation, failed, kind) from error
+            return  # the caller raises `error`
+        if reason := _rollback_reason(error, failed):
+            raise TransactionAbortedError(operation, reason) from error
+        raise translate(operation, failed, kind) from error
 
 
-def _why_all_is_gone(error: Exception, failed: DBAPIError) -> str:
-    """Nothing if it may be there: only the way to it is lost."""
-    if savepoint_gone(failed) and isinstance(error, StoreUnavailableError):
+def _rollback_reason(error: Exception, failed: DBAPIError) -> str:
+    """Return why the transaction was rolled back; empty if it may still exist, such as after a lost connection."""
+    if is_savepoint_missing(failed) and isinstance(error, StoreUnavailableError):
         return error.reason  # innodb_rollback_on_timeout
-    return gave_up(error) or gave_up(failed)
+    return abort_reason(error) or abort_reason(failed)

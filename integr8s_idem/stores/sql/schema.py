@@ -1,14 +1,13 @@
-"""The tables, for all databases.
+"""The tables of the store, for all databases.
 
-Times are the database's own, in microseconds since 1970, UTC: a number that every database has, that sorts, and that
-fences are made of.  Texts that come from elsewhere are ASCII with Python's escapes.  `status` is 1 processing,
-2 completed, 3 failed; `previous` is 0 none, 1 released, 2 lapsed; `lease_until` is null once released or settled;
-`lapsed` counts attempts whose lease ended without a word, `lapsed_alone` those of them that ran alone in their process,
-as `alone` says of the present one.  These three describe the attempt with the fence `history_fence` and are ignored in
-a row with another fence: workers of version 1 take a row over and leave them as they were.  `headers` is JSON, pairs of
-a name and Base64.
+Times come from the clock of the database, in microseconds since 1970, UTC: an integer that every database supports and
+sorts, and that fences are derived from.  External text is stored as ASCII with Python's escapes.  `status` is
+1 processing, 2 completed, 3 failed; `previous` is 0 none, 1 released, 2 lapsed; `lease_until` is null once released or
+settled; `lapsed` counts attempts whose lease expired, `lapsed_alone` those of them that ran alone in their process, as
+`alone` says of the current one.  These three columns are valid only if `history_fence` equals `fence`: workers of
+version 1 take a row over without updating them.  `headers` is JSON, pairs of a name and Base64.
 
-This is the schema of today.  Those of each version, as migrations make them, are in version_*.sql.
+This is the current schema.  The migrations that create each version are in version_*.sql.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
 VERSION: Final = 2
-"""Of the schema that this code reads and writes."""
+"""Version of the schema that this code reads and writes."""
 
 COMPATIBLE_VERSION: Final = 1
-"""The oldest version of the code that can work with this schema: the number in `idempotency_store`.
+"""The oldest version of the code that can work with this schema, stored in `idempotency_store`.
 
-Workers of that version go on while a database is migrated.
+Workers of that version continue while a database is migrated.
 """
 
 PROCESSING: Final = 1
@@ -50,14 +49,14 @@ COMPLETED: Final = 2
 FAILED: Final = 3
 
 BUCKETS: Final = 16
-"""Of the outbox: as many relays can share the work."""
+"""Number of buckets of the outbox, and so the maximum number of relays that can share the work."""
 
 metadata: Final = MetaData()
-"""All tables of the store; for Alembic to know them, beside your own."""
+"""All tables of the store, for Alembic's `target_metadata`."""
 
 
 class _Bytes(TypeDecorator[str]):
-    """Text as bytes: every collation that all versions of MySQL and MariaDB know ignores case, or spaces at the end."""
+    """Text stored as bytes: no collation common to all versions of MySQL and MariaDB compares all characters."""
 
     impl = VARBINARY
     cache_ok = True
@@ -69,37 +68,37 @@ class _Bytes(TypeDecorator[str]):
         return None if value is None else value.decode()
 
 
-def _of_mysql(type_: TypeEngine[Any], theirs: TypeEngine[Any]) -> TypeEngine[Any]:
-    return type_.with_variant(theirs, "mysql", "mariadb")
+def _for_mysql(type_: TypeEngine[Any], variant: TypeEngine[Any]) -> TypeEngine[Any]:
+    return type_.with_variant(variant, "mysql", "mariadb")
 
 
-_KEY: Final = _of_mysql(String(255).with_variant(String(255, collation="C"), "postgresql"), _Bytes(1020))
-"""Compared byte for byte, and read by prefix from the primary key's index."""
+_KEY: Final = _for_mysql(String(255).with_variant(String(255, collation="C"), "postgresql"), _Bytes(1020))
+"""Compared bytewise, so that the index of the primary key supports prefix scans."""
 
 _ID: Final = BigInteger().with_variant(Integer, "sqlite")
-"""Counted up by the database; SQLite does so for an INTEGER only, which has 64 bits there."""
+"""Auto-incremented; SQLite supports that only for INTEGER, which has 64 bits there."""
 
 
-class _AsItIs(LargeBinary):
-    """SQLite gives back whatever is there: where that are no bytes, one row is damaged, and not the batch."""
+class _UncheckedBinary(LargeBinary):
+    """Returns values of SQLite unconverted, so that a value of another type corrupts only its row, not the batch."""
 
     def result_processor(self, dialect: Dialect, coltype: object) -> None:
         return None
 
 
 def _bytes(length: int) -> TypeEngine[Any]:
-    """A few bytes, within the row."""
-    return _of_mysql(LargeBinary(length).with_variant(_AsItIs(length), "sqlite"), VARBINARY(length))
+    """Return the type of a short byte string, stored in the row."""
+    return _for_mysql(LargeBinary(length).with_variant(_UncheckedBinary(length), "sqlite"), VARBINARY(length))
 
 
-_BODY: Final = _of_mysql(LargeBinary().with_variant(_AsItIs(), "sqlite"), mysql.LONGBLOB())
-"""As many bytes as a result may have."""
+_BODY: Final = _for_mysql(LargeBinary().with_variant(_UncheckedBinary(), "sqlite"), mysql.LONGBLOB())
+"""A byte string of any length."""
 
-_STORY: Final = _of_mysql(Text(), mysql.MEDIUMTEXT())
-"""A text of any length; MySQL's own TEXT ends at 64 KiB."""
+_LONG_TEXT: Final = _for_mysql(Text(), mysql.MEDIUMTEXT())
+"""Text of any length; MySQL's TEXT is limited to 64 KiB."""
 
-_NAME: Final = _of_mysql(Text(), mysql.TEXT(charset="utf8mb4"))
-"""A text of a few words, in any script, whatever the database's own charset."""
+_NAME: Final = _for_mysql(Text(), mysql.TEXT(charset="utf8mb4"))
+"""A short text in any script, regardless of the default charset of the database."""
 
 _INNODB: Final[dict[str, Any]] = {"mysql_engine": "InnoDB", "mariadb_engine": "InnoDB"}
 
@@ -116,12 +115,12 @@ records: Final = Table(
     Column("settled_at", BigInteger),
     Column("previous", SmallInteger, nullable=False),
     Column("fingerprint", _bytes(16)),
-    Column("owner", _STORY, nullable=False),
+    Column("owner", _LONG_TEXT, nullable=False),
     Column("trace", _bytes(24)),
     Column("result", _BODY),
-    Column("content_type", _STORY),
+    Column("content_type", _LONG_TEXT),
     Column("result_dropped", Boolean, nullable=False),
-    Column("error", _STORY, nullable=False),
+    Column("error", _LONG_TEXT, nullable=False),
     Column("lapsed", Integer, nullable=False, server_default=text("0")),
     Column("lapsed_alone", Integer, nullable=False, server_default=text("0")),
     Column("alone", Boolean, nullable=False, server_default=false()),
@@ -129,14 +128,14 @@ records: Final = Table(
     Index("idempotency_records_expires_at", "expires_at"),
     **_INNODB,
 )
-"""One row a key.  A row whose `expires_at` has passed is as good as absent; purging takes it away."""
+"""One row per key.  A row whose `expires_at` has passed counts as absent; the purge deletes it."""
 
 outbox: Final = Table(
     "idempotency_outbox",
     metadata,
     Column("id", _ID, primary_key=True, autoincrement=True),
     Column("bucket", SmallInteger, nullable=False),
-    Column("event_id", _STORY, nullable=False),
+    Column("event_id", _LONG_TEXT, nullable=False),
     Column("event_type", _NAME, nullable=False),
     Column("topic", _NAME, nullable=False),
     Column("message_key", _BODY),
@@ -145,7 +144,7 @@ outbox: Final = Table(
     Index("idempotency_outbox_bucket", "bucket", "id"),
     **_INNODB,
 )
-"""Events that wait to be published; a row goes when the broker has confirmed it."""
+"""Events to publish; a row is deleted once the broker has acknowledged the event."""
 
 buckets: Final = Table(
     "idempotency_outbox_buckets",
@@ -155,7 +154,7 @@ buckets: Final = Table(
     Column("claimed_until", BigInteger, nullable=False),
     **_INNODB,
 )
-"""Who publishes what: the events of one key are in one bucket, which one relay at a time has claimed."""
+"""Which relay publishes which events: the events of one key are in one bucket, claimed by one relay at a time."""
 
 store: Final = Table(
     "idempotency_store",
@@ -166,4 +165,4 @@ store: Final = Table(
     Column("seen_at", BigInteger, nullable=False),
     **_INNODB,
 )
-"""One row: the version of the schema, what names these data, and when somebody last looked whether it takes writes."""
+"""One row: the version of the schema, the identity of the store, and the time of the last health check."""

@@ -1,4 +1,4 @@
-"""What a database lacks of the tables, columns and indexes of this code."""
+"""Compare a database with the tables, columns and indexes that this version needs."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from integr8s_idem.stores.sql.schema import metadata
 
 
 def missing_tables(connection: Connection) -> list[str]:
-    return [step.element.name for step in unmade(connection) if isinstance(step.element, Table)]
+    return [ddl.element.name for ddl in missing_ddl(connection) if isinstance(ddl.element, Table)]
 
 
 def missing_indexes(connection: Connection) -> list[str]:
-    """Of tables that are there: of one that is not, what belongs to it is no news."""
-    steps = [step.element for step in unmade(connection)]
-    absent = [one for one in steps if isinstance(one, Table)]
-    return [str(one.name) for one in steps if isinstance(one, Index) and one.table not in absent]
+    """Return missing indexes of tables that exist."""
+    elements = [ddl.element for ddl in missing_ddl(connection)]
+    absent = [element for element in elements if isinstance(element, Table)]
+    return [str(index.name) for index in elements if isinstance(index, Index) and index.table not in absent]
 
 
-def unmade(connection: Connection) -> Iterator[CreateTable | CreateIndex]:
-    """Statements that make what is not there."""
-    found = inspect(connection)
+def missing_ddl(connection: Connection) -> Iterator[CreateTable | CreateIndex]:
+    """Yield the statements that create missing tables and indexes."""
+    inspector = inspect(connection)
     for table in metadata.sorted_tables:
-        there = found.has_table(table.name)
-        if not there:
+        exists = inspector.has_table(table.name)
+        if not exists:
             yield CreateTable(table)
-        names = {one["name"] for one in found.get_indexes(table.name)} if there else set()
+        names = {index["name"] for index in inspector.get_indexes(table.name)} if exists else set()
         yield from (CreateIndex(index) for index in table.indexes if index.name not in names)
 
 
 def missing_columns(connection: Connection) -> list[str]:
-    """Columns, as `table.column`, that tables which are there lack: the database is of an earlier version."""
-    found = inspect(connection)
+    """Return columns that existing tables lack, as `table.column`: the schema is of an earlier version."""
+    inspector = inspect(connection)
     return [
         f"{table.name}.{column.name}"
         for table in metadata.sorted_tables
-        if found.has_table(table.name)
+        if inspector.has_table(table.name)
         for column in table.columns
-        if column.name not in {one["name"] for one in found.get_columns(table.name)}
+        if column.name not in {found["name"] for found in inspector.get_columns(table.name)}
     ]

@@ -1,4 +1,4 @@
-"""Engines for databases that are servers: PostgreSQL, and MySQL or MariaDB."""
+"""Create engines for database servers: PostgreSQL, and MySQL or MariaDB."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from integr8s_idem.stores.sql.idle_connections import look_at_idle
+from integr8s_idem.stores.sql.idle_connections import ping_idle_connections
 from integr8s_idem.stores.sql.tls import refuse_plain
 
-LONGEST_CONNECT: Final = 10.0
-"""Seconds until a server that lets us in without a word is given up."""
+CONNECT_TIMEOUT_SECONDS: Final = 10.0
+"""Limit for servers that accept a connection and then do not respond."""
 
 
-BEGINS: Final = "integr8s_idem_begins"
-"""Execution option of our own connections: whether there is a transaction, or each statement commits for itself."""
+BEGINS_TRANSACTION: Final = "integr8s_idem_begins"
+"""Execution option of the store's connections: whether to open a transaction or use autocommit."""
 
 
 def postgresql_engine(
@@ -30,12 +30,12 @@ def postgresql_engine(
     pool_timeout_seconds: float,
     tls: ssl.SSLContext | None,
 ) -> AsyncEngine:
-    said_first = {
-        # Whole milliseconds; 0 would be no limit.
+    server_settings = {
+        # In whole milliseconds; 0 would mean no limit.
         "lock_timeout": str(max(1, math.ceil(lock_timeout_seconds * 1000))),
-        # Of statements without a transaction, too.
+        # Also applies to statements outside a transaction.
         "default_transaction_isolation": "read committed",
-        # A plan made when the table was empty would read all of it for each row, until statistics come round.
+        # A plan cached while the table was empty would scan the whole table for each row until the next ANALYZE.
         "plan_cache_mode": "force_custom_plan",
     }
     engine = create_async_engine(
@@ -44,9 +44,9 @@ def postgresql_engine(
         max_overflow=0,
         pool_timeout=pool_timeout_seconds,
         isolation_level="READ COMMITTED",
-        connect_args={"server_settings": said_first, **_wrapped(tls)},
+        connect_args={"server_settings": server_settings, **_tls_arguments(tls)},
     )
-    look_at_idle(engine, lambda driver: driver.is_closed())
+    ping_idle_connections(engine, lambda driver: driver.is_closed())
     return engine
 
 
@@ -57,45 +57,46 @@ def mysql_engine(
     pool_timeout_seconds: float,
     tls: ssl.SSLContext | None,
 ) -> AsyncEngine:
-    """Its connections commit by themselves as long as nobody wants a transaction of them, and spare COMMITs so."""
+    """Create an engine whose connections use autocommit outside transactions, which saves the COMMITs."""
     engine = create_async_engine(
         url,
         pool_size=pool_size,
         max_overflow=0,
         pool_timeout=pool_timeout_seconds,
-        # At REPEATABLE READ, which is theirs by default, a key that is not there locks its neighbors.
+        # At REPEATABLE READ, the default, a lookup of a missing key also locks its neighbors.
         isolation_level="READ COMMITTED",
         connect_args={
             "charset": "utf8mb4",
-            "init_command": _said_first(lock_timeout_seconds),
-            "async_creator_fn": _connected,
-            **_wrapped(tls),
+            "init_command": _init_command(lock_timeout_seconds),
+            "async_creator_fn": _connect,
+            **_tls_arguments(tls),
         },
     )
 
     @event.listens_for(engine.sync_engine, "begin")
     def _begin(connection: Connection) -> None:
-        ours = connection.get_execution_options().get(BEGINS, None)
-        # A stranger may go on where the database has ended a transaction early: that must not commit by itself.
-        by_itself = ours is not None
+        begins = connection.get_execution_options().get(BEGINS_TRANSACTION, None)
+        # Application code may continue after the database ended its transaction early; those statements must not
+        # commit on their own.
+        autocommit = begins is not None
         driver: Any = connection.connection.driver_connection
-        if driver.get_autocommit() != by_itself:
-            connection.exec_driver_sql(f"SET autocommit = {int(by_itself)}")
-        if ours:
+        if driver.get_autocommit() != autocommit:
+            connection.exec_driver_sql(f"SET autocommit = {int(autocommit)}")
+        if begins:
             connection.exec_driver_sql("BEGIN")
 
     dialect: Any = engine.dialect
     dialect.do_commit, dialect.do_rollback = _if_open(dialect.do_commit), _if_open(dialect.do_rollback)
-    look_at_idle(engine, _has_ended)
+    ping_idle_connections(engine, _is_closed)
     return engine
 
 
-def _wrapped(tls: ssl.SSLContext | None) -> dict[str, Any]:
+def _tls_arguments(tls: ssl.SSLContext | None) -> dict[str, Any]:
     return {} if tls is None else {"ssl": tls}
 
 
 def _if_open(end: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Say COMMIT or ROLLBACK only where a transaction may be open."""
+    """Send COMMIT or ROLLBACK only if a transaction may be open."""
 
     def _end(connection: Any) -> None:
         driver = connection.driver_connection
@@ -105,11 +106,14 @@ def _if_open(end: Callable[[Any], None]) -> Callable[[Any], None]:
     return _end
 
 
-async def _connected(**options: Any) -> Any:
-    """aiomysql forgets its socket if we are cancelled half way: so it connects to the end, and is closed then."""
+async def _connect(**options: Any) -> Any:
+    """Connect, and close the connection if the caller was cancelled meanwhile.
+
+    aiomysql leaks its socket when it is cancelled while connecting, so the attempt always runs to its end.
+    """
     import aiomysql
 
-    connecting = asyncio.ensure_future(asyncio.wait_for(aiomysql.connect(**options), LONGEST_CONNECT))
+    connecting = asyncio.ensure_future(asyncio.wait_for(aiomysql.connect(**options), CONNECT_TIMEOUT_SECONDS))
     try:
         connection = await asyncio.shield(connecting)
     except asyncio.CancelledError:
@@ -125,13 +129,13 @@ def _close(connecting: asyncio.Future[Any]) -> None:
         connecting.result().close()
 
 
-def _has_ended(driver: Any) -> bool:
-    # As its own pool looks: it has no other name for this.
+def _is_closed(driver: Any) -> bool:
+    # As aiomysql's own pool does; there is no public API.
     return bool(driver.closed or driver._reader.eof_received or driver._reader.exception())  # noqa: SLF001
 
 
-def _said_first(lock_timeout_seconds: float) -> str:
-    # Whole seconds; 0 would not wait at all in MariaDB, and is none in MySQL.
+def _init_command(lock_timeout_seconds: float) -> str:
+    # In whole seconds; 0 means no wait in MariaDB and is invalid in MySQL.
     wait = max(1, math.ceil(lock_timeout_seconds))
-    # Elsewhere a text that is too long is cut with a warning that nobody sees.
+    # Other modes truncate long strings with just a warning.
     return f"SET SESSION innodb_lock_wait_timeout = {wait}, SESSION sql_mode = 'TRADITIONAL'"

@@ -1,4 +1,4 @@
-"""SQLite's engine: files that several processes write to, and writers that take turns."""
+"""Create engines for SQLite files that several processes write to, with a fair queue of writers in each process."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from integr8s_idem._util.context_vars import SIMULATED_PROCESS
 from integr8s_idem.errors import ApplicationError, StoreConfigurationError
 
-READS_ONLY: Final = "integr8s_idem_reads_only"
-"""Execution option of a transaction that will not write: it waits for no writer."""
+READ_ONLY: Final = "integr8s_idem_reads_only"
+"""Execution option of a read-only transaction, which does not wait for writers."""
 
 _WAL_TRIES: Final = 100
 
 _TURN: Final = "integr8s_idem_turn"
-"""Where a connection keeps the lock that it holds."""
+"""Key of the lock that a connection holds, in its `info`."""
 
 _Turns: TypeAlias = WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[tuple[str, object], "_Turn"]]
 
 _turns: _Turns = WeakKeyDictionary()
-"""One for each SQLite file and process.  SQLite's own waiting is unfair: a writer of this process would starve among
-its siblings, and time out although each of them takes a moment only."""
+"""The queue of writers for each SQLite file and process.
+
+SQLite's own busy handler is unfair: writers of one process could starve each other and time out, although each of them
+holds the lock only briefly.
+"""
 
 _handlers: _Turns = WeakKeyDictionary()
-"""Another one for each file, among the handlers whose transactions hold their outcomes."""
-
+"""The queue of transactional handlers for each SQLite file and process."""
 
 _lock_timeouts: WeakKeyDictionary[Engine, float] = WeakKeyDictionary()
-"""Of the engines of ours, whose connections leave transactions to us."""
+"""Lock timeouts of the engines that `sqlite_engine` created, on which the driver does not begin transactions itself."""
 
 
 def sqlite_engine(
     url: str | URL, pool_size: int, lock_timeout_seconds: float, *, as_it_is: bool = False
 ) -> AsyncEngine:
-    """`as_it_is`: a file that has no write-ahead log gets none."""
+    """Create an engine; `as_it_is` does not switch the file to the write-ahead log."""
     _refuse_memory(make_url(url))
     arguments = {"timeout": lock_timeout_seconds, "factory": _Connection}
     engine = create_async_engine(url, pool_size=pool_size, connect_args=arguments)
@@ -58,7 +60,7 @@ def sqlite_engine(
 
     @event.listens_for(engine.sync_engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
-        # The driver begins transactions late and behind our back; with None it leaves them to us.
+        # With None, the driver does not begin transactions on its own.
         connection.isolation_level = None
         cursor = connection.cursor()
         if not as_it_is:
@@ -69,7 +71,7 @@ def sqlite_engine(
 
     @event.listens_for(engine.sync_engine, "begin")
     def _begin(connection: Connection) -> None:
-        if connection.get_execution_options().get(READS_ONLY, False):
+        if connection.get_execution_options().get(READ_ONLY, False):
             connection.exec_driver_sql("BEGIN")
             return
         driver: Any = connection.connection.dbapi_connection
@@ -84,7 +86,7 @@ def sqlite_engine(
             raise
 
     for ending in ("commit", "rollback"):
-        # Just before it ends: SQLite itself holds the next one back for that moment.
+        # Just before the end of the transaction: SQLite itself makes the next writer wait for that moment.
         event.listen(engine.sync_engine, ending, _end_turn_of)
     event.listen(engine.sync_engine, "checkin", lambda _, record: _end_turn(record.info))
     event.listen(engine.sync_engine, "invalidate", lambda _, record, error: _end_turn(record.info))
@@ -92,25 +94,25 @@ def sqlite_engine(
 
 
 def _make_private(url: URL) -> None:
-    """A file that is not there is made for this user alone; SQLite gives the files beside it the same rights."""
+    """Create a missing file with access for this user only; SQLite creates its journals with the same permissions."""
     assert url.database is not None
-    # Whatever hinders it, SQLite is told as well, and reports it.
+    # If this fails, SQLite fails as well and reports the error.
     with suppress(OSError):
         os.close(os.open(url.database, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
-def commits_alone(engine: Engine) -> bool:
-    """Whether a statement without a BEGIN commits for itself on connections of `engine`."""
+def autocommits(engine: Engine) -> bool:
+    """Whether a statement outside a transaction commits on its own on connections of `engine`."""
     return engine in _lock_timeouts
 
 
 @asynccontextmanager
-async def among_writers(engine: AsyncEngine) -> AsyncIterator[None]:
-    """Take turns with whoever else of this process writes, for a statement that commits for itself.
+async def writer_turn(engine: AsyncEngine) -> AsyncIterator[None]:
+    """Wait for other writers of this process, before a statement that commits on its own.
 
     Raises:
-        ApplicationError: It is the turn of the very code that asks.
-        OperationalError: The wait was too long.
+        ApplicationError: The calling task already is in a transaction of this file.
+        OperationalError: The lock timeout expired.
     """
     turn = _turn(_turns, _file_of(engine.url))
     await turn.begin(_lock_timeouts[engine.sync_engine])
@@ -121,11 +123,11 @@ async def among_writers(engine: AsyncEngine) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def among_handlers(engine: AsyncEngine) -> AsyncIterator[None]:
-    """Take turns with the handlers of this process whose transactions hold their outcomes, if they write to SQLite.
+async def handler_turn(engine: AsyncEngine) -> AsyncIterator[None]:
+    """Wait for other transactional handlers of this process, if the database is SQLite.
 
-    One of them at a time: the others could write nothing, and would wait while their leases run.  What else is in
-    no hurry waits in the same line: with handlers that follow each other closely it would never find a gap.
+    Only one of them can write at a time; the others would wait while their leases run.  Background work, such as the
+    purge, joins the same queue, because it would never find a gap between handlers that follow each other closely.
     """
     if engine.dialect.name != "sqlite":
         yield
@@ -139,35 +141,35 @@ async def among_handlers(engine: AsyncEngine) -> AsyncIterator[None]:
 
 
 class _Turn:
-    """Who of this process may write."""
+    """A fair lock for the writers of one process."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._whose: asyncio.Task[Any] | None = None
+        self._owner: asyncio.Task[Any] | None = None
 
-    async def begin(self, longest: float | None) -> None:
-        """Wait for it, for `longest` seconds.
+    async def begin(self, timeout: float | None) -> None:
+        """Acquire the lock within `timeout` seconds.
 
         Raises:
-            ApplicationError: It is the turn of the very code that asks.
-            OperationalError: The wait was too long: told as that for another process is.
+            ApplicationError: The current task already holds it.
+            OperationalError: The timeout expired; the error is the same as for a lock of another process.
         """
-        if self._lock.locked() and self._whose is asyncio.current_task():
+        if self._lock.locked() and self._owner is asyncio.current_task():
             raise ApplicationError(
-                "this code is in a transaction of the SQLite file already, and would wait for itself: end that one "
-                "first, or write by the same session"
+                "this code already is in a transaction of the SQLite file, and would wait for itself: end that one "
+                "first, or write with the same session"
             )
         try:
-            async with asyncio.timeout(longest):
+            async with asyncio.timeout(timeout):
                 await self._lock.acquire()
         except TimeoutError:
             busy = sqlite3.OperationalError("database is locked by another transaction of this process")
             busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
             raise OperationalError("BEGIN IMMEDIATE", {}, busy) from None
-        self._whose = asyncio.current_task()
+        self._owner = asyncio.current_task()
 
     def end(self) -> None:
-        self._whose = None
+        self._owner = None
         self._lock.release()
 
 
@@ -183,12 +185,12 @@ def _refuse_memory(url: URL) -> None:
     if url.database in {None, "", ":memory:"} or "mode=memory" in str(url):
         raise StoreConfigurationError(
             "start",
-            "each connection has a SQLite memory of its own: give a file, or use MemoryIdempotencyRepository",
+            "each connection would have its own in-memory SQLite database: use a file, or MemoryIdempotencyRepository",
         )
 
 
 def _switch_to_wal(connection: Any, cursor: Any) -> None:
-    # The mode stays in the file.  Of two processes that switch at once, one is refused without waiting.
+    # The mode is stored in the file.  If two processes switch at the same time, one of them fails without waiting.
     for attempt in range(1, _WAL_TRIES + 1):
         try:
             cursor.execute("PRAGMA journal_mode = WAL")
@@ -201,29 +203,29 @@ def _switch_to_wal(connection: Any, cursor: Any) -> None:
 
 
 def _end_turn_of(connection: Connection) -> None:
-    # One that was cut short has lost its driver's connection, and its turn with that.  To ask it for either would
-    # raise, in place of what has cut it short.
+    # An invalidated connection has already ended its turn, and accessing its `info` would raise, hiding the original
+    # error.
     if not connection.invalidated:
         _end_turn(connection.info)
 
 
 def _end_turn(info: MutableMapping[Any, Any]) -> None:
-    """Let the next writer of this process begin, if it was the turn of the connection that this belongs to."""
+    """Release the lock of the connection with this `info`, if it holds one."""
     turn = info.pop(_TURN, None)
     if turn is not None:
         turn.end()
 
 
 class _Connection(sqlite3.Connection):
-    """Holds no lock once it is closed."""
+    """A connection that holds no lock once it is closed."""
 
     _open = True
 
     def close(self) -> None:
-        # SQLite keeps a transaction for as long as one of its statements is under way, and so is one that was cut
-        # short, until the garbage collector comes by: whoever keeps the exception keeps the file locked.
+        # SQLite keeps a transaction open until all its statements are finished.  An interrupted statement is finished
+        # only when it is garbage-collected, so a reference to its exception would keep the file locked.
         try:
-            if self._open:  # a second close is nobody's mistake
+            if self._open:  # closing twice is allowed
                 self._open = False
                 self.rollback()
         finally:

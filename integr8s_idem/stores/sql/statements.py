@@ -1,4 +1,4 @@
-"""What is asked of the database: each verb is one statement for a whole batch, atomic per row."""
+"""SQL statements of the store: one statement for each operation on a batch, atomic for each row."""
 
 from __future__ import annotations
 
@@ -38,47 +38,47 @@ from integr8s_idem.stores.sql.schema import PROCESSING, records
 _row = records.c
 
 
-def reserving(dialect: Dialect) -> Any:
-    """Reserve what is free; whatever is not comes back as it is.
+def reserve_rows(dialect: Dialect) -> Any:
+    """Build an upsert that reserves available rows and returns all rows, including unavailable ones.
 
-    Executed with one set of parameters a row, or with their arrays; rows in the order of their keys.  A row that is
-    there is always written, with its own values where nothing changes: only so does the one statement answer with
-    what decided, however many others ask at that moment.
+    Execute it with one set of parameters per row, or with arrays of parameters; sort rows by key.  It writes every
+    existing row, with the old values if nothing changes: only then does the statement return the row that decided the
+    verdict, even with concurrent requests.
     """
-    if not dialect.arrays:
-        return _answering(dialect, dialect.upsert(_of_one(dialect), _row.key, _taken_over))
-    wishes = array_parameters.told(_WISH)
+    if not dialect.supports_arrays:
+        return _returning_rows(dialect, dialect.upsert(_insert_of_one_row(dialect), _row.key, _changes))
+    parameters = array_parameters.parameter_table(_RESERVATION_TYPES)
     values = {
         name: value if isinstance(value, ColumnElement) else literal(value, _row[name].type)
-        for name, value in _reservation(wishes.c.__getitem__, dialect.now).items()
+        for name, value in _reservation(parameters.c.__getitem__, dialect.now).items()
     }
-    chosen = select(*values.values()).order_by(wishes.c.key.collate("C"))
-    insert = dialect.insert(records).from_select(list(values), chosen)
-    return _answering(dialect, dialect.upsert(insert, _row.key, _taken_over))
+    rows = select(*values.values()).order_by(parameters.c.key.collate("C"))
+    insert = dialect.insert(records).from_select(list(values), rows)
+    return _returning_rows(dialect, dialect.upsert(insert, _row.key, _changes))
 
 
-def reserving_new(dialect: Dialect) -> Any:
-    """Reserve the key of one set of parameters if it is not there; a row that is there comes back as it is.
+def reserve_new_row(dialect: Dialect) -> Any:
+    """Build an upsert that reserves one new key, or returns the existing row unchanged.
 
-    It is written even so, as by `reserving`, and for the same reason.  PostgreSQL takes a fifth of the time for this:
-    there all that `reserving` does to a row that is there has to be planned and set up, for one that is not as well.
+    It also writes existing rows, for the same reason as `reserve_rows`.  In PostgreSQL it takes a fifth of the time of
+    `reserve_rows`, whose changes to existing rows are planned and initialized even for new ones.
     """
-    upsert = dialect.upsert(_of_one(dialect), _row.key, lambda _: {"previous": _row.previous})
-    return _answering(dialect, upsert)
+    upsert = dialect.upsert(_insert_of_one_row(dialect), _row.key, lambda _: {"previous": _row.previous})
+    return _returning_rows(dialect, upsert)
 
 
-def _of_one(dialect: Dialect) -> Any:
-    wished = {name: bindparam(name, type_=type_) for name, type_ in _WISH.items()}
-    return dialect.insert(records).values(_reservation(wished.__getitem__, dialect.now))
+def _insert_of_one_row(dialect: Dialect) -> Any:
+    parameters = {name: bindparam(name, type_=type_) for name, type_ in _RESERVATION_TYPES.items()}
+    return dialect.insert(records).values(_reservation(parameters.__getitem__, dialect.now))
 
 
-def _answering(dialect: Dialect, statement: Any) -> Any:
-    # Where the clock is this machine's, we know what it said.
-    asked_at = () if dialect.times() else (dialect.now.label("asked_at"),)
-    return statement.returning(*_row, *asked_at) if dialect.returns else statement
+def _returning_rows(dialect: Dialect, statement: Any) -> Any:
+    # The caller knows the time if the clock is that of this machine.
+    read_at = () if dialect.time_parameters() else (dialect.now.label("read_at"),)
+    return statement.returning(*_row, *read_at) if dialect.supports_returning else statement
 
 
-_WISH: Final[dict[str, TypeEngine[Any]]] = {
+_RESERVATION_TYPES: Final[dict[str, TypeEngine[Any]]] = {
     "key": _row.key.type,
     "token": _row.token.type,
     "lease": BigInteger(),
@@ -90,158 +90,162 @@ _WISH: Final[dict[str, TypeEngine[Any]]] = {
 }
 
 
-def _reservation(wish: Callable[[str], ColumnElement[Any]], now: ColumnElement[int]) -> dict[str, Any]:
-    """The row of a key that is not there."""
+def _reservation(parameter: Callable[[str], ColumnElement[Any]], now: ColumnElement[int]) -> dict[str, Any]:
+    """Return the row for a new key."""
     return {
-        "key": wish("key"),
+        "key": parameter("key"),
         "status": PROCESSING,
         "attempt": 1,
         "fence": now,
-        "token": wish("token"),
-        "lease_until": now + wish("lease"),
-        "expires_at": now + wish("retention"),
+        "token": parameter("token"),
+        "lease_until": now + parameter("lease"),
+        "expires_at": now + parameter("retention"),
         "previous": 0,
-        "fingerprint": wish("fingerprint"),
-        "owner": wish("owner"),
-        "trace": wish("trace"),
+        "fingerprint": parameter("fingerprint"),
+        "owner": parameter("owner"),
+        "trace": parameter("trace"),
         "result_dropped": False,
         "error": "",
         "lapsed": 0,
         "lapsed_alone": 0,
-        "alone": wish("alone"),
+        "alone": parameter("alone"),
         "history_fence": now,
     }
 
 
-def reserved(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
-    """What `reserving` has left behind, where it cannot say so: asked in its transaction, which holds the rows."""
-    return _newest(dialect, select(*_row, dialect.now.label("asked_at")).where(_row.key.in_(keys)))
+def select_reserved(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
+    """Select the rows after `reserve_rows` without RETURNING, in its transaction, which still locks them."""
+    return _latest(dialect, select(*_row, dialect.now.label("read_at")).where(_row.key.in_(keys)))
 
 
-def _newest(dialect: Dialect, asked: Select[Any]) -> Select[Any]:
-    """`asked` of the rows as they are: at REPEATABLE READ a plain SELECT is answered from before others wrote them."""
-    return asked.with_hint(records, dialect.by_key).with_for_update() if dialect.by_key else asked
+def _latest(dialect: Dialect, query: Select[Any]) -> Select[Any]:
+    """Make `query` read the latest version of rows; at REPEATABLE READ a plain SELECT reads an older snapshot."""
+    return query.with_hint(records, dialect.primary_key_hint).with_for_update() if dialect.primary_key_hint else query
 
 
-def _taken_over(new: Any) -> Changes:
-    """What becomes of a row that is there: taken anew, taken over, found again by its owner, or left alone.
+def _changes(new: Any) -> Changes:
+    """Return the changes to an existing row: reserved anew, taken over, returned to its owner, or unchanged.
 
-    What time it is stands in the row that is not there: its fence is made of it.
+    The current time is the fence of the new row.
 
-    MySQL writes these one after the other, and each sees what those before it wrote.  So the history is written before
-    the fence that it is compared with.  The five columns that decide come last, in an order in which nothing written so
-    far changes whether the row is taken: a row that is taken has the status, the payload and then the token that make
-    it `ours` whatever its lease, and its expiry, which makes it `gone`, is written when nobody asks any more.
+    MySQL assigns these columns one after the other, and each assignment sees the values written by earlier ones.  So
+    the history comes before the fence that it is compared with.  The five columns that the conditions depend on come
+    last, in an order that never changes whether the row is taken: once `status`, `fingerprint` and `token` are
+    assigned, a taken row is `own` whatever its lease, and `expires_at`, which makes a row `expired`, is assigned last.
     """
     now = new.fence
-    gone = _row.expires_at <= now
+    expired = _row.expires_at <= now
     same_payload = or_(_row.fingerprint.is_(None), new.fingerprint.is_(None), _row.fingerprint == new.fingerprint)
     open_ = and_(_row.status == PROCESSING, same_payload)
     released = _row.lease_until.is_(None)
-    # Our own reservation: the answer to an earlier call was lost.
-    ours = and_(open_, _row.lease_until.is_not(None), _row.token == new.token)
+    # A reservation with the same token: the response to an earlier call was lost.
+    own = and_(open_, _row.lease_until.is_not(None), _row.token == new.token)
     free = and_(open_, or_(released, _row.lease_until <= now))
 
     def where(*cases: tuple[ColumnElement[bool], Any], column: ColumnElement[Any]) -> ColumnElement[Any]:
-        """The first that holds; in no case the row keeps what it has."""
+        """Use the value of the first matching case, or keep the value of the row."""
         return case(*cases, else_=column)
 
-    def mine(name: str) -> ColumnElement[Any]:
-        """Of the new owner, who may be the old one."""
-        return where((gone, new[name]), (ours, _row[name]), (free, new[name]), column=_row[name])
+    def owner_value(name: str) -> ColumnElement[Any]:
+        """Use the value of the new owner; keep the value if the owner is the same."""
+        return where((expired, new[name]), (own, _row[name]), (free, new[name]), column=_row[name])
 
     def counted(name: str, more: Any) -> ColumnElement[Any]:
-        """A number of attempts that lapsed: the last one is the next of them if nobody has released it."""
+        """Count lapsed attempts: the last attempt has lapsed unless it was released."""
         column = _row[name]
         known = case((described, column), else_=0)
-        return where((gone, 0), (ours, known), (and_(free, not_(released)), known + more), (free, known), column=column)
+        return where(
+            (expired, 0), (own, known), (and_(free, not_(released)), known + more), (free, known), column=column
+        )
 
-    # A worker of version 1 gives a row a new fence, and leaves the history of an earlier attempt in it.
+    # A worker of version 1 assigns a new fence, but leaves the history of an earlier attempt in the row.
     described = _row.history_fence == _row.fence
     next_fence = case((_row.fence >= new.fence, _row.fence + 1), else_=new.fence)
 
     def fenced(name: str) -> ColumnElement[Any]:
-        """The fence of the row once it is written."""
-        return where((gone, next_fence), (ours, _row.fence), (free, next_fence), column=_row[name])
+        """Return the fence of the row after the write."""
+        return where((expired, next_fence), (own, _row.fence), (free, next_fence), column=_row[name])
 
-    taken = or_(gone, ours, free)
+    taken = or_(expired, own, free)
     return {
         "lapsed_alone": counted("lapsed_alone", case((and_(described, _row.alone), 1), else_=0)),
         "lapsed": counted("lapsed", 1),
         "alone": where((taken, new["alone"]), column=_row.alone),
         "history_fence": fenced("history_fence"),
-        "attempt": where((gone, 1), (ours, _row.attempt), (free, _row.attempt + 1), column=_row.attempt),
+        "attempt": where((expired, 1), (own, _row.attempt), (free, _row.attempt + 1), column=_row.attempt),
         "fence": fenced("fence"),
-        "previous": where((gone, 0), (ours, _row.previous), (and_(free, released), 1), (free, 2), column=_row.previous),
-        "owner": mine("owner"),
-        "trace": mine("trace"),
-        **{name: where((gone, null()), column=_row[name]) for name in ("settled_at", "result", "content_type")},
-        "result_dropped": where((gone, False), column=_row.result_dropped),
-        "error": where((gone, ""), column=_row.error),
-        "status": where((gone, PROCESSING), column=_row.status),
-        "fingerprint": mine("fingerprint"),
+        "previous": where(
+            (expired, 0), (own, _row.previous), (and_(free, released), 1), (free, 2), column=_row.previous
+        ),
+        "owner": owner_value("owner"),
+        "trace": owner_value("trace"),
+        **{name: where((expired, null()), column=_row[name]) for name in ("settled_at", "result", "content_type")},
+        "result_dropped": where((expired, False), column=_row.result_dropped),
+        "error": where((expired, ""), column=_row.error),
+        "status": where((expired, PROCESSING), column=_row.status),
+        "fingerprint": owner_value("fingerprint"),
         **{name: where((taken, new[name]), column=_row[name]) for name in ("token", "lease_until", "expires_at")},
     }
 
 
-def renewing(dialect: Dialect, reservations: Sequence[Reserved], lease: int) -> list[Executable]:
-    """Let leases end `lease` microseconds from now."""
+def renew_leases(dialect: Dialect, reservations: Sequence[Reserved], lease: int) -> list[Executable]:
+    """Extend leases to `lease` microseconds from now."""
     until = dialect.now + literal(lease, BigInteger)
-    # The record outlives its lease, so that the attempt still counts.
-    keeps = case((_row.expires_at < until, dialect.now + literal(2 * lease, BigInteger)), else_=_row.expires_at)
-    changes = {"lease_until": until, "expires_at": keeps}
+    # The record must outlive its lease, so that its attempt is counted.
+    expires_at = case((_row.expires_at < until, dialect.now + literal(2 * lease, BigInteger)), else_=_row.expires_at)
+    changes = {"lease_until": until, "expires_at": expires_at}
     return _held(dialect, reservations, _row.lease_until.is_not(None), changes)
 
 
-def releasing(dialect: Dialect, reservations: Sequence[Reserved]) -> list[Executable]:
-    """Let leases end now."""
+def release_leases(dialect: Dialect, reservations: Sequence[Reserved]) -> list[Executable]:
+    """End leases now."""
     return _held(dialect, reservations, true(), {"lease_until": null()})
 
 
 def _held(
     dialect: Dialect, reservations: Sequence[Reserved], also: ColumnElement[bool], changes: dict[str, Any]
 ) -> list[Executable]:
-    """A change of the rows that `reservations` still own; the last statement answers with their marks."""
-    marks = [(one.key, one.fence, one.token) for one in reservations]
+    """Change the rows that `reservations` still own; the last statement returns their keys and fences."""
+    tokens = [(one.key, one.fence, one.token) for one in reservations]
     owned = and_(
-        marked(dialect, marks, _row.key, _row.fence, _row.token),
+        matches_any(dialect, tokens, _row.key, _row.fence, _row.token),
         _row.status == PROCESSING,
         _row.expires_at > dialect.now,
         also,
     )
     change = update(records).where(_in_order(dialect, owned)).values(changes)
-    if dialect.returns:
+    if dialect.supports_returning:
         return [change.returning(_row.key, _row.fence)]
-    change = change.with_hint(dialect.by_key)
-    # What was ours is ours behind the change, too, and its rows are locked.
-    return [change, _newest(dialect, select(_row.key, _row.fence).where(owned))]
+    change = change.with_hint(dialect.primary_key_hint)
+    # The change does not alter ownership, and its rows are still locked.
+    return [change, _latest(dialect, select(_row.key, _row.fence).where(owned))]
 
 
 def _in_order(dialect: Dialect, rows: ColumnElement[bool]) -> ColumnElement[bool]:
-    """`rows`, locked in the order of their keys.
+    """Lock `rows` in key order.
 
-    Else PostgreSQL locks them as it comes by them, and batches that share some wait for each other in a circle.
+    Otherwise PostgreSQL locks them in the order of its scan, and batches with common rows deadlock.
     """
-    if not dialect.arrays:
+    if not dialect.supports_arrays:
         return rows
-    return array_parameters.chosen(_row.key, select(_row.key).where(rows).order_by(_row.key).with_for_update())
+    return array_parameters.in_query_result(_row.key, select(_row.key).where(rows).order_by(_row.key).with_for_update())
 
 
-def among(dialect: Dialect, keys: Sequence[str]) -> ColumnElement[bool]:
-    """The rows of `keys`."""
-    return array_parameters.among(_row.key, keys) if dialect.arrays else _row.key.in_(keys)
+def has_key(dialect: Dialect, keys: Sequence[str]) -> ColumnElement[bool]:
+    """Match the rows of `keys`."""
+    return array_parameters.equals_any(_row.key, keys) if dialect.supports_arrays else _row.key.in_(keys)
 
 
-def marked(dialect: Dialect, marks: Sequence[tuple[Any, ...]], *columns: Column[Any]) -> ColumnElement[bool]:
-    """The rows that have one of `marks` in these columns, the first of which is the key."""
-    if dialect.arrays:
-        mark = array_parameters.rows_of({column.name: column.type for column in columns}, marks)
-        return tuple_(*columns).in_(select(*mark.c))
-    found = tuple_(*columns).in_(marks)
-    return found if dialect.finds_tuples else and_(_row.key.in_([key for key, *_ in marks]), found)
+def matches_any(dialect: Dialect, values: Sequence[tuple[Any, ...]], *columns: Column[Any]) -> ColumnElement[bool]:
+    """Match rows whose columns equal one of `values`; the first column is the key."""
+    if dialect.supports_arrays:
+        table = array_parameters.value_table({column.name: column.type for column in columns}, values)
+        return tuple_(*columns).in_(select(*table.c))
+    equal = tuple_(*columns).in_(values)
+    return equal if dialect.indexes_tuples else and_(_row.key.in_([key for key, *_ in values]), equal)
 
 
-OUTCOME: Final[dict[str, TypeEngine[Any]]] = {
+OUTCOME_TYPES: Final[dict[str, TypeEngine[Any]]] = {
     "of_key": _row.key.type,
     "of_fence": BigInteger(),
     "of_token": _row.token.type,
@@ -253,101 +257,103 @@ OUTCOME: Final[dict[str, TypeEngine[Any]]] = {
 }
 
 
-def settling(dialect: Dialect, status: int) -> Update:
-    """Remember outcomes where the reservation is still ours.
+def settle_rows(dialect: Dialect, status: int) -> Update:
+    """Write outcomes of reservations that are still held.
 
-    Executed with one set of parameters a row, or with their arrays.
+    Execute it with one set of parameters per row, or with arrays of parameters.
     """
-    if not dialect.arrays:
-        return settling_one(dialect, status)
-    of, again = (dict(array_parameters.told(OUTCOME).c) for _ in range(2))
-    locked = _in_order(dialect, _ours(dialect, again))
-    return update(records).where(locked, _row.key == of["of_key"]).values(_outcome(dialect, status, of))
+    if not dialect.supports_arrays:
+        return settle_one_row(dialect, status)
+    new, lookup = (dict(array_parameters.parameter_table(OUTCOME_TYPES).c) for _ in range(2))
+    locked = _in_order(dialect, _owned_row(dialect, lookup))
+    return update(records).where(locked, _row.key == new["of_key"]).values(_outcome(dialect, status, new))
 
 
-def settling_one(dialect: Dialect, status: int) -> Update:
-    """As `settling`, executed with one set of parameters."""
-    told = {name: bindparam(name, type_=type_) for name, type_ in OUTCOME.items()}
-    return update(records).where(_ours(dialect, told)).values(_outcome(dialect, status, told))
+def settle_one_row(dialect: Dialect, status: int) -> Update:
+    """Write one outcome.  Execute it with one set of parameters."""
+    new = {name: bindparam(name, type_=type_) for name, type_ in OUTCOME_TYPES.items()}
+    return update(records).where(_owned_row(dialect, new)).values(_outcome(dialect, status, new))
 
 
-def _ours(dialect: Dialect, of: Mapping[str, ColumnElement[Any]]) -> ColumnElement[bool]:
+def _owned_row(dialect: Dialect, new: Mapping[str, ColumnElement[Any]]) -> ColumnElement[bool]:
     return and_(
-        _row.key == of["of_key"],
-        _row.fence == of["of_fence"],
-        _row.token == of["of_token"],
+        _row.key == new["of_key"],
+        _row.fence == new["of_fence"],
+        _row.token == new["of_token"],
         _row.status == PROCESSING,
         _row.expires_at > dialect.now,
     )
 
 
-def _outcome(dialect: Dialect, status: int, of: Mapping[str, ColumnElement[Any]]) -> dict[str, Any]:
+def _outcome(dialect: Dialect, status: int, new: Mapping[str, ColumnElement[Any]]) -> dict[str, Any]:
     return {
         "status": status,
         "settled_at": dialect.now,
-        "expires_at": dialect.now + of["ttl"],
+        "expires_at": dialect.now + new["ttl"],
         "lease_until": null(),
         "owner": "",
-        "result": of["of_result"],
-        "content_type": of["of_content_type"],
-        "result_dropped": of["of_result_dropped"],
-        "error": of["of_error"],
+        "result": new["of_result"],
+        "content_type": new["of_content_type"],
+        "result_dropped": new["of_result_dropped"],
+        "error": new["of_error"],
     }
 
 
-def settled_so(dialect: Dialect, status: int, reservations: Sequence[Reserved]) -> Select[Any]:
-    """Those of `reservations` that have this outcome, now or since an earlier call: the fence names them."""
-    marks = [(one.key, one.fence) for one in reservations]
+def select_settled(dialect: Dialect, status: int, reservations: Sequence[Reserved]) -> Select[Any]:
+    """Select the `reservations` that have this outcome, from this call or an earlier one, by their fence."""
+    fences = [(one.key, one.fence) for one in reservations]
     found = select(_row.key, _row.fence).where(
-        marked(dialect, marks, _row.key, _row.fence), _row.status == status, _row.expires_at > dialect.now
+        matches_any(dialect, fences, _row.key, _row.fence), _row.status == status, _row.expires_at > dialect.now
     )
-    return _newest(dialect, found)
+    return _latest(dialect, found)
 
 
-def reading(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
-    return select(records, seen_at(dialect)).where(among(dialect, keys), _row.expires_at > dialect.now)
+def select_records(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
+    return select(records, seen_at(dialect)).where(has_key(dialect, keys), _row.expires_at > dialect.now)
 
 
 def seen_at(dialect: Dialect) -> ColumnElement[int]:
-    """When the rows beside it were read."""
-    return dialect.now.label("asked_at")
+    """Select the time at which the rows were read."""
+    return dialect.now.label("read_at")
 
 
-def deleting(dialect: Dialect, keys: Sequence[str]) -> Executable:
-    """Take away rows that are there; those that have expired are as good as absent, and left to be purged."""
-    there = _row.expires_at > dialect.now
-    if dialect.by_key:
-        return _deleting_by_key(dialect, keys, there)
-    return delete(records).where(_in_order(dialect, and_(among(dialect, keys), there)))
+def delete_records(dialect: Dialect, keys: Sequence[str]) -> Executable:
+    """Delete rows that have not expired; expired rows count as absent, and are left to the purge."""
+    unexpired = _row.expires_at > dialect.now
+    if dialect.primary_key_hint:
+        return _delete_by_key(dialect, keys, unexpired)
+    return delete(records).where(_in_order(dialect, and_(has_key(dialect, keys), unexpired)))
 
 
-def _deleting_by_key(dialect: Dialect, keys: Sequence[str], also: ColumnElement[bool]) -> Executable:
-    # SQLAlchemy has no hints here, nor has MySQL in the DELETE of one table.
+def _delete_by_key(dialect: Dialect, keys: Sequence[str], also: ColumnElement[bool]) -> Executable:
+    # SQLAlchemy does not support hints in DELETE, and MySQL only in a DELETE with several tables.
     named = bindparam("keys", keys, expanding=True, type_=_row.key.type)
     name = records.name
-    return text(f"DELETE {name} FROM {name} {dialect.by_key} WHERE `key` IN :keys AND {also}").bindparams(named)
+    return text(f"DELETE {name} FROM {name} {dialect.primary_key_hint} WHERE `key` IN :keys AND {also}").bindparams(
+        named
+    )
 
 
 def prefixed(prefix: str) -> ColumnElement[bool]:
-    """Keys that start with `prefix`, letter for letter, as LIKE does not everywhere; found by their index.
+    """Match keys that start with `prefix`, using the index; LIKE ignores case in some databases.
 
-    They are printable ASCII, and compared byte by byte: none comes between `prefix` and this end.
+    Keys are printable ASCII and compared bytewise, so all keys with this prefix are in this range.
     """
     return and_(_row.key >= prefix, _row.key < prefix + "\x7f")
 
 
-def page(dialect: Dialect, prefix: str, after: str, most: int) -> Select[Any]:
-    """The next rows in the order of their keys."""
+def select_page(dialect: Dialect, prefix: str, after: str, limit: int) -> Select[Any]:
+    """Select the next rows in key order."""
     return (
         select(records, seen_at(dialect))
         .where(prefixed(prefix), _row.key > after, _row.expires_at > dialect.now)
         .order_by(_row.key)
-        .limit(most)
+        .limit(limit)
     )
 
 
-def active(dialect: Dialect, prefix: str) -> Select[Any]:
-    """How many rows hold a lease now."""
+def count_active(dialect: Dialect, prefix: str) -> Select[Any]:
+    """Count rows that currently hold a lease."""
     return select(func.count()).where(
         prefixed(prefix),
         _row.status == PROCESSING,
@@ -356,22 +362,22 @@ def active(dialect: Dialect, prefix: str) -> Select[Any]:
     )
 
 
-def purging(dialect: Dialect, keys: Select[Any] | Sequence[str]) -> Executable:
-    """Take away those of the rows that have expired; `keys` are those that `expired` finds, or asks for."""
-    gone = _row.expires_at <= dialect.now
+def delete_expired(dialect: Dialect, keys: Select[Any] | Sequence[str]) -> Executable:
+    """Delete expired rows; `keys` is the query `select_expired` or its result."""
+    is_expired = _row.expires_at <= dialect.now
     if not isinstance(keys, Select):
-        return _deleting_by_key(dialect, keys, gone)
-    # Asked first, and for itself: joined, PostgreSQL would read the whole table for the few rows that are found.
+        return _delete_by_key(dialect, keys, is_expired)
+    # Run the query separately and first: as a join, PostgreSQL would scan the whole table for a few rows.
     return delete(records).where(
-        array_parameters.chosen(_row.key, keys) if dialect.arrays else _row.key.in_(keys), gone
+        array_parameters.in_query_result(_row.key, keys) if dialect.supports_arrays else _row.key.in_(keys), is_expired
     )
 
 
-def expired(dialect: Dialect, most: int) -> Select[Any]:
-    """Keys of some rows that have expired, the oldest first.
+def select_expired(dialect: Dialect, limit: int) -> Select[Any]:
+    """Select keys of expired rows, oldest first.
 
-    Rows that somebody holds are passed over, so that purging waits for nobody, and nobody for ever for it.
+    Locked rows are skipped, so that a purge never waits for other transactions.
     """
-    found = select(_row.key).where(_row.expires_at <= dialect.now).order_by(_row.expires_at).limit(most)
-    hinted = found.with_hint(records, dialect.by_expiry) if dialect.by_expiry else found
+    found = select(_row.key).where(_row.expires_at <= dialect.now).order_by(_row.expires_at).limit(limit)
+    hinted = found.with_hint(records, dialect.expiry_index_hint) if dialect.expiry_index_hint else found
     return hinted.with_for_update(skip_locked=True)

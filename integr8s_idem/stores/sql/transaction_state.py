@@ -1,8 +1,8 @@
-"""Whether a transaction of the application's is one.
+"""Check that the database really is in a transaction when SQLAlchemy says so.
 
-The driver of SQLite, left to itself, begins a transaction with the first INSERT, UPDATE or DELETE, behind
-SQLAlchemy's back.  A savepoint before that is the whole transaction then: its end commits, and no rollback of the
-application's takes back what was written in it.
+By default, the driver of SQLite begins a transaction only at the first INSERT, UPDATE or DELETE, and SQLAlchemy does
+not know.  A savepoint set before that is then the whole transaction: releasing it commits, and the application cannot
+roll back what was written in it.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from integr8s_idem.errors import ApplicationError
 
 
 def refuse_unbegun(connection: Connection) -> None:
-    """To be called once SQLAlchemy has begun a transaction on `connection`.
+    """Check that SQLite is in a transaction.  Call this after SQLAlchemy has begun one on `connection`.
 
     Raises:
-        ApplicationError: SQLite knows of none.
+        ApplicationError: SQLite is not in a transaction.
     """
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name == "sqlite" and not driver.in_transaction:
         raise ApplicationError(
-            "this SQLite connection is in no transaction, although its engine says so: the driver begins one at the "
-            "first write only, and a rollback would not undo all of it. Make the engine by "
-            "integr8s_idem.stores.sql.sql_engine, or have it BEGIN as SQLAlchemy's documentation of SQLite shows"
+            "this SQLite connection is not in a transaction, although its engine says so: the driver begins one only "
+            "at the first write, so a rollback would not undo everything. Create the engine with "
+            "integr8s_idem.stores.sql.sql_engine, or make it emit BEGIN as SQLAlchemy's documentation of SQLite shows"
         )
 
 
 def refuse_unbegun_statements(connection: Connection) -> None:
-    """Have each statement refused for which `connection` is in no transaction; none is to be begun for that."""
+    """Refuse each statement that `connection` executes outside a transaction, without beginning one."""
 
-    def look(one: Connection, _cursor: Any, statement: str, *_: Any) -> None:
-        # A connection is told that a transaction begins before its engine is, which may have a BEGIN to say.
+    def check(checked: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        # Connections are notified of a new transaction before their engine, whose listener may emit BEGIN.
         if not statement.upper().startswith("BEGIN"):
-            refuse_unbegun(one)
+            refuse_unbegun(checked)
 
     if connection.dialect.name == "sqlite":
-        event.listen(connection, "before_cursor_execute", look)
+        event.listen(connection, "before_cursor_execute", check)
 
 
-async def begun(connection: AsyncConnection) -> None:
-    """Begin a transaction on `connection` if it is in none, and look at it.
+async def ensure_begun(connection: AsyncConnection) -> None:
+    """Begin a transaction on `connection` unless it is in one, and check it.
 
     Raises:
-        ApplicationError: As `refuse_unbegun`.
+        ApplicationError: SQLite is not in a transaction.
     """
     if not connection.in_transaction():
         await connection.begin()

@@ -1,4 +1,4 @@
-"""One call of a Redis store: its limit of time, and what its errors become, without a step of the event loop."""
+"""Timeouts, cancellation and errors of one call of the Redis store."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from integr8s_idem.testing.virtual_time import virtual_time
 SECONDS = timedelta(seconds=2)
 
 
-def cancelled_before() -> int:
+def pending_cancellations() -> int:
     task = asyncio.current_task()
     assert task is not None
     return task.cancelling()
 
 
 @virtual_time
-async def test_no_answer_in_time_is_an_outage() -> None:
+async def test_a_timeout_is_an_unavailable_store() -> None:
     with pytest.raises(StoreUnavailableError, match="no answer from Redis within 2 s"), guarded("reserve", SECONDS):
         await asyncio.sleep(10)
 
     assert asyncio.get_running_loop().time() == 2
-    assert cancelled_before() == 0
+    assert pending_cancellations() == 0
 
 
 @pytest.mark.parametrize(
-    ("error", "becomes"),
+    ("error", "expected"),
     [
         (driver.ConnectionError("gone"), StoreUnavailableError),
         (TimeoutError("slow"), StoreUnavailableError),
         (OSError("no route"), StoreUnavailableError),
         (driver.AuthenticationError("WRONGPASS"), StoreConfigurationError),
         (driver.DataError("not for Redis"), driver.DataError),
-        (ValueError("ours"), ValueError),
+        (ValueError("of the library"), ValueError),
     ],
 )
 @virtual_time
-async def test_errors_of_the_driver_become_ours_and_others_stay(error: Exception, becomes: type[Exception]) -> None:
-    with pytest.raises(becomes) as raised, guarded("reserve", SECONDS):
+async def test_driver_errors_are_translated_and_others_are_not(error: Exception, expected: type[Exception]) -> None:
+    with pytest.raises(expected) as raised, guarded("reserve", SECONDS):
         raise error
 
     assert raised.value is error or raised.value.__cause__ is error
@@ -52,7 +52,7 @@ async def test_errors_of_the_driver_become_ours_and_others_stay(error: Exception
 
 
 @virtual_time
-async def test_a_cancellation_by_the_caller_stays_one() -> None:
+async def test_a_cancellation_by_the_caller_is_not_translated() -> None:
     async def call() -> None:
         with guarded("reserve", SECONDS):
             await asyncio.sleep(10)
@@ -67,7 +67,7 @@ async def test_a_cancellation_by_the_caller_stays_one() -> None:
 
 @pytest.mark.parametrize("swallowed_after", [1, 2])
 @virtual_time
-async def test_a_cancellation_that_the_driver_has_swallowed_is_raised_unless_it_was_the_limit_s(
+async def test_a_cancellation_that_the_driver_swallows_is_raised_unless_the_timeout_caused_it(
     swallowed_after: int,
 ) -> None:
     async def call() -> str:
@@ -85,7 +85,7 @@ async def test_a_cancellation_that_the_driver_has_swallowed_is_raised_unless_it_
 
 
 @virtual_time
-async def test_one_that_was_cancelled_earlier_may_still_ask() -> None:
+async def test_a_cancelled_task_can_still_call_the_store() -> None:
     async def call() -> str:
         try:
             await asyncio.sleep(10)

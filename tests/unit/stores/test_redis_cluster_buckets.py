@@ -1,4 +1,4 @@
-"""Buckets of a Redis Cluster: which keys share a slot, and how the slots are spread."""
+"""Buckets of the Redis Cluster store: which keys share a slot, and how the slots are distributed."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def test_nodes_with_equal_shares_of_slots_have_equal_shares_of_buckets(nodes: in
 
 
 @pytest.mark.parametrize("key", ["k", "idempotency:a:{x}:{y}", "}{", "", "é"])
-def test_a_key_is_found_in_its_name_and_its_tag_decides_the_slot(key: str) -> None:
+def test_a_redis_name_contains_its_key_and_the_tag_of_its_slot(key: str) -> None:
     name = stored_name(key)
 
     assert key_of(name) == key
     assert slot_of(name[1 : name.index("}")].encode()) == BUCKET_SLOTS[bucket_of(key)]
 
 
-def test_where_records_are_stays_as_it_is() -> None:
-    """Another bucket for a key would lose every record that is stored."""
+def test_the_bucket_of_a_key_never_changes() -> None:
+    """A different bucket for a key would make its stored record unreachable."""
     assert (BUCKETS, bucket_of("idempotency:billing:order-1"), TAGS[0], TAGS[127]) == (
         128,
         28,

@@ -1,4 +1,4 @@
-"""Records as bytes: what goes in comes out, and nothing else is taken for a record."""
+"""Encoding of records in Redis: records survive a round trip, and damage is detected."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _FENCES = st.integers(0, 2**53 - 1)
 
 
 def processing(request: ReserveRequest, attempt: int = 1, fence: int = NOW_US, previous: int = 0) -> bytes:
-    """As reserve.lua writes it."""
-    wish = codec.wish_of(request)
-    header = bytes((2, codec.PROCESSING, wish[0] + previous)) + attempt.to_bytes(2, "big") + fence.to_bytes(7, "big")
-    return checked(header + (NOW_MS + 30_000).to_bytes(6, "big")) + wish[1:]
+    """Return a record as reserve.lua writes it."""
+    encoded = codec.wish_of(request)
+    header = bytes((2, codec.PROCESSING, encoded[0] + previous)) + attempt.to_bytes(2, "big") + fence.to_bytes(7, "big")
+    return checked(header + (NOW_MS + 30_000).to_bytes(6, "big")) + encoded[1:]
 
 
 def settled(status: int, record: bytes, outcome: bytes) -> bytes:
@@ -70,15 +70,13 @@ def reservation_of(request: ReserveRequest) -> Reserved:
     return Reserved(key=request.key, token=request.token, attempt=1, fence=NOW_US, lease=LEASE)
 
 
-def other(request: ReserveRequest) -> ReserveRequest:
+def duplicate_of(request: ReserveRequest) -> ReserveRequest:
     token = bytes(byte ^ 255 for byte in request.token)
     return ReserveRequest(key="k", token=token, lease=LEASE, retention=LEASE)
 
 
 @given(request=_REQUESTS, attempt=_ATTEMPTS, fence=_FENCES, previous=st.sampled_from([0, 32, 64]))
-def test_a_reservation_comes_back_to_its_owner(
-    request: ReserveRequest, attempt: int, fence: int, previous: int
-) -> None:
+def test_an_owner_gets_its_reservation_again(request: ReserveRequest, attempt: int, fence: int, previous: int) -> None:
     verdict = codec.verdict_of(request, processing(request, attempt, fence, previous), NOW_US)
 
     assert isinstance(verdict, Reserved)
@@ -87,18 +85,18 @@ def test_a_reservation_comes_back_to_its_owner(
 
 
 @given(request=_REQUESTS, attempt=_ATTEMPTS)
-def test_others_see_who_holds_it(request: ReserveRequest, attempt: int) -> None:
-    verdict = codec.verdict_of(other(request), processing(request, attempt), NOW_US)
+def test_a_duplicate_sees_the_owner_of_a_reservation(request: ReserveRequest, attempt: int) -> None:
+    verdict = codec.verdict_of(duplicate_of(request), processing(request, attempt), NOW_US)
 
     assert verdict == InProgress(key="k", attempt=attempt, retry_after=LEASE, owner=request.owner)
 
 
 @given(request=_REQUESTS, result=_RESULTS, dropped=st.booleans())
-def test_a_result_comes_back_whole(request: ReserveRequest, result: StoredResult | None, dropped: bool) -> None:
+def test_a_result_is_decoded_completely(request: ReserveRequest, result: StoredResult | None, dropped: bool) -> None:
     completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result, result_dropped=dropped)
 
     raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
-    verdict = codec.verdict_of(other(request), raw, NOW_US)
+    verdict = codec.verdict_of(duplicate_of(request), raw, NOW_US)
 
     assert isinstance(verdict, Completed)
     assert (verdict.result, verdict.result_dropped, verdict.trace) == (result, dropped, request.trace)
@@ -106,11 +104,11 @@ def test_a_result_comes_back_whole(request: ReserveRequest, result: StoredResult
 
 
 @given(request=_REQUESTS, error=_ANY_TEXT)
-def test_an_error_comes_back_whole(request: ReserveRequest, error: str) -> None:
+def test_an_error_is_decoded_completely(request: ReserveRequest, error: str) -> None:
     failure = Failure(reservation=reservation_of(request), ttl=LEASE, error=error)
 
     raw = settled(codec.FAILED, processing(request), codec.outcome_of_failure(failure))
-    verdict = codec.verdict_of(other(request), raw, NOW_US)
+    verdict = codec.verdict_of(duplicate_of(request), raw, NOW_US)
 
     assert isinstance(verdict, Failed)
     assert (verdict.error, verdict.trace) == (error, request.trace)
@@ -121,7 +119,7 @@ def test_an_error_comes_back_whole(request: ReserveRequest, error: str) -> None:
     raw=st.binary(max_size=120)
     | st.builds(bytes.__add__, st.sampled_from([b"\1", b"\2", b"\3"]), st.binary(max_size=120))
 )
-def test_arbitrary_bytes_are_a_verdict_and_never_an_error(raw: bytes) -> None:
+def test_arbitrary_bytes_decode_to_a_verdict_without_an_exception(raw: bytes) -> None:
     request = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE)
 
     verdict = codec.verdict_of(request, raw, NOW_US)
@@ -133,30 +131,28 @@ def test_arbitrary_bytes_are_a_verdict_and_never_an_error(raw: bytes) -> None:
 @pytest.mark.scenario(94)
 @settings(max_examples=30)
 @given(request=_REQUESTS, result=_RESULTS, error=_ANY_TEXT)
-def test_one_flipped_bit_anywhere_makes_a_record_corrupt(
-    request: ReserveRequest, result: StoredResult | None, error: str
-) -> None:
+def test_a_flipped_bit_makes_a_record_corrupt(request: ReserveRequest, result: StoredResult | None, error: str) -> None:
     reserved = reservation_of(request)
     outcome = codec.outcome_of_completion(Completion(reservation=reserved, ttl=LEASE, result=result))
     failure = codec.outcome_of_failure(Failure(reservation=reserved, ttl=LEASE, error=error))
-    sound = processing(request)
+    held = processing(request)
 
-    for record in (sound, settled(codec.COMPLETED, sound, outcome), settled(codec.FAILED, sound, failure)):
+    for record in (held, settled(codec.COMPLETED, held, outcome), settled(codec.FAILED, held, failure)):
         for raw in flips(record):
-            assert isinstance(codec.verdict_of(other(request), raw, NOW_US), Corrupt)
+            assert isinstance(codec.verdict_of(duplicate_of(request), raw, NOW_US), Corrupt)
 
 
 @pytest.mark.parametrize("length", [16, 24, 40])
-def test_no_damage_to_the_first_byte_behind_a_check_is_made_good_by_one_to_the_last_byte_of_it(length: int) -> None:
-    """Two damaged bytes side by side are noticed, also where one check holds header, fingerprint and trace."""
-    sound = crc32(bytes(length))
+def test_a_checksum_detects_damage_to_itself_and_to_the_next_byte(length: int) -> None:
+    """Damage to two adjacent bytes is detected, even where one checksum covers header, fingerprint and trace."""
+    intact = crc32(bytes(length))
 
-    assert all((crc32(bytes((byte,)) + bytes(length - 1)) ^ sound) >> 8 for byte in range(1, 256))
+    assert all((crc32(bytes((byte,)) + bytes(length - 1)) ^ intact) >> 8 for byte in range(1, 256))
 
 
 @settings(max_examples=30)
 @given(request=_REQUESTS, result=_RESULTS, error=_ANY_TEXT)
-def test_one_flipped_bit_makes_no_settled_record_count_as_held_and_hides_few_that_are(
+def test_a_flipped_bit_never_makes_a_settled_record_active(
     request: ReserveRequest, result: StoredResult | None, error: str
 ) -> None:
     reserved, held = reservation_of(request), processing(request)
@@ -165,56 +161,56 @@ def test_one_flipped_bit_makes_no_settled_record_count_as_held_and_hides_few_tha
 
     for record in (settled(codec.COMPLETED, held, done), settled(codec.FAILED, held, given_up)):
         assert not any(codec.holds_lease(raw, NOW_MS) for raw in flips(record))
-    # Counting reads the first 18 bytes and no check: version, status and the end of the lease decide.
+    # Counting reads only the first 18 bytes, without checksums: format, status and the end of the lease decide.
     hidden = {bit // 8 for bit, raw in enumerate(flips(held)) if not codec.holds_lease(raw, NOW_MS)}
     assert hidden <= {0, 1, *range(12, 18)}
 
 
 @pytest.mark.scenario(92)
-@given(request=_REQUESTS, result=_RESULTS, cut=st.integers(1, 30), put=st.binary(min_size=1, max_size=9))
-def test_a_record_cut_short_or_with_something_behind_it_is_corrupt(
-    request: ReserveRequest, result: StoredResult | None, cut: int, put: bytes
+@given(request=_REQUESTS, result=_RESULTS, cut=st.integers(1, 30), extra=st.binary(min_size=1, max_size=9))
+def test_a_truncated_or_extended_record_is_corrupt(
+    request: ReserveRequest, result: StoredResult | None, cut: int, extra: bytes
 ) -> None:
     completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result)
     raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
 
-    for damaged in (raw[:-cut], raw + put):
-        assert isinstance(codec.verdict_of(other(request), damaged, NOW_US), Corrupt)
+    for damaged in (raw[:-cut], raw + extra):
+        assert isinstance(codec.verdict_of(duplicate_of(request), damaged, NOW_US), Corrupt)
 
 
 @pytest.mark.scenario(93)
 @given(request=_REQUESTS, attempt=_ATTEMPTS, result=_RESULTS)
-def test_records_of_the_earlier_formats_are_read_as_before(
+def test_records_of_earlier_formats_are_readable(
     request: ReserveRequest, attempt: int, result: StoredResult | None
 ) -> None:
     held = processing(request, attempt)
     completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result)
     done = settled(codec.COMPLETED, held, codec.outcome_of_completion(completion))
 
-    for now, earlier in ((held, held), (done, settled_earlier(done))):
+    for current, earlier in ((held, held), (done, settled_earlier(done))):
         for raw in (earlier, unchecked(earlier)):
-            assert codec.parse(raw) == codec.parse(now)
-            assert codec.holds_lease(raw, NOW_MS) == codec.holds_lease(now, NOW_MS)
+            assert codec.parse(raw) == codec.parse(current)
+            assert codec.holds_lease(raw, NOW_MS) == codec.holds_lease(current, NOW_MS)
 
 
 @given(request=_REQUESTS, at=st.integers(0, 200), byte=st.integers(0, 255), cut=st.integers(0, 200))
-def test_a_damaged_record_is_a_verdict_and_never_an_error(
+def test_a_damaged_record_decodes_to_a_verdict_without_an_exception(
     request: ReserveRequest, at: int, byte: int, cut: int
 ) -> None:
     raw = bytearray(processing(request))
     raw[at % len(raw)] = byte
 
-    verdict = codec.verdict_of(other(request), bytes(raw[: cut or None]), NOW_US)
+    verdict = codec.verdict_of(duplicate_of(request), bytes(raw[: cut or None]), NOW_US)
 
     assert verdict.key == "k"
 
 
 @pytest.mark.scenario(92, 93)
-def test_every_way_of_being_unreadable_has_its_reason() -> None:
+def test_a_corrupt_record_is_reported_with_its_reason() -> None:
     good = processing(ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE))
     result = Completion(reservation=RESERVED, ttl=LEASE, result=StoredResult(b"r", "a/b"))
     done = settled(codec.COMPLETED, good, codec.outcome_of_completion(result))
-    # Without checks, so that what they would catch first is seen as well.
+    # Without checksums, which would otherwise detect the damage first.
     bare = unchecked(good)
     reasons = {
         b"": "it is empty",
@@ -246,7 +242,7 @@ def test_every_way_of_being_unreadable_has_its_reason() -> None:
     assert seen == {raw: Corrupt(key="k", reason=reason) for raw, reason in reasons.items()}
 
 
-def test_another_fingerprint_is_a_reused_key_whoever_asks() -> None:
+def test_another_fingerprint_is_a_reused_key_even_for_the_owner() -> None:
     request = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE, fingerprint=b"a" * 16)
     offered = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE, fingerprint=b"b" * 16)
 
@@ -272,9 +268,8 @@ def test_a_completed_record_with_fingerprint_and_trace_takes_60_bytes() -> None:
     [{"token": b"short"}, {"fingerprint": b"short"}, {"trace": TraceLink(b"", b"s" * 24)}],
     ids=["token", "fingerprint", "trace"],
 )
-def test_parts_of_a_wrong_length_are_refused(part: dict[str, Any]) -> None:
-    sound = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE)
-    request = replace(sound, **part)
+def test_parts_with_a_wrong_length_are_refused(part: dict[str, Any]) -> None:
+    request = replace(ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE), **part)
 
     with pytest.raises(ValueError, match="bytes"):
         codec.wish_of(request)
@@ -288,7 +283,7 @@ def test_a_content_type_with_a_zero_byte_is_refused() -> None:
         codec.outcome_of_completion(completion)
 
 
-def test_lengths_of_time_fit_into_six_bytes() -> None:
+def test_durations_fit_into_six_bytes() -> None:
     assert codec.milliseconds(timedelta(seconds=-1)) == 0
     assert codec.milliseconds(timedelta(microseconds=1_999)) == 1
     assert codec.life_ms(timedelta(0)) == 1
@@ -296,7 +291,7 @@ def test_lengths_of_time_fit_into_six_bytes() -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 2 * MOST_BYTES), max_size=50) | st.just([10] * (2 * MOST_KEYS + 1)))
-def test_a_batch_is_cut_in_order_into_bounded_calls(sizes: list[int]) -> None:
+def test_a_batch_is_split_in_order_into_limited_calls(sizes: list[int]) -> None:
     parts = [sizes[part] for part in slices(sizes)]
 
     assert [size for part in parts for size in part] == sizes
@@ -304,22 +299,22 @@ def test_a_batch_is_cut_in_order_into_bounded_calls(sizes: list[int]) -> None:
     assert all(len(part) == 1 or sum(part) <= MOST_BYTES for part in parts)
 
 
-def test_nothing_as_a_result_takes_no_bytes_and_comes_back() -> None:
+def test_a_null_result_takes_no_bytes_and_differs_from_no_result() -> None:
     request = ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE)
-    nothing = Completion(reservation=RESERVED, ttl=LEASE, result=StoredResult(b"null"))
-    none_kept = Completion(reservation=RESERVED, ttl=LEASE)
+    null = Completion(reservation=RESERVED, ttl=LEASE, result=StoredResult(b"null"))
+    no_result = Completion(reservation=RESERVED, ttl=LEASE)
 
-    kept, without = (
-        settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(each))
-        for each in (nothing, none_kept)
+    with_null, without = (
+        settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+        for completion in (null, no_result)
     )
 
-    assert len(kept) == len(without)
-    assert [codec.parse(raw).result for raw in (kept, without)] == [StoredResult(b"null"), None]
+    assert len(with_null) == len(without)
+    assert [codec.parse(raw).result for raw in (with_null, without)] == [StoredResult(b"null"), None]
 
 
-def test_the_history_of_attempts_leaves_a_record_readable_by_version_1() -> None:
-    """Written by a server for `svc@host:1` with a fingerprint: attempt 2, after one that lapsed while it ran alone."""
+def test_version_1_can_read_a_record_with_a_history_of_attempts() -> None:
+    """A record with a fingerprint, written for `svc@host:1`: attempt 2, after an attempt that lapsed while alone."""
     raw = bytes.fromhex(
         "02014100020660e28e4c965701a204c013cd8fe9a0b86666666666666666666666666666666643744ff98d8edfbe68e96008a234511c"
         "088cd3ad03d8c0f473766340686f73743a31ff312c312c30"
@@ -328,7 +323,7 @@ def test_the_history_of_attempts_leaves_a_record_readable_by_version_1() -> None
     stored = codec.parse(raw)
 
     layout, flags, tail = raw[0], raw[2], raw[22 + 16 + 8 :]
-    assert (layout, flags & ~(codec.HAS_FINGERPRINT | codec.HAS_LAPSED)) == (2, 0), "what version 1 knows"
-    assert crc32(tail).to_bytes(4, "big") == raw[42:46], "what version 1 checks"
+    assert (layout, flags & ~(codec.HAS_FINGERPRINT | codec.HAS_LAPSED)) == (2, 0), "flags that version 1 knows"
+    assert crc32(tail).to_bytes(4, "big") == raw[42:46], "the checksum that version 1 verifies"
     assert tail[16:].startswith(b"svc@host:1")
     assert (stored.attempt, stored.owner, stored.history) == (2, "svc@host:1", (1, 1, False))

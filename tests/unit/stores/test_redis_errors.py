@@ -1,4 +1,4 @@
-"""Every refusal of a Redis server has one meaning, in whatever form the driver tells it."""
+"""Translation of Redis errors, in every form in which the driver raises them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ INSIDE = "Error running script (call to f_0123): @user_script:7: @user_script: 7
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_a_refusal_that_passes_is_unavailable(error: driver.RedisError, reason: str) -> None:
-    ours = translated("reserve", error)
+def test_a_temporary_error_of_redis_is_an_unavailable_store(error: driver.RedisError, reason: str) -> None:
+    error_of_store = translated("reserve", error)
 
-    assert type(ours) is StoreUnavailableError
-    assert reason in ours.reason
+    assert type(error_of_store) is StoreUnavailableError
+    assert reason in error_of_store.reason
 
 
 @pytest.mark.parametrize(
@@ -61,33 +61,33 @@ def test_a_refusal_that_passes_is_unavailable(error: driver.RedisError, reason: 
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_a_refusal_that_stays_is_a_matter_of_settings(error: driver.RedisError, reason: str) -> None:
-    ours = translated("reserve", error)
+def test_a_permanent_error_of_redis_is_a_configuration_error(error: driver.RedisError, reason: str) -> None:
+    error_of_store = translated("reserve", error)
 
-    assert type(ours) is StoreConfigurationError
-    assert reason in ours.reason
+    assert type(error_of_store) is StoreConfigurationError
+    assert reason in error_of_store.reason
 
 
 @pytest.mark.scenario(104)
-def test_arguments_that_a_server_repeats_are_not_shown() -> None:
+def test_an_error_does_not_show_arguments_that_the_server_repeats() -> None:
     error = driver.ResponseError("unknown command 'EVALSHA', with args beginning with: 'secret-key' 'token'")
 
-    ours: StoreError = translated("reserve", error)
+    error_of_store: StoreError = translated("reserve", error)
 
-    assert "EVALSHA" in str(ours)
-    assert "secret-key" not in str(ours)
+    assert "EVALSHA" in str(error_of_store)
+    assert "secret-key" not in str(error_of_store)
 
 
-async def test_a_refused_connection_of_a_client_that_retries_by_itself_is_reported_as_refused() -> None:
-    """The driver's own pauses between its attempts are longer than the limit of a call."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+async def test_a_refused_connection_of_a_retrying_client_is_reported_as_refused() -> None:
+    """The pauses of the driver between its attempts are longer than the timeout of a call."""
+    with socket.create_server(("127.0.0.1", 0)) as server_socket:
+        port = server_socket.getsockname()[1]
     client = Redis(port=port)
     repository = RedisIdempotencyRepository(client, timeout=timedelta(seconds=0.5))
 
-    with pytest.raises(StoreUnavailableError) as refusal:
+    with pytest.raises(StoreUnavailableError) as raised:
         await repository.ping()
 
     await client.aclose()
-    assert f"connection refused (Error 111 connecting to localhost:{port}" in str(refusal.value)
-    assert "no answer" not in str(refusal.value)
+    assert f"connection refused (Error 111 connecting to localhost:{port}" in str(raised.value)
+    assert "no answer" not in str(raised.value)

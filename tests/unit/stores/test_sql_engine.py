@@ -1,4 +1,4 @@
-"""Engines by their URLs, and limits of time that are not ours."""
+"""Creation of engines from URLs, and timeouts of the drivers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from integr8s_idem.stores.sql.errors import guarded
         ("sqlite:///x.db", "sqlite+aiosqlite"),
     ],
 )
-def test_a_url_as_settings_take_it_makes_an_engine(url: str, driver: str) -> None:
+def test_an_engine_uses_the_async_driver_of_its_database(url: str, driver: str) -> None:
     assert sql_engine(url).url.drivername == driver
 
 
-def test_a_database_that_is_no_store_is_refused_and_those_that_are_get_named() -> None:
-    with pytest.raises(StoreConfigurationError, match=r"no store for oracle databases; there are .*postgresql"):
+def test_an_unsupported_database_is_refused_with_the_supported_ones() -> None:
+    with pytest.raises(StoreConfigurationError, match=r"oracle databases are not supported; use one of .*postgresql"):
         sql_engine("oracle://h/x")
 
 
@@ -36,7 +36,7 @@ def test_a_database_that_is_no_store_is_refused_and_those_that_are_get_named() -
     ("url", "driver", "extra"),
     [("postgresql://h/x", "asyncpg", "sql"), ("mysql://h/x", "aiomysql", "mysql"), ("sqlite:///x", "aiosqlite", "sql")],
 )
-def test_a_driver_that_is_not_installed_is_told_with_what_to_install(
+def test_a_missing_driver_is_reported_with_the_extra_to_install(
     url: str, driver: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, driver, None)
@@ -45,7 +45,7 @@ def test_a_driver_that_is_not_installed_is_told_with_what_to_install(
         sql_engine(url)
 
 
-async def test_a_limit_of_the_driver_is_not_told_as_ours() -> None:
+async def test_a_timeout_of_the_driver_reports_its_own_duration() -> None:
     with pytest.raises(StoreUnavailableError, match="no answer from postgresql within 0 s"):
         async with guarded("migrate", timedelta(minutes=5), "postgresql"):
             raise TimeoutError
