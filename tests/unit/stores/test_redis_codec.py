@@ -54,7 +54,7 @@ _FENCES = st.integers(0, 2**53 - 1)
 
 def processing(request: ReserveRequest, attempt: int = 1, fence: int = NOW_US, previous: int = 0) -> bytes:
     """As reserve.lua writes it."""
-    wish = codec.wish_of(request)
+    wish = codec.encode_request(request)
     header = bytes((2, codec.PROCESSING, wish[0] + previous)) + attempt.to_bytes(2, "big") + fence.to_bytes(7, "big")
     return checked(header + (NOW_MS + 30_000).to_bytes(6, "big")) + wish[1:]
 
@@ -97,7 +97,7 @@ def test_others_see_who_holds_it(request: ReserveRequest, attempt: int) -> None:
 def test_a_result_comes_back_whole(request: ReserveRequest, result: StoredResult | None, dropped: bool) -> None:
     completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result, result_dropped=dropped)
 
-    raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+    raw = settled(codec.COMPLETED, processing(request), codec.encode_completion(completion))
     verdict = codec.verdict_of(other(request), raw, NOW_US)
 
     assert isinstance(verdict, Completed)
@@ -109,7 +109,7 @@ def test_a_result_comes_back_whole(request: ReserveRequest, result: StoredResult
 def test_an_error_comes_back_whole(request: ReserveRequest, error: str) -> None:
     failure = Failure(reservation=reservation_of(request), ttl=LEASE, error=error)
 
-    raw = settled(codec.FAILED, processing(request), codec.outcome_of_failure(failure))
+    raw = settled(codec.FAILED, processing(request), codec.encode_failure(failure))
     verdict = codec.verdict_of(other(request), raw, NOW_US)
 
     assert isinstance(verdict, Failed)
@@ -137,8 +137,8 @@ def test_one_flipped_bit_anywhere_makes_a_record_corrupt(
     request: ReserveRequest, result: StoredResult | None, error: str
 ) -> None:
     reserved = reservation_of(request)
-    outcome = codec.outcome_of_completion(Completion(reservation=reserved, ttl=LEASE, result=result))
-    failure = codec.outcome_of_failure(Failure(reservation=reserved, ttl=LEASE, error=error))
+    outcome = codec.encode_completion(Completion(reservation=reserved, ttl=LEASE, result=result))
+    failure = codec.encode_failure(Failure(reservation=reserved, ttl=LEASE, error=error))
     sound = processing(request)
 
     for record in (sound, settled(codec.COMPLETED, sound, outcome), settled(codec.FAILED, sound, failure)):
@@ -160,8 +160,8 @@ def test_one_flipped_bit_makes_no_settled_record_count_as_held_and_hides_few_tha
     request: ReserveRequest, result: StoredResult | None, error: str
 ) -> None:
     reserved, held = reservation_of(request), processing(request)
-    done = codec.outcome_of_completion(Completion(reservation=reserved, ttl=LEASE, result=result))
-    given_up = codec.outcome_of_failure(Failure(reservation=reserved, ttl=LEASE, error=error))
+    done = codec.encode_completion(Completion(reservation=reserved, ttl=LEASE, result=result))
+    given_up = codec.encode_failure(Failure(reservation=reserved, ttl=LEASE, error=error))
 
     for record in (settled(codec.COMPLETED, held, done), settled(codec.FAILED, held, given_up)):
         assert not any(codec.holds_lease(raw, NOW_MS) for raw in flips(record))
@@ -176,7 +176,7 @@ def test_a_record_cut_short_or_with_something_behind_it_is_corrupt(
     request: ReserveRequest, result: StoredResult | None, cut: int, put: bytes
 ) -> None:
     completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result)
-    raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+    raw = settled(codec.COMPLETED, processing(request), codec.encode_completion(completion))
 
     for damaged in (raw[:-cut], raw + put):
         assert isinstance(codec.verdict_of(other(request), damaged, NOW_US), Corrupt)
@@ -189,7 +189,7 @@ def test_records_of_the_earlier_formats_are_read_as_before(
 ) -> None:
     held = processing(request, attempt)
     completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result)
-    done = settled(codec.COMPLETED, held, codec.outcome_of_completion(completion))
+    done = settled(codec.COMPLETED, held, codec.encode_completion(completion))
 
     for now, earlier in ((held, held), (done, settled_earlier(done))):
         for raw in (earlier, unchecked(earlier)):
@@ -213,31 +213,31 @@ def test_a_damaged_record_is_a_verdict_and_never_an_error(
 def test_every_way_of_being_unreadable_has_its_reason() -> None:
     good = processing(ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE))
     result = Completion(reservation=RESERVED, ttl=LEASE, result=StoredResult(b"r", "a/b"))
-    done = settled(codec.COMPLETED, good, codec.outcome_of_completion(result))
+    done = settled(codec.COMPLETED, good, codec.encode_completion(result))
     # Without checks, so that what they would catch first is seen as well.
     bare = unchecked(good)
     reasons = {
         b"": "it is empty",
         b'{"status": 1}': "it was written by another program",
-        b"\4" + good[1:]: "its format 4 is newer than this version reads (3)",
+        b"\4" + good[1:]: "its format 4 is newer than this version supports (3)",
         done[:9]: "it ends after 9 bytes",
         b"\3" + good[1:]: "its status is 0",
         done[:1] + b"\x20" + done[2:]: "its status is 1",
         done[:1] + b"\x64" + done[2:]: "its header is damaged",
-        done[:1] + b"\x48" + done[2:]: "it has 29 bytes, and its header says 20",
+        done[:1] + b"\x48" + done[2:]: "it has 29 bytes, but its header says 20",
         done[:2] + b"\0\0" + done[4:]: "its header is damaged",
-        done[:3] + b"\7" + done[4:]: "it is damaged: a check does not match",
-        done[:-1] + b"x": "it is damaged: a check does not match",
-        done[:1] + b"\x40" + done[2:]: "it has 29 bytes, and its header says 20",
+        done[:3] + b"\7" + done[4:]: "it is damaged: a checksum does not match",
+        done[:-1] + b"x": "it is damaged: a checksum does not match",
+        done[:1] + b"\x40" + done[2:]: "it has 29 bytes, but its header says 20",
         good[:9]: "it ends after 9 bytes",
         good[:40]: "it ends after 40 bytes",
         good[:1] + b"\7" + good[2:]: "its status is 7",
         good[:3] + b"\0\0" + good[5:]: "its header is damaged",
-        good[:4] + b"\7" + good[5:]: "it is damaged: a check does not match",
-        good + b"x": "it is damaged: a check does not match",
+        good[:4] + b"\7" + good[5:]: "it is damaged: a checksum does not match",
+        good + b"x": "it is damaged: a checksum does not match",
         bare[:1] + b"\2\4" + bare[3:18] + b"text/plain": "its result has no content type",
         bare[:1] + b"\2\0" + bare[3:18] + b"x": "it is longer than its header says",
-        bare[:1] + b"\3\0" + bare[3:18] + b"\xff": "its error is no UTF-8",
+        bare[:1] + b"\3\0" + bare[3:18] + b"\xff": "its error is not valid UTF-8",
     }
 
     request = ReserveRequest(key="k", token=b"u" * 16, lease=LEASE, retention=LEASE)
@@ -262,7 +262,7 @@ def test_a_completed_record_with_fingerprint_and_trace_takes_60_bytes() -> None:
     )
     completion = Completion(reservation=reservation_of(request), ttl=LEASE)
 
-    raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+    raw = settled(codec.COMPLETED, processing(request), codec.encode_completion(completion))
 
     assert len(raw) == 60
 
@@ -277,7 +277,7 @@ def test_parts_of_a_wrong_length_are_refused(part: dict[str, Any]) -> None:
     request = replace(sound, **part)
 
     with pytest.raises(ValueError, match="bytes"):
-        codec.wish_of(request)
+        codec.encode_request(request)
 
 
 def test_a_content_type_with_a_zero_byte_is_refused() -> None:
@@ -285,7 +285,7 @@ def test_a_content_type_with_a_zero_byte_is_refused() -> None:
     completion = Completion(reservation=reserved, ttl=LEASE, result=StoredResult(b"", "text/\0"))
 
     with pytest.raises(ValueError, match="content type"):
-        codec.outcome_of_completion(completion)
+        codec.encode_completion(completion)
 
 
 def test_lengths_of_time_fit_into_six_bytes() -> None:
@@ -310,7 +310,7 @@ def test_nothing_as_a_result_takes_no_bytes_and_comes_back() -> None:
     none_kept = Completion(reservation=RESERVED, ttl=LEASE)
 
     kept, without = (
-        settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(each))
+        settled(codec.COMPLETED, processing(request), codec.encode_completion(each))
         for each in (nothing, none_kept)
     )
 
