@@ -22,7 +22,7 @@ Address = tuple[str, int]
 """Host and port of a server."""
 
 _CANCEL_SECONDS: Final = 0.1
-"""Pause before a round trip that ignored a cancellation is canceled again."""
+"""Pause before a round trip that ignored a cancellation is cancelled again."""
 
 T = TypeVar("T")
 

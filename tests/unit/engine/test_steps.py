@@ -188,7 +188,7 @@ async def test_a_step_at_most_once_that_died_in_its_midst_is_not_done_again_and_
         await steps.run("one", half, once="at_most_once")
 
     await first.runs_until_it_dies(unit)
-    with pytest.raises(StepInterruptedError, match="step one of order:1 was begun by an earlier run"):
+    with pytest.raises(StepInterruptedError, match="step one of order:1 was started by an earlier run"):
         await second.unit(unit)
     with pytest.raises(PreviouslyFailedError, match="StepInterruptedError"):
         await third.unit(unit)
