@@ -144,7 +144,9 @@ async def test_a_stalled_run_that_was_taken_over_loses_its_lease_at_completion()
 
     second = asyncio.create_task(here.manager.run("order:1", Job(result="second", seconds=20)))
 
-    with pytest.raises(LeaseLostError, match=r"lease of 30 s ended before the work was finished, and billing-7 took over"):
+    with pytest.raises(
+        LeaseLostError, match=r"lease of 30 s ended before the work was finished, and billing-7 took over"
+    ):
         await running
     assert await second == "second"
     assert stalled.observer.counts[Signal.RESERVATION_LOST] == 1

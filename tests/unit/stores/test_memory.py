@@ -77,5 +77,5 @@ async def test_it_says_that_it_forgets() -> None:
     health = await store.ping()
 
     assert health.kind == "memory"
-    assert "lost at its exit" in health.warnings[0]
+    assert "lost when it exits" in health.warnings[0]
     assert isinstance(store, IdempotencyRepository)

@@ -310,8 +310,7 @@ def test_nothing_as_a_result_takes_no_bytes_and_comes_back() -> None:
     none_kept = Completion(reservation=RESERVED, ttl=LEASE)
 
     kept, without = (
-        settled(codec.COMPLETED, processing(request), codec.encode_completion(each))
-        for each in (nothing, none_kept)
+        settled(codec.COMPLETED, processing(request), codec.encode_completion(each)) for each in (nothing, none_kept)
     )
 
     assert len(kept) == len(without)
