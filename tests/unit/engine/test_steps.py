@@ -484,7 +484,7 @@ async def test_misuse_is_told() -> None:
         await process.unit(lambda steps: steps.run("", effects.reserve, "1"), "order:2")
     with pytest.raises(ApplicationError, match="is no async function"):
         await process.unit(lambda steps: steps.run("plain", plain, "1"), "order:3")  # type: ignore[arg-type]
-    with pytest.raises(ApplicationError, match="once is 'at_least_once' or 'at_most_once', not 'twice'"):
+    with pytest.raises(ApplicationError, match="once must be 'at_least_once' or 'at_most_once', not 'twice'"):
         await process.unit(lambda steps: steps.run("x", effects.reserve, "1", once="twice"), "order:4")  # type: ignore[arg-type]
     with pytest.raises(ApplicationError, match="hand over the function itself, as in"):
         await process.unit(lambda steps: steps.run("x", effects.reserve("1")), "order:5")  # type: ignore[arg-type]
