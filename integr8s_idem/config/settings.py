@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from integr8s_idem.config.environment import NamedTexts, environment_values, same_name, secret_values
+from integr8s_idem.config.environment import NamedValues, environment_values, same_name, secret_values
 from integr8s_idem.config.idempotency import IdempotencyConfig
 from integr8s_idem.config.load_context import current_reading, instead, without
 from integr8s_idem.config.sections import (
@@ -84,8 +84,8 @@ class Settings(BaseSettings):
         reading = current_reading()
         return (
             init_settings,
-            NamedTexts(settings_cls, environment_values(settings_cls)),
-            NamedTexts(settings_cls, secret_values(settings_cls)),
+            NamedValues(settings_cls, environment_values(settings_cls)),
+            NamedValues(settings_cls, secret_values(settings_cls)),
             InitSettingsSource(settings_cls, init_kwargs=dict(reading.table) if reading else {}),
         )
 
