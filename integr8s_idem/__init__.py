@@ -1,6 +1,6 @@
 """Handle each event once, even when Kafka delivers it twice.
 
-The public front.  What needs a driver (redis, aiokafka) is imported when it is first asked for.
+The public API.  Names that need a driver (redis, aiokafka) are imported on first use.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ __all__ = [
     "with_idempotency",
 ]
 
-_LATER: Final = {
+_LAZY_IMPORTS: Final = {
     "EventPublisher": "integr8s_idem.worker",
     "Platform": "integr8s_idem.runtime",
     "RedisIdempotencyRepository": "integr8s_idem.stores.redis",
@@ -82,6 +82,6 @@ _LATER: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LATER[name]), name)
+    return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m integr8s_idem` is the command `integr8s-idem`."""
+"""Run the command `integr8s-idem` with `python -m integr8s_idem`."""
 
 from integr8s_idem.cli import main
 

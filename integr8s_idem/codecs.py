@@ -1,10 +1,10 @@
-"""Codecs: how an event lies in a message.  Pure.
+"""Codecs, which extract events from messages.  Pure.
 
-native        the event itself is the JSON of the body, as `encode_event` writes it
+native        the body is the event as JSON, as written by `encode_event`
 cloudevents   CloudEvents 1.0 on Kafka: attributes in headers (binary), or around `data` in the body (structured)
 wrapped       `{"id": …, "type": …, "version": …, "source": …, "occurredAt": …, "data": {…}}`
 
-A codec of one's own, for Avro or Protobuf, returns the fields of the event, with `event_type` and `event_id`.
+A custom codec, for example for Avro or Protobuf, returns the fields of the event with `event_type` and `event_id`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from integr8s_idem.errors import UndecodableEventError
 logger = logging.getLogger(__name__)
 
 Headers: TypeAlias = Sequence[tuple[str, bytes]]
-"""Kafka's: a name may come more than once."""
+"""Headers of a Kafka message; a name may occur more than once."""
 
 Envelope: TypeAlias = Literal["native", "cloudevents", "wrapped"]
 
 JsonReader: TypeAlias = Callable[[bytes], Any]
-"""Reads I-JSON (RFC 7493), strictly.  Raises `UndecodableEventError`."""
+"""A strict reader of I-JSON (RFC 7493) that raises `UndecodableEventError`."""
 
 
 class Codec(Protocol):
-    """Reads what lies in a message."""
+    """Extracts the fields of an event from a message."""
 
     def fields(self, body: bytes, headers: Headers) -> Mapping[str, Any]:
-        """The fields of the event in `body`, by the names under which its class reads them: aliases where it has some.
+        """Return the fields of the event in `body`, by field name or alias.
 
-        `event_type` says which class it is, `event_id` names the event, `event_version` is `major.minor`; the rest is
-        validated by the class.
+        `event_type` selects the class, `event_id` identifies the event, `event_version` is `major.minor`; the class
+        validates the other fields.
 
         Raises:
-            UndecodableEventError: Nothing of the kind is in it.  Any other exception counts as one, too.
+            UndecodableEventError: The message does not contain a valid event.  Other exceptions are treated the same.
         """
         ...
 
 
 def header(headers: Headers, name: str) -> str | None:
-    """The last header of that name, whatever its case; `None` if there is none, or if it is no UTF-8."""
+    """Return the last header called `name`, ignoring case; `None` if it is missing or not valid UTF-8."""
     for known, value in reversed(headers):
         if known.lower() == name:
             try:
@@ -65,7 +65,7 @@ class NativeCodec:
 
 
 class WrappedCodec:
-    """The event's own fields are in `data`, and what every event has is around it."""
+    """The fields of the event are in `data`, and the common fields are in the object around it."""
 
     def __init__(self, read: JsonReader) -> None:
         self._read = read
@@ -91,10 +91,10 @@ _REQUIRED: Final = ("specversion", "id", "source", "type")
 class CloudEventsCodec:
     """CloudEvents 1.0, Kafka protocol binding 1.0.2: binary and structured mode, with JSON as data.
 
-    An id is unique within its source only, so `event_id` is made of both.
+    An id is unique only within its source, so `event_id` combines both.
 
-    Some producers write structured mode with the content type of its data, such as `application/json`.  Without headers
-    `ce_…`, a JSON object that has a `specversion` is read as structured mode, whatever its content type.
+    Some producers write structured mode with the content type of its data, such as `application/json`.  Without
+    `ce_…` headers, a JSON object with a `specversion` is read as structured mode, regardless of its content type.
     """
 
     def __init__(self, read: JsonReader) -> None:
@@ -112,10 +112,10 @@ class CloudEventsCodec:
         for name in _REQUIRED:
             if not isinstance(attributes.get(name), str) or not attributes[name]:
                 reason = "missing_id" if name == "id" else "malformed"
-                raise UndecodableEventError(reason, f"a CloudEvent has the attribute {name}, and this message has none")
+                raise UndecodableEventError(reason, f"the required CloudEvents attribute {name} is missing or empty")
         if attributes["specversion"] != "1.0":
-            told = f"CloudEvents 1.0 are read, and this is {attributes['specversion'][:80]!r}"
-            raise UndecodableEventError("unsupported_version", told)
+            detail = f"specversion {attributes['specversion'][:80]!r} is not supported, only CloudEvents 1.0"
+            raise UndecodableEventError("unsupported_version", detail)
         return {
             **_object(data, "data"),
             **_given(
@@ -129,7 +129,8 @@ class CloudEventsCodec:
 
     def _structured(self, body: bytes, kind: str) -> tuple[Mapping[str, Any], Any]:
         if kind != "application/cloudevents+json":
-            raise UndecodableEventError("malformed", f"{kind} is not read: one CloudEvent a message, as JSON")
+            detail = f"{kind} is not supported: send one CloudEvent per message, as JSON"
+            raise UndecodableEventError("malformed", detail)
         return self._with_data(_object(self._read(body), "the body"))
 
     def _with_data(self, attributes: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
@@ -149,18 +150,18 @@ class CloudEventsCodec:
         return attributes, self._read(body)
 
     def _mislabeled(self, body: bytes, kind: str) -> tuple[Mapping[str, Any], Any]:
-        """Structured mode whose content type is that of something else."""
+        """Read structured mode with a wrong content type."""
         attributes = _object(self._read(body), "the body")
         if "specversion" not in attributes:
             raise UndecodableEventError(
                 "malformed",
-                "not a CloudEvent: there are no headers ce_…, the content-type is not application/cloudevents+json, "
+                "not a CloudEvent: there are no ce_… headers, the content-type is not application/cloudevents+json, "
                 "and the body has no specversion",
             )
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "CloudEvents in structured mode arrive with the content-type %.80r; they are read. Have the producer "
+                "received and read CloudEvents in structured mode with the content-type %.80r; the producer should "
                 "send application/cloudevents+json. This is logged once",
                 kind,
             )
@@ -168,7 +169,7 @@ class CloudEventsCodec:
 
 
 class IdFromHeader:
-    """Another codec, whose events are named by a header of the message."""
+    """Wraps a codec and takes the event id from a header of the message."""
 
     def __init__(self, codec: Codec, name: str) -> None:
         self._codec = codec
@@ -177,7 +178,7 @@ class IdFromHeader:
     def fields(self, body: bytes, headers: Headers) -> Mapping[str, Any]:
         found = header(headers, self._name)
         if not found:
-            raise UndecodableEventError("missing_id", f"the message has no header {self._name}, which names its event")
+            raise UndecodableEventError("missing_id", f"the message has no header {self._name} with the event id")
         return {**self._codec.fields(body, headers), "event_id": found}
 
 
@@ -189,18 +190,18 @@ _CODECS: Final[Mapping[Envelope, Callable[[JsonReader], Codec]]] = {
 
 
 def codec_of(envelope: Envelope, read: JsonReader) -> Codec:
-    """The codec of that name."""
+    """Return the codec for `envelope`."""
     return _CODECS[envelope](read)
 
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise UndecodableEventError("malformed", f"{what} is no JSON object")
+        raise UndecodableEventError("malformed", f"{what} is not a JSON object")
     return value
 
 
 def _given(**fields: Any) -> dict[str, Any]:
-    """Those that are there: for the others the event's class has its defaults."""
+    """Drop missing fields, so that the event class uses its defaults."""
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -1,6 +1,6 @@
-"""What may be wrong with a set-up: findings, each with a code that stays when its words change.  Pure.
+"""Findings about a setup, each with a stable code.  Pure.
 
-Stores tell theirs by `ping` and by their errors, the worker finds its own at start, and `integr8s-idem doctor`
+Stores report findings through `ping` and errors, the worker checks for others at startup, and `integr8s-idem doctor`
 shows all of them.  Every code is explained in docs/reference/doctor.md.
 """
 
@@ -16,13 +16,13 @@ class Severity(str, Enum):
     ERROR = "error"
     """Events are not handled, or are certain to be handled wrongly."""
     WARNING = "warning"
-    """It works today and loses something some day."""
+    """Events are handled, but records or events may be lost later."""
     INFO = "info"
-    """Good to know."""
+    """For information."""
 
 
 class Code(str, Enum):
-    """What is wrong, for machines."""
+    """Stable identifiers of findings."""
 
     CHECK_FAILED = "check-failed"
     CHECK_TIMEOUT = "check-timeout"
@@ -77,7 +77,7 @@ class Code(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing found, in parts that make one line."""
+    """One finding, in parts that form one line."""
 
     code: Code
     severity: Severity
@@ -85,16 +85,16 @@ class Finding:
     """A setting, a topic, a server: `idempotency.default_ttl_seconds`, `topic orders`, `store`."""
     what: str
     cost: str
-    """What it can cost; empty for what costs nothing."""
+    """The possible consequence; empty if there is none."""
     remedy: str
-    """What to set, or to do; empty if nothing is."""
+    """What to set or to do; empty if nothing."""
 
     def __str__(self) -> str:
         return in_one_line(self.what, self.cost, self.remedy)
 
 
 class StoreWarning(str):
-    """A warning of a store: one sentence, as all of them are, and its parts."""
+    """A warning of a store: a sentence that also has a code and parts."""
 
     code: Code
     what: str
@@ -111,5 +111,5 @@ class StoreWarning(str):
 
 
 def in_one_line(what: str, cost: str, remedy: str) -> str:
-    """As a sentence: what it is, what it can cost, what to do."""
+    """Join the problem, its consequence and its remedy into one sentence."""
     return what.rstrip(".") + (f": {cost}" if cost else "") + (f"; {remedy}" if remedy else "")

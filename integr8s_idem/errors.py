@@ -1,36 +1,36 @@
-"""Every error this library raises on purpose.
+"""The errors of this library.
 
 IdempotencyError
 ├── KeyReusedError              one key, two payloads: a bug in the producer or in the key
-├── InProgressError             somebody is doing this work now; its outcome is not known   (retryable)
-│   └── IdempotencyConflictError    the same, after a wait as long as was wanted
+├── InProgressError             another worker is doing this work; its outcome is unknown   (retryable)
+│   └── IdempotencyConflictError    the same, after the longest wait
 ├── PreviouslyFailedError       this work was given up earlier; its record blocks it
-├── LeaseLostError              our reservation was taken over, or might have been          (retryable)
+├── LeaseLostError              the reservation was taken over, or may have been            (retryable)
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
-├── HandlerCancelledError       a handler ended with a cancellation that nobody asked for   (retryable)
+├── HandlerCancelledError       a handler raised CancelledError without being cancelled      (retryable)
 ├── HandlerExitError            a handler called sys.exit()                                 (retryable)
-├── PartialFailureError         raised by batch handlers: some of the events have failed
-├── TransactionAbortedError     the database gave up a transaction: a deadlock, a conflict  (retryable)
-├── PermanentError              raised by handlers: trying again cannot help
-│   ├── CrashedTooOftenError    earlier runs ended without a word, as often as attempts are allowed
-│   └── StepInterruptedError    a step that must not be done twice was begun, and how it ended is not known
-├── InvalidKeyError             nothing usable to make a key of
+├── PartialFailureError         raised by batch handlers: some events failed
+├── TransactionAbortedError     the database rolled a transaction back (deadlock, conflict) (retryable)
+├── PermanentError              raised by handlers: a retry cannot succeed
+│   ├── CrashedTooOftenError    as many runs as attempts are allowed ended without an outcome
+│   └── StepInterruptedError    an at-most-once step was started and its outcome is unknown
+├── InvalidKeyError             no key can be made of the input
 ├── ResultDroppedError          the work is done; its result was too large to keep
-├── ResultDecodeError           a stored result does not fit the type asked for
+├── ResultDecodeError           a stored result does not match the expected type
 ├── EventError
-│   ├── UndecodableEventError   a message that is no event we know
+│   ├── UndecodableEventError   a message that is not a valid event of a known type
 │   ├── EventTooLargeError      an event larger than the settings allow
 │   └── PublishError            the broker did not confirm an event                         (retryable)
 ├── StoreError
-│   ├── StoreUnavailableError   no answer; nothing is known about the reservation           (retryable)
-│   │   └── ResultNotStoredError    the work is done, its record could not be written
-│   ├── StoreConfigurationError     the store refuses us: credentials, permissions, settings
-│   └── CorruptRecordError      a record that cannot be read; never taken for "absent"
-├── BrokerUnavailableError      no answer when we asked the brokers about what they hold    (retryable)
-├── SettingsError               every mistake in the settings, at once
-└── ApplicationError            what was asked to run does not fit together
+│   ├── StoreUnavailableError   no answer; the state of the reservation is unknown          (retryable)
+│   │   └── ResultNotStoredError    the work is done, but its record could not be written
+│   ├── StoreConfigurationError     the store refuses requests: credentials, permissions, settings
+│   └── CorruptRecordError      a record that cannot be read; never treated as absent
+├── BrokerUnavailableError      no answer to a request about topics or dead letters         (retryable)
+├── SettingsError               all mistakes in the settings
+└── ApplicationError            the application is inconsistent
 
-The annotated attributes of each are its arguments, and `_message` makes the sentence.  Each has a section in
+The annotated attributes of an error are its arguments, and `_message` returns its text.  Each error has a section in
 docs/reference/errors.md, which `integr8s-idem errors NAME` prints.
 """
 
@@ -49,36 +49,36 @@ def _seconds(duration: timedelta) -> str:
 
 
 def _sentence(reason: str) -> str:
-    """`reason`, ending as a sentence does; drivers bring their own full stop or none."""
+    """Return `reason` with exactly one full stop at its end."""
     return reason.rstrip(".") + "."
 
 
 class IdempotencyError(Exception):
-    """Base of all errors below; catching it never catches a bug in a handler."""
+    """Base class of all errors of this library; it does not include exceptions of handlers."""
 
     retryable = False
-    """Whether the same work, asked for again later, can succeed."""
+    """Whether the same work can succeed if it is requested again later."""
 
     @property
     def read_more(self) -> str:
-        """Where this error is explained: a command, which works wherever the package is installed."""
+        """A command that prints the explanation of this error; it works wherever the package is installed."""
         package = __name__.partition(".")[0]
-        # A subclass of the application's own is explained by the class of the library that it extends.
+        # For a subclass defined by an application, print the explanation of its base class in this library.
         known = next(kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == package)
         return f"Read more: integr8s-idem errors {known.__name__}"
 
     _fields: ClassVar[tuple[str, ...]] = ()
-    """The names of its arguments, in their order; empty for an error whose arguments are its message."""
+    """The names of the arguments, in order; empty for an error whose arguments are its message."""
 
     def __init__(self, *args: object, **named: object) -> None:
         values = _bound(type(self), args, named)
-        # The arguments are in `args`, so that every error survives pickling and copying.
+        # `args` holds all arguments, so that errors can be pickled and copied.
         super().__init__(*values)
         for name, value in zip(self._fields, values, strict=False):
             setattr(self, name, value)
 
     def _message(self) -> str:
-        """What is wrong and what to do; empty for an error whose arguments are its message."""
+        """Return what is wrong and what to do; empty for an error whose arguments are its message."""
         return ""
 
     def __str__(self) -> str:
@@ -87,10 +87,10 @@ class IdempotencyError(Exception):
 
 
 def _bound(kind: type[IdempotencyError], args: tuple[object, ...], named: Mapping[str, object]) -> tuple[object, ...]:
-    """The value of each field of `kind`; `args` if it has none.
+    """Return the value of each field of `kind`, or `args` if it has no fields.
 
     Raises:
-        TypeError: They do not fit.
+        TypeError: The arguments do not match the fields.
     """
     names = kind._fields
     if not names and not named:
@@ -107,14 +107,14 @@ K = TypeVar("K", bound=type[IdempotencyError])
 
 @dataclass_transform(eq_default=False)
 def _with_fields(kind: K) -> K:
-    """Make the annotated attributes of a class of errors its arguments."""
+    """Class decorator that makes the annotated attributes of an error class its arguments."""
     kind._fields = (*kind._fields, *get_annotations(kind))
     return kind
 
 
 @_with_fields
 class KeyReusedError(IdempotencyError):
-    """The key is known with another payload; the stored result is not an answer to this one."""
+    """The key was used with a different payload, so its result does not apply to this one."""
 
     key: str
     stored: bytes
@@ -123,14 +123,14 @@ class KeyReusedError(IdempotencyError):
     def _message(self) -> str:
         return (
             f"{self.key} was used before with another payload (fingerprint {self.stored.hex()}, "
-            f"now {self.offered.hex()}): the work was not done. Give each payload an id of its own, "
+            f"now {self.offered.hex()}): the work was not done. Give each payload its own id, "
             f'or set [idempotency] on_key_reused = "run".'
         )
 
 
 @_with_fields
 class InProgressError(IdempotencyError):
-    """Somebody holds the key and its outcome is not known yet: do not acknowledge."""
+    """Another worker holds the key and its outcome is not known yet: do not acknowledge the delivery."""
 
     retryable = True
 
@@ -148,7 +148,7 @@ class InProgressError(IdempotencyError):
 
 @_with_fields
 class IdempotencyConflictError(InProgressError):
-    """Somebody else was still at it when the longest wait was over."""
+    """Another worker was still doing this work when the longest wait ended."""
 
     waited: timedelta
 
@@ -162,7 +162,7 @@ class IdempotencyConflictError(InProgressError):
 
 @_with_fields
 class PreviouslyFailedError(IdempotencyError):
-    """The work was given up earlier and its FAILED record blocks it until its ttl ends."""
+    """The work was given up earlier, and its FAILED record blocks it until the record expires."""
 
     key: str
     attempt: int
@@ -177,9 +177,9 @@ class PreviouslyFailedError(IdempotencyError):
 
 @_with_fields
 class LeaseLostError(IdempotencyError):
-    """The reservation ended before the work did.
+    """The reservation ended before the work was finished.
 
-    If the handler had started, some of its effects may have happened; no result was stored.
+    If the handler had started, some of its side effects may have happened.  No result was stored.
     """
 
     retryable = True
@@ -202,13 +202,13 @@ class LeaseLostError(IdempotencyError):
             )
         if self.withdrawn:
             return (
-                f"{lost}: at a renewal the store held it as ours no more. An operator ended its lease (integr8s-idem "
-                "keys release), or another worker took over after a stall of this process. No result was "
-                f"stored. integr8s-idem keys explain says who has it now."
+                f"{lost}: the store refused to renew it. An operator ended its lease (integr8s-idem keys release), or "
+                "another worker took over after this process stalled. No result was stored. "
+                "integr8s-idem keys explain shows the current owner."
             )
         after = f", and {self.owner} took over" if self.owner else " and could not be renewed in time"
         return (
-            f"{lost}: its lease of {_seconds(self.lease)} ended before the work did{after}. No result was "
+            f"{lost}: its lease of {_seconds(self.lease)} ended before the work was finished{after}. No result was "
             "stored. Raise [idempotency] processing_timeout_seconds, or split the handler into steps."
         )
 
@@ -225,13 +225,13 @@ class HandlerTimeoutError(IdempotencyError):
     def _message(self) -> str:
         return (
             f"handler {self.handler} ran longer than {_seconds(self.limit)} and was cancelled. "
-            f"Raise handler_timeout_seconds of its service, or make it faster."
+            f"Raise handler_timeout_seconds of its service, or make the handler faster."
         )
 
 
 @_with_fields
 class HandlerCancelledError(IdempotencyError):
-    """A handler ended with a `CancelledError` of its own making: its task was not cancelled."""
+    """A handler raised `CancelledError`, but its task was not cancelled."""
 
     retryable = True
 
@@ -239,14 +239,14 @@ class HandlerCancelledError(IdempotencyError):
 
     def _message(self) -> str:
         return (
-            f"handler {self.handler} raised CancelledError though nobody cancelled it: it awaited something that "
-            f"was cancelled elsewhere. Catch it there."
+            f"handler {self.handler} raised CancelledError, but was not cancelled: it awaited a task or future that "
+            f"was cancelled elsewhere. Catch the error around that await."
         )
 
 
 @_with_fields
 class HandlerExitError(IdempotencyError):
-    """A handler called `sys.exit()`, which would have ended the process with other deliveries under way."""
+    """A handler called `sys.exit()`, which would have ended the process while other deliveries were being handled."""
 
     retryable = True
 
@@ -254,19 +254,19 @@ class HandlerExitError(IdempotencyError):
 
     def _message(self) -> str:
         return (
-            f"handler {self.handler} called sys.exit(): taken for a failure, the process goes on. "
+            f"handler {self.handler} called sys.exit(). This counts as a failure, and the process keeps running. "
             f"Raise an error instead."
         )
 
 
 @_with_fields
 class PartialFailureError(IdempotencyError):
-    """Raised by a batch handler: some of its events have failed, and the others are done."""
+    """Raised by a batch handler if some of its events failed and the others succeeded."""
 
     failures: Mapping[int, Exception]
     """By the index of the event in the batch."""
     results: Sequence[object] | None = None
-    """One for each event, in their order, if there are any."""
+    """One result per event, in order; `None` if there are no results."""
 
     def __init__(
         self, failures: Mapping[int, Exception], results: Sequence[object] | Iterator[object] | None = None
@@ -274,25 +274,26 @@ class PartialFailureError(IdempotencyError):
         """
         Args:
             failures: By the index of the event in the batch.
-            results: One for each event, in their order, if there are any.
+            results: One result per event, in order; `None` if there are no results.
 
         Raises:
             TypeError: `failures` is not a mapping.
         """
         if not isinstance(failures, Mapping):
-            raise TypeError(f"failures are named by their places, as in {{0: error}}, not by {type(failures).__name__}")
+            given = type(failures).__name__
+            raise TypeError(f"failures must be a mapping of indexes to errors, as in {{0: error}}, not {given}")
         super().__init__(failures, list(results) if isinstance(results, Iterator) else results)
 
     def _message(self) -> str:
         errors = "; ".join(f"{at}: {type(error).__name__}: {error}" for at, error in sorted(self.failures.items()))
-        return f"{len(self.failures)} events of a batch have failed: {errors[:500]}."
+        return f"{len(self.failures)} events of a batch failed: {errors[:500]}."
 
 
 @_with_fields
 class TransactionAbortedError(IdempotencyError):
-    """The database gave up a transaction that holds an outcome: a serialization conflict or a deadlock.
+    """The database rolled back a transaction that contains an outcome: a serialization conflict or a deadlock.
 
-    Nothing of it was kept.  Tried again as a whole it can succeed, and no run of the work has failed.
+    Nothing was committed.  A retry of the whole transaction can succeed; it does not count as a failed run.
     """
 
     retryable = True
@@ -305,22 +306,22 @@ class TransactionAbortedError(IdempotencyError):
 
 
 class PermanentError(IdempotencyError):
-    """Raise it from a handler when trying again cannot help: no retry, dead-letter topic at once."""
+    """Raise this from a handler if a retry cannot succeed: the event goes to the dead-letter topic at once."""
 
 
 @_with_fields
 class CrashedTooOftenError(PermanentError):
-    """Earlier runs ended without a word, as often as attempts are allowed."""
+    """As many runs as attempts are allowed ended without an outcome."""
 
     attempts: int
 
     def _message(self) -> str:
-        return f"{self.attempts} runs ended without a word: the process crashed, stalled or was killed each time."
+        return f"{self.attempts} runs ended without an outcome: the process crashed, stalled or was killed each time."
 
 
 @_with_fields
 class StepInterruptedError(PermanentError):
-    """An `at_most_once` step of an earlier run was begun, and may have had its effect: it is not done again."""
+    """An earlier run started this `at_most_once` step and its side effect may have happened: it does not run again."""
 
     step: str
     key: str
@@ -328,15 +329,15 @@ class StepInterruptedError(PermanentError):
 
     def _message(self) -> str:
         return (
-            f"step {self.step} of {self.key} was begun by an earlier run and may have had its effect: "
-            f"{_sentence(self.reason)} Being at_most_once it is not done again. Find out whether it happened; a replay "
-            f"does it anew."
+            f"step {self.step} of {self.key} was started by an earlier run, and its side effect may have happened: "
+            f"{_sentence(self.reason)} The step is at_most_once and does not run again. Check whether the side effect "
+            f"happened; a replay runs the step again."
         )
 
 
 @_with_fields
 class InvalidKeyError(IdempotencyError, ValueError):
-    """Nothing usable to make a key of: empty, not a string, or a field that does not exist."""
+    """No key can be made of the input: it is empty, not a string, or names a field that does not exist."""
 
     reason: str
 
@@ -346,20 +347,20 @@ class InvalidKeyError(IdempotencyError, ValueError):
 
 @_with_fields
 class ResultDroppedError(IdempotencyError):
-    """The work is done, and its result was too large or could not be written: there is nothing to replay."""
+    """The work is done, but its result was too large or could not be encoded, so it cannot be returned again."""
 
     key: str
 
     def _message(self) -> str:
         return (
             f"{self.key} is done, but its result was dropped: larger than [idempotency] max_result_size_bytes, "
-            f"or nothing that JSON can hold. Return a smaller one, for example a reference."
+            f"or not representable as JSON. Return a smaller result, such as a reference."
         )
 
 
 @_with_fields
 class ResultDecodeError(IdempotencyError):
-    """The stored result does not fit the type asked for; the work itself is done."""
+    """The stored result does not match the expected type; the work itself is done."""
 
     key: str
     expected: str
@@ -367,18 +368,18 @@ class ResultDecodeError(IdempotencyError):
 
     def _message(self) -> str:
         return (
-            f"the stored result of {self.key} does not fit {self.expected}: {self.reason}. The work is "
-            "done; read the record itself, or give the function a return type that older results fit."
+            f"the stored result of {self.key} does not match {self.expected}: {self.reason}. The work is "
+            "done; read the record itself, or use a return type that accepts older results."
         )
 
 
 class EventError(IdempotencyError):
-    """Base of errors about events on their way in or out."""
+    """Base class of errors about incoming and outgoing events."""
 
 
 @_with_fields
 class UndecodableEventError(EventError):
-    """A message that is no event we know; `reason` is one of a closed set, fit for a metric label."""
+    """A message is not a valid event of a known type; `reason` is from a closed set, suitable as a metric label."""
 
     reason: str
     detail: str
@@ -389,7 +390,7 @@ class UndecodableEventError(EventError):
 
 @_with_fields
 class EventTooLargeError(EventError, PermanentError):
-    """An event is larger than the settings allow; it did not leave."""
+    """An event is larger than the settings allow; it was not published."""
 
     topic: str
     size: int
@@ -398,7 +399,7 @@ class EventTooLargeError(EventError, PermanentError):
     def _message(self) -> str:
         return (
             f"an event of {self.size} bytes for topic {self.topic} exceeds [kafka] max_event_bytes = {self.limit}. "
-            f"Publish a reference instead, or raise it together with the broker's message.max.bytes."
+            f"Publish a reference instead, or raise the limit together with message.max.bytes of the broker."
         )
 
 
@@ -414,31 +415,31 @@ class PublishError(EventError):
     def _message(self) -> str:
         return (
             f"topic {self.topic} did not confirm an event: {self.reason}. It may have arrived; publishing "
-            f"it again is safe, its id stays the same."
+            f"it again is safe because its id stays the same."
         )
 
 
 class StoreError(IdempotencyError):
-    """Base of errors of the store."""
+    """Base class of errors of the store."""
 
 
 @_with_fields
 class StoreUnavailableError(StoreError):
-    """No usable answer. The key may or may not be reserved; nothing was handled on its account."""
+    """The store gave no usable answer.  The key may or may not be reserved; the handler did not run."""
 
     retryable = True
 
     operation: str
     reason: str
     code: str = "store-unavailable"
-    """What is wrong, for machines, as in docs/reference/doctor.md."""
+    """The diagnostic code, as in docs/reference/doctor.md."""
 
     def _message(self) -> str:
         return f"the store did not answer {self.operation}: {_sentence(self.reason)}"
 
 
 class ResultNotStoredError(StoreUnavailableError):
-    """The work was done, but its completion could not be written: another worker may do it again."""
+    """The work is done, but its completion could not be written: another worker may do it again."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__("complete", reason)
@@ -447,19 +448,19 @@ class ResultNotStoredError(StoreUnavailableError):
 
     def _message(self) -> str:
         return (
-            f"{self.key} was done, but its completion could not be stored: {self.reason}. It may be done "
+            f"{self.key} is done, but its completion could not be stored: {self.reason}. The work may be done "
             f"again once its lease ends."
         )
 
 
 @_with_fields
 class StoreConfigurationError(StoreError):
-    """The store refuses requests for a reason that does not pass: credentials, permissions, settings."""
+    """The store refuses requests for a permanent reason: credentials, permissions, settings."""
 
     operation: str
     reason: str
     code: str = "store-refused"
-    """What is wrong, for machines, as in docs/reference/doctor.md."""
+    """The diagnostic code, as in docs/reference/doctor.md."""
 
     def _message(self) -> str:
         return f"the store refuses {self.operation}: {_sentence(self.reason)}"
@@ -467,38 +468,38 @@ class StoreConfigurationError(StoreError):
 
 @_with_fields
 class CorruptRecordError(StoreError):
-    """A record that cannot be read: damaged, or written by another program."""
+    """A record cannot be read: it is damaged, or was written by another program or a newer version."""
 
     key: str
     reason: str
 
     def _message(self) -> str:
         return (
-            f"the record of {self.key} cannot be read: {self.reason}. The work was not done. Look at the "
-            f"record and delete it once you know whether the work is done."
+            f"the record of {self.key} cannot be read: {self.reason}. The work was not done. Inspect the "
+            f"record, and delete it once you know whether the work is done."
         )
 
 
 @_with_fields
 class BrokerUnavailableError(IdempotencyError):
-    """No usable answer when we asked the brokers about their topics, or what dead-letter topics hold."""
+    """The brokers gave no usable answer about their topics or the contents of dead-letter topics."""
 
     retryable = True
 
     servers: str
-    """As `kafka.bootstrap_servers` names them."""
+    """The value of `kafka.bootstrap_servers`."""
     reason: str
 
     def _message(self) -> str:
         return (
-            f"no answer from {self.servers}: {_sentence(self.reason)} See that they run, and what [kafka] says of "
-            f"them: integr8s-idem doctor."
+            f"no answer from {self.servers}: {_sentence(self.reason)} Check that the brokers are running; "
+            f"integr8s-idem doctor checks the settings in [kafka]."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsMistake:
-    """One mistake: where it stands (`services.billing.concurrency`) and what to do about it."""
+    """One mistake: the path of the setting (`services.billing.concurrency`), and what to do about it."""
 
     path: str
     message: str
@@ -506,7 +507,7 @@ class SettingsMistake:
 
 @_with_fields
 class SettingsError(IdempotencyError):
-    """Every mistake in the settings, at once."""
+    """All mistakes in the settings."""
 
     source: str
     mistakes: tuple[SettingsMistake, ...]
@@ -517,7 +518,7 @@ class SettingsError(IdempotencyError):
     def __str__(self) -> str:
         count = len(self.mistakes)
         lines = [f"{self.source}: {count} mistake{'' if count == 1 else 's'}"]
-        # A path too long for its column pushes only its own message aside.
+        # A path longer than its column shifts only its own message.
         paths = [len(mistake.path) for mistake in self.mistakes if not mistake.message.startswith("=")]
         width = min(max(paths, default=0), 40)
         lines += [_row(mistake, width) for mistake in self.mistakes]
@@ -534,11 +535,11 @@ def _row(mistake: SettingsMistake, width: int) -> str:
 
 @_with_fields
 class ApplicationError(IdempotencyError):
-    """What was asked to run does not fit together: an unknown service, a handler nobody can call."""
+    """The application is inconsistent: for example an unknown service, or a handler that cannot be called."""
 
     reason: str
     is_missing: bool = False
-    """What was named is well formed, and there is no such thing."""
+    """Whether the error is a valid name of something that does not exist."""
 
     def _message(self) -> str:
         return _sentence(self.reason)

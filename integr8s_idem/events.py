@@ -1,8 +1,8 @@
-"""Events and their form on the wire: a JSON body, and headers for those who only route.
+"""Events and their encoding as Kafka messages.
 
 body      the event as JSON
-headers   event_type, event_id, correlation_id, and what the tracer adds (traceparent)
-key       aggregate_id, so that the events of one aggregate keep their order
+headers   event_type, event_id, correlation_id, and headers of the tracer (traceparent), for routing
+key       aggregate_id, so that the events of one aggregate stay in order
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from integr8s_idem.codecs import Codec, Headers
 from integr8s_idem.errors import ApplicationError, EventError, UndecodableEventError
 
 MAX_ID_LENGTH: Final = 1024
-"""Characters of an event id; a key longer than a store likes is hashed, an id longer than this is a mistake."""
+"""Longest event id, in characters; longer ids are rejected, while long keys are hashed."""
 
 DERIVED_IDS: Final = uuid.UUID("6f9b7a52-54c1-5d0b-9f0e-3f3d1f0f6c1e")
-"""Namespace of the ids derived from an incoming key; changing it would make old events new."""
+"""Namespace of derived event ids; it must not change, or reruns would publish different ids."""
 
 EventId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH)]
 _TYPE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,150}")
@@ -36,12 +36,12 @@ EventT = TypeVar("EventT", bound="BaseEvent")
 
 
 def new_event_id() -> str:
-    """A UUIDv7 (RFC 9562): unique, and roughly ordered by the producer's clock."""
+    """Return a UUIDv7 (RFC 9562): unique, and roughly ordered by the producer's clock."""
     return str(uuid_utils.uuid7())
 
 
 def derived_event_id(key: str, index: int) -> str:
-    """The id of the `index`-th event that the work named `key` publishes: the same at every rerun (UUIDv5)."""
+    """Return the id of the `index`-th event published by the work with `key`: the same in every rerun (UUIDv5)."""
     return str(uuid.uuid5(DERIVED_IDS, f"{key}#{index}"))
 
 
@@ -50,19 +50,19 @@ def _now() -> datetime:
 
 
 class EventMetadata(BaseModel):
-    """Who published an event, and in whose name.  Not part of what makes two events the same work."""
+    """The publisher of an event and the user it acted for.  Ignored when events are compared."""
 
     model_config = ConfigDict(frozen=True)
 
     service_name: str = ""
     service_version: str = ""
     correlation_id: str = ""
-    """Shared by all events that follow from one request."""
+    """Shared by all events that result from one request."""
     user_id: str | None = None
 
 
 class BaseEvent(BaseModel):
-    """What a producer published.  Subclasses pin `event_type` with a `Literal`:
+    """Base class of events.  Subclasses define `event_type` as a `Literal`:
 
     class OrderPlaced(BaseEvent):
         event_type: Literal["order_placed"] = "order_placed"
@@ -72,48 +72,48 @@ class BaseEvent(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
     event_id: EventId = Field(default_factory=new_event_id)
-    """Made once, by the producer.  A message without one is refused, never given one."""
+    """Generated once, by the producer.  Messages without an id are rejected."""
     event_type: str
     event_version: str = "1.0"
-    """`major.minor`; a reader accepts any minor of the major it knows."""
+    """`major.minor`; consumers accept every minor version of the major version they know."""
     timestamp: AwareDatetime = Field(default_factory=_now)
-    """When it happened, by the producer's clock.  Decides nothing here."""
+    """Time of the event, by the producer's clock; informational."""
     aggregate_id: str | None = None
-    """What the event is about; also the Kafka key."""
+    """The entity the event is about; also the Kafka key."""
     metadata: EventMetadata = Field(default_factory=EventMetadata)
 
 
 def event_type_of(event: type[BaseEvent]) -> str:
-    """The `event_type` that a subclass pins.
+    """Return the `event_type` that a subclass defines.
 
     Raises:
-        ApplicationError: It pins none, so no topic and no decoder can be found for it.
+        ApplicationError: It does not define one, or one that is not valid in a topic name.
     """
-    told = event.model_fields["event_type"]
-    pinned, choices = told.default, get_args(told.annotation)
-    if not isinstance(pinned, str) or (choices and choices != (pinned,)):
-        raise ApplicationError(f'{event.__name__} pins no event_type; write event_type: Literal["…"] = "…" in it')
-    if not _TYPE_NAME.fullmatch(pinned):
+    field = event.model_fields["event_type"]
+    event_type, choices = field.default, get_args(field.annotation)
+    if not isinstance(event_type, str) or (choices and choices != (event_type,)):
+        raise ApplicationError(f'{event.__name__} does not define event_type; add event_type: Literal["…"] = "…"')
+    if not _TYPE_NAME.fullmatch(event_type):
         raise ApplicationError(
-            f"{event.__name__} has the event_type {pinned[:80]!r}, which makes no topic: "
-            "use letters, digits, '.', '_' and '-', at most 150"
+            f"{event.__name__} has the event_type {event_type[:80]!r}, which is not valid in a topic name: "
+            "use at most 150 letters, digits, '.', '_' and '-'"
         )
-    return pinned
+    return event_type
 
 
 def encode_event(event: BaseEvent) -> bytes:
-    """The body of `event` on the wire: JSON in UTF-8.
+    """Encode `event` as the body of a message: JSON in UTF-8.
 
     Raises:
-        EventError: It holds NaN or infinity, which no reader would take.
+        EventError: It contains NaN or infinity, which are not valid JSON.
     """
     body = event.__pydantic_serializer__.to_json(event)
     if b"NaN" in body or b"Infinity" in body:
-        _refuse_no_numbers(event, body)
+        _reject_invalid_numbers(event, body)
     return body
 
 
-def _refuse_no_numbers(event: BaseEvent, body: bytes) -> None:
+def _reject_invalid_numbers(event: BaseEvent, body: bytes) -> None:
     try:
         _STRICT_JSON.decode(body.decode())
     except ValueError as error:
@@ -121,7 +121,7 @@ def _refuse_no_numbers(event: BaseEvent, body: bytes) -> None:
 
 
 def event_headers(event: BaseEvent) -> list[tuple[str, bytes]]:
-    """The headers of `event` on the wire, without those of a tracer."""
+    """Return the message headers of `event`, without those of a tracer."""
     headers = [("event_type", event.event_type), ("event_id", event.event_id)]
     if event.metadata.correlation_id:
         headers.append(("correlation_id", event.metadata.correlation_id))
@@ -130,7 +130,7 @@ def event_headers(event: BaseEvent) -> list[tuple[str, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """An event as it goes to the broker."""
+    """An encoded event, ready to be published."""
 
     topic: str
     key: bytes | None
@@ -141,11 +141,11 @@ class Message:
 
 
 _FIRST_VERSION: Final = "1.0"
-"""Of a message that tells none."""
+"""Version of messages without one."""
 
 
 class _Envelope(BaseModel):
-    """What must be known before the class of an event is."""
+    """The fields that are read before the class of an event is known."""
 
     model_config = ConfigDict(strict=True)
 
@@ -154,8 +154,8 @@ class _Envelope(BaseModel):
     event_version: str = _FIRST_VERSION
 
 
-class _Kind(NamedTuple):
-    """Events of one class."""
+class _KnownEvent(NamedTuple):
+    """An event class and the version it reads."""
 
     event: type[BaseEvent]
     version: str
@@ -169,43 +169,47 @@ _ENVELOPE_REASONS: Final[Mapping[tuple[int | str, ...], str]] = {
 _OTHER_REASONS: Final = {"string_too_long": "invalid", "string_unicode": "malformed"}
 
 
-def _with_names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a name stands twice in one object")
+        raise ValueError("an object contains a duplicate name")
     return table
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if isinf(number):
-        raise ValueError("a number is larger than any reader can hold")
+        raise ValueError("a number is too large")
     return number
 
 
 _STRICT_JSON: Final = json.JSONDecoder(
-    object_pairs_hook=_with_names_once, parse_constant=_no_number, parse_float=_finite
+    object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant, parse_float=_finite
 )
 
 
 class EventDecoder:
-    """Turns message bodies into events of known classes.  Never guesses.
+    """Decodes message bodies into events of known classes.
 
-    Bodies are I-JSON (RFC 7493), as canonical forms presume: UTF-8 without a byte order mark, every name
-    once in its object, no NaN or infinity, no lone surrogates.  Two readers of such a body see one event.
+    Bodies must be I-JSON (RFC 7493), so that all readers see the same event: UTF-8 without a byte order mark,
+    unique names in each object, no NaN or infinity, no lone surrogates.
     """
 
     def __init__(self, events: Iterable[type[BaseEvent]], codec: Codec | None = None) -> None:
-        """`codec`: how an event lies in a message, if the body is not simply the event."""
-        self._events = {event_type_of(event): _Kind(event, _version_of(event)) for event in events}
+        """
+        Args:
+            events: The known classes.
+            codec: Extracts the fields of an event from a message; by default the body is the event as JSON.
+        """
+        self._events = {event_type_of(event): _KnownEvent(event, _version_of(event)) for event in events}
         self._codec = codec
 
     def decode(self, body: bytes | None, headers: Headers = ()) -> BaseEvent:
-        """The event in a message.
+        """Decode the event in a message.
 
         Raises:
             UndecodableEventError: With one of the reasons `empty`, `malformed`, `missing_id`,
@@ -221,15 +225,15 @@ class EventDecoder:
 
     def _class_for(self, fields: object) -> type[BaseEvent]:
         event_type, version = _envelope_in(fields)
-        kind = self._events.get(event_type)
-        if kind is None:
-            known = ", ".join(sorted(self._events)) or "none"
+        known = self._events.get(event_type)
+        if known is None:
+            names = ", ".join(sorted(self._events)) or "none"
             raise UndecodableEventError(
-                "unknown_type", f"event_type {event_type[:80]!r} is not one of those handled here: {known}"
+                "unknown_type", f"event_type {event_type[:80]!r} is not one of the types handled here: {names}"
             )
-        if version != kind.version:
-            _check_major(kind, version)
-        return kind.event
+        if version != known.version:
+            _check_major(known, version)
+        return known.event
 
 
 InputT = TypeVar("InputT")
@@ -248,18 +252,18 @@ def _fields_in(codec: Codec, body: bytes, headers: Headers) -> dict[str, Any]:
         return dict(codec.fields(body, headers))
     except UndecodableEventError:
         raise
-    except Exception as error:  # a codec is the user's code, and what it reads is anybody's
+    except Exception as error:  # a custom codec may raise anything on invalid input
         raise UndecodableEventError("malformed", f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _envelope_in(fields: object) -> tuple[str, str]:
-    """Type and version of the event in `fields`."""
+    """Return type and version of the event in `fields`."""
     if type(fields) is dict:
         event_type, event_id = fields.get("event_type"), fields.get("event_id")
         version = fields.get("event_version", _FIRST_VERSION)
         if type(event_type) is type(event_id) is type(version) is str and _is_plain_id(event_id):
             return event_type, version
-    # Not plainly right: pydantic says what is wrong, or that nothing is.
+    # The fast check did not pass: let pydantic validate the fields or report the error.
     envelope = _checked_envelope(fields)
     return envelope.event_type, envelope.event_version
 
@@ -280,24 +284,24 @@ def _checked_envelope(fields: object) -> _Envelope:
 
 
 def read_json(body: bytes) -> Any:
-    """I-JSON, strictly.
+    """Read I-JSON strictly.
 
     Raises:
-        UndecodableEventError: It is none.
+        UndecodableEventError: `body` is not valid I-JSON.
     """
     try:
         value = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="keys")
-        sound = _all_finite((value,))
+        is_valid = _all_finite((value,))
     except (ValueError, TypeError, RecursionError):
-        sound = False
-    return value if sound else _read_carefully(body)
+        is_valid = False
+    return value if is_valid else _read_carefully(body)
 
 
 def _all_finite(values: Iterable[Any]) -> bool:
-    """Whether no number has overflowed: jiter takes 1e999 for infinity."""
+    """Return whether no number has overflowed: jiter reads 1e999 as infinity."""
     for value in values:
         kind = type(value)
-        if kind is str:  # as most are
+        if kind is str:  # the most common case
             continue
         if kind is float and isinf(value):
             return False
@@ -309,28 +313,29 @@ def _all_finite(values: Iterable[Any]) -> bool:
 
 
 def _read_carefully(body: bytes) -> Any:
-    """What is to be said of a body that jiter does not vouch for: as a rule, why it is no I-JSON."""
+    """Read a body that jiter rejected, which usually raises an error with the reason."""
     try:
         return _STRICT_JSON.decode(body.decode())
     except UnicodeDecodeError as error:
-        raise UndecodableEventError("malformed", f"no UTF-8 at byte {error.start}") from None
+        raise UndecodableEventError("malformed", f"invalid UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        raise UndecodableEventError("malformed", f"no JSON: {error.msg} at character {error.pos}") from None
+        raise UndecodableEventError("malformed", f"invalid JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
-        raise UndecodableEventError("malformed", "it is nested too deeply") from None
-    except ValueError as error:  # ours, or Python's about an integer of too many digits
+        raise UndecodableEventError("malformed", "the JSON is nested too deeply") from None
+    except ValueError as error:  # from the hooks above, or from Python for an integer with too many digits
         raise UndecodableEventError("malformed", str(error)) from None
 
 
 def _version_of(event: type[BaseEvent]) -> str:
-    """The version in which `event` is read."""
+    """Return the version of `event` that is supported."""
     return str(event.model_fields["event_version"].default)
 
 
-def _check_major(kind: _Kind, version: str) -> None:
-    if version.split(".", 1)[0] != kind.version.split(".", 1)[0]:
+def _check_major(known: _KnownEvent, version: str) -> None:
+    if version.split(".", 1)[0] != known.version.split(".", 1)[0]:
         raise UndecodableEventError(
-            "unsupported_version", f"{kind.event.__name__} is read in version {kind.version}, this is {version[:80]!r}"
+            "unsupported_version",
+            f"{known.event.__name__} is supported in version {known.version}, not {version[:80]!r}",
         )
 
 
@@ -339,7 +344,7 @@ def _first(error: ValidationError) -> ErrorDetails:
 
 
 def _first_mistake(error: ValidationError) -> str:
-    """Where and what, without the input: a payload may hold what no log should."""
+    """Return place and message of the first error, without the input, which may be confidential."""
     first = _first(error)
     where = ".".join(str(part) for part in first["loc"])[:200]
     more = error.error_count() - 1

@@ -1,13 +1,13 @@
 """Keys, fingerprints and canonical JSON.  Pure.
 
-A full key is made of escaped components, so that no two different inputs make one key:
+A full key consists of escaped components, so that different inputs never result in the same key:
 
-    idempotency:billing:charge:order_placed:id:0192…       made from an event
+    idempotency:billing:charge:order_placed:id:0192…       from an event
     ───prefix── ─scope─ handler ───type──── how ──value──
-    idempotency:billing::order:1                           given by a caller: the handler is empty
-    idempotency:billing::http:ann:POST:shop:/orders:8e03…  made by an entry point that serves others: its name is first
+    idempotency:billing::order:1                           from a caller: the handler is empty
+    idempotency:billing::http:ann:POST:shop:/orders:8e03…  from an entry point, whose name comes first
     idempotency:billing:#9f86d081…                         hashed: too long, or `hash_keys`
-    …;1                                                    behind any of them: asked for anew on purpose, once
+    …;1                                                    suffix of any of them: generation 1, a deliberate rerun
 
 `integr8s_idem.keys.Key` is the part after the scope.
 """
@@ -33,32 +33,32 @@ from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
 
 MAX_KEY_LENGTH: Final = 255
-"""Most bytes of a full key: short enough for every store's index, long enough to stay readable."""
+"""Longest full key, in bytes: short enough for the index of every store, long enough to stay readable."""
 
 LAST_GENERATION: Final = 999
-"""Work can be done anew on purpose this often; generation 0 is the first."""
+"""The highest generation, which limits deliberate reruns; generation 0 is the first."""
 
 LONGEST_PLAIN: Final = MAX_KEY_LENGTH - len(f";{LAST_GENERATION}")
-"""Bytes of a full key before it is hashed: there is room for its generation."""
+"""Longest full key that is not hashed, in bytes; leaves room for the generation."""
 
 LONGEST_SCOPE: Final = 100
-"""Bytes of a scope before it is hashed: prefix, scope and a hashed key fit together into `MAX_KEY_LENGTH`."""
+"""Longest scope that is not hashed, in bytes, so that prefix, scope and hashed key fit into `MAX_KEY_LENGTH`."""
 
 VOLATILE_FIELDS: Final = frozenset({"event_id", "timestamp", "metadata"})
-"""Fields of an event that differ between two deliveries of the same work; the list of the seeds."""
+"""Fields that may differ between events that request the same work."""
 
 FINGERPRINT_BYTES: Final = 16
-"""The first half of a SHA-256: compared only within one key, 128 bits are plenty, and records stay small."""
+"""Half of a SHA-256: enough, since fingerprints are compared only within one key, and records stay small."""
 
 LONGEST_LABEL: Final = 200
-"""Characters of a key as people read it."""
+"""Longest label of a key, in characters."""
 
 _SAFE: Final = "-._~@+,/"
 _SAFE_IN_A_CALLERS_KEY: Final = _SAFE + ":"
 
 
 class EntryPoint(str, Enum):
-    """An entry point whose keys are made of what others send.  Its name is the first part of its keys."""
+    """An entry point that derives keys from received data.  Its name is the first part of its keys."""
 
     HTTP = "http"
     """Requests with an `Idempotency-Key` header."""
@@ -69,18 +69,18 @@ class EntryPoint(str, Enum):
 
 
 _RESERVED: Final = tuple(f"{entry.value}:" for entry in EntryPoint)
-"""What a key that a caller gives cannot start with unescaped."""
+"""Prefixes that are escaped in keys from callers."""
 
 
 class KeyStrategy(str, Enum):
-    """What makes two events the same work."""
+    """How the key of an event is derived."""
 
     EVENT_BASED = "event_based"
-    """Equal ids.  The payload's fingerprint is kept beside it, so that a reused id is noticed."""
+    """From the event id.  The fingerprint of the payload is stored with it, to detect reused ids."""
     CONTENT_HASH = "content_hash"
-    """Equal content, whatever the id: RFC 8785 form without `event_id`, `timestamp`, `metadata`."""
+    """From the content: its RFC 8785 form without `event_id`, `timestamp`, `metadata`."""
     CUSTOM = "custom"
-    """Whatever a function of the event says."""
+    """From a function of the event."""
 
 
 @quick
@@ -90,16 +90,18 @@ class Key:
 
     text: str
     name: str
-    """What people see in messages, but for the generation: `order_placed:0192…`."""
+    """Name in messages, without the generation: `order_placed:0192…`."""
     generation: int = 0
-    """How often the work was asked for anew on purpose."""
+    """Number of deliberate reruns."""
 
     @staticmethod
     def of(text: str) -> Key:
-        """A key given by a caller.  Compared byte for byte: no case folding, no Unicode normalization.
+        """Create a key from a caller's string.
+
+        Keys are compared byte for byte, without case folding or Unicode normalization.
 
         Raises:
-            InvalidKeyError: It is empty, or no string.
+            InvalidKeyError: It is empty or not a string.
         """
         plain = escaped(given_text(text), safe=_SAFE_IN_A_CALLERS_KEY)
         if plain.startswith(_RESERVED):
@@ -108,73 +110,73 @@ class Key:
 
     @staticmethod
     def of_entry(entry: EntryPoint, *parts: str, name: str) -> Key:
-        """A key that an entry point makes of what others send: no other entry point and no caller can name it."""
+        """Create a key of an entry point, distinct from keys of callers and of other entry points."""
         return Key(":" + ":".join((entry.value, *map(escaped, parts))), _label(name))
 
     @staticmethod
     def of_event(handler: str, event_type: str, how: str, value: str) -> Key:
-        """A key made from an event; `handler` keeps two handlers of one event apart."""
-        return Key(_beginning(handler, event_type, how) + escaped(value), _label(f"{event_type}:{value}"))
+        """Create a key from an event; `handler` distinguishes the handlers of the event."""
+        return Key(_key_prefix(handler, event_type, how) + escaped(value), _label(f"{event_type}:{value}"))
 
     @property
     def label(self) -> str:
-        """What people see in messages."""
+        """Name in messages."""
         return f"{self.name} (generation {self.generation})" if self.generation else self.name
 
     @property
     def digest(self) -> str:
-        """What stands for its text where that is too long, or must not be seen."""
+        """Hash that replaces a text that is too long or confidential."""
         return f"#{hashlib.sha256(self.text.encode()).hexdigest()}"
 
     def hidden(self) -> Key:
-        """The same key, which shows people nothing of itself."""
+        """Return the same key with its name hashed."""
         return replace(self, name=self.digest)
 
     def in_generation(self, generation: int) -> Key:
-        """The same work, to be done anew on purpose; generation 0 is the first.
+        """Return the key of a deliberate rerun; generation 0 is the first run.
 
-        The earlier generations keep their records: a replay lifts their block and leaves their history.
+        Records of earlier generations are kept as history, and do not block the new generation.
         """
         return self if generation == self.generation else replace(self, generation=generation)
 
 
 def generation_key(full: str, generation: int) -> str:
-    """The full key of a generation of the work whose first one has the key `full`."""
-    # No component holds a semicolon: it is escaped.
+    """Return the full key of a generation, given `full`, the key of generation 0."""
+    # Components never contain a semicolon, since it is escaped.
     return f"{full};{generation}" if generation else full
 
 
 def first_generation_key(full: str, generation: int) -> str:
-    """The reverse of `generation_key`."""
+    """Return the full key of generation 0; the inverse of `generation_key`."""
     return full.removesuffix(f";{generation}") if generation else full
 
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:
-    """Where the keys of one service live in the store."""
+    """The prefix and scope of the keys of one service."""
 
     prefix: str
     scope: str
     hash_keys: bool = False
-    """Hash every key, in the store and for people: for keys that hold personal data."""
+    """Hash every key, in the store and in messages, for keys that contain personal data."""
     root: str = field(init=False, repr=False, compare=False)
-    """What all full keys of this space start with."""
+    """Common prefix of all full keys of this space."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", _root(self.prefix, self.scope))
 
     def key(self, given: str | Key) -> Key:
-        """A caller's string as a key, a key as it is; for people no more of it than the store may know."""
+        """Return the key for a caller's string or a key, with a hashed name if keys are hashed."""
         key = given if isinstance(given, Key) else Key.of(given)
         return key.hidden() if self.hash_keys else key
 
     def step(self, full: str, name: str, slot: int) -> Key:
-        """The key of a step of the work whose full key is `full`; `name` is what people see."""
-        # No component holds a semicolon, and no generation begins with a letter.
+        """Return the key of a step of the work with the full key `full`; `name` is its name in messages."""
+        # Components never contain a semicolon, and generations start with a digit.
         return Key(f"{full.removeprefix(self.root)};s{slot}", name)
 
     def full(self, key: Key) -> str:
-        """The key as the store sees it: printable ASCII, at most `MAX_KEY_LENGTH` bytes."""
+        """Return the key in the store: printable ASCII, at most `MAX_KEY_LENGTH` bytes."""
         full = self.root + key.text
         if self.hash_keys or len(full) > LONGEST_PLAIN:
             full = self.root + key.digest
@@ -182,7 +184,7 @@ class KeySpace:
 
 
 class KeyedWork(NamedTuple):
-    """A key, and the fingerprint that a second use of it must match."""
+    """A key, and the fingerprint that later uses of the key must match."""
 
     key: Key
     fingerprint: bytes | None
@@ -190,30 +192,30 @@ class KeyedWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeyResolver:
-    """Makes the key of an event for one handler, once, before the handler can touch the event."""
+    """Derives the key of an event for a handler, before the handler can modify the event."""
 
     strategy: KeyStrategy = KeyStrategy.EVENT_BASED
     fields: frozenset[str] | None = None
-    """For `content_hash`: only these fields count."""
+    """For `content_hash`: use only these fields."""
     custom: Callable[[BaseEvent], str] | None = None
-    """For `custom`: makes the key from the event."""
+    """For `custom`: returns the key of an event."""
 
     def __post_init__(self) -> None:
         try:
             object.__setattr__(self, "strategy", KeyStrategy(self.strategy))
         except ValueError as error:
             known = ", ".join(strategy.value for strategy in KeyStrategy)
-            raise InvalidKeyError(f"{self.strategy!r} is no key strategy; there are {known}") from error
+            raise InvalidKeyError(f"{self.strategy!r} is not a key strategy; use one of {known}") from error
         if (self.strategy is KeyStrategy.CUSTOM) != (self.custom is not None):
-            raise InvalidKeyError("the custom strategy and a key function go together, one without the other does not")
+            raise InvalidKeyError("use a key function with the custom strategy, and only with it")
         if self.fields is not None and self.strategy is not KeyStrategy.CONTENT_HASH:
-            raise InvalidKeyError("fields only mean something to the content_hash strategy")
+            raise InvalidKeyError("fields require the content_hash strategy")
 
     def check(self, event: type[BaseEvent]) -> None:
-        """Refuse at start what could never make a key.
+        """Check that the resolver can derive keys from events of a class.
 
         Raises:
-            InvalidKeyError: A field to be hashed does not exist: all events would be equal.
+            InvalidKeyError: `fields` is empty or names a missing field, so that all events would be equal.
         """
         missing = (self.fields or frozenset()) - set(event.model_fields)
         if missing or self.fields == frozenset():
@@ -222,10 +224,10 @@ class KeyResolver:
             )
 
     def resolve(self, handler: str, event: BaseEvent, generation: int = 0) -> KeyedWork:
-        """The key of `event` for `handler`; `generation` counts how often it was replayed on purpose.
+        """Return the key of `event` for `handler`; `generation` is the number of deliberate reruns.
 
         Raises:
-            InvalidKeyError: The event offers nothing to make a key of.
+            InvalidKeyError: No key can be made of the event.
         """
         if self.strategy is KeyStrategy.EVENT_BASED:
             key = Key.of_event(handler, event.event_type, "id", event.event_id)
@@ -239,18 +241,18 @@ class KeyResolver:
 
 
 def given_text(text: object) -> str:
-    """`text`, if a key can be made of it.
+    """Return `text` if it is a non-empty string.
 
     Raises:
-        InvalidKeyError: It is empty, or not a string.
+        InvalidKeyError: It is empty or not a string.
     """
     if not isinstance(text, str) or not text:
-        raise InvalidKeyError(f"a key is a string with at least one character, not {text!r:.80}")
+        raise InvalidKeyError(f"a key must be a non-empty string, not {text!r:.80}")
     return text
 
 
 def _label(text: str) -> str:
-    """`text` for people, bounded: a key of a megabyte belongs neither into a log nor into a header."""
+    """Return a printable form of `text` with limited length, for logs and headers."""
     if len(text) <= LONGEST_LABEL:
         return printable(text)
     begin = printable(text[: LONGEST_LABEL - 30])
@@ -258,26 +260,26 @@ def _label(text: str) -> str:
 
 
 def escaped(component: str, *, safe: str = _SAFE) -> str:
-    """`component` as a part of a key: what separates parts, and what is no printable ASCII, is percent-encoded."""
+    """Percent-encode separators and everything but printable ASCII in a component of a key."""
     plain = _plain_text(safe).fullmatch(component)
     if plain:
         return plain[0]
-    # Lone surrogates reach us through JSON escapes; they are as good a difference as any.
+    # JSON escapes can produce lone surrogates; keys that differ in them must differ.
     return quote(component, safe=safe, errors="surrogatepass")
 
 
 @lru_cache(maxsize=8)
 def _plain_text(safe: str) -> re.Pattern[str]:
-    """What `quote` leaves as it is: most ids and names."""
+    """Return a pattern for text that `quote` does not change, such as most ids and names."""
     return re.compile(rf"[A-Za-z0-9_.~{re.escape(safe)}-]*")
 
 
-# Handlers, types of events and scopes are few; ids, which are many, are behind what is kept here.
+# Only handlers, event types and scopes are cached, which are few; ids are not.
 
 
 @lru_cache(maxsize=1024)
-def _beginning(handler: str, event_type: str, how: str) -> str:
-    """What comes before the value in all keys that one handler has for one type of events."""
+def _key_prefix(handler: str, event_type: str, how: str) -> str:
+    """Return the common prefix of the keys of one handler for one event type."""
     return ":".join(map(escaped, (handler, event_type, how, "")))
 
 
@@ -290,39 +292,39 @@ def _root(prefix: str, scope: str) -> str:
 
 
 def downstream_key(key: str, name: str) -> str:
-    """A key for something done downstream on behalf of `key`: the same at every attempt, at most 255 characters."""
+    """Return a key for a downstream request of `key`: the same in every attempt, at most 255 characters."""
     text = f"{key}:{escaped(name)}"
     return text if len(text) <= MAX_KEY_LENGTH else hashlib.sha256(text.encode()).hexdigest()
 
 
 def payload_of(event: BaseEvent, fields: Iterable[str] | None = None) -> dict[str, object]:
-    """What two deliveries of the same work have in common, as plain JSON values."""
+    """Return the fields that are equal in all deliveries of the same work, as plain JSON values."""
     if fields is not None:
         return event.model_dump(mode="json", include=set(fields))
     return event.model_dump(mode="json", exclude=set(VOLATILE_FIELDS))
 
 
 def content_hash(event: BaseEvent, fields: Iterable[str] | None = None) -> str:
-    """SHA-256, in hex, of the payload.  The event type is part of the key, not of the hash."""
+    """Return the SHA-256 of the payload, in hex.  The event type is part of the key, not of the hash."""
     return hashlib.sha256(canonical_json(payload_of(event, fields))).hexdigest()
 
 
 def fingerprint_of(event: BaseEvent) -> bytes:
-    """What tells one payload from another under the same id: `FINGERPRINT_BYTES` of a SHA-256."""
+    """Return the fingerprint of the payload: `FINGERPRINT_BYTES` of a SHA-256."""
     names = _plain_names(type(event))
     if names:
         try:
             return fingerprint(pydantic_core.to_json(_plain_payload(event.__dict__, names)))
         except (TypeError, ValueError):
-            pass  # a value is none of those that every writer of JSON writes alike
+            pass  # a value whose JSON form depends on the writer
     return fingerprint(canonical_json(payload_of(event)))
 
 
 def _plain_payload(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
-    """What `payload_of` gives, in canonical order, where all values are plain.
+    """Return the same as `payload_of`, in canonical order, if all values are plain.
 
     Raises:
-        TypeError: One is not.
+        TypeError: A value is not plain.
     """
     table = {}
     for name in names:
@@ -337,15 +339,15 @@ def _plain_payload(values: Mapping[str, Any], names: Iterable[str]) -> dict[str,
 
 @lru_cache(maxsize=1_024)
 def _plain_names(event: type[BaseEvent]) -> tuple[str, ...]:
-    """The fields of a payload, in canonical order, where pydantic writes each as it is; else none.
+    """Return the fields of a payload in canonical order if pydantic dumps them unchanged, else no fields.
 
-    That is a class whose fields hold texts, integers, booleans or nothing, and which has no ways of its own to
-    write them.  Then there is no need to have pydantic make the payload first.
+    The fields of such a class are strings, integers, booleans or `None`, without custom serializers.  Their
+    payload does not need `model_dump`, which saves time.
     """
     schema: Any = event.__pydantic_core_schema__
     fields: Any = schema.get("schema", {})
-    its_own = event.model_dump is not BaseModel.model_dump or event.model_config.get("serialize_by_alias")
-    if its_own or not _is_plain(schema, "model") or not _is_plain(fields, "model-fields"):
+    has_custom_dump = event.model_dump is not BaseModel.model_dump or event.model_config.get("serialize_by_alias")
+    if has_custom_dump or not _is_plain(schema, "model") or not _is_plain(fields, "model-fields"):
         return ()
     if fields.get("computed_fields") or fields.get("extras_schema") or event.model_config.get("extra") == "allow":
         return ()
@@ -368,31 +370,31 @@ def _is_plain_field(field: Mapping[str, Any]) -> bool:
 
 
 def fingerprint(payload: bytes) -> bytes:
-    """What tells one payload from another: `FINGERPRINT_BYTES` of its SHA-256."""
+    """Return `FINGERPRINT_BYTES` of the SHA-256 of `payload`."""
     return hashlib.sha256(payload).digest()[:FINGERPRINT_BYTES]
 
 
 def canonical_json(value: object) -> bytes:
-    """RFC 8785 form of plain JSON values.
+    """Return the RFC 8785 form of plain JSON values.
 
-    That form has no integers beyond ±(2^53 - 1); events do (64-bit ids).  A value that holds
-    one is written with those integers as marked strings, behind a marker of its own, so
-    that it equals nothing else.
+    RFC 8785 excludes integers beyond ±(2^53 - 1), but events contain them (64-bit ids).  Such
+    integers are written as marked strings, and the whole value gets a prefix, so
+    that it differs from every other value.
 
     Raises:
-        InvalidKeyError: NaN, infinity, or something that is no JSON value.
+        InvalidKeyError: The value contains NaN, infinity or a value that is not valid JSON.
     """
     try:
         return pydantic_core.to_json(_in_canonical_order(value))
     except (TypeError, ValueError, RecursionError):
-        return _by_the_standard(value)
+        return _rfc8785_json(value)
 
 
 def _in_canonical_order(value: Any) -> Any:
-    """What is equal to `value`, and has its RFC 8785 form from any writer of JSON.
+    """Return an equal value whose JSON from any writer is its RFC 8785 form.
 
     Raises:
-        TypeError: There may be no such thing: writers differ about some numbers, and orders about some names.
+        TypeError: There may be none, since writers differ in some numbers, and sort orders in some names.
     """
     kind = type(value)
     if kind is dict:
@@ -413,10 +415,10 @@ def _in_canonical_order(value: Any) -> Any:
 
 
 def _plain_number(number: float) -> float:
-    """`number` as every writer writes it: no exponent, and no fraction where it is whole.
+    """Return a number that every writer writes the same way: no exponent, and no fraction if it is an integer.
 
     Raises:
-        TypeError: It needs an exponent somewhere, or is none.
+        TypeError: Some writers use an exponent, or it is not finite.
     """
     if abs(number) <= _SAFE_INTEGER and number.is_integer():
         return int(number)
@@ -425,7 +427,7 @@ def _plain_number(number: float) -> float:
     raise TypeError
 
 
-def _by_the_standard(value: object) -> bytes:
+def _rfc8785_json(value: object) -> bytes:
     try:
         try:
             return rfc8785.dumps(value)  # type: ignore[arg-type]  # checked by rfc8785 itself

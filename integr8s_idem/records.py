@@ -1,11 +1,11 @@
-"""What a store remembers, and what it answers.  Pure data: no clock, no driver, no decision.
+"""Requests, verdicts and records: the data exchanged with a store.  Pure.
 
     absent ──reserve──► processing(attempt 1) ──complete──► completed ──ttl──► absent
                           │   ▲                └──fail────► failed ────ttl──► absent
                           │   └── lease ended, reserve: attempt + 1, new token (one winner)
                           └── release: the lease ends now
 
-That is the way of one key.  Every arrow is one atomic step of the store, by the store's clock.
+The diagram shows the states of one key.  Every arrow is one atomic step of the store, by the store's clock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ JSON: Final = "application/json"
 
 
 class IdempotencyStatus(str, Enum):
-    """Where one unit of work stands.  A released reservation is `processing` with a lease that has ended."""
+    """The state of one unit of work.  A released reservation is `processing` with a lease that has ended."""
 
     PROCESSING = "processing"
     COMPLETED = "completed"
@@ -29,20 +29,20 @@ class IdempotencyStatus(str, Enum):
 
 
 class Previous(str, Enum):
-    """What became of the run before this one."""
+    """How the previous run ended."""
 
     NONE = "none"
-    """There was none: this is the first run, or the store has forgotten the earlier ones."""
+    """There was no previous run, or the store has deleted its record."""
     RELEASED = "released"
-    """Its owner gave the key back, after a failure or a shutdown."""
+    """Its owner released the key, after a failure or during shutdown."""
     LAPSED = "lapsed"
-    """Its lease ended without a word: the owner crashed or stalled.  This run is a takeover."""
+    """Its lease ended without an outcome: the owner crashed or stalled.  This run is a takeover."""
 
 
 @quick
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """What a handler returned, as bytes and their media type."""
+    """The result of a handler, as bytes and their media type."""
 
     body: bytes
     content_type: str = JSON
@@ -60,68 +60,68 @@ class TraceLink:
 @quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveRequest:
-    """The wish to do one unit of work."""
+    """A request to do one unit of work."""
 
     key: str
     """Full key, prefix and scope included; printable ASCII, at most 255 bytes."""
     token: bytes
-    """16 random bytes made by the caller, one per wish: a repeated call finds its own record."""
+    """16 random bytes chosen by the caller, one per request, so that a repeated call finds its own record."""
     lease: timedelta
-    """How long the reservation holds without renewal, by the store's clock."""
+    """How long the reservation is valid without renewal, by the store's clock."""
     retention: timedelta
-    """How long the record lives if nobody touches it again; longer than the lease, so that attempts count."""
+    """How long the record is kept if it is not written again; longer than the lease, so that attempts are counted."""
     fingerprint: bytes | None = None
-    """16 bytes that name the payload; `None` where equal keys mean equal work whatever the payload."""
+    """16 bytes that identify the payload; `None` if equal keys mean equal work regardless of the payload."""
     owner: str = ""
-    """Who asks, for messages: `billing@host-7`.  At most 128 characters."""
+    """Name of the caller for messages, such as `billing@host-7`.  At most 128 characters."""
     trace: TraceLink | None = None
     alone: bool = False
-    """Whether the attempt runs alone in its process: if it lapses, nothing else can have crashed that process."""
+    """Whether the attempt runs alone in its process: if it lapses, no other work can have crashed the process."""
 
 
 @quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """We may do the work, until the lease ends, as long as nobody holds a higher `fence`."""
+    """The caller may do the work until the lease ends, unless another worker has a higher `fence`."""
 
     key: str
     token: bytes
     attempt: int
-    """Number of this run, 1 for the first; crashed runs count."""
+    """Number of this run, 1 for the first; crashed runs are counted."""
     fence: int
-    """Grows with every reservation of the key, even after eviction: max(previous + 1, store clock in µs)."""
+    """Increases with every reservation of the key, even after eviction: max(previous + 1, store clock in µs)."""
     lease: timedelta
     previous: Previous = Previous.NONE
     lapsed: int = 0
-    """Number of earlier attempts whose lease ended without a word."""
+    """Number of earlier attempts whose lease ended without an outcome."""
     lapsed_alone: int = 0
-    """Number of those that ran alone in their process."""
+    """How many of them ran alone in their process."""
 
 
 @quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InProgress:
-    """Somebody else holds the key; ask again after `retry_after` at the latest."""
+    """Another worker holds the key; ask again after `retry_after` at the latest."""
 
     key: str
     attempt: int
     retry_after: timedelta
-    """What is left of the lease, by the store's clock."""
+    """The rest of the lease, by the store's clock."""
     owner: str = ""
 
 
 @quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """The work is done; `result` is what it returned."""
+    """The work is done; `result` is its result."""
 
     key: str
     attempt: int
     completed_at: datetime
     result: StoredResult | None = None
-    """`None` if results are not kept, or this one was dropped."""
+    """`None` if results are not stored, or this one was dropped."""
     result_dropped: bool = False
-    """The result was too large or could not be encoded; the protection stayed."""
+    """Whether the result was too large or could not be encoded; the record still prevents another run."""
     trace: TraceLink | None = None
 
 
@@ -139,7 +139,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyReused:
-    """The key is known with another payload."""
+    """The key was used with a different payload."""
 
     key: str
     stored: bytes
@@ -148,7 +148,7 @@ class KeyReused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrupt:
-    """The record cannot be read.  It spoils no batch and is never taken for absent."""
+    """The record cannot be read.  It does not affect other keys of the batch and is never treated as absent."""
 
     key: str
     reason: str
@@ -165,7 +165,7 @@ class Completion:
 
     reservation: Reserved
     ttl: timedelta
-    """How long the outcome is remembered, from now, by the store's clock."""
+    """How long the outcome is kept, from now, by the store's clock."""
     result: StoredResult | None = None
     result_dropped: bool = False
 
@@ -173,17 +173,17 @@ class Completion:
 @quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The work of `reservation` is given up."""
+    """The work of `reservation` failed permanently."""
 
     reservation: Reserved
     ttl: timedelta
     error: str
-    """One line for people, at most 1024 characters; shortened by the manager, never by a store."""
+    """One line of text, at most 1024 characters; shortened by the manager, not by the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdempotencyRecord:
-    """One record as the store holds it, for people and tools.  Times are the store's, in UTC."""
+    """One record as stored, for people and tools.  Times are from the store's clock, in UTC."""
 
     key: str
     status: IdempotencyStatus
@@ -194,27 +194,27 @@ class IdempotencyRecord:
     settled_at: datetime | None = None
     """When it was completed or failed."""
     expires_at: datetime | None = None
-    """When the store forgets it."""
+    """When the record expires."""
     fingerprint: bytes | None = None
     owner: str = ""
-    """Who holds or last held it; kept while processing."""
+    """While processing: the current or last owner."""
     result: StoredResult | None = None
     result_dropped: bool = False
     error: str = ""
     trace: TraceLink | None = None
     lapsed: int = 0
-    """While processing: number of earlier attempts whose lease ended without a word."""
+    """While processing: number of earlier attempts whose lease ended without an outcome."""
     lapsed_alone: int = 0
-    """While processing: number of those that ran alone in their process."""
+    """While processing: how many of them ran alone in their process."""
     alone: bool = False
-    """While processing: whether the present attempt runs alone in its process."""
+    """While processing: whether the current attempt runs alone in its process."""
     seen_at: datetime | None = field(default=None, compare=False)
-    """When it was read: what is left of its lease follows without another clock.  `None` if the store does not tell."""
+    """When the record was read, by the store's clock, to compute the rest of its lease; `None` if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHealth:
-    """What `ping` found."""
+    """The result of `ping`."""
 
     kind: str
     """`redis`, `memory`, …"""
@@ -222,15 +222,15 @@ class StoreHealth:
     latency: timedelta
     """Round trip of the ping, by the caller's monotonic clock."""
     warnings: tuple[str, ...] = ()
-    """What would lose records: an eviction policy, a missing replica.  Each says what to do.
+    """Conditions that lose records, such as an eviction policy or a missing replica, each with a remedy.
 
-    A `StoreWarning` has a code and its parts besides, for `integr8s-idem doctor`.
+    A `StoreWarning` also has a code and its parts, for `integr8s-idem doctor`.
     """
     identity: str = ""
-    """Names what the store holds: another one later means that it was emptied or replaced.  Empty if it cannot tell."""
+    """Identifies the data of the store; a change means that it was emptied or replaced.  Empty if unknown."""
     lineage: tuple[str, str] = ("", "")
-    """This primary, and the one whose place it took, if any: its last writes may be lost.  Empty if it cannot tell."""
+    """This primary and the one it replaced, if any, whose last writes may be lost.  Empty if unknown."""
     start: str = ""
-    """Names this start of the server: another one later means that it was started anew.  Empty if it cannot tell."""
+    """Identifies the process of the server; a change means that it was restarted.  Empty if unknown."""
     keeps_all: bool = False
-    """Whether a start anew loses nothing that was acknowledged, as far as it can tell."""
+    """Whether a restart is known to lose no acknowledged writes."""

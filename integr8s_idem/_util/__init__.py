@@ -1,1 +1,1 @@
-"""Private building blocks that know nothing of idempotency."""
+"""Private utilities that are independent of idempotency."""

@@ -1,4 +1,4 @@
-"""Offsets of those who commit by themselves: how far each partition is done.  Pure."""
+"""Compute the offsets to commit, for code that commits itself.  Pure."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from typing import Protocol
 
 
 class Placed(Protocol):
-    """Where a record of Kafka's lies, as aiokafka's `ConsumerRecord` says."""
+    """The position of a Kafka record, such as an aiokafka `ConsumerRecord`."""
 
     @property
     def topic(self) -> str:
-        """Its name."""
+        """The name of the topic."""
         ...
 
     @property
     def partition(self) -> int:
-        """From 0."""
+        """The partition, from 0."""
         ...
 
     @property
     def offset(self) -> int:
-        """From 0, within the partition."""
+        """The offset in the partition, from 0."""
         ...
 
 
 def committable_offsets(
     records: Iterable[Placed], undone: Container[tuple[str, int, int]]
 ) -> dict[tuple[str, int], int]:
-    """The offset to commit for each partition, after `records` were fetched and all but `undone` were settled.
+    """Return the offset to commit for each partition, after all of `records` except `undone` were settled.
 
-    Only what lies before the first record that is not settled may be committed: a commit says that all before it is
-    done.  Offsets may have gaps, of compaction and of transactions.
+    Only records before the first unsettled one can be committed, since a commit covers all records before its
+    offset.  Offsets may have gaps due to compaction and transactions.
 
     Args:
-        records: What was fetched since the last commit, of any number of partitions, in any order.
-        undone: Topic, partition and offset of those that are not settled.
+        records: The records fetched since the last commit, from any partitions, in any order.
+        undone: Topic, partition and offset of the records that are not settled.
 
     Returns:
-        The next offset to read, by topic and partition; partitions of which nothing may be committed are left out.
+        The next offset to read, by topic and partition, without partitions that have nothing to commit.
     """
     places: dict[tuple[str, int], list[int]] = {}
     for record in records:

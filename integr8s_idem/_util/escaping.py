@@ -1,20 +1,20 @@
-"""Text from outside, made fit for people to read: nothing that a terminal or a log would obey instead of show.
+"""Escape control characters in text from outside before it is logged or displayed.
 
-Keys, errors, headers, paths and names of topics are chosen by others.  Whatever shows them goes through here.
+Keys, errors, headers, paths and topic names come from outside; all code that displays them uses these functions.
 """
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """`text` in one line, with escapes for whatever a terminal would obey instead of show."""
+    """Return `text` on one line, with control characters escaped."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, but ends of lines and tabs stay: for text that was made of printable lines."""
+    """Return `text` with control characters escaped, except line breaks and tabs."""
     if text.isprintable():
         return text
     return "".join(
@@ -23,5 +23,5 @@ def printable_lines(text: str) -> str:
 
 
 def shown(text: str, longest: int) -> str:
-    """`text` as `printable` makes it, cut at `longest` characters."""
+    """Return `text` as `printable` does, truncated to `longest` characters."""
     return printable(text if len(text) <= longest else text[:longest] + "…")

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 Clock: TypeAlias = Callable[[], float]
-"""Returns seconds; only differences between two readings mean anything."""
+"""Returns seconds; only differences between readings are meaningful."""
 
 
 if sys.platform == "linux":
@@ -38,10 +38,10 @@ _clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, Clock] = WeakKeyDictionary
 
 
 def set_clock(loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
-    """Measure the leases that are held in `loop` by `clock`: for event loops whose time is simulated."""
+    """Measure the leases in `loop` by `clock`, for event loops with simulated time."""
     _clocks[loop] = clock
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Clock:
-    """Return the clock of `loop`: the one that was set for it, or the clock of this machine."""
+    """Return the clock of `loop`: the one set for it, or the clock of this machine."""
     return _clocks.get(loop, system_clock) if _clocks else system_clock

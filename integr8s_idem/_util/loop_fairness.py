@@ -1,11 +1,11 @@
 """Lets the event loop run between guarded functions that do not await.
 
-Functions that become ready in the same turn of the event loop run one after another.  Until the last of them has
-ended, no lease is renewed and no outcome is written: other processes take the work over though nobody has stalled.  So
-once functions have kept the loop for `LONGEST_TURN`, the next ones wait until it has taken a few turns.
+Functions that become ready in the same iteration of the event loop run one after another.  Until the last of them
+has ended, no lease is renewed and no outcome is written, so that other processes take the work over.  Therefore,
+once functions have occupied the loop for `LONGEST_TURN`, the next ones wait for a few iterations.
 
-A call of a store that takes many turns, as a transaction does, would last as long as many functions, and hold its
-locks against other processes meanwhile.  Functions wait for those that are under way, for `LONGEST_REST` at most.
+A store call that needs many iterations, such as a transaction, would take as long as many functions, and hold its
+locks for that time.  Functions therefore wait for store calls in progress, for `LONGEST_REST` at most.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from integr8s_idem._util.lease_clock import clock_of
 from integr8s_idem._util.per_loop import PerLoop
 
 LONGEST_TURN: Final = 0.01
-"""Seconds for which functions may keep the event loop before the next one waits."""
+"""Seconds for which functions may occupy the event loop before the next one waits."""
 
 LONGEST_REST: Final = 0.1
-"""Seconds for which functions wait for calls of a store that are under way."""
+"""Seconds for which functions wait for store calls in progress."""
 
-_LOOK_AGAIN: Final = 0.0005
-"""Seconds between two looks whether these calls have ended."""
+_POLL_INTERVAL: Final = 0.0005
+"""Seconds between checks whether these calls have ended."""
 
 
 class Pace:
-    """How long functions have kept one event loop in its present turn, and who waits for the next."""
+    """The time that functions have occupied an event loop in the current turn, and the functions that wait."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._clock = clock_of(loop)
         self._turn_ends: float | None = None
-        """Until when functions may start in this turn of the event loop; `None` if none has asked."""
+        """Until when functions may start in this turn; `None` before the first one."""
         self._rest_ends = 0.0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._calls: dict[int, None] = {}
-        """Calls of stores that are under way, by number, the oldest first."""
+        """Numbers of store calls in progress, oldest first."""
         self._last_call = 0
         self._last_awaited = 0
 
     def is_turn_over(self) -> bool:
-        """Whether the next function has to wait."""
+        """Return whether the next function has to wait."""
         if self._waiting:
             return True
         return self._is_long()
 
     async def wait(self) -> None:
-        """Return when the next function may start, in the order of the callers."""
+        """Wait until the function may start; callers are served in order."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         await turn
@@ -65,7 +65,7 @@ class Pace:
 
     @contextmanager
     def call_of_a_store(self) -> Iterator[None]:
-        """Let functions wait for what happens inside, because it takes more turns than `GRACE_TURNS`."""
+        """Let functions wait for this block, which needs more iterations than `GRACE_TURNS`."""
         self._last_call = call = self._last_call + 1
         self._calls[call] = None
         try:
@@ -77,26 +77,26 @@ class Pace:
         assert self._turn_ends is not None
         now = self._clock()
         if now <= self._turn_ends:
-            self._go_on()
+            self._resume()
             return
         self._rest_ends, self._last_awaited = now + LONGEST_REST, self._last_call
         self._rest(GRACE_TURNS)
 
     def _rest(self, turns: int) -> None:
-        # An answer of the store is read in one turn of the event loop, and leads to the next question in another.
+        # An answer of the store is read in one iteration, and leads to the next request in another.
         loop = asyncio.get_running_loop()
         if turns:
             loop.call_soon(self._rest, turns - 1)
-        elif self._is_call_under_way() and self._clock() < self._rest_ends:
-            loop.call_later(_LOOK_AGAIN, self._rest, 0)
+        elif self._is_call_in_progress() and self._clock() < self._rest_ends:
+            loop.call_later(_POLL_INTERVAL, self._rest, 0)
         else:
-            self._go_on()
+            self._resume()
 
-    def _is_call_under_way(self) -> bool:
-        """Whether a call has not ended that began before the functions had to wait."""
+    def _is_call_in_progress(self) -> bool:
+        """Return whether a call that began before the functions had to wait is still in progress."""
         return next(iter(self._calls), self._last_awaited + 1) <= self._last_awaited
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self._turn_ends = None
         self._wake_next()
 
@@ -108,11 +108,11 @@ class Pace:
 
 
 pace_of = PerLoop(Pace)
-"""The pace of an event loop, which all guarded functions in it share."""
+"""Returns the pace of an event loop, shared by all guarded functions in it."""
 
 
 async def turn_of_the_loop() -> None:
-    """Let the running event loop go on first, if functions have kept it for long.  Await it before a start."""
+    """Yield to the event loop if functions have occupied it for long.  Await this before a function starts."""
     pace = pace_of(asyncio.get_running_loop())
     if pace.is_turn_over():
         await pace.wait()

@@ -1,4 +1,4 @@
-"""Accept TCP connections in the event loop: a bounded number of them, also when the process is out of descriptors."""
+"""Accept a limited number of TCP connections in the event loop, even if the process is out of file descriptors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Final, Protocol
 logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE: Final = 10
-"""Connections that are accepted in one turn of the event loop: the others are served in between."""
+"""Connections accepted per iteration of the event loop, so that open ones are served in between."""
 
 PAUSE: Final = 0.1
-"""Seconds without accepting, where the system refuses to and no connection can be closed for another."""
+"""Pause in seconds if the system refuses new connections and there is no connection to close."""
 
 LOG_INTERVAL: Final = 60.0
 """Seconds between two log lines about refused connections."""
@@ -26,7 +26,7 @@ class Connection(Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is waiting for its client, so that it may be closed first."""
+        """Whether it waits for its client, and is therefore closed first."""
         ...
 
     def abort(self) -> None:
@@ -38,7 +38,7 @@ class Connections:
     """The open connections of one server, oldest first.
 
     Args:
-        most: How many there may be; one more closes the oldest that is waiting for its client, or else the oldest.
+        most: The maximum; one more closes the oldest connection that waits for its client, or else the oldest.
     """
 
     def __init__(self, most: int) -> None:
@@ -49,17 +49,17 @@ class Connections:
         return len(self._open)
 
     def add(self, connection: Connection) -> None:
-        """Take in a new connection."""
+        """Add a new connection."""
         while len(self._open) >= self._most:
             self.close_oldest()
         self._open[connection] = None
 
     def discard(self, connection: Connection) -> None:
-        """Forget a connection that was closed."""
+        """Remove a closed connection."""
         self._open.pop(connection, None)
 
     def close_oldest(self) -> bool:
-        """Close the oldest connection that is waiting for its client, or else the oldest; whether there was one."""
+        """Close the oldest connection that waits for its client, or else the oldest; return whether there was one."""
         oldest = next((each for each in self._open if each.is_waiting), next(iter(self._open), None))
         if oldest is None:
             return False
@@ -69,16 +69,16 @@ class Connections:
 
 
 class Acceptor:
-    """Accepts the connections to one listening socket, which stays its caller's.
+    """Accepts the connections of a listening socket, which it does not close.
 
-    asyncio's own servers log each failure to accept, a hundred in a turn of the event loop, and stop accepting for a
-    second; and one that is closed between accepting and connecting leaves a socket open (seen with Python 3.11).
+    Servers of asyncio log each failure to accept, up to a hundred per iteration of the event loop, and then stop
+    accepting for a second; and closing one between accepting and connecting leaks a socket (seen in Python 3.11).
 
     Args:
-        listening: Does not block.
-        protocol: Makes the protocol of a connection, which adds itself to `connections` and removes itself.
-        connections: Where room is made when the process is out of descriptors.
-        what: What listens, for the log.
+        listening: A non-blocking socket.
+        protocol: Creates the protocol of a connection, which adds itself to `connections` and removes itself.
+        connections: The open connections, of which some are closed if the process is out of descriptors.
+        what: Name of the server for log messages.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Acceptor:
         self._next_log = 0.0
 
     def start(self) -> None:
-        """Accept from now on, in the running event loop."""
+        """Start accepting connections in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listening, self._accept)
 
     async def stop(self) -> None:
-        """Accept no more; when this returns, each accepted connection has its protocol."""
+        """Stop accepting, and wait until all accepted connections have a protocol."""
         if self._resuming is not None:
             self._resuming.cancel()
         self._loop.remove_reader(self._listening)
@@ -112,7 +112,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionError:
-                continue  # that client has already gone
+                continue  # the client has already disconnected
             except OSError as error:
                 self._refused(error)
                 return
@@ -126,10 +126,10 @@ class Acceptor:
             await self._loop.connect_accepted_socket(self._protocol, connection)
         except OSError as error:
             connection.close()
-            logger.debug("%s: a client hung up at once: %s", self._what, error)
+            logger.debug("%s: a client disconnected at once: %s", self._what, error)
 
     def _refused(self, error: OSError) -> None:
-        """Make room; without any to make, try again later."""
+        """Close an open connection; without one, try again later."""
         if not self._connections.close_oldest():
             self._loop.remove_reader(self._listening)
             self._resuming = self._loop.call_later(PAUSE, self.start)
@@ -138,7 +138,7 @@ class Acceptor:
             self._next_log = now + LOG_INTERVAL
             logger.warning(
                 "%s cannot accept all connections: %s. It closes those that wait for their clients; if the process is "
-                "out of descriptors, raise its limit (ulimit -n)",
+                "out of file descriptors, raise its limit (ulimit -n)",
                 self._what,
                 error.strerror,
             )

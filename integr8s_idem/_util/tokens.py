@@ -1,4 +1,4 @@
-"""Tokens of reservations: 16 random bytes each, drawn from the operating system many at a time."""
+"""Tokens of reservations: 16 random bytes each, read from the operating system in batches."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from struct import iter_unpack
 from typing import Final
 
 TOKEN_BYTES: Final = 16
-_AT_ONCE: Final = 256
+_BATCH: Final = 256
 _drawn: Iterator[tuple[bytes]] = iter(())
 
 
 def new_token() -> bytes:
-    """One that nobody else has, in no thread and no process."""
-    global _drawn  # one step of an iterator is atomic: no two threads get the same
+    """Return a token that is unique across threads and processes."""
+    global _drawn  # advancing an iterator is atomic, so threads never get the same token
     for (drawn,) in _drawn:
         return drawn
-    _drawn = fresh = iter_unpack(f"{TOKEN_BYTES}s", os.urandom(TOKEN_BYTES * _AT_ONCE))
+    _drawn = fresh = iter_unpack(f"{TOKEN_BYTES}s", os.urandom(TOKEN_BYTES * _BATCH))
     token: bytes = next(fresh)[0]
     return token
 
@@ -27,5 +27,5 @@ def _forget() -> None:
     _drawn = iter(())
 
 
-if hasattr(os, "register_at_fork"):  # a child would draw what its parent draws
+if hasattr(os, "register_at_fork"):  # otherwise a child process would use the tokens of its parent
     os.register_at_fork(after_in_child=_forget)

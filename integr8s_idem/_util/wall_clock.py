@@ -1,4 +1,4 @@
-"""This machine's wall clock, for stores whose database has none of its own."""
+"""The wall clock of this machine, for stores whose database has no clock."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, Clock] = WeakKeyDictionary
 
 
 def set_wall_clock(loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
-    """Read `clock` in `loop` from now on: for event loops whose time is simulated."""
+    """Use `clock` in `loop`, for event loops with simulated time."""
     _clocks[loop] = clock
 
 
 def wall_time_ns() -> int:
-    """Return nanoseconds since 1970 by the clock of the running loop, or by this machine's."""
+    """Return nanoseconds since 1970 by the clock of the running loop, or of this machine."""
     if _clocks:
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # plain code, while a simulated loop of somebody else is still in memory
+        except RuntimeError:  # synchronous code, while another simulated loop is still in memory
             return time.time_ns()
         return _clocks.get(loop, time.time_ns)()
     return time.time_ns()

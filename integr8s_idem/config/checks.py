@@ -1,4 +1,4 @@
-"""Settings that contradict each other: refused, or warned of."""
+"""Check for contradictory settings, and warn of risky ones."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from integr8s_idem.config.settings import Settings
 
 KAFKA_RETENTION_SECONDS: Final = 7 * 24 * 3600
-"""How long topics keep events unless told otherwise (retention.ms)."""
+"""Default retention of topics (retention.ms)."""
 _SESSION_BOUNDS: Final = (6.0, 1800.0)
-"""What brokers allow a session timeout unless told otherwise (group.min/max.session.timeout.ms)."""
-_NEAR: Final = 0.8
-"""How alike two words are that differ by a slip: one letter in five."""
+"""Default limits of brokers for the session timeout (group.min/max.session.timeout.ms)."""
+_MISSPELLING_RATIO: Final = 0.8
+"""Minimum similarity of a misspelled word: one wrong character in five."""
 _LEASE: Final = "idempotency.processing_timeout_seconds"
 _REBALANCE: Final = "kafka.rebalance_timeout_seconds"
 
 
 @dataclass(frozen=True)
 class Contradiction:
-    """A mistake that two settings make together."""
+    """A mistake in the combination of two settings."""
 
     path: str
     other: str
@@ -60,18 +60,18 @@ class _Value:
 
 
 def check_settings(settings: Settings) -> list[SettingsMistake]:
-    """Every contradiction that would lose events or handle them twice, in an order that stays.  Empty: fine."""
+    """Return contradictions that would lose events or handle them twice, in a stable order."""
     return [found.mistake for found in contradictions(settings)]
 
 
 def contradictions(settings: Settings) -> Iterator[Contradiction]:
-    """As `check_settings`, with the settings that each rests on."""
+    """Yield contradictions with both settings involved."""
     yield from _idempotency(settings)
     yield from _kafka(settings)
     yield from _store(settings)
     for name, service in settings.services.items():
         yield from _service(settings, f"services.{name}", service)
-    yield from _alike(settings)
+    yield from _same_variables(settings)
     telemetry = settings.telemetry
     if telemetry.spans == "otlp" and telemetry.otlp_endpoint is None:
         yield Contradiction(
@@ -85,9 +85,7 @@ def _idempotency(settings: Settings) -> Iterator[Contradiction]:
     ttl = _Value("idempotency.default_ttl_seconds", settings.idempotency.default_ttl_seconds)
     lease = _Value(_LEASE, settings.idempotency.processing_timeout_seconds)
     if ttl.number < lease.number:
-        yield _compared(
-            ttl, lease, "an outcome would be forgotten before a duplicate has waited for it", "raise", "lower"
-        )
+        yield _compared(ttl, lease, "an outcome could expire while a duplicate waits for it", "raise", "lower")
 
 
 def _kafka(settings: Settings) -> Iterator[Contradiction]:
@@ -95,18 +93,18 @@ def _kafka(settings: Settings) -> Iterator[Contradiction]:
     heartbeat = _Value("kafka.heartbeat_interval_seconds", kafka.heartbeat_interval_seconds)
     session = _Value("kafka.session_timeout_seconds", kafka.session_timeout_seconds)
     if 3 * heartbeat.number > session.number:
-        yield _compared(heartbeat, session, "two lost heartbeats would end the worker's membership", part="a third of ")
+        yield _compared(heartbeat, session, "two lost heartbeats would end membership in the group", part="a third of ")
     request = _Value("kafka.request_timeout_seconds", kafka.request_timeout_seconds)
     rebalance = _Value(_REBALANCE, kafka.rebalance_timeout_seconds)
     if request.number >= rebalance.number:
-        yield _compared(request, rebalance, "a rebalance would not wait for the commit of what was handled")
+        yield _compared(request, rebalance, "a rebalance would not wait for a slow commit")
     if kafka.security_protocol.startswith("SASL"):
         for name in ("sasl_username", "sasl_password"):
             if getattr(kafka, name) is None:
                 yield Contradiction(
                     f"kafka.{name}",
                     "kafka.security_protocol",
-                    f'must be given with security_protocol = "{kafka.security_protocol}"',
+                    f'must be set with security_protocol = "{kafka.security_protocol}"',
                 )
 
 
@@ -117,14 +115,14 @@ def _store(settings: Settings) -> Iterator[Contradiction]:
     timeout = _Value("store.timeout_seconds", store.timeout_seconds)
     lease = _Value(_LEASE, settings.idempotency.processing_timeout_seconds)
     if 3 * timeout.number >= lease.number:
-        yield _compared(timeout, lease, "one renewal without an answer would lose the lease", part="a third of ")
+        yield _compared(timeout, lease, "one unanswered renewal would lose the lease", part="a third of ")
     if isinstance(store, SqliteStoreSettings):
         if store.path in ("", ":memory:"):
             yield Contradiction(
                 "store.path",
                 "store.kind",
-                f'= "{store.path}" is no file: records would be lost at exit, and no other process would know them; '
-                'give a file, or write kind = "memory"',
+                f'= "{store.path}" is not a file: records would be lost on exit and invisible to other processes; '
+                'set a file, or kind = "memory"',
             )
         return
     if isinstance(store, DynamodbStoreSettings):
@@ -132,7 +130,7 @@ def _store(settings: Settings) -> Iterator[Contradiction]:
     for path, url in _urls(store):
         if store.password is not None and url_holds_password(url):
             yield Contradiction(
-                "store.password", path, f"is given twice: {path} holds a password as well; take it out of the url"
+                "store.password", path, f"is set twice: {path} also contains a password; remove it from the URL"
             )
     yield from _tls(store)
     if isinstance(store, AnyRedisSettings):
@@ -153,7 +151,7 @@ def _tls(store: PostgresqlStoreSettings | MysqlStoreSettings | AnyRedisSettings)
     if (store.tls_cert_file is None) != (store.tls_key_file is None):
         given, needed = ("cert", "key") if store.tls_cert_file else ("key", "cert")
         yield Contradiction(
-            f"store.tls_{needed}_file", f"store.tls_{given}_file", f"must be given beside store.tls_{given}_file"
+            f"store.tls_{needed}_file", f"store.tls_{given}_file", f"must be set together with store.tls_{given}_file"
         )
 
 
@@ -161,7 +159,7 @@ def _redis(store: AnyRedisSettings) -> Iterator[Contradiction]:
     wait = _Value("store.wait_timeout_seconds", store.wait_timeout_seconds)
     timeout = _Value("store.timeout_seconds", store.timeout_seconds)
     if store.wait_replicas and wait.number >= timeout.number:
-        yield _compared(wait, timeout, "a call would end before the replicas have had their time")
+        yield _compared(wait, timeout, "calls would time out before the replicas do")
 
 
 def _service(settings: Settings, path: str, service: ServiceSettings) -> Iterator[Contradiction]:
@@ -173,100 +171,100 @@ def _service(settings: Settings, path: str, service: ServiceSettings) -> Iterato
     drain = _Value(f"{path}.drain_timeout_seconds", service.drain_timeout_seconds)
     rebalance = _Value(_REBALANCE, settings.kafka.rebalance_timeout_seconds)
     if drain.number >= rebalance.number:
-        yield _compared(drain, rebalance, "the group would go on without a worker that still finishes its handlers")
+        yield _compared(drain, rebalance, "the group would continue without a worker whose handlers are still running")
     first = _Value(f"{path}.retry_initial_seconds", service.retry_initial_seconds)
     longest = _Value(f"{path}.retry_max_seconds", service.retry_max_seconds)
     if first.number > longest.number:
-        yield _compared(first, longest, "the first pause would be longer than the longest")
+        yield _compared(first, longest, "the first pause would exceed the maximum")
 
 
-def _alike(settings: Settings) -> Iterator[Contradiction]:
+def _same_variables(settings: Settings) -> Iterator[Contradiction]:
     seen: dict[str, str] = {}
     for name in settings.services:
-        twin = seen.setdefault(same_name(name), name)
-        if twin != name:
-            yield Contradiction(
-                f"services.{name}", f"services.{twin}", f"is taken for services.{twin} in the environment; rename one"
-            )
+        first = seen.setdefault(same_name(name), name)
+        if first != name:
+            message = f"has the same environment variables as services.{first}; rename one"
+            yield Contradiction(f"services.{name}", f"services.{first}", message)
 
 
 def settings_warnings(settings: Settings, services: Iterable[str] = ()) -> list[SettingsMistake]:
-    """What is allowed and may still surprise, that of single services last; in an order that stays.
+    """Return warnings about valid but risky settings, in a stable order, with those of services last.
 
     Args:
-        services: Those of the application, if known.
+        services: Names of the application's services, if known.
     """
     names = list(services)
     return [
-        *_warned_globally(settings),
-        *(warning for name, own in settings.services.items() for warning in _warned_of_service(settings, name, own)),
+        *_global_warnings(settings),
+        *(warning for name, own in settings.services.items() for warning in _service_warnings(settings, name, own)),
         *(_unknown_service(name, names) for name in settings.services if names and not _is_among(name, names)),
     ]
 
 
-def _warned_globally(settings: Settings) -> Iterator[SettingsMistake]:
+def _global_warnings(settings: Settings) -> Iterator[SettingsMistake]:
     idempotency, kafka = settings.idempotency, settings.kafka
     ttl = idempotency.default_ttl_seconds
     if ttl < KAFKA_RETENTION_SECONDS:
         yield SettingsMistake(
             "idempotency.default_ttl_seconds",
-            f"= {_plain(ttl)} is less than the {KAFKA_RETENTION_SECONDS} (7 days) that topics keep events by default: "
+            f"= {_plain(ttl)} is less than the {KAFKA_RETENTION_SECONDS} (7 days) of the default retention of topics: "
             "a replay of older events runs them again; raise it, or lower retention.ms of the topics",
         )
     if isinstance(settings.store, MemoryStoreSettings):
         yield SettingsMistake(
-            "store.kind", '= "memory" is of one process: it forgets all at exit, and knows nothing of other processes'
+            "store.kind",
+            '= "memory" is local to one process: records are lost on exit and hidden from other processes',
         )
-    yield from _warned_of_policies("idempotency", idempotency.on_in_progress, idempotency.on_store_error)
+    yield from _policy_warnings("idempotency", idempotency.on_in_progress, idempotency.on_store_error)
     least, most = _SESSION_BOUNDS
     if not least <= kafka.session_timeout_seconds <= most:
         yield SettingsMistake(
             "kafka.session_timeout_seconds",
-            f"= {_plain(kafka.session_timeout_seconds)} is outside of the {_plain(least)} to {_plain(most)} seconds "
-            "that brokers allow by default: with these they let no worker into its group",
+            f"= {_plain(kafka.session_timeout_seconds)} is outside the {_plain(least)} to {_plain(most)} seconds "
+            "that brokers allow by default: workers cannot join their groups",
         )
     if kafka.auto_offset_reset == "latest":
         yield SettingsMistake(
             "kafka.auto_offset_reset",
-            '= "latest" begins a new group at the end of its topics: events that came before that are skipped',
+            '= "latest" starts new groups at the end of their topics: earlier events are skipped',
         )
     if kafka.sasl_password is not None and not kafka.security_protocol.startswith("SASL"):
         yield SettingsMistake(
             "kafka.sasl_password",
-            f'is not used with security_protocol = "{kafka.security_protocol}": the brokers are not told who we are; '
-            "write SASL_SSL?",
+            f'is ignored with security_protocol = "{kafka.security_protocol}": connections are not authenticated; '
+            "use SASL_SSL?",
         )
     if settings.replay.unsigned == "trust":
         yield SettingsMistake(
             "replay.unsigned",
-            '= "trust" lets every producer run completed work again, and keep events from handlers and groups, by a '
+            '= "trust" lets every producer rerun completed work, and hide events from handlers and groups, with a '
             "header; set replay.secret instead",
         )
-    yield from _warned_of_store(settings.store)
-    yield from _warned_of_results(settings)
+    yield from _store_warnings(settings.store)
+    yield from _result_warnings(settings)
 
 
-def _warned_of_results(settings: Settings) -> Iterator[SettingsMistake]:
+def _result_warnings(settings: Settings) -> Iterator[SettingsMistake]:
     own = settings.idempotency
-    # The default is more than that, too: who has set nothing has not asked for so much.
-    asked = own.enable_result_caching and "max_result_size_bytes" in own.model_fields_set
-    if isinstance(settings.store, DynamodbStoreSettings) and asked and own.max_result_size_bytes > MOST_RESULT_BYTES:
+    # The default exceeds the limit, too; warn only if the user has set a value.
+    is_set = own.enable_result_caching and "max_result_size_bytes" in own.model_fields_set
+    if isinstance(settings.store, DynamodbStoreSettings) and is_set and own.max_result_size_bytes > MOST_RESULT_BYTES:
         yield SettingsMistake(
             "idempotency.max_result_size_bytes",
-            f"= {own.max_result_size_bytes} is more than the {MOST_RESULT_BYTES} bytes that an item of DynamoDB has "
-            "for a result and its media type: a larger one is dropped, and a duplicate gets no answer; lower it, "
-            "return a reference, or take another kind of store",
+            f"= {own.max_result_size_bytes} is more than the {MOST_RESULT_BYTES} bytes that an item of DynamoDB "
+            "can hold for a result and its media type: larger results are dropped and not returned to duplicates; "
+            "lower it, return a reference, or use another kind of store",
         )
 
 
-def _warned_of_store(store: StoreSettings) -> Iterator[SettingsMistake]:
+def _store_warnings(store: StoreSettings) -> Iterator[SettingsMistake]:
     if isinstance(store, RedisSentinelStoreSettings | PostgresqlStoreSettings | MysqlStoreSettings) and not store.tls:
         for name in ("tls_ca_file", "tls_cert_file"):
             if getattr(store, name) is not None:
                 yield SettingsMistake(
                     f"store.{name}",
-                    "is not used without store.tls = true: what goes to the store and back can be read on the way; "
-                    "set that, or take this out",
+                    "is ignored without store.tls = true: connections to the store are not encrypted; "
+                    "set store.tls, or remove this setting",
                 )
     match store:
         case SqliteStoreSettings() | PostgresqlStoreSettings() | MysqlStoreSettings():
@@ -274,51 +272,51 @@ def _warned_of_store(store: StoreSettings) -> Iterator[SettingsMistake]:
                 yield SettingsMistake(
                     "store.lock_timeout_seconds",
                     f"= {_plain(store.lock_timeout_seconds)} is not below store.timeout_seconds = "
-                    f"{_plain(store.timeout_seconds)}: a record that another process holds looks like a store that is "
-                    "down; lower the first or raise the second",
+                    f"{_plain(store.timeout_seconds)}: a record locked by another process looks like an unavailable "
+                    "store; lower the first or raise the second",
                 )
         case RedisStoreSettings(tls_ca_file=str()) | RedisClusterStoreSettings(tls_ca_file=str()):
             for path, url in _urls(store):
                 if not url.startswith("rediss://"):
                     yield SettingsMistake(
                         "store.tls_ca_file",
-                        f"is not used, as {path} does not start with rediss://: what goes to the store and back can be "
-                        "read on the way",
+                        f"is ignored, since {path} does not start with rediss://: connections to the store are not "
+                        "encrypted",
                     )
                     break
 
 
-def _warned_of_service(settings: Settings, name: str, service: ServiceSettings) -> Iterator[SettingsMistake]:
+def _service_warnings(settings: Settings, name: str, service: ServiceSettings) -> Iterator[SettingsMistake]:
     path = f"services.{name}"
-    yield from _warned_of_policies(path, service.on_in_progress, service.on_store_error)
+    yield from _policy_warnings(path, service.on_in_progress, service.on_store_error)
     if service.max_in_flight < service.concurrency:
         yield SettingsMistake(
             f"{path}.max_in_flight",
             f"= {service.max_in_flight} is less than {path}.concurrency = {service.concurrency}: "
-            "some handlers would never have anything to do",
+            "some of the concurrent handlers would stay idle",
         )
     drain, request = service.drain_timeout_seconds, settings.kafka.request_timeout_seconds
     rebalance = settings.kafka.rebalance_timeout_seconds
     if drain < rebalance <= drain + request:
         yield SettingsMistake(
             f"{path}.drain_timeout_seconds",
-            f"= {_plain(drain)} with kafka.request_timeout_seconds = {_plain(request)} for the commit behind it is not "
-            f"below {_REBALANCE} = {_plain(rebalance)}: a slow commit would come too late; lower one of them",
+            f"= {_plain(drain)} plus kafka.request_timeout_seconds = {_plain(request)} for the final commit is not "
+            f"below {_REBALANCE} = {_plain(rebalance)}: a slow commit would be too late; lower one of them",
         )
 
 
-def _warned_of_policies(
+def _policy_warnings(
     path: str, in_progress: OnInProgress | None, store_error: OnStoreError | None
 ) -> Iterator[SettingsMistake]:
     if in_progress is OnInProgress.SKIP:
         yield SettingsMistake(
             f"{path}.on_in_progress",
-            '= "skip" acknowledges events that are being handled: one whose owner dies is lost',
+            '= "skip" acknowledges events that are still being handled: if their owner dies, they are lost',
         )
     if store_error is OnStoreError.OPEN:
         yield SettingsMistake(
             f"{path}.on_store_error",
-            '= "open" runs handlers unguarded while the store is down: an event that comes again then runs again',
+            '= "open" runs handlers unguarded while the store is unavailable: redelivered events run again',
         )
 
 
@@ -328,30 +326,30 @@ def _is_among(name: str, services: list[str]) -> bool:
 
 def _unknown_service(name: str, services: list[str]) -> SettingsMistake:
     near = get_close_matches(name, services, n=1)
-    hint = f"did you mean services.{near[0]}?" if near else f"known are {', '.join(services)}"
-    return SettingsMistake(f"services.{name}", f"is no service of this application: nothing reads it; {hint}")
+    hint = f"did you mean services.{near[0]}?" if near else f"known services: {', '.join(services)}"
+    return SettingsMistake(f"services.{name}", f"is not a service of this application: it is ignored; {hint}")
 
 
 def misspelled_services(sections: object, services: list[str], origins: Mapping[Path, str]) -> list[SettingsMistake]:
-    """Sections named nearly as a service of the application, which would run without them.
+    """Return mistakes for sections with a misspelled name of a service.
 
-    Others may be those of another application that shares the file, and so may one beside which the
-    service has a section of its own.  `origins`: which variable gave a value.
+    Other unknown sections may belong to another application that shares the file, as may a similar name if
+    the service has its own section.  `origins` maps paths to the variables that set them.
     """
     names = list(sections) if isinstance(sections, Mapping) else []
-    free = [service for service in services if not _is_among(service, names)]
-    found = [(name, service) for name in names for service in free if is_misspelled(name, service)]
+    missing = [service for service in services if not _is_among(service, names)]
+    found = [(name, service) for name in names for service in missing if is_misspelled(name, service)]
     return [
         SettingsMistake(
             f"services.{name}",
-            f"is no service of this application; did you mean services.{service}?{_set_by(name, origins)}",
+            f"is not a service of this application; did you mean services.{service}?{_set_by(name, origins)}",
         )
         for name, service in dict(reversed(found)).items()
     ]
 
 
 def is_misspelled(name: str, service: str) -> bool:
-    """Whether `name` looks like `service` with a slip in it, and not like a sister: billing-eu, worker-2."""
+    """Return whether `name` is a misspelling of `service`, and not a related name like billing-eu or worker-2."""
     given, wanted = same_name(name).split("_"), same_name(service).split("_")
     if "".join(given) == "".join(wanted):
         return True
@@ -359,8 +357,8 @@ def is_misspelled(name: str, service: str) -> bool:
 
 
 def _is_near(given: str, wanted: str) -> bool:
-    digits = [[letter for letter in word if letter.isdigit()] for word in (given, wanted)]
-    return digits[0] == digits[1] and SequenceMatcher(None, given, wanted).ratio() >= _NEAR
+    digits = [[char for char in word if char.isdigit()] for word in (given, wanted)]
+    return digits[0] == digits[1] and SequenceMatcher(None, given, wanted).ratio() >= _MISSPELLING_RATIO
 
 
 def _set_by(name: str, origins: Mapping[Path, str]) -> str:

@@ -1,4 +1,4 @@
-"""Durations as callers give them: a `timedelta`, or a number of seconds."""
+"""Durations in the public API: a `timedelta`, or a number of seconds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def duration(value: Duration | None, name: str) -> timedelta | None:
     """Convert `value` to a `timedelta`; `None` stays `None`.
 
     Args:
-        value: What the caller gave.
-        name: The parameter, for errors.
+        value: The duration.
+        name: Name of the parameter, for errors.
 
     Raises:
         ApplicationError: It is negative, not a number, or longer than a `timedelta` can be.
@@ -37,7 +37,7 @@ def duration(value: Duration | None, name: str) -> timedelta | None:
         converted = None
     if converted is None or converted < timedelta():
         raise ApplicationError(
-            f"{name} takes a timedelta of zero or more, or a number of seconds, as in {name}=timedelta(minutes=1) or "
+            f"{name} must be a non-negative timedelta or number of seconds, as in {name}=timedelta(minutes=1) or "
             f"{name}=60, not {value!r}"
         )
     return converted

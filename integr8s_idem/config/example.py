@@ -1,4 +1,4 @@
-"""`settings.example.toml`: every setting with its default and what it is for, made from the model."""
+"""Generate `settings.example.toml`, with the default and the description of every setting."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from integr8s_idem.config.sections import ServiceSettings
 from integr8s_idem.config.settings import Settings
 
 _HEAD: Final = """\
-Every setting with its default.  What is left out keeps it; a commented line has none.
+All settings with their defaults.  You can omit any of them; settings in comments have no default.
 
-The environment wins over this file: {prefix}STORE__PASSWORD sets password in [store], and
-{prefix}SERVICES__K8S_WORKER__CONCURRENCY sets concurrency in [services.k8s-worker].  Lists are
-written there with commas.  Files named like these variables, in the folder that
-{prefix}{secrets} names, come in between.
+Environment variables override this file: {prefix}STORE__PASSWORD sets password in [store], and
+{prefix}SERVICES__K8S_WORKER__CONCURRENCY sets concurrency in [services.k8s-worker].  Write
+lists separated by commas.  Files with such names in the folder {prefix}{secrets}
+override this file, too; environment variables take precedence over them.
 """
 
 
 def example_settings(settings_type: type[Settings] = Settings) -> str:
-    """A TOML file that sets everything to its default, and says in comments what it is for."""
+    """Return a TOML file with all settings at their defaults, and their descriptions in comments."""
     prefix = settings_type.model_config.get("env_prefix", "")
     parts = [_comment(_HEAD.format(prefix=prefix, secrets=SECRETS_DIR))]
     for name, field in settings_type.model_fields.items():
         if name == "services":
-            note = "One table for each service, under its name, as in [services.billing]."
+            note = "One table per service, such as [services.billing]."
             parts.append(_section("services.example", ServiceSettings(), note))
             continue
         section = field.get_default(call_default_factory=True) if not field.is_required() else None
@@ -53,13 +53,13 @@ def _section(name: str, section: BaseModel, note: str = "") -> str:
 
 
 def _instead(name: str, kind: type[BaseModel]) -> str:
-    """A section of another kind, in comments: one of them takes the place of the one above."""
+    """Return a section of another kind as a comment, an alternative to the section above it."""
     settings = f"[{name}]\n" + "".join(_settings(kind))
     return _comment(f"Or, instead of [{name}] above:\n{inspect.getdoc(kind)}\n\n" + textwrap.indent(settings, "    "))
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models that an annotation allows, in its order."""
+    """Yield the models that an annotation allows, in order."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):
@@ -67,7 +67,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _required(name: str, settings_type: type[Settings], field: FieldInfo) -> str:
-    """A section without default: its settings are shown, to be filled in."""
+    """Return a section without a default, with placeholders to fill in."""
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
         return f"{_comment(inspect.getdoc(field.annotation) or '')}[{name}]\n" + "".join(_settings(field.annotation))
     return "".join(_setting(name, field, _docstrings(settings_type).get(name, ""), shape_of(settings_type)))
@@ -91,7 +91,7 @@ def _setting(name: str, field: FieldInfo, docstring: str, shape: Shape) -> Itera
 
 
 def _only(shape: Shape) -> object:
-    """The one value that it can have, if there is one."""
+    """Return the only possible value of a setting, if there is one."""
     return next((schema["const"] for schema in shape.variants() if "const" in schema), None)
 
 
@@ -100,7 +100,7 @@ def _choices(shape: Shape) -> list[str]:
 
 
 def _placeholder(shape: Shape | None) -> str:
-    """Something to write over, of the right type."""
+    """Return a placeholder of the right type."""
     if shape is None:
         return '"…"'
     if choices := _choices(shape):
@@ -129,7 +129,7 @@ def _comment(text: str) -> str:
 
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The text below each field, in the model and its bases.  Empty where there is no source."""
+    """Return the docstring of each field of the model and its bases; empty without source code."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if not issubclass(base, BaseModel) or base is BaseModel:

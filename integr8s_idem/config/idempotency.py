@@ -1,4 +1,4 @@
-"""`IdempotencyConfig`: how the guard behaves.  A plain model, fit for nesting in settings of one's own."""
+"""`IdempotencyConfig`: the behavior of the guard.  A plain model that can be nested in other settings."""
 
 from __future__ import annotations
 
@@ -19,118 +19,118 @@ KeyPrefix: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-
 
 
 def _not_bool(value: object) -> object:
-    """`true` is the number 1 to Python; in settings it is a mistake."""
+    """Reject booleans, which Python would accept as the numbers 0 and 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("bool_for_number", "must be a number, not true or false")
     return value
 
 
 NOT_BOOL: Final = BeforeValidator(_not_bool)
-"""Stands last in the annotation of a number, behind its bounds."""
+"""Place it last in the annotation of a number, after its bounds."""
 
 LARGEST: Final = 2**31 - 1
-"""What 32 bits hold, as brokers and clients count."""
+"""Largest signed 32-bit integer, the limit of brokers and clients."""
 Count: TypeAlias = Annotated[int, Field(ge=1, le=LARGEST), NOT_BOOL]
 Interval: TypeAlias = Annotated[float, Field(ge=0, le=2_147_483), NOT_BOOL]
-"""Seconds from one time to the next; 0 for never."""
+"""Interval in seconds; 0 means never."""
 
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=2_147_483), NOT_BOOL]
-"""A duration; the bound is what 32 bits of milliseconds hold, as brokers and clients count."""
+"""Duration in seconds; the limit is 32 bits of milliseconds, as in brokers and clients."""
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown names are mistakes, values do not change, errors do not show them."""
+    """Base class of sections: rejects unknown names, is immutable, and hides values in errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
     )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        # A password may be part of an address.
+        # An address may contain a password.
         for name, value in super().__repr_args__():
             yield name, redacted(value) if isinstance(value, str) else value
 
 
 class OnInProgress(str, Enum):
-    """What a duplicate does while the first run is on."""
+    """What a duplicate does while the first run is in progress."""
 
     WAIT = "wait"
-    """Wait for the outcome, bounded.  A worker parks the delivery; its offset stays uncommitted."""
+    """Wait for the outcome, up to a limit.  A worker parks the delivery; its offset stays uncommitted."""
     RAISE = "raise"
-    """`InProgressError` at once.  In a worker it counts as a failure of that delivery and is retried."""
+    """Raise `InProgressError` at once.  In a worker, the delivery fails and is retried."""
     SKIP = "skip"
-    """Leave it, outcome unknown.  A worker acknowledges: an event whose owner dies is lost.  Know why."""
+    """Skip it, with unknown outcome.  A worker acknowledges the delivery: if the owner dies, the event is lost."""
 
 
 class OnFailure(str, Enum):
-    """What a failed run means for the next delivery."""
+    """How a failed run affects the next delivery."""
 
     RETRY = "retry"
-    """Release the key, up to `max_attempts` runs, then FAILED."""
+    """Release the key for up to `max_attempts` runs, then mark it FAILED."""
     BLOCK = "block"
-    """FAILED at once: no second run until the record's ttl ends."""
+    """Mark it FAILED at once: no second run until the record expires."""
 
 
 def chosen(kind: type[EnumT], given: EnumT | str, name: str) -> EnumT:
-    """A policy that code has given by its name.
+    """Return the member of `kind` for a member or its value.
 
     Raises:
-        ApplicationError: It is none.
+        ApplicationError: `given` is not a valid value.
     """
     try:
         return kind(given)
     except ValueError:
         known = " or ".join(repr(each.value) for each in kind)
-        raise ApplicationError(f"{name} is {known}, not {given!r}") from None
+        raise ApplicationError(f"{name} must be {known}, not {given!r}") from None
 
 
 class OnStoreError(str, Enum):
-    """What happens while the store gives no answer."""
+    """What workers do while the store is unavailable."""
 
     CLOSED = "closed"
-    """Nothing is handled, nothing is acknowledged, nothing is lost."""
+    """Handle and acknowledge nothing; nothing is lost."""
     OPEN = "open"
-    """Handlers run unguarded: duplicates are possible, and counted."""
+    """Run handlers unguarded: duplicates are possible, and counted."""
 
 
 class OnKeyReused(str, Enum):
-    """What a known key with another payload means."""
+    """What happens if a key is reused with a different payload."""
 
     RAISE = "raise"
-    """`KeyReusedError`; a worker dead-letters the message."""
+    """Raise `KeyReusedError`; a worker dead-letters the message."""
     RUN = "run"
     """Run the handler unguarded."""
 
 
 class IdempotencyConfig(Section):
-    """How the guard behaves: keys, times, policies."""
+    """Behavior of the guard: keys, times, policies."""
 
     key_prefix: KeyPrefix = "idempotency"
-    """What all keys in the store start with."""
+    """Prefix of all keys in the store."""
     default_ttl_seconds: Annotated[float, Field(gt=0, le=3_153_600_000), NOT_BOOL] = 3600
-    """How long an outcome is remembered, from completion, by the store's clock. Longer than the topics keep events."""
+    """How long outcomes are kept, from completion, by the store's clock. Should exceed the retention of the topics."""
     processing_timeout_seconds: Annotated[float, Field(ge=0.1, le=2_147_483), NOT_BOOL] = 300
-    """The lease: after this long without renewal a worker counts as dead and its events are taken over."""
+    """The lease: a worker that does not renew it for this long is considered dead, and its events are taken over."""
     enable_result_caching: bool = True
-    """Keep what handlers return, as the answer to duplicates."""
+    """Store the results of handlers and return them to duplicates."""
     max_result_size_bytes: Annotated[int, Field(ge=0, le=64 * 1024 * 1024), NOT_BOOL] = 1_048_576
-    """A larger result is dropped and counted; the protection stays."""
+    """Larger results are dropped and counted; duplicates are still detected."""
     on_in_progress: OnInProgress = OnInProgress.WAIT
-    """What a duplicate does while the first run is on: wait, raise or skip."""
+    """What a duplicate does while the first run is in progress: wait, raise or skip."""
     wait_timeout_seconds: Seconds = 30
-    """How long `manager.run` waits for a running twin before InProgressError. Workers park instead."""
+    """How long `manager.run` waits for a run in progress before InProgressError. Workers park the delivery instead."""
     on_failure: OnFailure = OnFailure.RETRY
-    """What a failed run means: retry (up to max_attempts, then FAILED) or block (FAILED at once)."""
+    """After a failed run: retry (up to max_attempts, then FAILED) or block (FAILED at once)."""
     max_attempts: Count = 5
-    """Attempts at one event before it is given up; a worker does not count crashes beside other events."""
+    """Attempts per event before it is given up; workers do not count crashes while other events were running."""
     on_store_error: OnStoreError = OnStoreError.CLOSED
-    """While the store is down: closed (nothing is handled, nothing is lost) or open (unguarded)."""
+    """While the store is unavailable: closed (handle nothing, lose nothing) or open (run unguarded)."""
     on_key_reused: OnKeyReused = OnKeyReused.RAISE
-    """Same key, other payload: raise or run."""
+    """If a key is reused with a different payload: raise, or run unguarded."""
     local_memory_keys: Annotated[int, Field(ge=0, le=10_000_000), NOT_BOOL] = 0
-    """Keys that this process completed and whose duplicates it answers by itself; deletions elsewhere are seen late."""
+    """Number of completed keys cached in memory to answer duplicates; deletions by other processes are noticed late."""
     hash_keys: bool = False
-    """Store and show keys as hashes only: for keys that hold personal data."""
+    """Store and display keys only as hashes, for keys that contain personal data."""
 
     @property
     def ttl(self) -> timedelta:

@@ -1,7 +1,7 @@
-"""What one call of `load_settings` shares with the model it builds.
+"""State shared between a call of `load_settings` and the model that it builds.
 
-pydantic-settings gives a model's sources no arguments, so the file, and what was found out
-about the values, travel in a context variable.
+pydantic-settings passes no arguments to the sources of a model, so the file and the findings about
+its values are passed in a context variable.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _CURRENT: Final[ContextVar[Reading | None]] = ContextVar("integr8s_idem_reading"
 
 @dataclass
 class Reading:
-    """One pass over all sources."""
+    """The state of one load over all sources."""
 
     table: Mapping[str, Any] = field(default_factory=dict)
-    """The file."""
+    """The contents of the file."""
     origins: dict[Path, str] = field(default_factory=dict)
-    """Which variable or secret file gave a value."""
+    """The variable or secret file that set a value."""
     merged: Mapping[str, Any] = field(default_factory=dict)
-    """All sources together, before validation."""
+    """The merged sources, before validation."""
     without: set[Path] = field(default_factory=set)
-    """Values known to be mistakes: left out, so that what depends on the others can be checked too."""
+    """Invalid values, which are excluded so that the others can be validated."""
     instead: dict[Path, Any] = field(default_factory=dict)
-    """What was probably meant by some of them."""
+    """The values that were probably meant by some of them."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -42,12 +42,12 @@ class Reading:
 
 
 def current_reading() -> Reading | None:
-    """The reading that is on in this context; `None` if a model is built by hand."""
+    """Return the active load of this context; `None` if a model is created directly."""
     return _CURRENT.get()
 
 
 def without(table: Mapping[str, Any], paths: set[Path]) -> dict[str, Any]:
-    """`table` without the values at `paths`."""
+    """Return `table` without the values at `paths`."""
     kept: dict[str, Any] = {}
     for name, value in table.items():
         if (name,) in paths:
@@ -58,7 +58,7 @@ def without(table: Mapping[str, Any], paths: set[Path]) -> dict[str, Any]:
 
 
 def instead(table: Mapping[str, Any], values: Mapping[Path, Any]) -> dict[str, Any]:
-    """`table` with these `values` at their places."""
+    """Return `table` with `values` at their paths."""
     changed = dict(table)
     for (name, *inner), value in values.items():
         changed[name] = instead(changed.get(name, {}), {tuple(inner): value}) if inner else value

@@ -1,4 +1,4 @@
-"""`load_settings`: one file and the environment into one model, or every mistake at once."""
+"""`load_settings`: read a file and the environment into one model, or report all mistakes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from integr8s_idem.errors import SettingsError, SettingsMistake
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 DEFAULT_FILE: Final = Path("settings.toml")
-"""Read from the working directory if it is there."""
+"""Read from the working directory, if present."""
 
 
 LARGEST_FILE: Final = 1_000_000
-"""Bytes of a file of settings: a device, or a dump by mistake, would fill the memory."""
+"""Largest settings file in bytes, so that a device or a dump does not fill the memory."""
 
 
 @overload
@@ -57,19 +57,19 @@ def load_settings(
     services: Iterable[str] = (),
     ignore_unknown_sections: bool = False,
 ) -> Settings:
-    """Read the settings, once, at start.
+    """Read the settings; call it once at startup.
 
     Args:
-        path: The TOML file.  `None`: ./settings.toml if it is there, else no file.
+        path: The TOML file; by default ./settings.toml, if present.
         settings_type: `Settings`, or the application's subclass of it.
-        overrides: Nested values that win over every source: `{"kafka": {"bootstrap_servers": "…"}}`.
-        services: Those of the application, if known: a section whose name is nearly one of them is a mistake.
-        ignore_unknown_sections: Ignore sections that only the application's own class knows.  A section whose name is
-            nearly that of a section of this library stays a mistake.
+        overrides: Nested values that override every source: `{"kafka": {"bootstrap_servers": "…"}}`.
+        services: Names of the application's services, if known, to detect misspelled sections.
+        ignore_unknown_sections: Ignore sections that only the application's class defines.  A misspelled section of
+            this library remains a mistake.
 
     Raises:
-        SettingsError: Every mistake in file, environment and overrides, and every contradiction
-            between settings.  It holds no secret.
+        SettingsError: All mistakes in file, environment and overrides, and all contradictions
+            between settings.  It contains no secrets.
     """
     file = settings_file(path)
     reading = Reading(table=_table(file) if file else {})
@@ -78,42 +78,43 @@ def load_settings(
     ignored = _unknown_sections(found, reading) if ignore_unknown_sections else set()
     mistakes = [each.mistake for each in found if each.place not in ignored]
     mistakes += misspelled_services(reading.merged.get("services"), list(services), reading.origins)
-    mistakes += _contradictions(settings or _ours(reading), reading.without | {each.meant for each in found})
+    doubtful = reading.without | {each.meant for each in found}
+    mistakes += _contradictions(settings or _library_settings(reading), doubtful)
     if mistakes or settings is None:
         raise SettingsError(source, mistakes)
     return settings
 
 
 def ignored_sections(path: Path | None) -> list[str]:
-    """The sections of the file that `ignore_unknown_sections` leaves out."""
+    """Return the sections of the file that `ignore_unknown_sections` ignores."""
     file = settings_file(path)
     return [name for name in _table(file) if name not in Settings.model_fields] if file else []
 
 
 def settings_file(path: Path | None) -> Path | None:
-    """The file that `load_settings` reads for `path`."""
+    """Return the file that `load_settings` reads for `path`."""
     if path is not None:
         return path
     return DEFAULT_FILE if DEFAULT_FILE.exists() else None
 
 
 def settings_source(path: Path | None) -> str:
-    """What errors call the place where the settings come from."""
+    """Return the name of the source of the settings in errors."""
     return str(settings_file(path) or "environment")
 
 
 def _validated(
     settings_type: type[Settings], reading: Reading, overrides: dict[str, Any]
 ) -> tuple[Settings | None, list[Found]]:
-    """The model without the values that are mistakes, and these; no model if it cannot be without them."""
+    """Return the model without invalid values, or `None` if it requires them, and the mistakes."""
     found: list[Found] = []
     while True:
         outcome = _attempt(settings_type, reading, overrides)
         if isinstance(outcome, Settings):
             return outcome, found
         new = [each for each in _translated(settings_type, reading, outcome) if each.place not in reading.without]
-        said = {each.mistake.path for each in found}
-        found += [each for each in new if each.told and each.mistake.path not in said]
+        reported = {each.mistake.path for each in found}
+        found += [each for each in new if each.is_reported and each.mistake.path not in reported]
         reading.instead |= {each.place: each.instead for each in new if each.instead is not None}
         reading.without |= {each.place for each in new if each.place}
         if not any(each.place for each in new):
@@ -121,7 +122,7 @@ def _validated(
 
 
 def _unknown_sections(found: Iterable[Found], reading: Reading) -> set[Place]:
-    """Sections that may be the application's: tables with names that are nearly none of ours."""
+    """Return sections that may belong to the application: tables with names unlike those of the library."""
     return {
         each.place
         for each in found
@@ -132,25 +133,25 @@ def _unknown_sections(found: Iterable[Found], reading: Reading) -> set[Place]:
     }
 
 
-def _ours(reading: Reading) -> Settings | None:
-    """What can be read of our own sections where the application's cannot be, so that they are checked as well."""
+def _library_settings(reading: Reading) -> Settings | None:
+    """Return the sections of the library if those of the application are invalid, to check them as well."""
     reading.without |= {(name,) for name in reading.merged if name not in Settings.model_fields}
     outcome = _attempt(Settings, reading, dict(reading.merged))
     return outcome if isinstance(outcome, Settings) else None
 
 
 def _contradictions(settings: Settings | None, doubtful: set[Place]) -> list[SettingsMistake]:
-    """Those between settings of which none is doubtful."""
+    """Return contradictions between settings that are not doubtful."""
     paths = [".".join(place) for place in doubtful if place]
     return [
         each.mistake
         for each in (contradictions(settings) if settings else ())
-        if not any(_rests_on(each.path, path) or _rests_on(each.other, path) for path in paths)
+        if not any(_overlaps(each.path, path) or _overlaps(each.other, path) for path in paths)
     ]
 
 
 def _attempt(settings_type: type[Settings], reading: Reading, overrides: dict[str, Any]) -> Settings | ValidationError:
-    """Returns its error: one that is raised further would carry the values along in its context."""
+    """Return the model or its error; a raised error would carry the values in its context."""
     with reading.active():
         try:
             return settings_type(**overrides)
@@ -170,56 +171,55 @@ def _translated(settings_type: type[Settings], reading: Reading, error: Validati
     return list(by_path.values())
 
 
-def _rests_on(path: str, mistaken: str) -> bool:
+def _overlaps(path: str, mistaken: str) -> bool:
     return path == mistaken or path.startswith(f"{mistaken}.") or mistaken.startswith(f"{path}.")
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """The tables in `file`."""
+    """Read the tables in `file`."""
     mistake = ("", "")
     try:
-        # A file saved by an editor that puts a mark at its start is still TOML.
         return tomllib.loads(_text(file))
     except _TooLargeError:
-        mistake = ("file", f"is larger than {LARGEST_FILE} bytes, which no settings are")
+        mistake = ("file", f"is larger than {LARGEST_FILE} bytes, the limit for settings")
     except FileNotFoundError:
         mistake = ("file", f"does not exist; write one: integr8s-idem settings example > {file}")
     except OSError as error:
         mistake = ("file", f"cannot be read: {error.strerror}")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        mistake = (f"line {line}", "holds bytes that are no UTF-8 text; save the file as UTF-8")
+        mistake = (f"line {line}", "contains bytes that are not valid UTF-8; save the file as UTF-8")
     except tomllib.TOMLDecodeError as error:
         mistake = _syntax(str(error), file)
     except ValueError:
-        # Python refuses to read a decimal number beyond some thousand digits.
-        mistake = ("file", "holds a number of more digits than can be read")
+        # Python does not parse decimal numbers with more than a few thousand digits.
+        mistake = ("file", "contains a number with too many digits")
     except RecursionError:
         mistake = ("file", "is nested too deeply")
     raise SettingsError(str(file), [said(*mistake)])
 
 
 class _TooLargeError(Exception):
-    """It is no file of settings."""
+    """The file is larger than `LARGEST_FILE`."""
 
 
 def _text(file: Path) -> str:
-    """What stands in `file`; of one without an end no more is read than settings can hold."""
+    """Return the text of `file`, reading at most `LARGEST_FILE` bytes, since a device has no end."""
     with file.open("rb") as opened:
         raw = opened.read(LARGEST_FILE + 1)
     if len(raw) > LARGEST_FILE:
         raise _TooLargeError
-    # As in a file that is opened as text, \r\n ends a line.
+    # Some editors write a byte order mark; \r\n ends a line as in text mode.
     return raw.decode("utf-8-sig").replace("\r\n", "\n")
 
 
 def _syntax(message: str, file: Path) -> tuple[str, str]:
-    """`Invalid value (at line 3, column 7)` into place and words."""
+    """Split `Invalid value (at line 3, column 7)` into place and message."""
     words, _, place = message.rpartition(" (at ")
     words, place = words[:1].lower() + words[1:], place.rstrip(")")
     if place.startswith("line"):
-        hint = "; texts stand in quotes" if words == "invalid value" else ""
-        return place, f"is no TOML: {words}{hint}"
+        hint = "; put strings in quotes" if words == "invalid value" else ""
+        return place, f"is not valid TOML: {words}{hint}"
     last_line = len(_text(file).rstrip().splitlines())
-    found = "where a value should stand" if words == "invalid value" else f"too early: {words}"
-    return f"line {last_line}", f"is no TOML: the file ends {found}"
+    found = "where a value is expected" if words == "invalid value" else f"too early: {words}"
+    return f"line {last_line}", f"is not valid TOML: the file ends {found}"

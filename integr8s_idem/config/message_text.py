@@ -1,4 +1,4 @@
-"""Foreign text inside our own messages: short, in one line, and nothing that a terminal would obey."""
+"""Text from outside in messages: shortened, on one line, without control characters."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from integr8s_idem.errors import SettingsMistake
 _LONGEST_PATH: Final = 200
 _LONGEST_MESSAGE: Final = 2_000
 _EXTRAS: Final[Mapping[str, str]] = {"dynamodb": "dynamodb", "mysql": "mysql", "postgresql": "sql", "sqlite": "sql"}
-"""What brings the driver of a kind of store."""
+"""The extra that installs the driver of a kind of store."""
 _DRIVERS: Final[Mapping[str, Sequence[str]]] = {
     "dynamodb": ("aiobotocore",),
     "mysql": ("sqlalchemy", "aiomysql"),
     "postgresql": ("sqlalchemy", "asyncpg"),
     "sqlite": ("sqlalchemy", "aiosqlite"),
 }
-"""Modules that a kind of store imports."""
+"""The modules that a kind of store imports."""
 
 
 def missing_extra(kind: str) -> str | None:
-    """Which module a store of `kind` lacks in this environment, and how to get it; `None` if none."""
+    """Return which module is missing for a store of `kind` and how to install it; `None` if none is missing."""
     missing = next((module for module in _DRIVERS.get(kind, ()) if find_spec(module) is None), None)
     return f"needs {missing}; {installing(_EXTRAS[kind])}" if missing else None
 
 
 def said(path: str, message: str) -> SettingsMistake:
-    """A mistake whose path and message hold whatever a file or the environment held."""
+    """Create a mistake whose path and message contain text from a file or the environment."""
     return SettingsMistake(shown(path, _LONGEST_PATH), shown(message, _LONGEST_MESSAGE))
 
 
 def installing(extra: str) -> str:
-    """How to install an extra.  In a checkout, and after the installation of a wheel, pip adds it to what is there."""
+    """Return how to install an extra, in a checkout or after installation of the wheel."""
     return f'install the extra {extra}: pip install "integr8s-idem[{extra}]"'
 
 
 def lacking(module: str, extra: str, error: ModuleNotFoundError) -> str:
-    """That `module` lacks what `error` names, and which extra brings it."""
+    """Return the message for a missing dependency of `module`, with the extra that installs it."""
     return f"{module} needs {error.name}; {installing(extra)}"
 
 
 def needing(kind: str, error: ModuleNotFoundError) -> str:
-    """That a store of `kind` lacks what `error` names, and how to get it."""
+    """Return the message for a missing dependency of a store of `kind`, with the extra that installs it."""
     return f'a store of kind "{kind}" needs {error.name}; {installing(_EXTRAS.get(kind, "all"))}'
 
 
 def text_of(error: BaseException) -> str:
-    """What `error` says of itself, whatever that text's code does."""
+    """Return the text of `error`, even if its `__str__` raises."""
     try:
         return str(error)
     except Exception as fault:  # noqa: BLE001  # see above
-        return f"(it has no text: {type(fault).__name__})"
+        return f"(its text is not available: {type(fault).__name__})"
 
 
 def shown_number(number: float) -> str:
-    """`number` as JSON writes it; a whole one of more digits than anybody reads by its size."""
+    """Return `number` as in JSON, or the size of a very large integer."""
     if isinstance(number, int) and number.bit_length() > 100:
-        return f"one of {number.bit_length()} bits"
+        return f"a {number.bit_length()}-bit number"
     return {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}.get(repr(number), repr(number))

@@ -1,6 +1,6 @@
-"""What settings there can be, read from the JSON Schema of a settings model.
+"""The structure of settings, read from the JSON Schema of a settings model.
 
-The schema is the one public description that knows names, types and bounds alike, also of
+The schema is a public description of names, types and bounds, including those of
 sections that applications add.
 """
 
@@ -16,39 +16,39 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 Path = tuple[str, ...]
-"""Where a setting stands: `("services", "billing", "concurrency")`."""
+"""The path of a setting: `("services", "billing", "concurrency")`."""
 
 
 class _Tolerant(GenerateJsonSchema):
-    """A type without a JSON form is a setting of which nothing is known, not an error."""
+    """Treats types without a JSON form as unknown instead of raising an error."""
 
     def handle_invalid_for_json_schema(self, schema: core_schema.CoreSchema, error_info: str) -> JsonSchemaValue:
         return {}
 
     def emit_warning(self, kind: Any, detail: str) -> None:
-        """A default without a JSON form is nothing to warn of here."""
+        """Ignore warnings about defaults without a JSON form."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One place in the settings: a section, a table of named sections, or a single setting."""
+    """The structure at one path: a section, a table of named sections, or a single setting."""
 
     schema: Mapping[str, Any]
     definitions: Mapping[str, Any]
 
     def variants(self, table: object = None) -> list[Mapping[str, Any]]:
-        """The schemas a value here may have, without null; those of `table`'s kind, where it says one."""
+        """Return the schemas of values at this path, without null, and limited to the kind of `table` if it has one."""
         found = list(self._resolved(self.schema))
         return [schema for schema in found if _is_kind(schema, table)] or found
 
     def child(self, name: str, table: object = None) -> Shape | None:
-        """The place called `name`; `None` if there is none.  `table` is the value here, if known."""
+        """Return the structure below `name`, or `None`.  `table` is the value at this path, if known."""
         found = [schema.get("properties", {}).get(name, _freely_named(schema)) for schema in self.variants(table)]
         inner = [schema for schema in found if schema is not None]
         return Shape({"anyOf": inner}, self.definitions) if inner else None
 
     def names(self, table: object = None) -> list[str]:
-        """Names of the settings of a section."""
+        """Return the names of the settings of a section."""
         return [name for schema in self.variants(table) for name in schema.get("properties", {})]
 
     @property
@@ -61,13 +61,13 @@ class Shape:
 
     @property
     def item(self) -> Shape | None:
-        """What each of a list must be; `None` where the places of a list differ."""
+        """The structure of list items; `None` if they differ by position."""
         inner = [schema["items"] for schema in self.variants() if isinstance(schema.get("items"), Mapping)]
         return Shape({"anyOf": inner}, self.definitions) if inner else None
 
     @property
     def names_are_free(self) -> bool:
-        """Whether users choose the names here, as in `[services.<name>]`."""
+        """Whether users choose the names at this path, as in `[services.<name>]`."""
         return any(_freely_named(schema) is not None for schema in self.variants())
 
     @property
@@ -77,7 +77,7 @@ class Shape:
         return self.item is not None and self.item.is_secret
 
     def leaves(self, here: Path = ()) -> Iterator[Path]:
-        """The paths of all single settings below; a free name is written `<name>`."""
+        """Yield the paths of all individual settings; names chosen by users are written `<name>`."""
         names = [*self.names(), *(["<name>"] if self.names_are_free else [])]
         if not names:
             yield here
@@ -100,13 +100,13 @@ class Shape:
 
 @cache
 def shape_of(model: type[BaseModel]) -> Shape:
-    """The shape of a whole settings model."""
+    """Return the structure of a settings model."""
     schema = model.model_json_schema(schema_generator=_Tolerant)
     return Shape(schema, schema.get("$defs", {}))
 
 
 def _freely_named(schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What stands under names that users choose."""
+    """Return the schema of values whose names users choose."""
     by_pattern: Mapping[str, Any] = schema.get("patternProperties", {})
     inner = next(iter(by_pattern.values()), schema.get("additionalProperties"))
     return inner if isinstance(inner, Mapping) else None

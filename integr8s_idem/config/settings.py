@@ -1,4 +1,4 @@
-"""`Settings`: everything that can be set, from arguments, the environment, secret files and settings.toml."""
+"""`Settings`, read from arguments, the environment, secret files and settings.toml."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from integr8s_idem.config.environment import NamedTexts, environment_values, same_name, secret_values
+from integr8s_idem.config.environment import NamedValues, environment_values, same_name, secret_values
 from integr8s_idem.config.idempotency import IdempotencyConfig
 from integr8s_idem.config.load_context import current_reading, instead, without
 from integr8s_idem.config.sections import (
@@ -23,13 +23,13 @@ ServiceKey: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._
 
 
 class Settings(BaseSettings):
-    """The settings of one process.  Read once, at start, by `load_settings`; passed in, never imported.
+    """The settings of a process.  `load_settings` reads them once at startup.
 
-    Sources, the first wins, setting by setting: arguments, `INTEGR8S_IDEM_*` of the environment,
-    the folder that `INTEGR8S_IDEM_SECRETS_DIR` names, the file that `load_settings` reads.  Built
-    by hand, no file is read and `check_settings` is not asked.
+    Sources, in order of precedence for each setting: arguments, `INTEGR8S_IDEM_*` environment variables,
+    the folder in `INTEGR8S_IDEM_SECRETS_DIR`, the file that `load_settings` reads.  If you create an
+    instance directly, no file is read and `check_settings` is not called.
 
-    Applications add sections of their own in a subclass:
+    Applications add their own sections in a subclass:
 
         class ShopSettings(Settings):
             shop: ShopSection = ShopSection()
@@ -53,9 +53,9 @@ class Settings(BaseSettings):
     telemetry: TelemetrySettings = TelemetrySettings()
 
     def service(self, name: str) -> ServiceSettings:
-        """What is set for the service `name`; the defaults if nothing is.
+        """Return the settings of the service `name`, or the defaults.
 
-        A name from the environment has underscores where the service's has hyphens: both are found.
+        Names from the environment have underscores instead of hyphens; both forms are found.
         """
         if name in self.services:
             return self.services[name]
@@ -63,7 +63,7 @@ class Settings(BaseSettings):
         return next(alike, ServiceSettings())
 
     def idempotency_for(self, name: str) -> IdempotencyConfig:
-        """`[idempotency]` with what the service `name` sets otherwise."""
+        """Return `[idempotency]` with the overrides of the service `name`."""
         section = self.service(name)
         own = {
             field: getattr(section, field)
@@ -80,19 +80,19 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources, the first wins."""
+        """Return the sources in order of precedence."""
         reading = current_reading()
         return (
             init_settings,
-            NamedTexts(settings_cls, environment_values(settings_cls)),
-            NamedTexts(settings_cls, secret_values(settings_cls)),
+            NamedValues(settings_cls, environment_values(settings_cls)),
+            NamedValues(settings_cls, secret_values(settings_cls)),
             InitSettingsSource(settings_cls, init_kwargs=dict(reading.table) if reading else {}),
         )
 
     @model_validator(mode="before")
     @classmethod
-    def _note(cls, tables: Any) -> Any:
-        """Let a reading see all sources together, and leave out what it knows to be wrong."""
+    def _merge(cls, tables: Any) -> Any:
+        """Record the merged sources in the current reading, and apply its corrections."""
         reading = current_reading()
         if reading is None or not isinstance(tables, dict):
             return tables

@@ -1,4 +1,4 @@
-"""Addresses in settings: what is wrong with one, and what to write instead.  Never shows a password."""
+"""Validation of addresses in settings.  Errors suggest a correction and never show a password."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS: Final = {
     "mariadb": "mysql",
     "sqlite": "sqlite",
 }
-"""The kinds of store that schemes of addresses stand for."""
+"""The kind of store for each URL scheme."""
 _SECRET_OPTION: Final = re.compile(r"(?i)((?:password|passwd|pwd|secret|token)=)[^&\s]+")
 _OPTION: Final = re.compile(r"[^\s?&]+")
 _WORD: Final = re.compile(r"[^\s'\"<>]+")
@@ -27,22 +27,22 @@ _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 
 
 def without_secret(url: str) -> str:
-    """`url` with whatever stands before an `@`, and any password among its options, hidden."""
+    """Return `url` with user info and passwords in its options hidden."""
     scheme, separator, rest = url.rpartition("://")
     _, at, tail = rest.rpartition("@")
     return _without_secret_options(f"{scheme}{separator}{'***@' if at else ''}{tail}")
 
 
 def redacted(text: str) -> str:
-    """Foreign text, such as that of an error, with what `without_secret` hides in a URL hidden wherever it stands."""
-    # Word by word, so that a text of megabytes costs what its length says.
+    """Return text, such as an error message, with the secrets of all URLs in it hidden."""
+    # Word by word, so that the time is linear in the length of the text.
     plain = _WORD.sub(_without_credentials, text) if "://" in text else text
     return _without_secret_options(plain)
 
 
 def _without_secret_options(text: str) -> str:
     plain = _SECRET_OPTION.sub(r"\1***", text)
-    # Whoever reads a URL decodes the names of its options: pass%77ord is one, too.
+    # Names of options may be percent-encoded: pass%77ord is password.
     return _OPTION.sub(_without_encoded_secret, plain) if "%" in plain else plain
 
 
@@ -58,156 +58,157 @@ def _without_credentials(word: re.Match[str]) -> str:
 
 
 def url_holds_password(url: str) -> bool:
-    """Whether the URL itself says a password: before its host, or among its options."""
+    """Return whether the URL contains a password, before its host or in its options."""
     parts = urlsplit(url)
     return bool(parts.password) or "password" in parse_qs(parts.query)
 
 
 def redis_url(url: str) -> str:
-    """`url` if redis-py would understand all of it.
+    """Return `url` if it is a valid Redis URL.
 
     Raises:
-        ValueError: With the URL to write instead.
+        ValueError: It is not; the message suggests a URL.
     """
     scheme, separator, rest = url.partition("://")
     _must_be_plain(url, _example())
     if not separator or scheme not in _REDIS_SCHEMES or not rest:
-        _refuse_of_another_kind(url, "Redis")
+        _reject_other_kind(url, "Redis")
         host = _host_of(rest if separator else url)
-        raise ValueError(f'"{without_secret(url)}" is no Redis URL; write {_example("redis", host)}')
+        raise ValueError(f'"{without_secret(url)}" is not a Redis URL; write {_example("redis", host)}')
     if scheme == "unix":
         return url
     parts = _split(url, _example())
-    # redis-py takes database 0, without a word, for any path that is no number.
+    # redis-py silently uses database 0 for a path that is not a number.
     database = parts.path.strip("/")
     if "@" in database:
-        # Whatever stands before the last `@` may be meant for a password: a slash in it has cut it in two.
+        # Everything before the last `@` may be part of a password that contains a slash.
         raise ValueError(
-            "has a slash within its user or password; write / as %2F, @ as %40, : as %3A there: "
+            "contains a slash in its user or password; write / as %2F, @ as %40, : as %3A there: "
             f"{scheme}://user:pass%2Fword@localhost:6379/0"
         )
     if database and not database.isdecimal():
         raise ValueError(
-            f'"{without_secret(url)}" names the database "{database}", which is no number; '
+            f'"{without_secret(url)}" names the database "{database}", which is not a number; '
             f"write {_example(scheme, parts.netloc)}"
         )
     return url
 
 
 def cluster_url(url: str) -> str:
-    """`url` if it names a server of a Redis Cluster.
+    """Return `url` if it is a valid URL of a Redis Cluster server.
 
     Raises:
-        ValueError: With the URL to write instead.
+        ValueError: It is not; the message suggests a URL.
     """
     redis_url(url)
     scheme = url.partition("://")[0]
     example = f"{'rediss' if scheme == 'rediss' else 'redis'}://localhost:6379"
     if scheme == "unix":
-        raise ValueError(f"has a socket in it, where a Redis Cluster has none; write {example}")
+        raise ValueError(f"contains a socket, but a Redis Cluster is reached over TCP; write {example}")
     if _split(url, example).path.strip("/") not in {"", "0"}:
-        raise ValueError(f'"{without_secret(url)}" names a database, of which a Redis Cluster has one; leave it out')
+        raise ValueError(f'"{without_secret(url)}" names a database, but a Redis Cluster has only one; remove it')
     return url
 
 
 def sentinel_address(address: str) -> str:
-    """`address` if it is `host:port`, with the usual port if it has none.
+    """Return `address` as `host:port`, with the default port if it has none.
 
     Raises:
-        ValueError: With the address to write instead.
+        ValueError: It is not a valid address; the message suggests one.
     """
     found = _BROKER.fullmatch(address.strip())
     if found is None:
         host = without_secret(address).rpartition("://")[2].rpartition("@")[2].partition("/")[0].partition(":")[0]
         meant = host if _BROKER.fullmatch(host) else "localhost"
-        raise ValueError(f'"{without_secret(address)}" is no address of a Sentinel; write {meant}:{SENTINEL_PORT}')
+        raise ValueError(f'"{without_secret(address)}" is not a Sentinel address; write {meant}:{SENTINEL_PORT}')
     return f"{found[1]}{found[2] or f':{SENTINEL_PORT}'}"
 
 
 def one_or_many(value: object) -> object:
-    """A list, from one text or from several separated by commas."""
+    """Split a comma-separated string into a list."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
 def postgresql_url(url: str) -> str:
-    """`url` if it names a PostgreSQL database.
+    """Return `url` if it is a valid URL of a PostgreSQL database.
 
     Raises:
-        ValueError: With the URL to write instead.
+        ValueError: It is not; the message suggests a URL.
     """
     example = _database_url(url, "PostgreSQL", ("postgresql", "postgres"), "localhost:5432/postgres")
-    return _of_known_options(url, ("host", "port", "user", "password"), example)
+    return _check_options(url, ("host", "port", "user", "password"), example)
 
 
 def mysql_url(url: str) -> str:
-    """`url` if it names a database of MySQL or MariaDB.
+    """Return `url` if it is a valid URL of a MySQL or MariaDB database.
 
     Raises:
-        ValueError: With the URL to write instead.
+        ValueError: It is not; the message suggests a URL.
     """
     example = _database_url(url, "MySQL", ("mysql", "mariadb"), "localhost:3306/idempotency")
-    return _of_known_options(url, ("unix_socket", "user", "password"), example)
+    return _check_options(url, ("unix_socket", "user", "password"), example)
 
 
 def _database_url(url: str, server: str, schemes: tuple[str, ...], place: str) -> str:
-    """Refuse what is none; an example of one."""
+    """Check that `url` is a database URL, and return an example of one."""
     example = f"{schemes[0]}://{place}"
     _must_be_plain(url, example)
     scheme, separator, rest = url.partition("://")
     if not separator or scheme.partition("+")[0] not in schemes or not rest:
-        _refuse_of_another_kind(url, server)
+        _reject_other_kind(url, server)
         host = _host_of(rest if separator else url) or "localhost"
         meant = f"{schemes[0]}://{host}/{place.partition('/')[2]}"
-        raise ValueError(f'"{without_secret(url)}" is no {server} URL; write {meant}')
+        raise ValueError(f'"{without_secret(url)}" is not a {server} URL; write {meant}')
     parts = _split(url, example)
     if "@" in parts.path:
-        raise ValueError(f"has a slash within its user or password; write / as %2F, @ as %40 there, as in {example}")
+        raise ValueError(f"contains a slash in its user or password; write / as %2F, @ as %40 there, as in {example}")
     if not parts.path.strip("/"):
-        # The drivers take the user's name for it, or none.
+        # Without it, the drivers use the user name as the database, or none.
         meant = f"{scheme}://{parts.netloc.rpartition('@')[2]}/{place.partition('/')[2]}"
-        raise ValueError(f'"{without_secret(url)}" names no database; write {meant}')
+        raise ValueError(f'"{without_secret(url)}" does not name a database; write {meant}')
     return example
 
 
-def _of_known_options(url: str, known: tuple[str, ...], example: str) -> str:
+def _check_options(url: str, known: tuple[str, ...], example: str) -> str:
     for name in parse_qs(_split(url, example).query, keep_blank_values=True):
         if name in known:
             continue
-        what = f'has the option "{name}", of which nothing is known here; take it out'
+        what = f'has the option "{name}", which is not supported; remove it'
         if name.lower().startswith(("ssl", "tls")):
-            raise ValueError(f"{what}: TLS is store.tls = true, with store.tls_ca_file for a certificate of your own")
+            raise ValueError(f"{what}: set store.tls = true for TLS, with store.tls_ca_file for a custom CA")
         raise ValueError(f"{what}; known: {', '.join(known)}")
     return url
 
 
-def _refuse_of_another_kind(url: str, server: str) -> None:
-    """Name the kind of store that `url` leads to, where it is one that there is."""
+def _reject_other_kind(url: str, server: str) -> None:
+    """Raise an error that suggests the kind of store of `url`, if there is one."""
     scheme, separator, rest = url.partition("://")
     kind = _KINDS.get(scheme.partition("+")[0].lower()) if separator else None
     if kind is None or not rest:
         return
     if kind == "sqlite":
         path = json.dumps(rest.removeprefix("/") or "idempotency.db")
-        meant = f'kind = "sqlite" and path = {path} in place of the url'
+        meant = f'kind = "sqlite" and path = {path} instead of url'
     else:
         meant = f'kind = "{kind}"'
-    raise ValueError(f'"{without_secret(url)}" is no {server} URL; write {meant}')
+    raise ValueError(f'"{without_secret(url)}" is not a {server} URL; write {meant}')
 
 
 def brokers(servers: str) -> str:
-    """`servers` if it is a list of `host:port`, separated by commas.
+    """Return `servers` if it is a comma-separated list of `host:port`.
 
     Raises:
-        ValueError: With the first part that is none.
+        ValueError: It is not; the message names the first invalid address.
     """
     for part in (part.strip() for part in servers.split(",")):
         if not _BROKER.fullmatch(part):
-            raise ValueError(f'"{without_secret(part)}" is no broker; write host:port, as in {_broker_like(part)}')
+            shown = without_secret(part)
+            raise ValueError(f'"{shown}" is not a broker address; write host:port, as in {_broker_like(part)}')
     return servers
 
 
 def _broker_like(part: str) -> str:
-    """A broker that may have been meant by `part`, which is none."""
+    """Return the broker address that was probably meant by `part`."""
     host = without_secret(part).rpartition("://")[2].rpartition("@")[2].partition("/")[0]
     if _BROKER.fullmatch(host):
         return host
@@ -216,19 +217,19 @@ def _broker_like(part: str) -> str:
 
 
 def collector_url(url: str) -> str:
-    """`url` if it is one of HTTP.
+    """Return `url` if it is an HTTP URL.
 
     Raises:
-        ValueError: With the URL to write instead.
+        ValueError: It is not; the message suggests a URL.
     """
     return _http_url(url, "a collector", "localhost:4317")
 
 
 def dynamodb_url(url: str) -> str:
-    """`url` if it is one of HTTP.
+    """Return `url` if it is an HTTP URL.
 
     Raises:
-        ValueError: With the URL to write instead.
+        ValueError: It is not; the message suggests a URL.
     """
     return _http_url(url, "a DynamoDB", "localhost:8000")
 
@@ -239,27 +240,27 @@ def _http_url(url: str, what: str, example: str) -> str:
     if separator and scheme in {"http", "https"} and rest:
         return url
     host = _host_of(rest if separator else url)
-    raise ValueError(f'"{without_secret(url)}" is no URL of {what}; write http://{host or example}')
+    raise ValueError(f'"{without_secret(url)}" is not {what} URL; write http://{host or example}')
 
 
 def _host_of(rest: str) -> str:
-    """Host and port behind a scheme, with whatever stands before an `@` hidden, be it a path."""
+    """Return host and port after a scheme, hiding everything before an `@`, which may contain slashes."""
     _, at, tail = rest.rpartition("@")
     return f"{'***@' if at else ''}{_END_OF_HOST.split(tail)[0]}"
 
 
 def _must_be_plain(url: str, example: str) -> None:
     if not url.isprintable() or " " in url:
-        raise ValueError(f"has spaces or characters that cannot be seen; write {example}")
+        raise ValueError(f"contains spaces or invisible characters; write {example}")
 
 
 def _split(url: str, example: str) -> SplitResult:
     try:
         parts = urlsplit(url)
-        _ = parts.port  # parsed only when asked for
+        _ = parts.port  # parses the port
     except ValueError:
-        # Not shown: with its host forgotten, what is read for a port is a password.
-        raise ValueError(f"has a host or port that cannot be read; write {example}") from None
+        # The URL is not shown: without a host, the part parsed as port may be a password.
+        raise ValueError(f"has an invalid host or port; write {example}") from None
     return parts
 
 

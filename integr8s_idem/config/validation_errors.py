@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in plain words: where, what is expected, what to write.  Never a secret."""
+"""Translate validation errors of pydantic into mistakes: path, expected value, suggestion.  Never shows a secret."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from integr8s_idem.config.schema_shape import Path, Shape
 from integr8s_idem.config.urls import without_secret
 from integr8s_idem.errors import SettingsMistake
 
-_OWN_WORDS: Final = ("Value error, ", "Assertion failed, ")
-"""What pydantic puts before the message of a validator."""
+_VALIDATOR_PREFIXES: Final = ("Value error, ", "Assertion failed, ")
+"""Prefixes that pydantic adds to messages of validators."""
 _LONGEST_SHOWN: Final = 60
 _LISTED: Final = 8
-_ALSO_CALLED: Final = {"mariadb": "mysql", "valkey": "redis"}
-"""What people call kinds that have another name here."""
+_ALIASES: Final = {"mariadb": "mysql", "valkey": "redis"}
+"""Other common names of kinds of store."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A mistake, and which values nobody can rely on because of it."""
+    """A mistake, and the values that cannot be used because of it."""
 
     mistake: SettingsMistake
     place: Path
-    """What to leave out to be able to look at the rest."""
+    """The value to exclude so that the other settings can be validated."""
     meant: Path = ()
     """The setting that was probably meant."""
     instead: str | None = None
-    """The value that was probably meant: its neighbors are looked at as if it stood there."""
-    told: bool = True
-    """Whether it is worth saying: what follows from another mistake is not."""
+    """The value that was probably meant, used to validate the settings next to it."""
+    is_reported: bool = True
+    """Whether to report it; false if it follows from another mistake."""
 
 
 @dataclass(frozen=True)
 class Translator:
-    """Knows the model, the values and where they came from."""
+    """Translates errors, using the model, the values and their origins."""
 
     shape: Shape
     prefix: str
     values: Mapping[str, Any]
     origins: Mapping[Path, str]
     leaves: Collection[Path]
-    """Where single settings stand."""
+    """Paths of all individual settings."""
 
     def found(self, error: ErrorDetails) -> Found:
-        """`error` in plain words."""
+        """Translate `error`."""
         place = self._place(error)
         if error["type"] == "extra_forbidden":
             return self._unknown(place)
@@ -63,26 +63,26 @@ class Translator:
         if error["type"] == "union_tag_invalid" and (instead := self._kind_meant(path)):
             message += f"; did you mean {json.dumps(instead)}?"
         whole = self._without_index(place)
-        if len(place) == len(whole) + 1:  # one of a list of texts or numbers: the setting is the list
+        if len(place) == len(whole) + 1:  # an item of a list of strings or numbers: the setting is the list
             path, message = whole, f"each {message}" if message.startswith("must") else message
         origin = self.origins.get(path)
-        # A wrong tag alone is left out, so that its neighbors are looked at as those of the default.
-        out = path if error["type"] == "union_tag_invalid" else whole
+        # For a wrong tag, exclude only the tag, so that the section is validated as the default kind.
+        excluded = path if error["type"] == "union_tag_invalid" else whole
         mistake = said(".".join(path), message + (f" (set by {origin})" if origin else ""))
-        return Found(mistake, out, instead=instead, told=not self._is_of_no_kind(error, whole))
+        return Found(mistake, excluded, instead=instead, is_reported=not self._has_unknown_kind(error, whole))
 
     def _kind_meant(self, path: Path) -> str | None:
-        """The kind that is nearly the one given."""
+        """Return the kind that was probably meant."""
         given, shape = self._value_at(path), self._shape_at(path)
         if not isinstance(given, str) or shape is None:
             return None
         kinds = [choice for schema in shape.variants() for choice in _choices(schema)]
         word = given.strip().lower()
-        near = get_close_matches(_ALSO_CALLED.get(word, word), kinds, n=1)
+        near = get_close_matches(_ALIASES.get(word, word), kinds, n=1)
         return near[0] if near else None
 
-    def _is_of_no_kind(self, error: ErrorDetails, place: Path) -> bool:
-        """Whether the value was judged as one of the default kind, only since its section names none that there is."""
+    def _has_unknown_kind(self, error: ErrorDetails, place: Path) -> bool:
+        """Return whether the value was validated as the default kind only because its section has an unknown kind."""
         if error["type"] not in {"value_error", "assertion_error"}:
             return False
         return self._kind_is_unknown(place[:-1])
@@ -95,12 +95,12 @@ class Translator:
         return kind not in [choice for schema in shape.variants() for choice in _choices(schema)]
 
     def _without_index(self, place: Path) -> Path:
-        """`place` up to the list that it stands in: lists are left out whole."""
+        """Return `place` up to the list that contains it, since lists are excluded as a whole."""
         lists = (end for end in range(len(place)) if isinstance(self._value_at(place[:end]), list | tuple))
         return place[: next(lists, len(place))]
 
     def _place(self, error: ErrorDetails) -> Path:
-        """The error's location without what is no name in the settings: tags of unions, `[key]`."""
+        """Return the path of the error, without parts that are not names of settings: tags of unions, `[key]`."""
         location = error["loc"]
         value: Any = self.values
         place: list[str] = []
@@ -119,14 +119,14 @@ class Translator:
         shape = self._shape_at(path)
         value = self._value_at(path)
         if error["type"] == "missing":
-            return f"must be given: {expectation(shape, path, value)}" if shape else "must be given"
+            return f"must be set: {expectation(shape, path, value)}" if shape else "must be set"
         if error["loc"][-1:] == ("[key]",):
             return f"must have a name that matches {error.get('ctx', {}).get('pattern', 'the rules')}"
         if error["type"] == "string_unicode" and isinstance(value, Mapping):
-            return "holds a name that is no text"
-        for prefix in _OWN_WORDS:
+            return "contains a name that is not valid text"
+        for prefix in _VALIDATOR_PREFIXES:
             if error["msg"].startswith(prefix):
-                return _hidden(error["msg"].removeprefix(prefix), shape, value)
+                return _redacted(error["msg"].removeprefix(prefix), shape, value)
         wanted = expectation(shape, path, value) if shape else ""
         if not wanted:
             return error["msg"].replace("Input should be", "must be")
@@ -138,35 +138,35 @@ class Translator:
         known = section.names(self._value_at(tuple(parents))) if section else []
         origin = self.origins.get(place)
         if place in self.leaves:
-            message = self._of_another_kind(tuple(parents), name)
-            return Found(said(".".join(place), message), place, told=not self._kind_is_unknown(tuple(parents)))
+            message = self._wrong_kind_message(tuple(parents), name)
+            return Found(said(".".join(place), message), place, is_reported=not self._kind_is_unknown(tuple(parents)))
         meant = self._meant(tuple(parents), name, known)
         message = f"unknown setting {origin}" if origin else "unknown setting"
         if meant:
             near = meant[-1] if meant[:-1] == tuple(parents) else ".".join(meant)
             message += f"; did you mean {variable_name(self.prefix, meant) if origin else near}?"
         elif 0 < len(known) <= _LISTED:
-            message += f"; known here: {', '.join(known)}"
+            message += f"; known settings: {', '.join(known)}"
         return Found(said(".".join(place), message), place, meant)
 
-    def _of_another_kind(self, parents: Path, name: str) -> str:
-        """For the setting of another kind of store than the section says, or than it is without saying."""
+    def _wrong_kind_message(self, parents: Path, name: str) -> str:
+        """Return the message for a setting that belongs to another kind of store."""
         given = self._value_at(parents)
         if "kind" in given:
-            return f'does not go with kind = "{given["kind"]}"; take it out'
+            return f'cannot be used with kind = "{given["kind"]}"; remove it'
         section = self._shape_at(parents)
         assert section is not None
         variants = [schema["properties"] for schema in section.variants() if "kind" in schema.get("properties", {})]
         fitting = [names for names in variants if set(given) <= set(names)] or [n for n in variants if name in n]
         kinds = [json.dumps(choice) for names in fitting for choice in _choices(names["kind"])]
         default = next((names["kind"]["default"] for names in variants if "default" in names["kind"]), None)
-        return f"does not go with kind = {json.dumps(default)}, the default; write kind = {_one_of(kinds)}"
+        return f"cannot be used with kind = {json.dumps(default)}, the default; write kind = {_one_of(kinds)}"
 
     def _meant(self, parents: Path, name: str, known: Iterable[str]) -> Path:
         near = get_close_matches(name, list(known), n=1)
         if near:
             return (*parents, near[0])
-        # The right name in the wrong place, or a variable with one underscore too few.
+        # The name may be in the wrong section, or a variable may have a single underscore instead of two.
         flat = {"_".join(path): path for path in self.leaves}
         elsewhere = [path for path in flat.values() if path[-1] == name]
         if elsewhere:
@@ -195,7 +195,7 @@ class Translator:
 
 
 def expectation(shape: Shape, path: Path, value: object = None) -> str:
-    """What a setting must be, to stand behind "must be"; empty if the schema does not say."""
+    """Return the text after "must be" for a setting; empty if the schema does not define it."""
     variants = shape.variants()
     if all(_choices(schema) for schema in variants):
         return _one_of([f'"{choice}"' for schema in variants for choice in _choices(schema)])
@@ -215,10 +215,10 @@ def _expected(schema: Mapping[str, Any], path: Path, value: object) -> str:
         case "boolean":
             return "true or false"
         case "string":
-            return "text" + (f" that matches {schema['pattern']}" if "pattern" in schema else "")
+            return "a string" + (f" that matches {schema['pattern']}" if "pattern" in schema else "")
         case "array":
-            return ("a list of texts" if schema.get("items", {}).get("type") == "string" else "a list") + (
-                " with at least one in it" if schema.get("minItems") == 1 else ""
+            return ("a list of strings" if schema.get("items", {}).get("type") == "string" else "a list") + (
+                " with at least one item" if schema.get("minItems") == 1 else ""
             )
         case "object":
             return "a table of settings"
@@ -245,14 +245,14 @@ def _bounds(schema: Mapping[str, Any], value: object) -> str:
 
 
 def _not_this(shape: Shape | None, value: Any) -> str:
-    """The value given, unless it may be a secret."""
+    """Return the text ", not VALUE", unless the value may be a secret."""
     if shape is None or shape.is_secret or value is None:
         return ""
     match value:
         case bool() | int() | float():
             return f", not {json.dumps(value) if isinstance(value, bool) else shown_number(value)}"
         case str() if shape.is_table:
-            return ", not text"
+            return ", not a string"
         case str():
             shown = without_secret(value)
             cut = shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}…"
@@ -260,12 +260,12 @@ def _not_this(shape: Shape | None, value: Any) -> str:
         case Mapping():
             return ", not a table"
         case list() | tuple():
-            return ", not a list" if value else ", not an empty one"
+            return ", not a list" if value else ", not an empty list"
     return f", not {type(value).__name__}"
 
 
-def _hidden(message: str, shape: Shape | None, value: Any) -> str:
-    """A validator's own message, without the value it speaks of where that is a secret."""
+def _redacted(message: str, shape: Shape | None, value: Any) -> str:
+    """Return the message of a validator, with the value hidden if it is a secret."""
     if shape is not None and shape.is_secret and value:
         return message.replace(str(value), "***")
     return message

@@ -1,4 +1,4 @@
-"""The Protocol that every store keeps.  Importing this imports no driver."""
+"""The protocols that stores implement.  Importing this module imports no driver."""
 
 from __future__ import annotations
 
@@ -23,123 +23,121 @@ __all__ = ["IdempotencyRepository", "JoinedRepository", "JoiningRepository", "Pu
 
 @runtime_checkable
 class IdempotencyRepository(Protocol):
-    """Remembers which work was done.
+    """A store of idempotency records.
 
-    Every method is one atomic step per key in the backend; no implementation reads, thinks
-    and writes.  Answers come in the order of the questions; a key that stands twice in one
-    call is answered as two callers would be.  Time is the store's own clock, read once per
-    call.  Every write can be repeated after a lost answer without harm.
+    Every method performs one atomic step per key in the backend; no implementation reads a record
+    and writes it in a second step.  Answers are in the order of the arguments.  If a key occurs
+    twice in one call, the answers are those of two separate calls.  Times are from the store's own
+    clock, read once per call.  Every write can safely be repeated if its answer was lost.
 
-    `integr8s_idem.testing.contract` holds every implementation to this.
+    `integr8s_idem.testing.contract` tests implementations of this protocol.
 
     Raises (all methods):
         StoreUnavailableError: No usable answer; the call may or may not have been executed.
-        StoreConfigurationError: The store refuses us, and waiting does not help.
+        StoreConfigurationError: The store permanently refuses the call.
     """
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        """Ask to do some work; a verdict for each request, in their order.
+        """Request to do some work, and return a verdict for each request.
 
-        Of any number of callers that ask for one key at one moment, one gets `Reserved`.  A
+        If several callers request the same key at the same time, exactly one gets `Reserved`.  A
         record whose lease has ended is taken over: attempt + 1, a higher fence, the new token.
-        A call repeated with the same token finds its own reservation, with a fresh lease.
+        A call repeated with the same token finds its own reservation, and renews its lease.
         """
         ...
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
-        """Let the leases end `lease` from now; an answer for each, in their order.
+        """Extend leases to end `lease` from now, and return whether each was renewed.
 
-        `False`: no longer ours (token, status or record).
+        `False` means that the reservation was taken over, settled or released, or its record is gone.
         """
         ...
 
     async def complete(self, completions: Sequence[Completion]) -> list[bool]:
-        """Remember outcomes; an answer for each, in their order.
+        """Store outcomes, and return whether each was stored.
 
-        `False`: the token is no longer ours, or the record is gone.
-
-        A lease that has ended is no hindrance as long as nobody took the key over.
+        `False` means that another owner took the key over, or the record is gone.  A reservation whose lease has
+        ended can still be completed if it was not taken over.
         """
         ...
 
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
-        """Remember that work was given up; answers as those of `complete`, one for each."""
+        """Store that work failed permanently; the answers are as for `complete`."""
         ...
 
     async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        """Let the leases end now; the attempts stay counted.  Answers as those of `complete`, one for each."""
+        """End leases now, keeping the number of attempts; the answers are as for `complete`."""
         ...
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
-        """Read records: one for each key, in their order; `None` where there is none.
+        """Read the record of each key, or `None` if it has no record.
 
         Raises:
-            CorruptRecordError: One of them cannot be read.
+            CorruptRecordError: A record cannot be read.
         """
         ...
 
     async def delete(self, keys: Sequence[str]) -> int:
-        """Forget records, whatever their state; the number of those that were there."""
+        """Delete records regardless of their state, and return how many existed."""
         ...
 
     def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
-        """Every readable record whose key starts with `prefix`, in no order, without blocking the store."""
+        """Yield every readable record whose key starts with `prefix`, in any order, without blocking the store."""
         ...
 
     async def count_active(self, prefix: str) -> int:
-        """How many records under `prefix` hold a lease now."""
+        """Return how many records whose key starts with `prefix` have a lease now."""
         ...
 
     async def ping(self) -> StoreHealth:
-        """Ask for a sign of life, and for what the store's settings would lose.
+        """Check that the store works, and report settings that may lose records.
 
-        Fails as the other methods would: a store that takes no writes, or refuses us a command that they
-        need, does not pass.  Where `StoreHealth.identity` is given, it changes when the store has lost
-        what it held.
+        It fails if the other methods would fail, for example if the store is read-only or the user lacks a
+        permission.  `StoreHealth.identity`, if set, changes when the store has lost its data.
         """
         ...
 
 
 class JoinedRepository(IdempotencyRepository, Protocol):
-    """The same records, written in a transaction of the application's.  It commits; the store never does.
+    """A store that writes within a transaction of the application, which the application commits.
 
-    Raises (all methods): TransactionAbortedError: The database gave the transaction up; begin it anew.
+    Raises (all methods): TransactionAbortedError: The database rolled the transaction back; retry it.
     """
 
     def savepoint(self) -> AbstractAsyncContextManager[None]:
-        """What happens in the block is undone by an exception, and the transaction goes on.
+        """Roll back the block if it raises an exception, and continue the transaction.
 
         Raises:
-            ApplicationError: The block tried to commit: all of the transaction is rolled back.
+            ApplicationError: The block tried to commit; the whole transaction is rolled back.
         """
         ...
 
 
 @runtime_checkable
 class JoiningRepository(IdempotencyRepository, Protocol):
-    """A store in the application's own database."""
+    """A store in the database of the application."""
 
     def joined(self, held: Any) -> JoinedRepository:
-        """The records as seen and written by the transaction that `held` (a session, a connection) is in."""
+        """Return a store that works within the transaction of `held`, a session or a connection."""
         ...
 
 
 @runtime_checkable
 class PurgeSupport(Protocol):
-    """What a store can do besides, where its backend does not take expired records away by itself.
+    """Optional protocol of stores whose backend does not delete expired records.
 
-    A worker calls `purge` about every `purge_every`, in the background, until fewer records go than it asked for.
+    A worker calls `purge` about every `purge_every`, in the background, until a call deletes fewer than `most` records.
     """
 
     @property
     def purge_every(self) -> timedelta:
-        """How often; zero for never."""
+        """Interval between purges; zero disables them."""
         ...
 
     async def purge(self, most: int = 500) -> int:
-        """Take away up to `most` records that have expired by the store's clock; how many went.
+        """Delete up to `most` records that have expired by the store's clock, and return how many were deleted.
 
-        Raises as `IdempotencyRepository` does.
+        It raises the same errors as `IdempotencyRepository`.
         """
         ...
 
@@ -149,41 +147,41 @@ class Surveyed(NamedTuple):
 
     found: Sequence[IdempotencyRecord | Corrupt]
     passed: int
-    """About how many keys the store went by for it."""
+    """About how many keys the store scanned for this page."""
 
 
 @runtime_checkable
 class RecordAdmin(Protocol):
-    """What a store can do besides, for the people who look after it: `integr8s-idem keys` asks for it.
+    """Optional protocol for administration, used by `integr8s-idem keys`.
 
-    They hold no token.  What they change is named by what they saw instead: one atomic step per key does it if the
-    record is still that one, by its status and fence and, while it is processing, by the end of its lease.  A record
-    that was renewed, settled or taken over meanwhile stays as it is.
+    Operators have no token, so records are identified by their state when they were read: one atomic step per key
+    changes the record if status, fence and, while processing, the end of its lease are unchanged.  A record
+    that was renewed, settled or taken over in the meantime is not changed.
 
-    Raises (all methods): As `IdempotencyRepository`.
+    Raises (all methods): The same errors as `IdempotencyRepository`.
     """
 
     def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
-        """As `scan`, in no order, page by page, and with the records that cannot be read.
+        """Yield pages of records in no particular order, including records that cannot be read.
 
         Args:
-            prefix: What their keys start with.
-            holding: Parts that their keys hold behind that, in this order; the store looks for these by itself, and may
-                find more where it does not mind the order.
+            prefix: Prefix of their keys.
+            holding: Parts that occur after the prefix, in this order.  The store filters by them, and may return
+                additional records if it ignores the order.
         """
         ...
 
     async def size(self) -> int | None:
-        """About how many keys there are to go by; `None` if that would take long to tell."""
+        """Return about how many keys a survey scans; `None` if counting them would take long."""
         ...
 
     async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        """Let leases of records that were seen end now, as `release` does; an answer for each, in their order.
+        """End the leases of records now, like `release`, and return whether each was ended.
 
-        `False`: it is no longer that record.
+        `False` means that the record has changed.
         """
         ...
 
     async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        """Forget records that were seen; an answer for each, in their order.  `False`: it is no longer that record."""
+        """Delete records, and return whether each was deleted.  `False` means that the record has changed."""
         ...

@@ -1,4 +1,4 @@
-"""The store that settings ask for.  A driver is imported only for a store of its kind."""
+"""Open stores from settings.  Drivers are imported only when they are needed."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 SqlSettings: TypeAlias = MysqlStoreSettings | PostgresqlStoreSettings | SqliteStoreSettings
-"""Of the stores that have tables."""
+"""Settings of SQL stores."""
 
-_looked_at: Final[ContextVar[list[IdempotencyRepository] | None]] = ContextVar("integr8s_idem_looked_at", default=None)
+_inspected: Final[ContextVar[list[IdempotencyRepository] | None]] = ContextVar("integr8s_idem_inspected", default=None)
 
 
 @contextmanager
 def as_it_is() -> Iterator[list[IdempotencyRepository]]:
-    """Stores that are opened in this block are left as they are: no table is made, no file, and nothing is set
-    that stays in one.  Gives these stores."""
+    """Open stores in this block without changing them: no tables, files or persistent settings are created.
+
+    Yields the list of the stores that were opened.
+    """
     opened: list[IdempotencyRepository] = []
-    before = _looked_at.set(opened)
+    before = _inspected.set(opened)
     try:
         yield opened
     finally:
-        _looked_at.reset(before)
+        _inspected.reset(before)
 
 
 @asynccontextmanager
 async def open_store(settings: StoreSettings, *, key_prefix: str) -> AsyncIterator[IdempotencyRepository]:
-    """A store that is closed at the end of the block; it connects at its first use.
+    """Open a store and close it at the end of the block; it connects on first use.
 
     Raises:
-        StoreConfigurationError: What this kind needs is not installed.
+        StoreConfigurationError: The driver of this kind of store is not installed.
     """
     async with _store(settings, key_prefix) as store:
-        looked_at = _looked_at.get()
-        if looked_at is not None:
-            looked_at.append(store)
+        inspected = _inspected.get()
+        if inspected is not None:
+            inspected.append(store)
         yield store
 
 
@@ -106,8 +108,8 @@ async def _sql(settings: SqlSettings) -> AsyncIterator[IdempotencyRepository]:
     async with open_engine(settings) as engine:
         from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate
 
-        if isinstance(settings, SqliteStoreSettings) and _looked_at.get() is None:
-            # A file of one machine: nobody else would make its tables.
+        if isinstance(settings, SqliteStoreSettings) and _inspected.get() is None:
+            # A local file has no administrator who would create its tables.
             await migrate(engine)
         yield SqlIdempotencyRepository(
             engine,
@@ -118,15 +120,15 @@ async def _sql(settings: SqlSettings) -> AsyncIterator[IdempotencyRepository]:
 
 @asynccontextmanager
 async def open_engine(settings: SqlSettings) -> AsyncIterator[AsyncEngine]:
-    """The engine of a store in SQL, disposed of at the end of the block; it connects at its first use.
+    """Create the engine of an SQL store and dispose of it at the end of the block; it connects on first use.
 
     Raises:
-        StoreConfigurationError: What this kind needs is not installed.
+        StoreConfigurationError: The driver of this database is not installed.
     """
     try:
         from integr8s_idem.stores.sql import settings_engine
 
-        engine = settings_engine(settings, as_it_is=_looked_at.get() is not None)
+        engine = settings_engine(settings, as_it_is=_inspected.get() is not None)
     except ModuleNotFoundError as error:
         raise StoreConfigurationError("start", needing(settings.kind, error)) from error
     try:
@@ -151,10 +153,10 @@ async def _dynamodb(settings: DynamodbStoreSettings) -> AsyncIterator[Idempotenc
 
 @asynccontextmanager
 async def open_dynamo(settings: DynamodbStoreSettings) -> AsyncIterator[Any]:
-    """The client of a store in DynamoDB, closed at the end of the block; it connects at its first use.
+    """Create the client of a DynamoDB store and close it at the end of the block; it connects on first use.
 
     Raises:
-        StoreConfigurationError: What this kind needs is not installed, or no region is given.
+        StoreConfigurationError: The driver is not installed, or no region is configured.
     """
     try:
         from integr8s_idem.stores.dynamodb import dynamo_client

@@ -1,4 +1,4 @@
-"""Records in this process: for tests and first steps.  Everything is forgotten at exit."""
+"""Records in the memory of this process, for tests and first steps; they are lost on exit."""
 
 from __future__ import annotations
 
@@ -63,17 +63,16 @@ class _Entry:
 class MemoryIdempotencyRepository:
     """`IdempotencyRepository` in a dictionary, for the asyncio tasks of one process.
 
-    No method gives way to other tasks before it is done, so that each is atomic.  Not safe
-    for several threads.
+    Every method is atomic, since none of them awaits before it returns.  It is not thread-safe.
 
     Args:
-        clock: The store's clock: aware times.  The wall clock in UTC if not given.
+        clock: Returns the store's time, with a time zone; by default the wall clock in UTC.
     """
 
     def __init__(self, *, clock: Callable[[], datetime] | None = None) -> None:
         self._clock = clock or _utc_now
         self._entries: dict[str, _Entry] = {}
-        # Fences grow over deletion even where the clock stands still.
+        # Fences must increase after deletions, even if the clock does not advance.
         self._highest_fence = 0
         self._until_sweep = _SWEEP_EVERY
 
@@ -93,19 +92,19 @@ class MemoryIdempotencyRepository:
             return _outcome(request.key, entry)
         released = entry.lease_until is None
         if entry.token == request.token and not released:
-            # Our own reservation: the answer to an earlier call was lost.
+            # The caller's own reservation: the answer to an earlier call was lost.
             entry.lease_until = now + _lease(request.lease)
             entry.expires_at = now + _life(request)
             entry.alone = request.alone
             return _reserved(request, entry)
         if entry.lease_until is not None and entry.lease_until > now:
-            left = entry.lease_until - now
-            return InProgress(key=request.key, attempt=entry.attempt, retry_after=left, owner=entry.owner)
+            remaining = entry.lease_until - now
+            return InProgress(key=request.key, attempt=entry.attempt, retry_after=remaining, owner=entry.owner)
         previous = Previous.RELEASED if released else Previous.LAPSED
         return self._take(request, now, entry, previous)
 
     def _take(self, request: ReserveRequest, now: datetime, last: _Entry | None, previous: Previous) -> Reserved:
-        # Higher than that of the last attempt, too, since that is in the past.
+        # This is higher than the fence of the last attempt, too.
         fence = max(self._highest_fence + 1, (now - _EPOCH) // _MICROSECOND)
         self._highest_fence = fence
         has_lapsed = previous is Previous.LAPSED
@@ -136,7 +135,7 @@ class MemoryIdempotencyRepository:
             return False
         entry.lease_until = now + lease
         if entry.expires_at < entry.lease_until:
-            # The record outlives its lease, so that the attempt still counts.
+            # Keep the record longer than its lease, so that the attempt is still counted.
             entry.expires_at = now + 2 * lease
         return True
 
@@ -164,11 +163,11 @@ class MemoryIdempotencyRepository:
     def _settle(
         self, reservation: Reserved, status: IdempotencyStatus, ttl: timedelta, now: datetime
     ) -> tuple[_Entry | None, bool]:
-        """The entry if it was settled just now, and whether the outcome is that of this reservation."""
+        """Return the entry if this call settled it, and whether its outcome is from this reservation."""
         entry = self._held(reservation, now)
         if entry is None:
-            twin = self._living(reservation.key, now)
-            return None, twin is not None and twin.status is status and twin.fence == reservation.fence
+            existing = self._living(reservation.key, now)
+            return None, existing is not None and existing.status is status and existing.fence == reservation.fence
         entry.status = status
         entry.settled_at = now
         entry.expires_at = now + min(ttl, _CENTURY)
@@ -194,10 +193,10 @@ class MemoryIdempotencyRepository:
 
     async def delete(self, keys: Sequence[str]) -> int:
         now = self._clock()
-        there = {key for key in keys if self._living(key, now) is not None}
-        for key in there:
+        existing = {key for key in keys if self._living(key, now) is not None}
+        for key in existing:
             del self._entries[key]
-        return len(there)
+        return len(existing)
 
     async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
         for key in [key for key in self._entries if key.startswith(prefix)]:
@@ -218,7 +217,7 @@ class MemoryIdempotencyRepository:
         return [self._end_lease(record, now) for record in seen]
 
     def _end_lease(self, record: IdempotencyRecord, now: datetime) -> bool:
-        entry = self._as_seen(record, now)
+        entry = self._if_unchanged(record, now)
         if entry is None or entry.status is not IdempotencyStatus.PROCESSING:
             return False
         entry.lease_until = None
@@ -229,7 +228,7 @@ class MemoryIdempotencyRepository:
         return [self._forget(record, now) for record in seen]
 
     def _forget(self, record: IdempotencyRecord, now: datetime) -> bool:
-        if self._as_seen(record, now) is None:
+        if self._if_unchanged(record, now) is None:
             return False
         del self._entries[record.key]
         return True
@@ -255,8 +254,8 @@ class MemoryIdempotencyRepository:
             warnings=(
                 StoreWarning(
                     Code.STORE_NOT_PERSISTENT,
-                    "records live in this process only",
-                    "they are lost at its exit",
+                    "records are kept in this process only",
+                    "they are lost when it exits",
                     "use Redis",
                 ),
             ),
@@ -270,14 +269,14 @@ class MemoryIdempotencyRepository:
         return entry
 
     def _held(self, reservation: Reserved, now: datetime) -> _Entry | None:
-        """The entry that this reservation still owns."""
+        """Return the entry if this reservation still owns it."""
         entry = self._living(reservation.key, now)
         if entry is None or entry.status is not IdempotencyStatus.PROCESSING:
             return None
         return entry if (entry.token, entry.fence) == (reservation.token, reservation.fence) else None
 
-    def _as_seen(self, record: IdempotencyRecord, now: datetime) -> _Entry | None:
-        """The entry, if it is still what somebody saw."""
+    def _if_unchanged(self, record: IdempotencyRecord, now: datetime) -> _Entry | None:
+        """Return the entry if it has not changed since `record` was read."""
         entry = self._living(record.key, now)
         if entry is None or (entry.status, entry.fence, entry.lease_until) != (
             record.status,
@@ -288,7 +287,7 @@ class MemoryIdempotencyRepository:
         return entry
 
     def _sweep(self, now: datetime, requests: int) -> None:
-        """Drop what has expired, at a cost that stays in proportion to what is written."""
+        """Delete expired entries, at a cost proportional to the number of requests."""
         self._until_sweep -= requests
         if self._until_sweep > 0:
             return
@@ -305,7 +304,7 @@ def _lease(lease: timedelta) -> timedelta:
 
 
 def _life(request: ReserveRequest) -> timedelta:
-    # A record that is gone before its lease would leave the key with two owners.
+    # If the record expired before its lease, the key could have two owners.
     return min(max(request.retention, request.lease), _CENTURY)
 
 

@@ -1,4 +1,4 @@
-"""The Protocol of an outbox: events that were written in a transaction and wait to be published."""
+"""The protocol of an outbox: events that were written in a transaction and are waiting to be published."""
 
 from __future__ import annotations
 
@@ -13,82 +13,82 @@ from integr8s_idem.events import Message
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One message of the outbox."""
+    """A message of the outbox."""
 
     id: int
     message: Message
     fault: str = ""
-    """Why it cannot be published: its row is damaged, and `message` holds what of it could be read."""
+    """Why the message cannot be published: its row is damaged, and `message` contains its readable parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Some buckets of the outbox that are ours for a while."""
+    """Temporary ownership of buckets of the outbox."""
 
     token: bytes
     buckets: tuple[int, ...]
     last: int
-    """The last message that was there: the claim is for those up to it.
+    """The id of the last message at the time of the claim, which covers messages up to it.
 
-    A transaction may commit a lower id while they are read, but whoever saw it committed before writing the next
-    message of its key got a higher one: read up to here, that never overtakes it.
+    A transaction may commit a lower id while the claim is being read.  A transaction that sees that message and writes
+    the next one of its key gets a higher id, so reading up to this id never publishes them in the wrong order.
     """
 
 
 class Outbox(Protocol):
-    """The outbox as relays use it: the messages of one Kafka key are in one bucket, which is one relay's at a time.
+    """The outbox as used by relays.  All messages of a Kafka key are in one bucket, owned by one relay at a time.
 
-    Time is the database's clock.  Raises (all methods): StoreError as for every verb of a store.
+    Times are from the database's clock.  Raises (all methods): StoreError, like the methods of a store.
     """
 
     def turn(self) -> AbstractAsyncContextManager[None]:
-        """Entered around each run of a handler whose transaction is to hold its outcome, before its key is reserved.
+        """Enclose a run of a handler whose transaction contains its outcome, entered before its key is reserved.
 
-        Where a database lets one write at a time, its handlers wait here rather than with a lease that runs out.
+        If the database allows a single writer, handlers wait here instead of waiting while their leases run.
         """
         ...
 
     async def arrived(self, at_most: float) -> None:
-        """Return when a transaction of this process has left something, or after `at_most` seconds."""
+        """Wait until a transaction of this process has written a message, or for `at_most` seconds."""
         ...
 
     async def claim(self, length: timedelta) -> Claim | None:
-        """All buckets that hold something and are nobody's; `None` if there are none.
+        """Claim all buckets that have messages and no owner; return `None` if there are none.
 
         Args:
-            length: For how long they are ours, from now by the database's clock, unless `done` says how much more.
+            length: Duration of the claim, from now by the database's clock; `done` can extend it.
         """
         ...
 
     async def read(self, claim: Claim, *, after: int = 0, besides: Sequence[str] = ()) -> list[Waiting]:
-        """The next messages of the buckets up to `claim.last`, in the order in which they are to be published.
+        """Return the next messages of the buckets up to `claim.last`, in the order of publication.
 
         Args:
-            after: The message to go on behind.
-            besides: Topics to leave out.
+            after: The id to continue after.
+            besides: Topics to exclude.
         """
         ...
 
     async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
-        """Forget messages that the broker has.  `False`: the buckets are not ours any more.
+        """Delete published messages; return `False` if the claim was lost.
 
         Args:
-            length: For how long they stay ours, from now; zero gives them up.
+            length: New duration of the claim, from now; zero releases it.
         """
         ...
 
     async def check(self) -> None:
-        """Whether all is there that it needs.
+        """Check that the outbox is complete.
 
         Raises:
-            StoreConfigurationError: It is not, and what is left in it would stay there.
+            StoreConfigurationError: It is not complete, so its messages would not be published.
         """
         ...
 
     async def count(self) -> int:
-        """How many messages wait."""
+        """Return the number of messages that wait to be published."""
         ...
 
     async def tried(self) -> None:
-        """Do all that handlers and relays do with it, and undo it: what they may not do shows as an error."""
+        """Perform and roll back all operations of handlers and relays, to detect missing permissions."""
         ...

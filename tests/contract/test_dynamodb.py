@@ -1,4 +1,4 @@
-"""The contract of all stores, held by the one in DynamoDB: on DynamoDB Local."""
+"""The contract suite on DynamoDB Local."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of all stores, held by the one that docs/how-to/write-a-store.md walks through, as it says to."""
+"""The contract suite on the example store of docs/how-to/write-a-store.md, used as that page describes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The test kit is light until the contract suite is asked for."""
+"""Importing the test kit imports neither pytest nor hypothesis before the contract suite is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of all stores, held by the one in memory."""
+"""The contract suite on the memory store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from integr8s_idem.testing.contract import (
 
 class TestMemoryStore(RepositoryContract, RecordAdminContract):
     histories = HistorySize(histories=200, steps=40)
-    # Its records are objects: none can be unreadable.
+    # Its records are objects, which cannot be unreadable.
     test_an_unreadable_record_spoils_no_batch = None  # type: ignore[assignment]
     test_a_survey_shows_what_cannot_be_read = None  # type: ignore[assignment]
 

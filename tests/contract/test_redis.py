@@ -1,4 +1,4 @@
-"""The contract of all stores, held by the one in Redis: on the oldest server we support, a newer one, and Valkey."""
+"""The contract suite on Redis: the oldest supported version, a newer one, and Valkey."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def oldest_server() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def newer_server() -> Iterator[RedisServer]:
-    """The server of this machine; Valkey where it has none."""
+    """The installed Redis server, or Valkey if there is none."""
     with RedisServer(binary=needs_newer_binary()) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""The contract of all stores, held by the one in a Redis Cluster."""
+"""The contract suite on a Redis Cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of all stores, held by the one in the Redis that Sentinels name, with every write on both replicas."""
+"""The contract suite on a Redis primary found through Sentinels, with every write confirmed by both replicas."""
 
 from __future__ import annotations
 

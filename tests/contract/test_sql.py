@@ -1,4 +1,4 @@
-"""The contract of all stores, held by those in SQL: PostgreSQL, MariaDB and SQLite."""
+"""The contract suite on PostgreSQL, MariaDB and SQLite."""
 
 from __future__ import annotations
 
@@ -23,36 +23,43 @@ from tests.support.postgres import PostgresServer
 
 DAMAGES = {
     "owner_not_ascii": {"owner": "ü"},
-    "owner_half_an_escape": {"owner": "\\x"},
-    "lease_that_never_ends": {"lease_until": 2**62},
-    "expiry_that_never_comes": {"expires_at": 2**62},
-    "attempt_below_zero": {"attempt": -1},
-    "status_unknown": {"status": 9},
-    "settled_at_no_time": {"status": COMPLETED},
+    "owner_with_a_bad_escape": {"owner": "\\x"},
+    "lease_far_in_the_future": {"lease_until": 2**62},
+    "expiry_far_in_the_future": {"expires_at": 2**62},
+    "negative_attempt": {"attempt": -1},
+    "unknown_status": {"status": 9},
+    "settled_without_a_time": {"status": COMPLETED},
     "result_without_a_type": {"status": COMPLETED, "settled_at": 1, "result": b"1"},
-    "content_type_half_an_escape": {"status": COMPLETED, "settled_at": 1, "result": b"1", "content_type": "\\u12"},
-    "error_half_an_escape": {"status": FAILED, "settled_at": 1, "error": "\\x"},
+    "content_type_with_a_bad_escape": {
+        "status": COMPLETED,
+        "settled_at": 1,
+        "result": b"1",
+        "content_type": "\\u12",
+    },
+    "error_with_a_bad_escape": {"status": FAILED, "settled_at": 1, "error": "\\x"},
 }
-LOOSELY_TYPED = {
-    "lease_no_number": {"lease_until": "x"},
+INVALID_TYPES = {
+    "lease_not_a_number": {"lease_until": "x"},
     "expiry_a_huge_float": {"expires_at": 9e30},
-    "fence_no_number": {"fence": "abc"},
+    "fence_not_a_number": {"fence": "abc"},
     "result_a_text": {"status": COMPLETED, "settled_at": 1, "result": "1", "content_type": "a"},
     "fingerprint_a_text": {"fingerprint": "abc"},
 }
-"""What SQLite takes whatever the type of the column."""
+"""Values that SQLite accepts regardless of the type of the column."""
 
 
 class SqlContract(RepositoryContract, RecordAdminContract):
-    """And what is damaged in a column only."""
+    """The contract suite, and tests of records with a single damaged column."""
 
     @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-    async def test_a_damaged_row_spoils_no_batch(self, store: StoreUnderTest, damage: dict[str, object]) -> None:
+    async def test_a_damaged_row_does_not_affect_the_rest_of_its_batch(
+        self, store: StoreUnderTest, damage: dict[str, object]
+    ) -> None:
         assert isinstance(store.repository, SqlIdempotencyRepository)
         root = f"contract:{uuid.uuid4().hex}:"
         bad, good = root + "bad", root + "good"
         await take(store, bad, fingerprint=b"f" * 16)
-        values = {name: literal(value) for name, value in damage.items()}  # as it is, whatever the column's type
+        values = {name: literal(value) for name, value in damage.items()}  # bypasses the type of the column
         async with writing(store.repository.engine) as connection:
             await connection.execute(update(records).where(records.c.key == bad).values(values))
 
@@ -118,11 +125,11 @@ class TestMariaDB(SqlContract):
 
 
 class TestSQLite(SqlContract):
-    @pytest.mark.parametrize("damage", LOOSELY_TYPED.values(), ids=LOOSELY_TYPED)
-    async def test_a_value_of_another_type_spoils_no_batch(
+    @pytest.mark.parametrize("damage", INVALID_TYPES.values(), ids=INVALID_TYPES)
+    async def test_a_value_of_the_wrong_type_does_not_affect_the_rest_of_its_batch(
         self, store: StoreUnderTest, damage: dict[str, object]
     ) -> None:
-        await self.test_a_damaged_row_spoils_no_batch(store, damage)
+        await self.test_a_damaged_row_does_not_affect_the_rest_of_its_batch(store, damage)
 
     @pytest.fixture
     async def store(self, tmp_path: Path) -> AsyncIterator[StoreUnderTest]:

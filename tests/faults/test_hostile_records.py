@@ -208,7 +208,7 @@ async def test_a_record_of_a_newer_version_is_touched_by_nobody(
 
     (verdict,) = await store.reserve([wish()])
 
-    assert verdict == Corrupt(key="k", reason=f"its format {newer} is newer than this version reads (3)")
+    assert verdict == Corrupt(key="k", reason=f"its format {newer} is newer than this version supports (3)")
     assert await refused_by_all(store, reserved)
     assert await redis_client.get("k") == record
 

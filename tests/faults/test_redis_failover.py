@@ -101,7 +101,10 @@ async def _keep_ordering(shop: RedisShop) -> None:
 
 @pytest.mark.parametrize(
     ("why", "said"),
-    [("no sentinel", "no Sentinel names a primary for"), ("unknown name", "no Sentinel knows 'elsewhere'")],
+    [
+        ("no sentinel", "no Sentinel reports a primary for"),
+        ("unknown name", "no Sentinel knows master_name = 'elsewhere'"),
+    ],
 )
 async def test_no_primary_to_be_found_is_an_outage(group: RedisGroup, why: str, said: str) -> None:
     wrong = {"sentinels": ("127.0.0.1:1",)} if why == "no sentinel" else {"master_name": "elsewhere"}

@@ -22,7 +22,7 @@ from tests.support.fault_proxy import Stall
 from tests.support.redis_pair import Pair, lagging_pair
 from tests.support.redis_shop import make_client, open_redis_shop
 
-SHORT = r"0 of the 1 replicas that must have each write confirmed it within 0\.2 s: .*; bring .* lower wait_replicas"
+SHORT = r"0 of 1 required replicas confirmed the write within 0\.2 s: .*; restore .* lower wait_replicas"
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ async def test_a_failover_loses_nothing_that_was_confirmed(
         await shop.settled()
         with pair.link.fault(Stall()):
             shop.order(20)
-            assert "0 of the 1 replicas" in await shop.paused()
+            assert "0 of 1 required replicas" in await shop.paused()
             await pair.fail_over()
         await pair.follow()
         await shop.settled()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from integr8s_idem.errors import InvalidKeyError
-from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeySpace, _by_the_standard, canonical_json, downstream_key
+from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeySpace, _rfc8785_json, canonical_json, downstream_key
 from tests.campaigns.figures import Figures
 from tests.fuzz.mutators import text, value
 
@@ -53,7 +53,7 @@ def canonical(random: Random) -> Figures:
         forms = [canonical_json(each) for each in (one, other)]
     except InvalidKeyError:
         return Figures(no_canonical_form=1)
-    assert forms == [_by_the_standard(each) for each in (one, other)], f"{one!a} and {other!a}"
+    assert forms == [_rfc8785_json(each) for each in (one, other)], f"{one!a} and {other!a}"
     assert (forms[0] == forms[1]) == (_exact(one) == _exact(other)), f"{one!a} and {other!a}"
     return Figures(canonical=1)
 

@@ -55,7 +55,7 @@ def request(random: Random) -> ReserveRequest:
 def stored(random: Random, wish: ReserveRequest) -> bytes:
     """A record as the scripts write it, in one of its three states."""
     reserved = Reserved(key="k", token=wish.token, attempt=1, fence=NOW_US, lease=_LEASE)
-    packed = codec.wish_of(wish)
+    packed = codec.encode_request(wish)
     status = random.randint(1, 3)
     flags = packed[0] + random.choice((0, 32, 64))
     attempt, fence = random.randint(1, 65_535), NOW_US + random.randint(-(10**9), 10**9)
@@ -67,9 +67,9 @@ def stored(random: Random, wish: ReserveRequest) -> bytes:
             (None, StoredResult(random.randbytes(random.randint(0, 300)), random.choice((JSON, "a/b"))))
         )
         outcome = (
-            codec.outcome_of_completion(Completion(reservation=reserved, ttl=_LEASE, result=body))
+            codec.encode_completion(Completion(reservation=reserved, ttl=_LEASE, result=body))
             if status == codec.COMPLETED
-            else codec.outcome_of_failure(Failure(reservation=reserved, ttl=_LEASE, error=text(random)))
+            else codec.encode_failure(Failure(reservation=reserved, ttl=_LEASE, error=text(random)))
         )
         return settled(status, held, outcome[0], outcome[1:], now_ms)
     return held

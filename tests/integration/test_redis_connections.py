@@ -135,7 +135,7 @@ async def test_no_more_are_kept_at_hand_than_are_usual_and_the_others_are_the_dr
     for each in taken:
         await pool.release(each)
 
-    assert len(pool._at_hand) == KEPT
+    assert len(pool._ready) == KEPT
     assert {id(await pool.get_connection()) for _ in range(KEPT + 2)} == {id(each) for each in taken}
 
 
@@ -177,8 +177,8 @@ async def test_only_a_connection_of_this_loop_that_was_used_a_moment_ago_is_take
     else:
         another = asyncio.new_event_loop()
         another.close()
-        [(_, _, since)] = pool._at_hand
-        pool._at_hand[:] = [(connection, another, since)]
+        [(_, _, since)] = pool._ready
+        pool._ready[:] = [(connection, another, since)]
     assert await pool.get_connection() is connection
     assert seen == [connection]
 

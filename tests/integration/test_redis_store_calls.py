@@ -171,7 +171,7 @@ async def test_a_record_of_a_newer_version_is_corrupt_and_says_so(
     await redis_client.set("k", b"\4" + b"whatever version 4 writes", px=60_000)
 
     assert await store.reserve([wish("k")]) == [
-        Corrupt(key="k", reason="its format 4 is newer than this version reads (3)")
+        Corrupt(key="k", reason="its format 4 is newer than this version supports (3)")
     ]
     assert await redis_client.get("k") == b"\4" + b"whatever version 4 writes"
 

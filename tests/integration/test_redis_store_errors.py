@@ -175,7 +175,7 @@ async def test_ping_names_the_command_that_a_user_lacks(guarded_server: RedisSer
 
 @pytest.mark.scenario(52)
 @pytest.mark.parametrize(
-    ("user", "named"), [("no-evalsha", r"EVALSHA: give it \+evalsha"), ("no-inner-set", r"\+set"), ("no-keys", "~")]
+    ("user", "named"), [("no-evalsha", r"EVALSHA: grant it \+evalsha"), ("no-inner-set", r"\+set"), ("no-keys", "~")]
 )
 async def test_a_user_without_a_permission_learns_which(guarded_server: RedisServer, user: str, named: str) -> None:
     async with store_on(guarded_server, user=user, password=SECRET) as store:

@@ -43,7 +43,7 @@ async def test_a_sound_server_gets_no_warning() -> None:
         ({**SOUND, "maxmemory-policy": "allkeys-lru"}, "allkeys-lru drops records as soon as"),
         ({"save": ""}, "a restart loses all records"),
         ({"save": ["3600", "1"]}, "since the last snapshot"),
-        ({**SOUND, "appendfsync": "no"}, "appendfsync is no: a loss of power takes"),
+        ({**SOUND, "appendfsync": "no"}, "appendfsync is set to no: a power failure loses"),
         ({**SOUND, "replicaof": ["127.0.0.1", "1"], "replica-read-only": "no"}, "is a replica (writable"),
     ],
 )

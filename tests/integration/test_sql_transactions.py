@@ -344,7 +344,7 @@ async def test_a_handler_that_outlives_its_lease_fails_and_is_given_up_eventuall
         assert isinstance(second, HandlerFailed)
         assert (second.attempt, second.given_up) == (2, True)
         assert isinstance(third, Failed)
-        assert "its lease of 1 s ended before the work did" in third.error
+        assert "its lease of 1 s ended before the work was finished" in third.error
         assert await shop.charged() == []
 
 

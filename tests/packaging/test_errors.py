@@ -75,7 +75,7 @@ def sample(kind: type[IdempotencyError]) -> IdempotencyError:
         names, hints = list(kind._fields), get_type_hints(kind)
     else:
         return kind("the card was stolen")
-    mistakes = (SettingsMistake("store.url", "is no Redis URL"),)
+    mistakes = (SettingsMistake("store.url", "is not a Redis URL"),)
     return kind(*[SAMPLES.get(hints[name], mistakes) for name in names])
 
 

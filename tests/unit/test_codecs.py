@@ -1,4 +1,4 @@
-"""Events in other envelopes than our own: CloudEvents 1.0, the `data` of a wrapper, a codec of one's own."""
+"""Envelopes other than the native one: CloudEvents 1.0, wrapped events, custom codecs."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _binary(**changes: str | None) -> list[tuple[str, bytes]]:
 
 
 def _structured(**changes: Any) -> bytes:
-    told = {**ATTRIBUTES, "data": DATA, **changes}
-    return json.dumps({name: value for name, value in told.items() if value is not None}).encode()
+    fields = {**ATTRIBUTES, "data": DATA, **changes}
+    return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
 
 
 def _check(event: OrderPlaced) -> None:
@@ -69,14 +69,14 @@ def test_a_cloud_event_in_structured_mode_is_read() -> None:
 
 
 @pytest.mark.parametrize("label", ["application/json", "Application/JSON; charset=utf-8", "text/plain", None])
-def test_structured_mode_is_known_by_its_specversion_whatever_its_content_type(label: str | None) -> None:
+def test_structured_mode_is_recognized_by_its_specversion_with_any_content_type(label: str | None) -> None:
     headers = [] if label is None else [("content-type", label.encode())]
     _check(_decoded(CloudEventsCodec(read_json), _structured(), headers))
     encoded = base64.b64encode(json.dumps(DATA).encode()).decode()
     _check(_decoded(CloudEventsCodec(read_json), _structured(data=None, data_base64=encoded), headers))
 
 
-def test_a_wrong_content_type_is_logged_once_by_each_codec(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_codec_logs_a_wrong_content_type_once(caplog: pytest.LogCaptureFixture) -> None:
     codec, headers = CloudEventsCodec(read_json), [("content-type", b"application/json\n" + b"x" * 500)]
     for _ in range(3):
         _check(_decoded(codec, _structured(), headers))
@@ -88,7 +88,7 @@ def test_a_wrong_content_type_is_logged_once_by_each_codec(caplog: pytest.LogCap
     assert len(record.getMessage()) < 500
 
 
-def test_nothing_is_logged_of_messages_that_say_what_they_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_correctly_labeled_messages_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     codec = CloudEventsCodec(read_json)
     _decoded(codec, _structured(), STRUCTURED)
     _decoded(codec, json.dumps(DATA).encode(), _binary())
@@ -97,7 +97,7 @@ def test_nothing_is_logged_of_messages_that_say_what_they_are(caplog: pytest.Log
     assert caplog.records == []
 
 
-def test_headers_of_binary_mode_win_over_a_body_that_looks_like_structured_mode() -> None:
+def test_binary_mode_headers_take_precedence_over_a_body_in_structured_mode() -> None:
     class Envelope(BaseEvent):
         event_type: Literal["order.placed"] = "order.placed"
         specversion: str
@@ -107,8 +107,8 @@ def test_headers_of_binary_mode_win_over_a_body_that_looks_like_structured_mode(
     event = EventDecoder([Envelope], CloudEventsCodec(read_json)).decode(body, _binary())
     assert isinstance(event, Envelope)
     assert (event.event_id, event.specversion, event.data) == ("/shop#a1", "1.0", DATA)
-    # One header is enough: the rest of it is missing, and is not looked for in the body.
-    with pytest.raises(UndecodableEventError, match="has the attribute specversion"):
+    # One header selects binary mode; missing attributes are not read from the body.
+    with pytest.raises(UndecodableEventError, match="attribute specversion is missing"):
         _decoded(CloudEventsCodec(read_json), body, [("ce_id", b"a1"), ("content-type", b"application/json")])
 
 
@@ -122,18 +122,18 @@ def test_header_names_are_compared_without_case() -> None:
     _check(_decoded(CLOUD, json.dumps(DATA).encode(), headers))
 
 
-def test_one_id_of_two_sources_names_two_events() -> None:
+def test_the_same_id_from_two_sources_means_two_events() -> None:
     body = json.dumps(DATA).encode()
     ids = {_decoded(CLOUD, body, _binary(source=source)).event_id for source in ("/shop", "/till")}
     assert len(ids) == 2
 
 
-def test_what_is_optional_may_be_missing() -> None:
+def test_optional_attributes_may_be_missing() -> None:
     event = _decoded(CLOUD, json.dumps(DATA).encode(), _binary(time=None, subject=None))
     assert event.aggregate_id is None
 
 
-def test_data_cannot_take_the_place_of_attributes() -> None:
+def test_data_does_not_override_attributes() -> None:
     body = json.dumps({**DATA, "event_id": "mine", "event_type": "other"}).encode()
     assert _decoded(CLOUD, body, _binary()).event_id == "/shop#a1"
 
@@ -168,10 +168,10 @@ def test_data_cannot_take_the_place_of_attributes() -> None:
         (b"", _binary(), "empty"),
     ],
 )
-def test_what_is_no_cloud_event_of_ours_says_why(body: bytes, headers: Headers, reason: str) -> None:
-    with pytest.raises(UndecodableEventError) as told:
+def test_an_invalid_cloud_event_is_rejected_with_a_reason(body: bytes, headers: Headers, reason: str) -> None:
+    with pytest.raises(UndecodableEventError) as caught:
         _decoded(CLOUD, body, headers)
-    assert told.value.reason == reason
+    assert caught.value.reason == reason
 
 
 def test_a_wrapped_event_is_read() -> None:
@@ -200,13 +200,13 @@ def test_a_wrapped_event_is_read() -> None:
         ([], "malformed"),
     ],
 )
-def test_what_is_no_wrapped_event_says_why(body: object, reason: str) -> None:
-    with pytest.raises(UndecodableEventError) as told:
+def test_an_invalid_wrapped_event_is_rejected_with_a_reason(body: object, reason: str) -> None:
+    with pytest.raises(UndecodableEventError) as caught:
         _decoded(WRAPPED, json.dumps(body).encode())
-    assert told.value.reason == reason
+    assert caught.value.reason == reason
 
 
-def test_a_header_may_name_the_event() -> None:
+def test_a_header_can_contain_the_event_id() -> None:
     codec = IdFromHeader(NATIVE, "Message-Id")
     event = OrderPlaced(order_id="7")
     read = _decoded(codec, encode_event(event), [("message-id", b"first"), ("MESSAGE-ID", b"m-1")])
@@ -215,8 +215,8 @@ def test_a_header_may_name_the_event() -> None:
         _decoded(codec, encode_event(event))
 
 
-class Packed:
-    """As a user of a binary format writes it."""
+class PackedCodec:
+    """A custom codec for a binary format."""
 
     def fields(self, body: bytes, headers: Headers) -> Mapping[str, Any]:
         number, cents = struct.unpack("!iq", body)
@@ -228,12 +228,12 @@ class Packed:
         }
 
 
-def test_a_codec_of_ones_own_reads_any_format() -> None:
-    event = _decoded(Packed(), struct.pack("!iq", 7, 3000))
+def test_a_custom_codec_can_read_any_format() -> None:
+    event = _decoded(PackedCodec(), struct.pack("!iq", 7, 3000))
     assert (event.event_id, event.order_id, event.amount) == ("packed-7", "7", Decimal(30))
 
 
 def test_an_error_of_a_codec_makes_the_message_undecodable() -> None:
-    with pytest.raises(UndecodableEventError, match="error: unpack requires") as told:
-        _decoded(Packed(), b"short")
-    assert told.value.reason == "malformed"
+    with pytest.raises(UndecodableEventError, match="error: unpack requires") as caught:
+        _decoded(PackedCodec(), b"short")
+    assert caught.value.reason == "malformed"

@@ -1,4 +1,4 @@
-"""Every error: pickled, copied, said in one sentence that tells what to do."""
+"""Errors can be pickled and copied, and the documented tree is complete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES: list[IdempotencyError] = [
     errors.InvalidKeyError("empty"),
     errors.ResultDroppedError("order:1"),
     errors.ResultDecodeError("order:1", "Receipt", "paid: Field required"),
-    errors.UndecodableEventError("malformed", "no JSON"),
+    errors.UndecodableEventError("malformed", "invalid JSON"),
     errors.EventTooLargeError("orders", 2, 1),
     errors.PublishError("orders", "no broker"),
     errors.StoreUnavailableError("reserve", "connection refused"),
@@ -39,20 +39,20 @@ EXAMPLES: list[IdempotencyError] = [
     errors.StoreConfigurationError("reserve", "NOAUTH"),
     errors.CorruptRecordError("order:1", "no such version"),
     errors.BrokerUnavailableError("localhost:9092", "connection refused"),
-    errors.SettingsError("settings.toml", [SettingsMistake("store.url", "no Redis URL")]),
+    errors.SettingsError("settings.toml", [SettingsMistake("store.url", "not a Redis URL")]),
     errors.ApplicationError("no such service"),
 ]
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_an_error_survives_pickling_and_copying(error: IdempotencyError) -> None:
-    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
-        assert type(twin) is type(error)
-        assert str(twin) == str(error)
-        assert vars(twin) == vars(error)
+def test_an_error_can_be_pickled_and_copied(error: IdempotencyError) -> None:
+    for duplicate in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(duplicate) is type(error)
+        assert str(duplicate) == str(error)
+        assert vars(duplicate) == vars(error)
 
 
-def test_every_error_of_the_tree_is_among_the_examples() -> None:
+def test_every_error_class_has_an_example() -> None:
     def kinds(kind: type[IdempotencyError]) -> set[str]:
         return {kind.__name__}.union(*(kinds(child) for child in kind.__subclasses__()))
 
@@ -63,14 +63,14 @@ def test_every_error_of_the_tree_is_among_the_examples() -> None:
     }
 
 
-def test_the_drawing_of_the_tree_shows_every_error() -> None:
+def test_the_module_docstring_lists_every_error() -> None:
     assert errors.__doc__ is not None
 
     for error in EXAMPLES:
         assert type(error).__name__ in errors.__doc__
 
 
-def test_what_can_succeed_later_is_marked_so() -> None:
+def test_exactly_these_errors_are_retryable() -> None:
     assert {type(error).__name__ for error in EXAMPLES if error.retryable} == {
         "InProgressError",
         "IdempotencyConflictError",

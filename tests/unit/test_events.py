@@ -1,4 +1,4 @@
-"""Events on the wire: what is read, what is refused, and why."""
+"""Encoding of events, and the reasons why messages are undecodable."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def body(**changes: object) -> bytes:
     return json.dumps({name: value for name, value in {**GOOD, **changes}.items() if value is not ...}).encode()
 
 
-def refusal(message: bytes | None) -> UndecodableEventError:
+def rejection_of(message: bytes | None) -> UndecodableEventError:
     with pytest.raises(UndecodableEventError) as caught:
         DECODER.decode(message)
     return caught.value
 
 
-def test_what_was_encoded_is_decoded_to_an_equal_event() -> None:
+def test_an_encoded_event_is_decoded_to_an_equal_event() -> None:
     event = OrderPlaced(order_id="7", amount=3.5, metadata=EventMetadata(user_id="bob"), extra={"a": [1, None]})
 
     assert DECODER.decode(encode_event(event)) == event
@@ -95,8 +95,8 @@ def test_what_was_encoded_is_decoded_to_an_equal_event() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_read_is_refused_with_a_reason(message: bytes | None, reason: str) -> None:
-    assert refusal(message).reason == reason
+def test_an_undecodable_message_is_rejected_with_a_reason(message: bytes | None, reason: str) -> None:
+    assert rejection_of(message).reason == reason
 
 
 def test_a_newer_minor_version_and_unknown_fields_are_read() -> None:
@@ -119,13 +119,13 @@ def test_a_newer_minor_version_and_unknown_fields_are_read() -> None:
         ', "unknown": {"a": {"b": 1, "b": 2}}}',
     ],
 )
-def test_a_name_that_stands_twice_in_an_object_is_malformed_since_readers_would_differ(more: str) -> None:
-    error = refusal(body()[:-1] + more.encode())
+def test_a_duplicate_name_in_an_object_is_malformed(more: str) -> None:
+    error = rejection_of(body()[:-1] + more.encode())
 
-    assert (error.reason, error.detail) == ("malformed", "a name stands twice in one object")
+    assert (error.reason, error.detail) == ("malformed", "an object contains a duplicate name")
 
 
-def test_one_name_in_several_objects_is_fine() -> None:
+def test_the_same_name_in_several_objects_is_accepted() -> None:
     extra = [{"order_id": 1}, {"order_id": {"order_id": 2}}]
 
     event = DECODER.decode(body(extra=extra))
@@ -138,25 +138,25 @@ def test_one_name_in_several_objects_is_fine() -> None:
 def test_an_integer_of_a_million_digits_is_malformed() -> None:
     huge = body()[:-1] + b', "extra": ' + b"9" * 1_000_000 + b"}"
 
-    assert refusal(huge).reason == "malformed"
+    assert rejection_of(huge).reason == "malformed"
 
 
-def test_a_refusal_does_not_show_the_payload() -> None:
-    error = refusal(body(order_id=["4111-1111-1111-1111"]))
+def test_a_rejection_does_not_show_the_payload() -> None:
+    error = rejection_of(body(order_id=["4111-1111-1111-1111"]))
 
     assert "4111" not in str(error)
     assert "order_id" in str(error)
 
 
-def test_a_wrong_type_is_told_with_those_that_are_handled() -> None:
-    error = refusal(body(event_type="x" * 10_000))
+def test_an_unknown_event_type_is_reported_with_the_handled_types() -> None:
+    error = rejection_of(body(event_type="x" * 10_000))
 
     assert "handled here: order_placed" in error.detail
     assert len(error.detail) < 300
 
 
 @given(st.binary(max_size=200) | st.text().map(str.encode))
-def test_decoding_arbitrary_bytes_raises_nothing_else(message: bytes) -> None:
+def test_decoding_arbitrary_bytes_raises_only_undecodable_event_error(message: bytes) -> None:
     with pytest.raises(UndecodableEventError):
         DECODER.decode(message)
 
@@ -175,9 +175,9 @@ def test_any_json_is_an_event_or_undecodable(changes: dict[str, object]) -> None
     assert isinstance(event, OrderPlaced)
 
 
-def test_an_event_gets_an_id_when_it_is_made_and_never_when_it_is_read() -> None:
+def test_an_id_is_generated_for_a_new_event_but_not_for_a_decoded_one() -> None:
     assert OrderPlaced(order_id="7").event_id != OrderPlaced(order_id="7").event_id
-    assert refusal(body(event_id=...)).reason == "missing_id"
+    assert rejection_of(body(event_id=...)).reason == "missing_id"
 
 
 def test_new_ids_sort_by_time() -> None:
@@ -187,7 +187,7 @@ def test_new_ids_sort_by_time() -> None:
     assert len(set(ids)) == 100
 
 
-def test_derived_ids_are_the_same_at_every_rerun_and_differ_otherwise() -> None:
+def test_derived_ids_are_stable_and_differ_by_key_and_index() -> None:
     assert derived_event_id("a", 0) == derived_event_id("a", 0)
     assert len({derived_event_id(key, index) for key in ("a", "b") for index in range(3)}) == 6
     assert derived_event_id("k", 0) == "c796abd9-cb3e-5701-bfb2-1ffb776784c1"
@@ -203,30 +203,30 @@ def test_headers_carry_type_id_and_correlation_as_bytes() -> None:
     }
 
 
-def test_an_event_without_a_type_of_its_own_is_refused() -> None:
+def test_an_event_class_without_event_type_is_rejected() -> None:
     class Nameless(BaseEvent):
         pass
 
-    with pytest.raises(ApplicationError, match="Nameless pins no event_type"):
+    with pytest.raises(ApplicationError, match="Nameless does not define event_type"):
         event_type_of(Nameless)
 
 
-def test_events_do_not_change() -> None:
+def test_events_are_immutable() -> None:
     event = OrderPlaced(order_id="7")
 
     with pytest.raises(ValueError, match="frozen"):
-        event.order_id = "8"  # type: ignore[misc]  # that is the question
+        event.order_id = "8"  # type: ignore[misc]  # frozen on purpose
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_an_event_with_a_number_that_json_has_not_is_not_published_as_null(number: float) -> None:
+def test_an_event_with_nan_or_infinity_cannot_be_published(number: float) -> None:
     event = OrderPlaced(order_id="NaN", extra=[{"a": number}])
 
     with pytest.raises(EventError, match="OrderPlaced cannot be published"):
         encode_event(event)
 
 
-def test_texts_that_read_like_such_numbers_are_published() -> None:
+def test_strings_such_as_nan_and_infinity_can_be_published() -> None:
     event = OrderPlaced(order_id="NaN", extra=["Infinity", "-Infinity"])
 
     assert DECODER.decode(encode_event(event)) == event

@@ -21,7 +21,7 @@ from integr8s_idem.keys import (
     KeyResolver,
     KeySpace,
     KeyStrategy,
-    _by_the_standard,
+    _rfc8785_json,
     canonical_json,
     content_hash,
     downstream_key,
@@ -75,7 +75,7 @@ class OrderMoved(BaseEvent):
 @given(components, components)
 @example((":", "a", "a", "a"), ("a", ":", "a", "a"))
 @example(("a:b", "c", "d", "e"), ("a", "b:c", "d", "e"))
-def test_no_two_different_tuples_of_components_make_one_key(one: tuple[str, ...], other: tuple[str, ...]) -> None:
+def test_different_components_result_in_different_keys(one: tuple[str, ...], other: tuple[str, ...]) -> None:
     first, second = Key.of_event(*one), Key.of_event(*other)
 
     assert (first.text == second.text) == (one == other)
@@ -84,14 +84,14 @@ def test_no_two_different_tuples_of_components_make_one_key(one: tuple[str, ...]
 
 @pytest.mark.scenario(86)
 @given(components, text)
-def test_a_callers_key_never_meets_one_made_from_an_event(event: tuple[str, ...], given_text: str) -> None:
+def test_a_callers_key_never_equals_the_key_of_an_event(event: tuple[str, ...], given_text: str) -> None:
     assert Key.of(given_text).text != Key.of_event(*event).text
     assert Key.of(":".join(event)).text != Key.of_event(*event).text
 
 
 @pytest.mark.scenario(86)
 @given(text, text)
-def test_two_different_strings_are_two_keys(one: str, other: str) -> None:
+def test_different_strings_result_in_different_keys(one: str, other: str) -> None:
     assert (SPACE.full(Key.of(one)) == SPACE.full(Key.of(other))) == (one == other)
 
 
@@ -118,7 +118,7 @@ def test_every_full_key_is_printable_ascii_of_at_most_255_bytes(scope: str, key:
 
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("length", [1, *range(225, 240)])
-def test_a_generation_stands_behind_a_key_in_sight_even_where_that_is_hashed(length: int, hashed: bool) -> None:
+def test_the_generation_is_a_readable_suffix_even_of_a_hashed_key(length: int, hashed: bool) -> None:
     space, first = KeySpace("idempotency", "billing", hashed), Key.of("k" * length)
 
     fulls = [space.full(first.in_generation(generation)) for generation in (0, 1, 999)]
@@ -130,7 +130,7 @@ def test_a_generation_stands_behind_a_key_in_sight_even_where_that_is_hashed(len
 
 @pytest.mark.scenario(86)
 @pytest.mark.parametrize("filling", ["a", "😀", ":", "\0", "\ud800"])
-def test_a_key_of_a_megabyte_is_hashed_and_stays_distinct(filling: str) -> None:
+def test_a_key_of_one_megabyte_is_hashed_and_stays_distinct(filling: str) -> None:
     huge = filling * 1_000_000
 
     one, other = SPACE.full(Key.of(huge)), SPACE.full(Key.of(huge + "x"))
@@ -150,7 +150,7 @@ def test_no_readable_key_looks_like_a_hashed_one() -> None:
 
 
 @pytest.mark.scenario(87)
-def test_composed_and_decomposed_letters_are_two_keys() -> None:
+def test_composed_and_decomposed_characters_result_in_different_keys() -> None:
     composed, decomposed = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 
     assert composed != decomposed
@@ -159,7 +159,7 @@ def test_composed_and_decomposed_letters_are_two_keys() -> None:
 
 @pytest.mark.scenario(87)
 @pytest.mark.parametrize("other", ["Order", "order ", " order", "order\u200b", "order\0", "\uff4frder", "0rder"])
-def test_case_spaces_and_letters_that_look_alike_make_other_keys(other: str) -> None:
+def test_case_spaces_and_lookalike_characters_result_in_different_keys(other: str) -> None:
     by_id = KeyResolver().resolve("charge", OrderPlaced(event_id=other)).key
 
     assert Key.of(other).text != Key.of("order").text
@@ -167,7 +167,7 @@ def test_case_spaces_and_letters_that_look_alike_make_other_keys(other: str) -> 
 
 
 @pytest.mark.scenario(86)
-def test_two_lone_surrogates_are_not_the_letter_they_would_make() -> None:
+def test_two_lone_surrogates_differ_from_the_character_they_encode() -> None:
     assert Key.of("\ud83d\ude00").text != Key.of("😀").text
 
 
@@ -185,14 +185,14 @@ def test_readable_keys_stay_readable() -> None:
 def test_handler_type_and_strategy_are_part_of_the_key() -> None:
     event = OrderPlaced(event_id="1")
     by_id = KeyResolver()
-    by_word = KeyResolver(KeyStrategy.CUSTOM, custom=lambda e: e.event_id)
+    by_function = KeyResolver(KeyStrategy.CUSTOM, custom=lambda e: e.event_id)
     by_content = KeyResolver(KeyStrategy.CONTENT_HASH, frozenset({"order_id"}))
 
     keys = {
-        resolver.resolve(handler, some).key.text
-        for resolver in (by_id, by_word, by_content)
+        resolver.resolve(handler, each).key.text
+        for resolver in (by_id, by_function, by_content)
         for handler in ("charge", "ship")
-        for some in (event, OrderMoved(event_id="1"))
+        for each in (event, OrderMoved(event_id="1"))
     }
 
     assert len(keys) == 12
@@ -200,7 +200,7 @@ def test_handler_type_and_strategy_are_part_of_the_key() -> None:
 
 @pytest.mark.scenario(100)
 @virtual_time
-async def test_what_was_done_under_another_prefix_is_done_again() -> None:
+async def test_work_done_under_another_prefix_runs_again() -> None:
     before, job = guarded(key_prefix="before"), Job()
     after = guarded(before.store, key_prefix="after")
     await before.manager.run("order:1", job)
@@ -212,7 +212,7 @@ async def test_what_was_done_under_another_prefix_is_done_again() -> None:
     assert (await after.record()).attempt == 1
 
 
-def test_content_is_what_is_left_without_id_time_and_metadata() -> None:
+def test_content_excludes_id_timestamp_and_metadata() -> None:
     first = OrderPlaced(order_id="1")
     again = OrderPlaced(order_id="1", metadata=EventMetadata(user_id="bob"), timestamp=datetime(2020, 1, 1, tzinfo=UTC))
 
@@ -239,7 +239,7 @@ def test_content_is_what_is_left_without_id_time_and_metadata() -> None:
         ({"extra": 2**63}, {"extra": 2**63 + 1}, False),
     ],
 )  # fmt: skip
-def test_what_counts_as_equal_content(one: dict[str, object], other: dict[str, object], *, same: bool) -> None:
+def test_equality_of_content(one: dict[str, object], other: dict[str, object], *, same: bool) -> None:
     first, second = OrderPlaced.model_validate(one), OrderPlaced.model_validate(other)
 
     assert (content_hash(first) == content_hash(second)) is same
@@ -264,7 +264,7 @@ def test_what_counts_as_equal_content(one: dict[str, object], other: dict[str, o
         ([], b"[]"),
         ({}, b"{}"),
         ({"b": 1, "a": {"d": [], "c": None}}, b'{"a":{"c":null,"d":[]},"b":1}'),
-        # By UTF-16 code units, as RFC 8785 says: the emoji comes before the letter U+FB33.
+        # RFC 8785 sorts by UTF-16 code units: the emoji comes before U+FB33.
         ({"\ufb33": 1, "😀": 2}, '{"😀":2,"\ufb33":1}'.encode()),
         (2**53 - 1, b"9007199254740991"),
         (2**53, b'big:"#9007199254740992"'),
@@ -298,7 +298,7 @@ def test_canonical_json_is_equal_exactly_for_equal_values(one: Any, other: Any) 
 
 
 class Word(str):
-    """A string that is not quite one."""
+    """A subclass of str."""
 
 
 scalars = (
@@ -322,8 +322,8 @@ def form(write: Any, value: object) -> object:
 @settings(max_examples=300)
 @given(anything)
 @example({"\ufb33": 1, "😀": 2})
-def test_the_canonical_form_is_that_of_the_standard_to_the_byte(value: object) -> None:
-    assert form(canonical_json, value) == form(_by_the_standard, value)
+def test_the_canonical_form_is_identical_to_rfc_8785(value: object) -> None:
+    assert form(canonical_json, value) == form(_rfc8785_json, value)
 
 
 @pytest.mark.parametrize(
@@ -333,18 +333,18 @@ def test_the_canonical_form_is_that_of_the_standard_to_the_byte(value: object) -
         2.0**53 - 1, 2.0**53, 2.0**53 + 2, 1e16, 1e17, 1e20, 1.5e21, 1e22, 1e23, 1.7976931348623157e308,
     ],
 )  # fmt: skip
-def test_a_number_at_the_border_of_two_forms_has_that_of_the_standard(number: float) -> None:
-    assert canonical_json([number, -number]) == _by_the_standard([number, -number])
+def test_a_number_near_the_limit_of_plain_notation_is_written_as_in_rfc_8785(number: float) -> None:
+    assert canonical_json([number, -number]) == _rfc8785_json([number, -number])
 
 
-def test_every_letter_has_the_canonical_form_of_the_standard() -> None:
-    letters = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+def test_every_character_is_written_as_in_rfc_8785() -> None:
+    characters = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
 
-    assert canonical_json([letters, {'\0\x1f\x7f"\\/': 1}]) == _by_the_standard([letters, {'\0\x1f\x7f"\\/': 1}])
+    assert canonical_json([characters, {'\0\x1f\x7f"\\/': 1}]) == _rfc8785_json([characters, {'\0\x1f\x7f"\\/': 1}])
 
 
-def test_most_payloads_need_no_standard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.keys._by_the_standard", None)
+def test_ordinary_payloads_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("integr8s_idem.keys._rfc8785_json", None)
 
     event = OrderPlaced(amount=Decimal("19.99"), at=NOON, extra=[{"b": 0.5, "a": [1.0, -3, None, True, "é😀\n"]}])
 
@@ -352,7 +352,7 @@ def test_most_payloads_need_no_standard(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @given(text | st.text())
-def test_a_part_of_a_key_is_escaped_as_in_an_address(component: str) -> None:
+def test_a_component_of_a_key_is_percent_encoded(component: str) -> None:
     assert escaped(component) == quote(component, safe="-._~@+,/", errors="surrogatepass")
     assert type(escaped(Word(component))) is str
 
@@ -370,10 +370,10 @@ def deep(levels: int) -> list[Any]:
     [math.nan, math.inf, "\ud800", {"\ud800": 1}, object(), {1: 2}, b"a", deep(100_000)],
     ids=["nan", "inf", "surrogate", "surrogate name", "object", "number as name", "bytes", "deep"],
 )
-@pytest.mark.parametrize("beside", [0, 2**60], ids=["", "beside a big integer"])
-def test_what_has_no_canonical_form_is_refused(value: object, beside: int) -> None:
+@pytest.mark.parametrize("other", [0, 2**60], ids=["", "with a big integer"])
+def test_a_value_without_canonical_form_is_rejected(value: object, other: int) -> None:
     with pytest.raises(InvalidKeyError):
-        canonical_json([beside, value])
+        canonical_json([other, value])
 
 
 @pytest.mark.parametrize(
@@ -384,14 +384,14 @@ def test_what_has_no_canonical_form_is_refused(value: object, beside: int) -> No
         (KeyStrategy.EVENT_BASED, frozenset({"order_id"}), None),
     ],
 )
-def test_a_resolver_that_contradicts_itself_is_refused(strategy: Any, fields: Any, custom: Any) -> None:
+def test_a_contradictory_resolver_is_rejected(strategy: Any, fields: Any, custom: Any) -> None:
     with pytest.raises(InvalidKeyError):
         KeyResolver(strategy, fields, custom)
 
 
 @pytest.mark.scenario(88)
 @pytest.mark.parametrize("fields", [frozenset({"order_id", "amuont"}), frozenset[str]()])
-def test_fields_that_do_not_exist_are_refused_when_events_are_known(fields: frozenset[str]) -> None:
+def test_missing_fields_are_rejected_once_the_event_class_is_known(fields: frozenset[str]) -> None:
     with pytest.raises(InvalidKeyError, match="OrderPlaced has no field"):
         KeyResolver(KeyStrategy.CONTENT_HASH, fields).check(OrderPlaced)
 
@@ -405,7 +405,7 @@ def test_a_key_function_must_return_a_string(value: Any) -> None:
 
 @given(text, text, text, text)
 @settings(max_examples=200)
-def test_downstream_keys_differ_where_anything_differs(key: str, name: str, key2: str, name2: str) -> None:
+def test_downstream_keys_differ_if_key_or_name_differs(key: str, name: str, key2: str, name2: str) -> None:
     one, other = SPACE.full(Key.of(key)), SPACE.full(Key.of(key2))
 
     assert (downstream_key(one, name) == downstream_key(other, name2)) == ((key, name) == (key2, name2))

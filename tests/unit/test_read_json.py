@@ -1,4 +1,4 @@
-"""Two readers of one body, the fast one and the careful one, say the same of it."""
+"""The fast and the careful JSON reader agree on every body."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def arrays(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 def objects(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     members = st.lists(st.tuples(names, inner).map(" : ".join), max_size=4)
-    return members.map(lambda these: f"{{{', '.join(these)}}}")
+    return members.map(lambda items: f"{{{', '.join(items)}}}")
 
 
 texts = st.recursive(
@@ -46,36 +46,36 @@ texts = st.recursive(
 )
 
 
-def told(read: Callable[[Any], object], asked: object) -> object:
-    """What `read` makes of it, to the last digit and sign, or its refusal."""
+def outcome_of(read: Callable[[Any], object], body: object) -> object:
+    """Return the exact result of `read`, or reason and detail of its error."""
     try:
-        return repr(read(asked))
+        return repr(read(body))
     except UndecodableEventError as error:
         return error.reason, error.detail
 
 
 @settings(max_examples=300)
 @given(st.sampled_from(["", " ", "\n", "\ufeff", "\x0b"]), texts, st.sampled_from(["", " ", ",", "\0", " 1"]))
-def test_of_every_text_both_say_the_same(before: str, text: str, behind: str) -> None:
-    body = (before + text + behind).encode("utf-8", "surrogatepass")
+def test_both_readers_agree_on_every_text(before: str, text: str, after: str) -> None:
+    body = (before + text + after).encode("utf-8", "surrogatepass")
 
-    assert told(read_json, body) == told(_read_carefully, body)
+    assert outcome_of(read_json, body) == outcome_of(_read_carefully, body)
 
 
 @pytest.mark.parametrize("text", [*ODD_NUMBERS, *ODD_STRINGS, *ODD_TEXTS], ids=lambda text: ascii(text)[:30])
 @pytest.mark.parametrize("around", ["%s", '[{"a": 0.5, "b": [1, %s]}]'])
-def test_of_all_that_readers_differ_about_both_say_the_same(around: str, text: str) -> None:
+def test_both_readers_agree_on_ambiguous_json(around: str, text: str) -> None:
     body = (around % text).encode("utf-8", "surrogatepass")
 
-    assert told(read_json, body) == told(_read_carefully, body)
+    assert outcome_of(read_json, body) == outcome_of(_read_carefully, body)
 
 
 @given(st.binary(max_size=40))
-def test_of_any_bytes_both_say_the_same(body: bytes) -> None:
-    assert told(read_json, body) == told(_read_carefully, body)
+def test_both_readers_agree_on_any_bytes(body: bytes) -> None:
+    assert outcome_of(read_json, body) == outcome_of(_read_carefully, body)
 
 
-def test_what_events_are_made_of_needs_no_careful_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_events_do_not_need_the_careful_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("integr8s_idem.events._read_carefully", None)
     value = {"id": 2**70, "amount": -0.5, "lines": [{"sku": "é😀", "more": None}, [True, 1e308]]}
 
@@ -97,15 +97,15 @@ envelopes = st.fixed_dictionaries(
 @settings(max_examples=300)
 @example({"event_type": "a", "event_id": "\ud800"})
 @given(envelopes | st.none() | st.integers() | st.lists(any_text) | any_text)
-def test_type_and_version_are_read_as_pydantic_would_read_them(fields: object) -> None:
-    def checked(asked: object) -> tuple[str, str]:
-        envelope = _checked_envelope(asked)
+def test_type_and_version_are_read_as_pydantic_reads_them(fields: object) -> None:
+    def checked(fields: object) -> tuple[str, str]:
+        envelope = _checked_envelope(fields)
         return envelope.event_type, envelope.event_version
 
-    assert told(_envelope_in, fields) == told(checked, fields)
+    assert outcome_of(_envelope_in, fields) == outcome_of(checked, fields)
 
 
-def test_type_and_version_of_a_sound_event_need_no_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_type_and_version_of_a_valid_event_are_read_without_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("integr8s_idem.events._checked_envelope", None)
 
     assert _envelope_in({"event_type": "a", "event_id": "1"}) == ("a", "1.0")

@@ -1,4 +1,4 @@
-"""Batches cut into calls that Redis answers quickly.  Pure."""
+"""Split batches into calls that Redis answers quickly.  Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 MOST_KEYS: Final = 1_000
-"""Keys of one call: about 5 ms of the server's time."""
+"""Keys per call: about 5 ms of server time."""
 
 MOST_BYTES: Final = 4 * 1024 * 1024
-"""Argument bytes of one call, where a single argument does not exceed it alone."""
+"""Argument bytes per call, unless a single argument exceeds it."""
 
 
 def slices(sizes: Sequence[int]) -> Iterator[slice]:
-    """Cut a batch, in order, by the number of its keys and by `sizes`, the bytes of their arguments."""
+    """Split a batch in order, by the number of keys and by `sizes`, the bytes of their arguments."""
     count = len(sizes)
     if count <= MOST_KEYS and sum(sizes) <= MOST_BYTES:
         if count:

@@ -1,10 +1,10 @@
-"""Where a Redis Cluster keeps a record.  Pure.
+"""Map keys to buckets of a Redis Cluster.  Pure.
 
-A cluster runs a script only on keys of one of its 16 384 slots.  Keys are therefore gathered in buckets,
-each of which is one slot: `{idem:17}KEY` is where `KEY` is kept.  The slot of a bucket is spread evenly over
-all slots, so that nodes with equal shares of slots have equal shares of buckets.
+A cluster runs a script only on keys of a single slot, of 16 384.  Keys are therefore grouped in buckets, and
+each bucket is one slot: the record of `KEY` is stored as `{idem:17}KEY`.  Buckets are spread evenly over
+the slots, so that nodes with equal shares of slots have equal shares of buckets.
 
-The number of buckets is part of where a record is: with another one, no record is found again.
+The number of buckets must never change: existing records would not be found.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Final
 
 SLOTS: Final = 16_384
 BUCKETS: Final = 128
-"""Few enough that keys of a batch share calls, enough that a cluster of dozens of nodes is in balance."""
+"""Few enough that keys of a batch share calls, enough to balance a cluster of dozens of nodes."""
 _SHIFT: Final = 7
-"""From a slot to its bucket: each has as many slots as there are buckets."""
+"""Shifts a slot to its bucket: each bucket covers 128 slots."""
 
 
 def slot_of(name: bytes) -> int:
-    """The slot of a name or hash tag, as Redis counts it."""
+    """Return the slot of a name or hash tag, as Redis computes it."""
     return crc_hqx(name, 0) & (SLOTS - 1)
 
 
 def bucket_of(key: str) -> int:
-    """0 to 127."""
+    """Return the bucket of `key`, 0 to 127."""
     return slot_of(key.encode()) >> _SHIFT
 
 
 def _tags() -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """For each bucket the first number whose tag has a slot of that bucket."""
+    """Return tag and slot of each bucket: the first number whose tag is in a slot of that bucket."""
     found: dict[int, tuple[str, int]] = {}
     for number in count():
         tag = f"idem:{number}"
@@ -43,14 +43,14 @@ def _tags() -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 TAGS, BUCKET_SLOTS = _tags()
-"""By bucket: what its keys start with, and its slot."""
+"""By bucket: the hash tag that its keys start with, and its slot."""
 
 
 def stored_name(key: str) -> str:
-    """What the cluster calls the record of `key`."""
+    """Return the Redis key under which the cluster stores the record of `key`."""
     return TAGS[bucket_of(key)] + key
 
 
 def key_of(name: str) -> str:
-    """What `stored_name` was made of."""
+    """Return the key of a stored name; the inverse of `stored_name`."""
     return name[name.find("}") + 1 :]

@@ -1,4 +1,4 @@
-"""Redis clients that fit the store: bounded in time, connections and retries."""
+"""Redis clients for the store, with limits on time, connections and retries."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from integr8s_idem.stores.redis.sentinels import PrimaryPool, Sentinels
 from integr8s_idem.stores.redis.topology import Topology
 
 CLIENT_NAME: Final = "integr8s-idem"
-"""What CLIENT LIST shows for our connections."""
+"""Name of the connections in CLIENT LIST."""
 
 RETRIES: Final = 2
-"""Times a call is sent again after a lost connection; every call of the store can be repeated."""
+"""Retries of a call after a lost connection; every call of the store can be repeated."""
 
 _SHARE: Final = 4
-"""A server that is only asked the way, and does not answer, costs this part of a call's time."""
+"""A server that is only asked for the topology may take this fraction of the timeout, one in four."""
 
 _AnyRedis = RedisStoreSettings | RedisClusterStoreSettings | RedisSentinelStoreSettings
 
 
 def redis_client(settings: RedisStoreSettings) -> Redis:
-    """A client of its own, with bytes for answers; opens nothing yet.  Close it with `aclose()`.
+    """Create a client that returns bytes; it connects on first use.  Close it with `aclose()`.
 
-    A call waits for a free connection, connects, and is repeated after a lost connection, all
-    within the deadline of the repository that uses it.  There is no other limit to the wait
-    for an answer: whoever sends commands of their own needs a deadline of their own.
+    A call waits for a free connection, connects, and is retried after a lost connection, all
+    within the deadline of the repository that uses it.  There is no other limit on the wait
+    for an answer: if you send commands of your own, set a deadline of your own.
     """
     return _client({**parse_url(settings.url), **_options(settings)})
 
 
 def redis_cluster_client(settings: RedisClusterStoreSettings) -> RedisClusterClient:
-    """A client for `RedisClusterIdempotencyRepository`; opens nothing yet.  Close it with `aclose()`.
+    """Create a client for `RedisClusterIdempotencyRepository`; it connects on first use.  Close it with `aclose()`.
 
-    It learns the servers from the first that answers.  The options of the first URL count for all of them.
+    It learns the servers from the first one that answers.  The options of the first URL apply to all of them.
     """
     seeds = [parse_url(url) for url in settings.urls]
-    # What fails is sent again by the cluster's client, to whoever has the keys by then.
+    # The cluster client retries failed calls itself, on the server that has the keys by then.
     options = {**seeds[0], **_options(settings), "retry": Retry(NoBackoff(), 0)}
     options.pop("db", None)
 
@@ -59,22 +59,22 @@ def redis_cluster_client(settings: RedisClusterStoreSettings) -> RedisClusterCli
 
 
 def redis_sentinel_client(settings: RedisSentinelStoreSettings) -> Redis:
-    """A client of the primary that Sentinels name; opens nothing yet.  Close it with `aclose()`.
+    """Create a client of the primary that Sentinels report; it connects on first use.  Close it with `aclose()`.
 
-    As `redis_client`.  Each new connection asks for the primary: after a failover, or an answer that the
-    server is a replica by now, the next call finds the new one.
+    Each new connection asks the Sentinels for the primary: after a failover, or after an answer from a server
+    that has become a replica, the next call finds the new primary.  Everything else is as in `redis_client`.
     """
-    asking = {
+    sentinel_options = {
         **_tls(settings, used=settings.tls),
         **_credentials(settings.sentinel_username, settings.sentinel_password),
         "ssl": settings.tls,
         "socket_timeout": settings.timeout_seconds / _SHARE,
         "socket_connect_timeout": settings.timeout_seconds / _SHARE,
-        # The next Sentinel is asked instead; the driver would ask this one ten times more.
+        # The next Sentinel is asked instead; by default the driver would retry this one ten times.
         "retry": Retry(NoBackoff(), 0),
     }
-    addresses = [_parted(address) for address in settings.sentinels]
-    sentinel = Sentinels(addresses, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
+    addresses = [_host_and_port(address) for address in settings.sentinels]
+    sentinel = Sentinels(addresses, sentinel_kwargs=sentinel_options)  # type: ignore[no-untyped-call]
     options = {**_options(settings), "db": settings.database}
     options["connection_class"] = SentinelManagedSSLConnection if settings.tls else SentinelManagedConnection
     return Redis.from_pool(PrimaryPool(settings.master_name, sentinel, **options))  # type: ignore[no-untyped-call]
@@ -85,11 +85,11 @@ def _client(options: dict[str, Any]) -> Redis:
 
 
 def _options(settings: _AnyRedis) -> dict[str, Any]:
-    """Of a pool.  What the settings say wins over what a URL says."""
+    """Return the options of a pool.  Settings take precedence over the URL."""
     return {
         "max_connections": settings.max_connections,
         "timeout": settings.timeout_seconds,
-        # The driver would start a task for each write to watch this time.
+        # With a timeout, the driver would start a task for each write.
         "socket_timeout": None,
         "socket_connect_timeout": _connect_seconds(settings),
         "retry": Retry(ExponentialWithJitterBackoff(base=0.02, cap=settings.timeout_seconds / 8), RETRIES),
@@ -101,9 +101,9 @@ def _options(settings: _AnyRedis) -> dict[str, Any]:
 
 
 def _connect_seconds(settings: _AnyRedis) -> float:
-    """Where there is another server to turn to, one that takes no connection must leave time for it."""
-    alone = isinstance(settings, RedisStoreSettings)
-    return settings.timeout_seconds if alone else settings.timeout_seconds / _SHARE
+    """Return the connect timeout: short if another server can be tried, so that time is left for it."""
+    is_single = isinstance(settings, RedisStoreSettings)
+    return settings.timeout_seconds if is_single else settings.timeout_seconds / _SHARE
 
 
 def _credentials(username: str | None, password: SecretStr | None) -> dict[str, str]:
@@ -137,6 +137,6 @@ def _tls(settings: _AnyRedis, *, used: bool) -> dict[str, str]:
     return {name: path for name, path in files.items() if used and path is not None}
 
 
-def _parted(address: str) -> Address:
+def _host_and_port(address: str) -> Address:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

@@ -1,4 +1,4 @@
-"""Records in a Redis Cluster: a batch is one round trip to each server that has keys of it, all at once."""
+"""Records in a Redis Cluster: a batch is one round trip to each server involved, all in parallel."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from redis.exceptions import (
 
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.redis.buckets import BUCKETS, TAGS, bucket_of, key_of
-from integr8s_idem.stores.redis.health import Health, fresh_mark
+from integr8s_idem.stores.redis.health import Health, new_store_id
 from integr8s_idem.stores.redis.round_trips import Address, ReplicaWait, all_of, send
 from integr8s_idem.stores.redis.scripts import LOADS, MARK, Command, Script, command_of
 from integr8s_idem.stores.redis.servers import Answered, Argument
 from integr8s_idem.stores.redis.topology import Topology, address_of
 
 _MOST_ROUNDS: Final = 32
-"""Times that a batch follows its keys; with the pauses in between more than any timeout should be."""
+"""Rounds of redirects per batch; with the pauses in between, they take longer than any sensible timeout."""
 _MOST_FAILURES: Final = 3
-"""Times that a server may be unreachable or say that the cluster is down, before the caller is told."""
+"""Number of times a call may meet an unreachable server or a cluster that is down, before the error is raised."""
 _UNREACHABLE: Final = (ConnectionError, TimeoutError, OSError)
 _SHORTEST_PAUSE: Final = 0.005
 _LONGEST_PAUSE: Final = 0.1
@@ -38,7 +38,7 @@ _LONGEST_PAUSE: Final = 0.1
 
 @dataclass(slots=True)
 class Call:
-    """What is asked of one bucket: a script, or without one that its keys be forgotten."""
+    """A call on one bucket: runs `script`, or without one deletes the keys."""
 
     bucket: int
     script: Script | None
@@ -47,7 +47,7 @@ class Call:
     args: list[Argument]
     head: Sequence[Argument] = ()
     ask: Address | None = None
-    """Where to ask this time, though the owner is another one: the bucket is on its way there."""
+    """Server to ask this time instead of the owner: the bucket is being moved there."""
     failures: int = 0
 
     def commands(self) -> list[Command]:
@@ -57,29 +57,29 @@ class Call:
         return [command] if self.ask is None else [("ASKING",), command]
 
     def split(self) -> list[Call]:
-        """One call for each key."""
-        places: defaultdict[str, list[int]] = defaultdict(list)
-        for place, name in enumerate(self.names):
-            places[name].append(place)
+        """Return one call for each key."""
+        positions: defaultdict[str, list[int]] = defaultdict(list)
+        for position, name in enumerate(self.names):
+            positions[name].append(position)
         return [
             replace(
                 self,
-                indexes=[self.indexes[place] for place in some],
-                names=[name] * len(some),
-                args=[self.args[place] for place in some] if self.args else [],
+                indexes=[self.indexes[position] for position in same],
+                names=[name] * len(same),
+                args=[self.args[position] for position in same] if self.args else [],
                 ask=None,
             )
-            for name, some in places.items()
+            for name, same in positions.items()
         ]
 
 
 class RedisClusterClient:
-    """The servers of a Redis Cluster, to be given to `RedisIdempotencyRepository`.  Close it with `aclose()`.
+    """Client of a Redis Cluster for `RedisClusterIdempotencyRepository`.  Close it with `aclose()`.
 
-    `redis_cluster_client` makes one from settings.  Opens nothing yet.
+    `redis_cluster_client` creates one from settings.  It connects on first use.
 
-    Redirects (MOVED, ASK) are followed.  While a slot is on its way from one server to another, keys that
-    are asked for together may be in different places (TRYAGAIN): they are then asked for one by one.
+    Redirects (MOVED, ASK) are followed.  While a slot moves from one server to another, the keys of a call
+    may be on different servers (TRYAGAIN): the call is then split into one call per key.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -87,7 +87,7 @@ class RedisClusterClient:
         self._health: Health | None = None
 
     async def aclose(self) -> None:
-        """Close all connections; to be called once."""
+        """Close all connections."""
         await self._topology.aclose()
 
     async def run(
@@ -126,21 +126,22 @@ class RedisClusterClient:
     def key_of(self, name: str) -> str:
         return key_of(name)
 
-    async def health(self, mark: str, wait: ReplicaWait | None) -> StoreHealth:
-        """Every bucket has a mark: whichever server loses its records, loses marks with them."""
-        fresh = fresh_mark()
-        calls = [Call(bucket, MARK, [bucket], [TAGS[bucket] + mark], [fresh.encode()]) for bucket in range(BUCKETS)]
-        marks: list[Any] = [b""] * BUCKETS
+    async def health(self, store_id_key: str, wait: ReplicaWait | None) -> StoreHealth:
+        """Read the store ids: every bucket has one, so that a server that loses its records also loses store ids."""
+        fresh = new_store_id().encode()
+        names = [tag + store_id_key for tag in TAGS]
+        calls = [Call(bucket, MARK, [bucket], [name], [fresh]) for bucket, name in enumerate(names)]
+        store_ids: list[Any] = [b""] * BUCKETS
         for answered in await self._follow(calls, wait):
-            marks[answered.indexes[0]] = answered.answer
+            store_ids[answered.indexes[0]] = answered.answer
         if self._health is None:
             self._health = Health(wait)
         return await self._health.of_cluster(
-            {address: self._topology.client(address) for address in await self._topology.primaries()}, marks
+            {address: self._topology.client(address) for address in await self._topology.primaries()}, store_ids
         )
 
     async def _follow(self, calls: Iterable[Call], wait: ReplicaWait | None) -> list[Answered]:
-        """Ask, and ask again where a server sends us elsewhere, until everything is answered."""
+        """Send the calls and follow redirects until every call is answered."""
         answered: list[Answered] = []
         pending = list(calls)
         if not pending:
@@ -150,7 +151,7 @@ class RedisClusterClient:
                 again: list[Call] = []
                 for address, call, answer in await self._round(pending, wait):
                     if isinstance(answer, Exception):
-                        again += self._after(answer, call, address)
+                        again += self._next_calls(answer, call, address)
                     else:
                         answered.append(Answered(call.indexes, answer))
                 if not again:
@@ -160,13 +161,13 @@ class RedisClusterClient:
                     await asyncio.sleep(min(_SHORTEST_PAUSE * 2**turn, _LONGEST_PAUSE))
                 pending = again
         except BaseException:
-            # Whoever gave no answer may have a successor.
+            # A server that did not answer may have been replaced.
             self._topology.forget()
             raise
-        raise TryAgainError("no end of redirects")
+        raise TryAgainError("too many redirects")
 
-    def _after(self, error: Exception, call: Call, asked: Address) -> list[Call]:
-        """What to ask after an error; raises it where asking again does not help."""
+    def _next_calls(self, error: Exception, call: Call, asked: Address) -> list[Call]:
+        """Return the calls to send after `error`; raise it if a retry does not help."""
         call.ask = None
         if isinstance(error, MovedError):
             self._topology.moved(call.bucket, address_of(error.host, error.port, asked))
@@ -182,7 +183,7 @@ class RedisClusterClient:
         return [call]
 
     async def _round(self, calls: Sequence[Call], wait: ReplicaWait | None) -> list[tuple[Address, Call, Any]]:
-        """One round trip to each server that is asked something, all at once: what came of each call."""
+        """Send calls in one round trip to each server, all in parallel; return the answer or error of each call."""
         by_server: defaultdict[Address, list[Call]] = defaultdict(list)
         for call in calls:
             by_server[call.ask or await self._topology.owner(call.bucket)].append(call)
@@ -195,22 +196,22 @@ class RedisClusterClient:
         ]
 
     async def _ask(self, address: Address, calls: Sequence[Call], wait: ReplicaWait | None) -> list[Any]:
-        """The answer or error of each call.  The server is given the scripts that it does not know."""
+        """Return the answer or error of each call; load the scripts that the server does not know."""
         client = self._topology.client(address)
         answers: list[Any] = [None] * len(calls)
-        asked = list(range(len(calls)))
+        pending = list(range(len(calls)))
         try:
             for load in range(LOADS + 1):
-                told = await _send(client, [calls[place] for place in asked], wait)
-                for place, answer in zip(asked, told, strict=True):
-                    answers[place] = answer
-                asked = [place for place in asked if isinstance(answers[place], NoScriptError)]
-                if not asked or load == LOADS:
+                received = await _send(client, [calls[index] for index in pending], wait)
+                for index, answer in zip(pending, received, strict=True):
+                    answers[index] = answer
+                pending = [index for index in pending if isinstance(answers[index], NoScriptError)]
+                if not pending or load == LOADS:
                     break
-                for text in {script.text for place in asked if (script := calls[place].script) is not None}:
+                for text in {script.text for index in pending if (script := calls[index].script) is not None}:
                     await client.script_load(text)
         except _UNREACHABLE as error:
-            return [error if place in asked else answers[place] for place in range(len(calls))]
+            return [error if index in pending else answers[index] for index in range(len(calls))]
         return answers
 
 

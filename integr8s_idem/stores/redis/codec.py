@@ -1,62 +1,62 @@
-"""Records as bytes, and back.  Pure.
+"""Encode and decode records.  Pure.
 
-Lua writes records from parts made here and from the server's clock; Python reads them.  All
+Lua assembles records from parts encoded here and from the server's clock; Python decodes them.  All
 numbers are big-endian.
 
-A record that is worked on, format 2:
+A record in processing, format 2:
 
-    offset  bytes  what
-         0      1  format: 2.  A higher one than 3 was written by a newer version and is `Corrupt` to this one
+    offset  bytes  content
+         0      1  format: 2.  Formats above 3 belong to newer versions and are `Corrupt`
          1      1  status: 1 processing
          2      1  flags, see below
          3      2  attempt, 1 to 65 535
-         5      7  fence in µs of the server's clock, below 2^53, which is what Lua can count to
-        12      6  when the lease ends, in ms since 1970; 0 once released
-        18      4  check of the 18 bytes before: their 32-bit words, the last two bytes as one, in exclusive or
+         5      7  fence in µs of the server's clock, below 2^53, the largest exact integer in Lua
+        12      6  end of the lease, in ms since 1970; 0 once released
+        18      4  check of the preceding 18 bytes: the XOR of their 32-bit words, the last two bytes as one word
         22     16  fingerprint, if its flag is set
          …     24  trace id (16) and span id (8), if their flag is set
          …      4  check of fingerprint and trace: their CRC-32
-         …      4  check of all that follows: its CRC-32
+         …      4  check of everything that follows: its CRC-32
          …         token (16), owner in UTF-8
-         …         if an earlier attempt lapsed, or this one runs alone: the byte 255, which UTF-8 does not have, and
-                   three decimal numbers with commas between them: attempts that lapsed, those of them that ran alone
-                   in their process, and whether this one runs alone (0 or 1).  A version that does not know this
-                   history reads it as the end of the owner
+         …         if an earlier attempt lapsed, or this one runs alone: the byte 255, which is not valid in UTF-8, and
+                   three decimal numbers separated by commas: attempts that lapsed, how many of them ran alone
+                   in their process, and whether this one runs alone (0 or 1).  Versions without this history
+                   read it as the end of the owner
 
-A record that is settled, format 3, is what millions are for days, and spares what it can:
+A settled record, format 3, is compact, since millions of them are kept for days:
 
          0      1  format: 3
          1      1  32 times the status, 2 completed or 3 failed, and flags
          2      2  attempt
          4      7  fence
-        11      5  when it was settled, in ms after the fence's time
-        16      4  check: the four 32-bit words before, in exclusive or with the CRC-32 of fingerprint and trace
+        11      5  time of settlement, in ms after the time of the fence
+        16      4  check: the XOR of the four preceding 32-bit words and the CRC-32 of fingerprint and trace
         20     16  fingerprint, if its flag is set
          …     24  trace id and span id, if their flag is set
-         …      4  failed, or with a result: check of all that follows, its CRC-32
+         …      4  failed, or with a result: check of everything that follows, its CRC-32
          …         completed: the content type in UTF-8 and a zero byte, unless it is JSON; the body
                    failed: the error in UTF-8
 
     flag  meaning
-       1  there is a fingerprint
-       2  there is a trace
-       4  completed: there is a result
+       1  has a fingerprint
+       2  has a trace
+       4  completed: has a result
        8  completed: the result is application/json; without flag 4, in format 3, it is `null` and takes no bytes
       16  completed: the result was dropped
-      32  processing: the run before was released
-      64  processing: the run before lapsed
+      32  processing: the previous run was released
+      64  processing: the previous run lapsed
 
-Any one bit that is not as it was written is noticed, and so is nearly every other damage.
+Every single-bit error is detected, and so is nearly every other corruption.
 
-Parts are made here for Lua.  A *wish* is the flags and everything from offset 22 of the
-processing record to be, without its history; its flag 128 says that the attempt runs
-alone.  An *outcome* is the flags and everything behind the trace of the
-settled record to be: Lua keeps fingerprint and trace.  A *mark* is fence and token, by
-which a reservation is known again.  Lengths of time are six bytes of milliseconds.  What
-belongs to one key goes in one argument: the driver spends its time per argument.
+The scripts receive these parts.  A *request* is the flags and everything from offset 22 of the new
+processing record, without its history; its flag 128 means that the attempt runs alone.  An
+*outcome* is the flags and everything after the trace of the new settled record: Lua copies
+fingerprint and trace.  A *holder* is fence and token, which identify a reservation.  Durations
+are six bytes of milliseconds.  Everything about one key is one argument, because the cost in the
+driver grows with the number of arguments.
 
-Formats 1, which had no checks, and 2 were used for settled records, too; both are read, and taken over when their
-leases end.
+Settled records were also written in format 1, which had no checks, and in format 2.  Records in both formats can be
+read, and taken over when their leases end.
 
 A completed record without a result takes 20 to 60 bytes.
 """
@@ -113,7 +113,7 @@ TRACE_BYTES: Final = 24
 CHECK_BYTES: Final = 4
 
 NULL: Final = b"null"
-"""What a function returns that returns nothing: most of all results."""
+"""Result of a function that returns `None`, the most common result."""
 
 _HEADER: Final = Struct(">BBBH7s6s")
 _WORDS: Final = Struct(">IIIIHI")
@@ -138,10 +138,10 @@ _PREVIOUS: Final[Mapping[int, Previous]] = {
 }
 _FLAG_BYTES: Final = tuple(bytes((flags,)) for flags in range(256))
 _HISTORY: Final = b"\xff"
-"""What the history of a record's attempts begins with."""
+"""First byte of the history of attempts."""
 _SETTLED_MARK: Final = bytes((SETTLED_FORMAT,))
-_READ: Final = (bytes((UNCHECKED_FORMAT,)), bytes((FORMAT,)))
-_DAMAGED: Final = "it is damaged: a check does not match"
+_PROCESSING_MARKS: Final = (bytes((UNCHECKED_FORMAT,)), bytes((FORMAT,)))
+_DAMAGED: Final = "it is damaged: a checksum does not match"
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST_MS: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // _MILLISECOND
@@ -149,43 +149,43 @@ _LONGEST_MS: Final = timedelta(days=36_500) // _MILLISECOND
 
 
 class UnreadableError(ValueError):
-    """Bytes that are no record of ours; the message says why.  Never leaves this package."""
+    """Bytes that are not a valid record; the message states why.  Internal to this package."""
 
 
 def milliseconds(duration: timedelta) -> int:
-    """Whole milliseconds, 0 to a century: what Redis and six bytes can hold."""
+    """Return whole milliseconds, from 0 to a century, which fit into six bytes."""
     return min(max(duration // _MILLISECOND, 0), _LONGEST_MS)
 
 
 def life_ms(duration: timedelta) -> int:
-    """As `milliseconds`, but at least 1: Redis knows no expiry of 0."""
+    """Return whole milliseconds, at least 1: Redis rejects an expiry of 0."""
     return max(milliseconds(duration), 1)
 
 
 @lru_cache(maxsize=64)
-def life_of(duration: timedelta) -> bytes:
-    """How long a record is to live, for Lua: at least a millisecond."""
+def encode_life(duration: timedelta) -> bytes:
+    """Encode the lifetime of a record, at least a millisecond."""
     return life_ms(duration).to_bytes(6, "big")
 
 
 @lru_cache(maxsize=64)
-def _times_of(lease: timedelta, retention: timedelta) -> bytes:
+def _encode_times(lease: timedelta, retention: timedelta) -> bytes:
     lease_ms = milliseconds(lease)
-    # A record that is gone before its lease would leave the key with two owners.
+    # If the record expired before its lease, the key could have two owners.
     retention_ms = max(life_ms(retention), lease_ms)
     return lease_ms.to_bytes(6, "big") + retention_ms.to_bytes(6, "big")
 
 
-def timed_wish_of(request: ReserveRequest) -> bytes:
-    """Lease and retention before the wish: all that `reserve` is told of a key."""
-    return _times_of(request.lease, request.retention) + wish_of(request)
+def encode_reserve(request: ReserveRequest) -> bytes:
+    """Encode the argument of `reserve.lua` for one key: lease, retention and request."""
+    return _encode_times(request.lease, request.retention) + encode_request(request)
 
 
-def wish_of(request: ReserveRequest) -> bytes:
-    """Flags, fingerprint, trace, checks, token and owner.
+def encode_request(request: ReserveRequest) -> bytes:
+    """Encode flags, fingerprint, trace, checks, token and owner.
 
     Raises:
-        ValueError: A part has not the length its name promises.
+        ValueError: Token, fingerprint or trace have the wrong length.
     """
     flags = 0
     token = request.token
@@ -215,22 +215,22 @@ def _trace_bytes(trace: TraceLink) -> bytes:
     return packed
 
 
-def mark_of(reservation: Reserved) -> bytes:
-    """Fence and token: by them a reservation is known again."""
+def encode_holder(reservation: Reserved) -> bytes:
+    """Encode fence and token, which identify a reservation."""
     return reservation.fence.to_bytes(7, "big") + reservation.token
 
 
-def seen_of(record: IdempotencyRecord) -> bytes:
-    """Status, fence and end of the lease: by them a record is known again by somebody without its token."""
+def encode_seen(record: IdempotencyRecord) -> bytes:
+    """Encode status, fence and end of the lease, which identify a record to a caller without its token."""
     lease_ms = (record.lease_until - _EPOCH) // _MILLISECOND if record.lease_until is not None else 0
     return b"%c%b%b" % (_NUMBER[record.status], record.fence.to_bytes(7, "big"), lease_ms.to_bytes(6, "big"))
 
 
-def outcome_of_completion(completion: Completion) -> bytes:
-    """Flags, check, result.
+def encode_completion(completion: Completion) -> bytes:
+    """Encode flags, check and result.
 
     Raises:
-        ValueError: The content type holds a zero byte.
+        ValueError: The content type contains a zero byte.
     """
     flags = IS_DROPPED if completion.result_dropped else 0
     result = completion.result
@@ -242,12 +242,12 @@ def outcome_of_completion(completion: Completion) -> bytes:
         return _FLAG_BYTES[flags | HAS_RESULT | IS_JSON] + _checked(result.body)
     content_type = result.content_type.encode("utf-8", "surrogatepass")
     if b"\0" in content_type:
-        raise ValueError(f"no content type: {result.content_type!r}")
+        raise ValueError(f"invalid content type: {result.content_type!r}")
     return _FLAG_BYTES[flags | HAS_RESULT] + _checked(b"%b\0%b" % (content_type, result.body))
 
 
-def outcome_of_failure(failure: Failure) -> bytes:
-    """Flags, check, error."""
+def encode_failure(failure: Failure) -> bytes:
+    """Encode flags, check and error."""
     return b"\0" + _checked(failure.error.encode("utf-8", "surrogatepass"))
 
 
@@ -273,12 +273,12 @@ class Stored(NamedTuple):
 
     @property
     def owner(self) -> str:
-        # Only for messages: a bad letter in it is no reason to refuse the record.
+        # Used in messages only, so invalid UTF-8 in it does not make the record unreadable.
         return self.rest[TOKEN_BYTES:].partition(_HISTORY)[0].decode("utf-8", "replace")
 
     @property
     def history(self) -> tuple[int, int, bool]:
-        """Of a record that is worked on: attempts that lapsed, those of them that ran alone, whether this one does."""
+        """While processing: attempts that lapsed, how many of them ran alone, and whether this one runs alone."""
         _, mark, numbers = self.rest[TOKEN_BYTES:].partition(_HISTORY)
         if not mark:
             return 0, 0, False
@@ -308,19 +308,19 @@ def _text(raw: bytes, what: str) -> str:
     try:
         return raw.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise UnreadableError(f"its {what} is no UTF-8") from error
+        raise UnreadableError(f"its {what} is not valid UTF-8") from error
 
 
 def parse(raw: bytes) -> Stored:
-    """Take a record apart.
+    """Decode a record.
 
     Raises:
-        UnreadableError: It is none, or one of a newer version.
+        UnreadableError: `raw` is not a valid record, or was written by a newer version.
     """
     if raw[:1] == _SETTLED_MARK:
         return _parse_settled(raw)
-    if raw[:1] not in _READ:
-        raise UnreadableError(_foreign(raw))
+    if raw[:1] not in _PROCESSING_MARKS:
+        raise UnreadableError(_unknown_format(raw))
     if len(raw) < HEADER_BYTES:
         raise UnreadableError(f"it ends after {len(raw)} bytes")
     layout, status, flags, attempt, fence, time = _HEADER.unpack_from(raw)
@@ -328,7 +328,7 @@ def parse(raw: bytes) -> Stored:
     if known is None:
         raise UnreadableError(f"its status is {status}")
     time_ms = int.from_bytes(time, "big")
-    if attempt == 0 or time_ms > _LAST_MS or not _are_flags(flags, known):
+    if attempt == 0 or time_ms > _LAST_MS or not _are_valid_flags(flags, known):
         raise UnreadableError("its header is damaged")
     checks = 0 if layout == UNCHECKED_FORMAT else CHECK_BYTES
     fingerprint, trace, at = _extras(raw, flags, HEADER_BYTES + checks)
@@ -346,8 +346,8 @@ def parse(raw: bytes) -> Stored:
 def _parse_settled(raw: bytes) -> Stored:
     if len(raw) < _SETTLED.size:
         raise UnreadableError(f"it ends after {len(raw)} bytes")
-    _, both, attempt, fence, later, _ = _SETTLED.unpack_from(raw)
-    status, flags = divmod(both, 32)
+    _, status_and_flags, attempt, fence, elapsed, _ = _SETTLED.unpack_from(raw)
+    status, flags = divmod(status_and_flags, 32)
     known = _FLAGS_OF.get(status) if status != PROCESSING else None
     if known is None:
         raise UnreadableError(f"its status is {status}")
@@ -360,18 +360,18 @@ def _parse_settled(raw: bytes) -> Stored:
         if raw[at : at + CHECK_BYTES] != crc32(rest).to_bytes(CHECK_BYTES, "big"):
             raise UnreadableError(_DAMAGED)
     elif len(raw) != at:
-        raise UnreadableError(f"it has {len(raw)} bytes, and its header says {at}")
+        raise UnreadableError(f"it has {len(raw)} bytes, but its header says {at}")
     first, second, third, fourth, check = _SETTLED_WORDS.unpack_from(raw)
     if first ^ second ^ third ^ fourth ^ crc32(raw[_SETTLED.size : at]) != check:
         raise UnreadableError(_DAMAGED)
     fence_us = int.from_bytes(fence, "big")
     return Stored(
-        status, flags, attempt, fence_us, fence_us // 1000 + int.from_bytes(later, "big"), fingerprint, trace, rest
+        status, flags, attempt, fence_us, fence_us // 1000 + int.from_bytes(elapsed, "big"), fingerprint, trace, rest
     )
 
 
 def _extras(raw: bytes, flags: int, at: int) -> tuple[bytes | None, TraceLink | None, int]:
-    """Fingerprint and trace, which begin at `at`, and where they end."""
+    """Return fingerprint and trace, which begin at `at`, and the offset of their end."""
     fingerprint = trace = None
     if flags & HAS_FINGERPRINT:
         fingerprint = raw[at : at + FINGERPRINT_BYTES]
@@ -389,22 +389,22 @@ def _check(raw: bytes, at: int, rest: bytes) -> None:
         raise UnreadableError(_DAMAGED)
 
 
-def _are_flags(flags: int, known: int) -> bool:
+def _are_valid_flags(flags: int, known: int) -> bool:
     previous = WAS_RELEASED | HAS_LAPSED
-    json_of_nothing = flags & (HAS_RESULT | IS_JSON) == IS_JSON
-    return not flags & ~known and flags & previous != previous and not json_of_nothing
+    json_without_result = flags & (HAS_RESULT | IS_JSON) == IS_JSON
+    return not flags & ~known and flags & previous != previous and not json_without_result
 
 
-def _foreign(raw: bytes) -> str:
+def _unknown_format(raw: bytes) -> str:
     if not raw:
         return "it is empty"
     if SETTLED_FORMAT < raw[0] < 32:
-        return f"its format {raw[0]} is newer than this version reads ({SETTLED_FORMAT})"
+        return f"its format {raw[0]} is newer than this version supports ({SETTLED_FORMAT})"
     return "it was written by another program"
 
 
 def verdict_of(request: ReserveRequest, raw: bytes, now_us: int) -> Verdict:
-    """What the record that stands after a reserve means to the one who asked."""
+    """Return the verdict for `request`, given the record after `reserve`."""
     key = request.key
     try:
         stored = parse(raw)
@@ -445,15 +445,15 @@ def verdict_of(request: ReserveRequest, raw: bytes, now_us: int) -> Verdict:
             lapsed=lapsed,
             lapsed_alone=lapsed_alone,
         )
-    left = timedelta(microseconds=max(stored.time_ms * 1000 - now_us, 0))
-    return InProgress(key=key, attempt=stored.attempt, retry_after=left, owner=stored.owner)
+    remaining = timedelta(microseconds=max(stored.time_ms * 1000 - now_us, 0))
+    return InProgress(key=key, attempt=stored.attempt, retry_after=remaining, owner=stored.owner)
 
 
 def record_of(key: str, raw: bytes, now_us: int, life: int) -> IdempotencyRecord:
-    """The record for people; `life` is what PTTL said: ms, negative if it has no expiry.
+    """Decode a record; `life` is the answer of PTTL: ms, negative if it has no expiry.
 
     Raises:
-        UnreadableError: It is none.
+        UnreadableError: `raw` is not a valid record.
     """
     stored = parse(raw)
     processing = stored.status == PROCESSING
@@ -481,10 +481,10 @@ def record_of(key: str, raw: bytes, now_us: int, life: int) -> IdempotencyRecord
 
 
 def holds_lease(header: bytes, now_ms: int) -> bool:
-    """Whether a record that starts with `header` (18 bytes) is held now."""
-    return header[:1] in _READ and header[1:2] == b"\x01" and int.from_bytes(header[12:18], "big") > now_ms
+    """Return whether a record that starts with `header` (18 bytes) has a lease now."""
+    return header[:1] in _PROCESSING_MARKS and header[1:2] == b"\x01" and int.from_bytes(header[12:18], "big") > now_ms
 
 
 def moment(ms: int) -> datetime:
-    """Milliseconds since 1970 as an aware time in UTC."""
+    """Convert milliseconds since 1970 to an aware time in UTC."""
     return _EPOCH + timedelta(milliseconds=min(ms, _LAST_MS))

@@ -1,4 +1,4 @@
-"""Errors of the driver and the server as ours.  The only place that knows both."""
+"""Translation of errors of the driver and the server into errors of this package."""
 
 from __future__ import annotations
 
@@ -28,56 +28,55 @@ from integr8s_idem._util.deadlines import Deadline
 from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 
-_PASSING: Final = {
+_TEMPORARY: Final = {
     "OOM": "Redis is out of memory (maxmemory) and refuses writes",
     "READONLY": "this Redis is a read-only replica",
     "MISCONF": "Redis cannot save to its disk and refuses writes",
     "NOREPLICAS": "Redis has fewer replicas than min-replicas-to-write and refuses writes",
     "MASTERDOWN": "this replica has lost its primary",
-    "CLUSTERDOWN": "the Redis Cluster is down, or nobody has some of its slots: look at CLUSTER INFO",
+    "CLUSTERDOWN": "the Redis Cluster is down, or some of its slots have no owner: check CLUSTER INFO",
     "TRYAGAIN": "the Redis Cluster is moving these keys",
     "LOADING": "Redis is loading its data",
-    "BUSY": "Redis is busy with a long script",
-    "NOSCRIPT": "Redis loses our scripts as fast as they are loaded (SCRIPT FLUSH)",
+    "BUSY": "Redis is busy with a long-running script",
+    "NOSCRIPT": "Redis keeps losing the scripts that are loaded (SCRIPT FLUSH)",
 }
-"""Refusals that end by themselves or by an operator's hand, without a change on our side."""
+"""Refusals that are temporary, or that an operator resolves on the server."""
 
 
 class TooFewReplicasError(RedisError):
-    """What was written has not reached as many replicas as it must."""
+    """Too few replicas confirmed a write."""
 
     def __init__(self, wanted: int, confirmed: object, timeout: timedelta) -> None:
         super().__init__(
-            f"{confirmed} of the {wanted} replicas that must have each write confirmed it within "
-            f"{timeout.total_seconds():g} s: the primary has it, and it may be repeated; "
-            "bring the replicas back, or lower wait_replicas in [store]"
+            f"{confirmed} of {wanted} required replicas confirmed the write within {timeout.total_seconds():g} s: "
+            "the primary has it, and it may be repeated; restore the replicas, or lower wait_replicas in [store]"
         )
 
 
 class PrimaryUnknownError(MasterNotFoundError):
-    """No Sentinel has heard of a primary of this name."""
+    """No Sentinel knows a primary of this name."""
 
 
-_FOUND: Final = {
+_CODE_OF_REFUSAL: Final = {
     "OOM": Code.STORE_MEMORY,
     "READONLY": Code.STORE_REPLICA,
     "MASTERDOWN": Code.STORE_REPLICA,
     "NOREPLICAS": Code.STORE_TOO_FEW_REPLICAS,
     "CLUSTERDOWN": Code.STORE_CLUSTER_DOWN,
 }
-"""Refusals that have a code of their own for `doctor`."""
+"""Refusals with a specific diagnostic code."""
 
-_CODE: Final = re.compile(rf"\b({'|'.join(_PASSING)})\b")
-_COMMAND: Final = re.compile(r"permissions? to run the '([^']+)' command")
-_REFUSED: Final = re.compile(r"NOPERM|permissions|can't run this command")
+_TEMPORARY_CODE: Final = re.compile(rf"\b({'|'.join(_TEMPORARY)})\b")
+_REFUSED_COMMAND: Final = re.compile(r"permissions? to run the '([^']+)' command")
+_NO_PERMISSION: Final = re.compile(r"NOPERM|permissions|can't run this command")
 
 
-class guarded:  # noqa: N801  # `with guarded(…)`, as contextlib's
-    """Give what happens inside `timeout`, and translate what goes wrong.
+class guarded:  # noqa: N801  # used as `with guarded(…)`
+    """Limit the block to `timeout`, and translate errors of the driver.
 
     Raises:
-        StoreUnavailableError: No answer in time, no connection, or a refusal that passes.
-        StoreConfigurationError: A refusal that does not pass by waiting.
+        StoreUnavailableError: No answer in time, no connection, or a temporary refusal.
+        StoreConfigurationError: A refusal that is permanent.
     """
 
     __slots__ = ("_cancellations", "_limit", "_operation", "_seconds", "_task")
@@ -100,24 +99,23 @@ class guarded:  # noqa: N801  # `with guarded(…)`, as contextlib's
         try:
             self._limit.__exit__(kind, error, trace)
         except TimeoutError:
-            raise self._late(error) from error
+            raise self._timed_out(error) from error
         if error is not None:
             self._translate(error)
         elif self._task.cancelling() > self._cancellations:
-            # The driver waits by asyncio.wait_for, which swallows some cancellations before Python 3.12.
+            # Before Python 3.12, asyncio.wait_for in the driver swallows some cancellations.
             raise asyncio.CancelledError
 
-    def _late(self, error: BaseException | None) -> StoreUnavailableError:
+    def _timed_out(self, error: BaseException | None) -> StoreUnavailableError:
         failure = _connection_failure(error)
-        told = f"no connection to Redis: {failure}; tried" if failure else "no answer from Redis"
-        duration = "for" if failure else "within"
-        return StoreUnavailableError(self._operation, f"{told} {duration} {self._seconds:g} s")
+        reason = f"no connection to Redis: {failure}; tried for" if failure else "no answer from Redis within"
+        return StoreUnavailableError(self._operation, f"{reason} {self._seconds:g} s")
 
     def _translate(self, error: BaseException) -> None:
         if isinstance(error, DataError):
-            return  # an argument that the driver cannot send is a bug of the caller, not the store's state
+            return  # an argument that the driver cannot send is a bug in the caller, not a failure of the store
         if isinstance(error, TimeoutError):
-            raise self._late(error) from error
+            raise self._timed_out(error) from error
         if isinstance(error, RedisError):
             raise translated(self._operation, error) from error
         if isinstance(error, OSError):
@@ -127,7 +125,7 @@ class guarded:  # noqa: N801  # `with guarded(…)`, as contextlib's
 
 
 def _connection_failure(error: BaseException | None) -> str:
-    """Why the driver could not connect, also if the deadline has ended a pause between its attempts."""
+    """Return why the driver could not connect, even if the deadline passed between its attempts."""
     chain = []
     while error is not None:
         chain.append(error)
@@ -140,36 +138,36 @@ def _connection_failure(error: BaseException | None) -> str:
 
 
 def translated(operation: str, error: RedisError) -> StoreError:
-    """Our error for one of the driver's."""
+    """Return the error of this package for one of the driver."""
     if isinstance(error, TooFewReplicasError):
         return StoreUnavailableError(operation, str(error), Code.STORE_TOO_FEW_REPLICAS)
     if isinstance(error, PrimaryUnknownError):
         return StoreUnavailableError(operation, str(error), Code.STORE_PRIMARY_UNKNOWN)
-    told = _told_by_server(error)
-    if isinstance(told, MovedError):
+    refusal = _server_error(error)
+    if isinstance(refusal, MovedError):
         return StoreConfigurationError(operation, 'this server is part of a Redis Cluster: set kind = "redis-cluster"')
-    if isinstance(told, AuthenticationError | AuthorizationError | AuthenticationWrongNumberOfArgsError):
-        said = "Redis does not accept this user and password"
-        return StoreConfigurationError(operation, said, Code.STORE_CREDENTIALS)
-    if isinstance(told, BusyLoadingError):
-        return StoreUnavailableError(operation, _PASSING["LOADING"])
-    if not isinstance(told, ResponseError):
+    if isinstance(refusal, AuthenticationError | AuthorizationError | AuthenticationWrongNumberOfArgsError):
+        reason = "Redis does not accept this user and password"
+        return StoreConfigurationError(operation, reason, Code.STORE_CREDENTIALS)
+    if isinstance(refusal, BusyLoadingError):
+        return StoreUnavailableError(operation, _TEMPORARY["LOADING"])
+    if not isinstance(refusal, ResponseError):
         return StoreUnavailableError(operation, f"no connection to Redis: {_connection_failure(error) or error}")
-    if "cluster support disabled" in str(told):
-        return StoreConfigurationError(operation, 'this server is part of no Redis Cluster: set kind = "redis"')
-    # The driver cuts the code off the text where it has a class for it.
-    text = f"{_CODES.get(type(told).__name__, '')} {told}"
-    if isinstance(told, NoPermissionError) or _REFUSED.search(text):
+    if "cluster support disabled" in str(refusal):
+        return StoreConfigurationError(operation, 'this server is not part of a Redis Cluster: set kind = "redis"')
+    # The driver strips the error code from the text if it has a class for it.
+    text = f"{_CODE_OF_CLASS.get(type(refusal).__name__, '')} {refusal}"
+    if isinstance(refusal, NoPermissionError) or _NO_PERMISSION.search(text):
         return StoreConfigurationError(operation, _permission(text), Code.STORE_PERMISSION)
-    passing = _CODE.search(text)
-    if passing is not None:
-        name = passing.group(1)
-        return StoreUnavailableError(operation, _PASSING[name], _FOUND.get(name, Code.STORE_UNAVAILABLE))
-    return StoreConfigurationError(operation, f"Redis answers: {_harmless(str(told))}")
+    temporary = _TEMPORARY_CODE.search(text)
+    if temporary is not None:
+        name = temporary.group(1)
+        return StoreUnavailableError(operation, _TEMPORARY[name], _CODE_OF_REFUSAL.get(name, Code.STORE_UNAVAILABLE))
+    return StoreConfigurationError(operation, f"Redis answers: {_redacted(str(refusal))}")
 
 
-def _told_by_server(error: BaseException) -> BaseException:
-    """What the server refused with, where the driver wraps it: it does so while it connects."""
+def _server_error(error: BaseException) -> BaseException:
+    """Return the error of the server if the driver wraps one, as it does while connecting."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ResponseError | AuthenticationError | AuthorizationError):
@@ -178,7 +176,7 @@ def _told_by_server(error: BaseException) -> BaseException:
     return error
 
 
-_CODES: Final = {
+_CODE_OF_CLASS: Final = {
     "OutOfMemoryError": "OOM",
     "ReadOnlyError": "READONLY",
     "ClusterDownError": "CLUSTERDOWN",
@@ -186,26 +184,26 @@ _CODES: Final = {
     "NoScriptError": "NOSCRIPT",
     "TryAgainError": "TRYAGAIN",
 }
-"""By name: older drivers lack some of these classes."""
+"""By class name, since older drivers lack some of these classes."""
 
 
 def _permission(text: str) -> str:
-    command = _COMMAND.search(text)
+    command = _REFUSED_COMMAND.search(text)
     if command is not None:
         name = command.group(1).lower()
-        # Redis 6.2 names the command alone; we need only one of its kind.
+        # Redis 6.2 reports no subcommand; the store needs only one.
         rule = {"script": "script|load", "sentinel": "sentinel|masters"}.get(name, name)
-        where = " at every Sentinel" if rule.startswith("sentinel") else ""
-        return f"this Redis user may not run {name.upper()}: give it +{rule}{where}"
+        where = " on every Sentinel" if rule.startswith("sentinel") else ""
+        return f"this Redis user may not run {name.upper()}: grant it +{rule}{where}"
     if "access" in text:
-        return "this Redis user may not touch these keys: give it ~prefix* for the prefix of [idempotency] key_prefix"
-    # Redis 6.2 does not say which command a script was refused.
+        return "this Redis user may not access these keys: grant it ~prefix* for the prefix of [idempotency] key_prefix"
+    # Redis 6.2 does not report which command of a script was refused.
     return (
-        "this Redis user may not run a command inside a script: give it +get +set +setrange +time +pttl +pexpire "
+        "this Redis user may not run a command inside a script: grant it +get +set +setrange +time +pttl +pexpire "
         "and +evalsha +script|load"
     )
 
 
-def _harmless(text: str) -> str:
+def _redacted(text: str) -> str:
     # "unknown command 'X', with args beginning with: ..." would show keys and tokens.
     return text.partition(", with args")[0][:300]

@@ -1,4 +1,4 @@
-"""What a Redis server tells about itself, and what its settings would lose."""
+"""Health checks of Redis servers, and warnings about settings that lose records."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.redis.round_trips import Address, ReplicaWait, all_of
 
 _NO_INFO: Final = StoreWarning(
-    Code.STORE_UNSEEN, "this Redis user may not run INFO", "settings that lose records stay unseen", "give it +info"
+    Code.STORE_UNSEEN,
+    "this Redis user may not run INFO",
+    "settings that lose records go unnoticed",
+    "grant it +info",
 )
 
-_ROOM: Final = 0.9
-"""How much of maxmemory may be used before it is said."""
+_MEMORY_THRESHOLD: Final = 0.9
+"""Fraction of maxmemory that may be used without a warning."""
 
 
 class Health:
-    """What servers tell about themselves.  Its methods raise what the driver raises.
+    """Reads the health of servers.  Its methods raise the errors of the driver.
 
-    Of a cluster it remembers what it saw, so that a server that took another one's place, or was started
-    anew, is told from one that joined.
+    It remembers the servers of a cluster, to distinguish a server that replaced another one, or was restarted,
+    from one that joined.
     """
 
     def __init__(self, wait: ReplicaWait | None) -> None:
@@ -38,12 +41,12 @@ class Health:
         self._starts: dict[Address, str] = {}
         self._start = ""
 
-    async def of_one(self, client: Redis, mark: str) -> StoreHealth:
-        """`mark`: the key that names what the server holds."""
+    async def of_one(self, client: Redis, store_id_key: str) -> StoreHealth:
+        """Return the health of one server; `store_id_key` holds the id of its data."""
         latency = await _latency(client)
-        identity, info = await _mark_and_info(client, mark)
+        identity, info = await _store_id_and_info(client, store_id_key)
         if info is None:
-            # An ACL user without +info: the store works, its settings stay unseen.
+            # An ACL user without +info: the store works, but its settings cannot be checked.
             return StoreHealth(
                 kind="redis", version="unknown", latency=latency, identity=identity, warnings=(_NO_INFO,)
             )
@@ -59,29 +62,29 @@ class Health:
             keeps_all=fsync == "always",
         )
 
-    async def of_cluster(self, servers: Mapping[Address, Redis], marks: Sequence[bytes]) -> StoreHealth:
-        """`servers`: all primaries.  `marks`: what the mark of each bucket says."""
-        told = await all_of([self._told(client) for client in servers.values()])
+    async def of_cluster(self, primaries: Mapping[Address, Redis], store_ids: Sequence[bytes]) -> StoreHealth:
+        """Return the health of a cluster; `store_ids` has one id per bucket."""
+        states = await all_of([self._state(client) for client in primaries.values()])
         warnings: dict[StoreWarning, list[str]] = {}
-        for (host, port), one in zip(servers, told, strict=True):
-            for warning in one.warnings:
+        for (host, port), state in zip(primaries, states, strict=True):
+            for warning in state.warnings:
                 warnings.setdefault(warning, []).append(f"{host}:{port}")
-        for address, one in zip(servers, told, strict=True):
-            self._notice(address, one.info)
+        for address, state in zip(primaries, states, strict=True):
+            self._update_lineage(address, state.info)
         return StoreHealth(
             kind="redis-cluster",
-            version=", ".join(sorted({one.version for one in told})),
-            latency=max(one.latency for one in told),
-            warnings=tuple(_on(where, warning) for warning, where in warnings.items()),
-            identity=hashlib.sha256(b"\n".join(marks)).hexdigest()[:32],
+            version=", ".join(sorted({state.version for state in states})),
+            latency=max(state.latency for state in states),
+            warnings=tuple(_on(addresses, warning) for warning, addresses in warnings.items()),
+            identity=hashlib.sha256(b"\n".join(store_ids)).hexdigest()[:32],
             lineage=self._lineage,
             start=self._start,
-            keeps_all=all(one.keeps_all for one in told),
+            keeps_all=all(state.keeps_all for state in states),
         )
 
-    async def _told(self, client: Redis) -> _Told:
+    async def _state(self, client: Redis) -> _ServerState:
         latency = await _latency(client)
-        # ASKING is needed only while slots move: whether we may is better known before.
+        # ASKING is needed only while slots move; test the permission before that.
         async with client.pipeline(transaction=False) as pipeline:
             pipeline.execute_command("ASKING")
             pipeline.execute_command("INFO")
@@ -91,13 +94,13 @@ class Health:
         if isinstance(info, Exception):
             if not _is_refusal(info):
                 raise info
-            return _Told(latency, "unknown", [_NO_INFO], {}, keeps_all=False)
+            return _ServerState(latency, "unknown", [_NO_INFO], {}, keeps_all=False)
         fsync = await _fsync(client, info)
         warnings = await self._warnings(client, info, fsync)
-        return _Told(latency, _version(info), warnings, info, keeps_all=fsync == "always")
+        return _ServerState(latency, _version(info), warnings, info, keeps_all=fsync == "always")
 
-    def _notice(self, address: Address, info: Mapping[str, Any]) -> None:
-        """A primary follows another one's history, or has been started anew, if it was seen before."""
+    def _update_lineage(self, address: Address, info: Mapping[str, Any]) -> None:
+        """Detect a failover or a restart by comparing a primary with what was seen before."""
         history, before = _lineage(info)
         if history and history not in self._histories:
             if before in self._histories or not self._histories:
@@ -113,7 +116,7 @@ class Health:
         return [*_about_role(info), *_about_memory(info), *_about_replicas(info, self._wait), *kept]
 
 
-class _Told(NamedTuple):
+class _ServerState(NamedTuple):
     latency: timedelta
     version: str
     warnings: list[StoreWarning]
@@ -125,7 +128,8 @@ def _on(servers: Sequence[str], warning: StoreWarning) -> StoreWarning:
     return StoreWarning(warning.code, f"on {', '.join(servers)}: {warning.what}", warning.cost, warning.remedy)
 
 
-def fresh_mark() -> str:
+def new_store_id() -> str:
+    """Return a random id and the current time."""
     return f"{secrets.token_hex(8)} {datetime.now(UTC).isoformat(timespec='seconds')}"
 
 
@@ -136,12 +140,12 @@ async def _latency(client: Redis) -> timedelta:
 
 
 async def _fsync(client: Redis, info: Mapping[str, Any]) -> str | None:
-    """How the append-only file is written; empty without one, `None` if this user is not told."""
+    """Return `appendfsync`; empty without an append-only file, `None` if this user may not read it."""
     return await _setting(client, "appendfsync") if info.get("aof_enabled") else ""
 
 
 async def _setting(client: Redis, name: str) -> str | None:
-    """A setting of the server; `None` if it does not tell this user."""
+    """Return a setting of the server; `None` if this user may not read it."""
     try:
         return str((await client.config_get(name)).get(name, ""))
     except (NoPermissionError, ResponseError) as error:
@@ -151,24 +155,24 @@ async def _setting(client: Redis, name: str) -> str | None:
 
 
 def _lineage(info: Mapping[str, Any]) -> tuple[str, str]:
-    """Redis keeps the replication id of the primary that a replica followed before it was promoted."""
+    """Return the replication id, and that of the primary that this server followed before it was promoted."""
     before = str(info.get("master_replid2", ""))
     return str(info.get("master_replid", "")), before if before.strip("0") else ""
 
 
-async def _mark_and_info(client: Redis, mark: str) -> tuple[str, Mapping[str, Any] | None]:
-    """What the mark says, made by whoever comes first if it is not there; and INFO, `None` if that is forbidden.
+async def _store_id_and_info(client: Redis, key: str) -> tuple[str, Mapping[str, Any] | None]:
+    """Return the store id, creating it if absent, and INFO, or `None` if this user may not run it.
 
-    The commands are those of the scripts, so that a server that takes no writes, or a user who may not run
-    one of them, shows here rather than at the first event.  None of them changes a mark that is there.
-    All go by one connection: in a failover another one may lead to another server.
+    The commands are those of the scripts, so that a read-only server or a missing permission is detected here
+    rather than at the first event.  None of them changes an existing store id.
+    All of them use one connection, since during a failover another one may lead to another server.
     """
     async with client.pipeline(transaction=False) as pipeline:
-        pipeline.set(mark, fresh_mark(), nx=True)
-        pipeline.setrange(mark, 0, "")
-        pipeline.pttl(mark)
-        pipeline.pexpire(f"{mark}:none", 1)
-        pipeline.get(mark)
+        pipeline.set(key, new_store_id(), nx=True)
+        pipeline.setrange(key, 0, "")
+        pipeline.pttl(key)
+        pipeline.pexpire(f"{key}:none", 1)
+        pipeline.get(key)
         pipeline.info()
         *answers, info = await pipeline.execute(raise_on_error=False)
     for answer in answers:
@@ -198,11 +202,11 @@ def _version(info: Mapping[str, Any]) -> str:
 def _about_role(info: Mapping[str, Any]) -> list[StoreWarning]:
     if info.get("role") != "slave":
         return []
-    state, cost = ("read-only", "it takes no records")
+    state, cost = ("read-only", "it does not accept records")
     if not info.get("slave_read_only"):
-        state, cost = ("writable", "it loses what is written to it")
+        state, cost = ("writable", "records written to it are lost")
     return [
-        StoreWarning(Code.STORE_REPLICA, f"this server is a replica ({state})", cost, "give the address of its primary")
+        StoreWarning(Code.STORE_REPLICA, f"this server is a replica ({state})", cost, "set the address of its primary")
     ]
 
 
@@ -210,42 +214,42 @@ def _about_memory(info: Mapping[str, Any]) -> list[StoreWarning]:
     policy, limit = info.get("maxmemory_policy", "noeviction"), int(info.get("maxmemory", 0))
     if policy != "noeviction":
         when = f"beyond {limit} bytes" if limit else "as soon as maxmemory is set"
-        told = f"maxmemory-policy {policy} drops records {when}"
-        return [StoreWarning(Code.STORE_EVICTION, told, "events that come again run again", "set it to noeviction")]
-    if limit and int(info.get("used_memory", 0)) > _ROOM * limit:
-        # Without the number that changes: who logs warnings logs each one once.
-        told = f"more than {_ROOM:.0%} of maxmemory ({limit} bytes) is used"
-        cost = "once it is full, writes are refused and the workers pause"
-        return [StoreWarning(Code.STORE_MEMORY, told, cost, "raise maxmemory, or lower the ttl")]
+        what = f"maxmemory-policy {policy} drops records {when}"
+        return [StoreWarning(Code.STORE_EVICTION, what, "redelivered events run again", "set it to noeviction")]
+    if limit and int(info.get("used_memory", 0)) > _MEMORY_THRESHOLD * limit:
+        # No current number: warnings that have been logged are recognized by their text.
+        what = f"more than {_MEMORY_THRESHOLD:.0%} of maxmemory ({limit} bytes) is used"
+        cost = "once it is full, Redis refuses writes and the workers pause"
+        return [StoreWarning(Code.STORE_MEMORY, what, cost, "raise maxmemory, or lower the ttl")]
     return []
 
 
 def _about_sync(fsync: str | None) -> list[StoreWarning]:
     if fsync != "no":
         return []
-    cost = "a loss of power takes what came in the last half minute, and its events run again if they come again"
-    return [StoreWarning(Code.STORE_LATE_SYNC, "appendfsync is no", cost, "set it to everysec or always")]
+    cost = "a power failure loses the records of the last 30 seconds, and their events run again if redelivered"
+    return [StoreWarning(Code.STORE_LATE_SYNC, "appendfsync is set to no", cost, "set it to everysec or always")]
 
 
 def _about_replicas(info: Mapping[str, Any], wait: ReplicaWait | None) -> list[StoreWarning]:
     connected = int(info.get("connected_slaves", 0))
     if wait is None or connected >= wait.replicas:
         return []
-    what = f"{connected} replicas are connected, but wait_replicas = {wait.replicas} must have each write"
-    remedy = "bring the replicas back, or lower wait_replicas in [store]"
+    what = f"{connected} replicas are connected, but wait_replicas = {wait.replicas}"
+    remedy = "restore the replicas, or lower wait_replicas in [store]"
     return [StoreWarning(Code.STORE_TOO_FEW_REPLICAS, what, "all writes are refused", remedy)]
 
 
 async def _about_persistence(client: Redis) -> list[StoreWarning]:
-    """Of a server without append-only file."""
+    """Return warnings for a server without an append-only file."""
     save = await _setting(client, "save")
     if save is None:
         return [
             StoreWarning(
                 Code.STORE_UNSEEN,
                 "this Redis user may not run CONFIG GET, and appendonly is off",
-                "whether records survive a restart stays unseen",
-                "give it +config|get, or set appendonly yes",
+                "whether records survive a restart is unknown",
+                "grant it +config|get, or set appendonly yes",
             )
         ]
     what, cost = "nothing is written to disk", "a restart loses all records"

@@ -1,4 +1,4 @@
-"""All keys of the servers, page by page, and how many there are."""
+"""List and count the keys of the servers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from integr8s_idem.stores.redis.errors import guarded
 from integr8s_idem.stores.redis.servers import Servers
 
 _COUNT: Final = 500
+"""COUNT of SCAN."""
 _COUNT_SEARCHED: Final = 2_000
-"""Keys of one step of SCAN: some milliseconds of the server's time where most of them are no match."""
+"""COUNT of SCAN if few keys match: a step takes a few milliseconds of server time."""
 
 
 class Page(NamedTuple):
-    """Names of keys, the server that has them, and how many keys it went by."""
+    """Names of keys, the server that has them, and the number of keys scanned."""
 
     client: Redis
     names: list[bytes]
@@ -29,7 +30,7 @@ class Page(NamedTuple):
 async def pages(
     servers: Servers, timeout: timedelta, operation: str, prefix: str, holding: Sequence[str] = ()
 ) -> AsyncIterator[Page]:
-    """Keys that start with `prefix` and hold these parts behind it, in this order.  A page may be empty."""
+    """Yield pages, which may be empty, of keys with `prefix` that contain the parts of `holding` after it, in order."""
     pattern = servers.pattern("*".join(map(_literal, (prefix, *holding))) + "*")
     count = _COUNT_SEARCHED if holding else _COUNT
     with guarded(operation, timeout):
@@ -45,14 +46,14 @@ async def pages(
 
 
 async def size(servers: Servers, timeout: timedelta) -> int | None:
-    """How many keys there are, those of other programs included; `None` where this user may not ask."""
+    """Return the number of keys, including those of other programs; `None` if this user may not run INFO."""
     keys = 0
     try:
         with guarded("size", timeout):
             for client in await servers.primaries():
-                told: Any = await client.info("keyspace")
+                info: Any = await client.info("keyspace")
                 database = client.connection_pool.connection_kwargs.get("db") or 0
-                keys += int(told.get(f"db{database}", {}).get("keys", 0))
+                keys += int(info.get(f"db{database}", {}).get("keys", 0))
     except StoreConfigurationError as error:
         if error.code is Code.STORE_PERMISSION:
             return None
@@ -61,7 +62,7 @@ async def size(servers: Servers, timeout: timedelta) -> int | None:
 
 
 def name_of(raw: bytes) -> str | None:
-    """A key as text; `None` for one that is somebody else's: ours are ASCII."""
+    """Return a key as text; `None` for a key of another program, since keys of records are ASCII."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -69,5 +70,5 @@ def name_of(raw: bytes) -> str | None:
 
 
 def _literal(text: str) -> str:
-    """A pattern for SCAN that `text` matches letter by letter."""
-    return "".join("\\" + letter if letter in "\\*?[]" else letter for letter in text)
+    """Escape `text` for a pattern of SCAN."""
+    return "".join("\\" + char if char in "\\*?[]" else char for char in text)

@@ -1,8 +1,8 @@
--- Read the mark that names what a part of a cluster holds; make it if it is not there.
--- KEYS[1] the mark
--- ARGV[1] what a new one says
--- Answer what it says
--- The commands are those of the other scripts, so that a server that refuses one of them shows here.
+-- Return the store id of a bucket of a cluster, creating it if absent.
+-- KEYS[1] key of the store id
+-- ARGV[1] a new store id
+-- Answer the store id
+-- Runs the commands of the other scripts, so that a server that refuses one of them is detected here.
 local call, pcall = redis.call, redis.pcall
 local key = KEYS[1]
 

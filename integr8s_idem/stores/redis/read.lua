@@ -1,9 +1,9 @@
--- Read many records, each with its expiry, at one moment.
+-- Read records with their remaining lifetimes, all at the same time.
 -- KEYS   record keys
--- Answer {now in µs, record, rest of its life in ms, record, …}; a record is a string, nil for absent,
---        1 for another Redis type, 2 for not looked at: this answer is long enough, ask again
+-- Answer {now in µs, record, remaining lifetime in ms, record, …}; a record is a string, nil if absent,
+--        1 for another Redis type, 2 if not read because the answer reached its limit: ask again
 local call, pcall = redis.call, redis.pcall
-local LONG_ENOUGH = 4194304
+local MAX_ANSWER_BYTES = 4194304
 
 local time = call('TIME')
 local answers = {time[1] * 1000000 + time[2]}
@@ -11,7 +11,7 @@ local answered = 0
 
 for i = 1, #KEYS do
   local record, life = 2, -1
-  if answered < LONG_ENOUGH then
+  if answered < MAX_ANSWER_BYTES then
     record = pcall('GET', KEYS[i])
     if type(record) == 'string' then
       answered = answered + #record

@@ -1,4 +1,4 @@
-"""Records in Redis 6.2 or newer, or Valkey: one round trip for a whole batch."""
+"""Records in Redis 6.2 or newer, or Valkey, with one round trip per batch."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _FAILED: Final = bytes((codec.FAILED,))
 
 
 class RecordsInRedis:
-    """The verbs of the store, wherever the records are."""
+    """The operations of the store on one server or on a cluster."""
 
     def __init__(self, servers: Servers, timeout: timedelta, key_prefix: str, wait: ReplicaWait | None) -> None:
         self._servers = servers
         self._timeout = timeout
-        self._mark = f"{key_prefix}:store-id"
+        self._store_id_key = f"{key_prefix}:store-id"
         self._wait = wait
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
@@ -52,40 +52,40 @@ class RecordsInRedis:
         for start in range(0, len(requests), MOST_KEYS):
             verdicts += await self._reserve(requests[start : start + MOST_KEYS])
         while waiting := [index for index, verdict in enumerate(verdicts) if verdict is None]:
-            now = waiting[:MOST_KEYS]
-            for index, verdict in zip(now, await self._reserve([requests[index] for index in now]), strict=True):
+            batch = waiting[:MOST_KEYS]
+            for index, verdict in zip(batch, await self._reserve([requests[index] for index in batch]), strict=True):
                 verdicts[index] = verdict
         return cast(list[Verdict], verdicts)
 
     async def _reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict | None]:
-        """One round trip; `None` for a request that must be asked again."""
+        """Reserve in one round trip; `None` for a request that must be sent again."""
         keys = [request.key for request in requests]
-        wishes = Lazily(codec.timed_wish_of, requests)
+        arguments = Lazily(codec.encode_reserve, requests)
         with guarded("reserve", self._timeout):
-            told = await self._servers.run(scripts.RESERVE, keys, wishes, wait=self._wait)
+            runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)
         verdicts: list[Verdict | None] = [None] * len(requests)
-        for places, (now_us, *answers) in told:
-            for place, answer in zip(places, answers, strict=True):
-                request = requests[place]
+        for indexes, (now_us, *answers) in runs:
+            for index, answer in zip(indexes, answers, strict=True):
+                request = requests[index]
                 if answer == _ABSENT:
-                    verdicts[place] = Reserved(
+                    verdicts[index] = Reserved(
                         key=request.key, token=request.token, attempt=1, fence=now_us, lease=request.lease
                     )
                 elif answer != _ASK_AGAIN:
-                    verdicts[place] = _verdict(request, answer, now_us)
+                    verdicts[index] = _verdict(request, answer, now_us)
         return verdicts
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         keys = [reservation.key for reservation in reservations]
-        marks = list(map(codec.mark_of, reservations))
-        return await self._write("renew", scripts.RENEW, keys, marks, [codec.milliseconds(lease)])
+        holders = list(map(codec.encode_holder, reservations))
+        return await self._write("renew", scripts.RENEW, keys, holders, [codec.milliseconds(lease)])
 
     async def complete(self, completions: Sequence[Completion]) -> list[bool]:
-        outcomes = list(map(codec.outcome_of_completion, completions))
+        outcomes = list(map(codec.encode_completion, completions))
         return await self._settle("complete", _COMPLETED, completions, outcomes)
 
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
-        outcomes = list(map(codec.outcome_of_failure, failures))
+        outcomes = list(map(codec.encode_failure, failures))
         return await self._settle("fail", _FAILED, failures, outcomes)
 
     async def _settle(
@@ -93,14 +93,14 @@ class RecordsInRedis:
     ) -> list[bool]:
         keys = [item.reservation.key for item in settled]
         arguments = [
-            codec.life_of(item.ttl) + codec.mark_of(item.reservation) + outcome
+            codec.encode_life(item.ttl) + codec.encode_holder(item.reservation) + outcome
             for item, outcome in zip(settled, outcomes, strict=True)
         ]
         return await self._write(operation, scripts.SETTLE, keys, arguments, [status])
 
     async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
         keys = [reservation.key for reservation in reservations]
-        arguments = [codec.mark_of(reservation) + codec.life_of(2 * reservation.lease) for reservation in reservations]
+        arguments = [codec.encode_holder(item) + codec.encode_life(2 * item.lease) for item in reservations]
         return await self._write("release", scripts.RELEASE, keys, arguments)
 
     async def _write(
@@ -114,10 +114,10 @@ class RecordsInRedis:
         written = [False] * len(keys)
         for part in slices(list(map(len, arguments))):
             with guarded(operation, self._timeout):
-                told = await self._servers.run(script, keys[part], arguments[part], head, self._wait)
-            for places, answers in told:
-                for place, answer in zip(places, answers, strict=True):
-                    written[part.start + place] = bool(answer)
+                runs = await self._servers.run(script, keys[part], arguments[part], head, self._wait)
+            for indexes, answers in runs:
+                for index, answer in zip(indexes, answers, strict=True):
+                    written[part.start + index] = bool(answer)
         return written
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
@@ -138,17 +138,17 @@ class RecordsInRedis:
     async def _read_in_parts(
         self, operation: str, keys: Sequence[str]
     ) -> AsyncIterator[list[tuple[int, IdempotencyRecord | Corrupt | None]]]:
-        """What is under keys, by their indexes, a round trip at a time: results may be large."""
+        """Yield records with the indexes of their keys, one round trip at a time, since results may be large."""
         waiting: Sequence[int] = range(len(keys))
         while waiting:
-            now, later = waiting[:_READ_AT_ONCE], waiting[_READ_AT_ONCE:]
+            batch, later = waiting[:_READ_AT_ONCE], waiting[_READ_AT_ONCE:]
             with guarded(operation, self._timeout):
-                told = await self._servers.run(scripts.READ, [keys[index] for index in now], [])
+                runs = await self._servers.run(scripts.READ, [keys[index] for index in batch], [])
             again: list[int] = []
             part: list[tuple[int, IdempotencyRecord | Corrupt | None]] = []
-            for places, (now_us, *found) in told:
-                for place, raw, life in zip(places, found[::2], found[1::2], strict=True):
-                    index = now[place]
+            for positions, (now_us, *found) in runs:
+                for position, raw, life in zip(positions, found[::2], found[1::2], strict=True):
+                    index = batch[position]
                     if raw == _ASK_AGAIN:
                         again.append(index)
                     else:
@@ -164,11 +164,11 @@ class RecordsInRedis:
         return deleted
 
     async def scan(self, prefix: str) -> AsyncIterator[IdempotencyRecord]:
-        """Every readable record whose key starts with `prefix`, in no order, page by page.
+        """Yield every readable record whose key starts with `prefix`, in no particular order.
 
-        Records that cannot be read are left out: `reserve` and `get` report them.  As with
-        Redis's SCAN, what is written meanwhile may or may not be seen, and a record may be
-        seen twice while the server grows.  So may one that moves within a cluster meanwhile.
+        Records that cannot be read are skipped; `reserve` and `get` report them.  As with SCAN of
+        Redis, records written during the scan may or may not be returned, and a record may be
+        returned twice while the server resizes its table or a slot moves within a cluster.
         """
         async for page in self._survey("scan", prefix, ()):
             for answer in page.found:
@@ -176,19 +176,19 @@ class RecordsInRedis:
                     yield answer
 
     def survey(self, prefix: str, holding: Sequence[str] = ()) -> AsyncIterator[Surveyed]:
-        """As `scan`, page by page, and with the records that cannot be read."""
+        """Yield pages of records like `scan`, including records that cannot be read."""
         return self._survey("survey", prefix, holding)
 
     async def _survey(self, operation: str, prefix: str, holding: Sequence[str]) -> AsyncIterator[Surveyed]:
         async for page in keyspace.pages(self._servers, self._timeout, operation, prefix, holding):
             names = [name for name in map(keyspace.name_of, page.names) if name is not None]
-            keys = [key for key in map(self._servers.key_of, names) if key != self._mark]
+            keys = [key for key in map(self._servers.key_of, names) if key != self._store_id_key]
             async for part in self._read_in_parts(operation, keys):
                 yield Surveyed([answer for _, answer in part if answer is not None], 0)
             yield Surveyed((), page.passed)
 
     async def size(self) -> int | None:
-        """How many keys there are, those of other programs included; `None` where this user may not ask."""
+        """Return the number of keys, including those of other programs; `None` if this user may not run INFO."""
         return await keyspace.size(self._servers, self._timeout)
 
     async def end_leases(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
@@ -197,9 +197,9 @@ class RecordsInRedis:
     async def forget(self, seen: Sequence[IdempotencyRecord]) -> list[bool]:
         return await self._change_seen("forget", b"forget", seen)
 
-    async def _change_seen(self, operation: str, how: bytes, seen: Sequence[IdempotencyRecord]) -> list[bool]:
-        keys, marks = [record.key for record in seen], list(map(codec.seen_of, seen))
-        return await self._write(operation, scripts.SEEN, keys, marks, [how])
+    async def _change_seen(self, operation: str, action: bytes, seen: Sequence[IdempotencyRecord]) -> list[bool]:
+        keys, versions = [record.key for record in seen], list(map(codec.encode_seen, seen))
+        return await self._write(operation, scripts.SEEN, keys, versions, [action])
 
     async def count_active(self, prefix: str) -> int:
         active = 0
@@ -218,46 +218,45 @@ class RecordsInRedis:
     async def ping(self) -> StoreHealth:
         with guarded("ping", self._timeout):
             await self._servers.run(scripts.READ, [], [])
-            return await self._servers.health(self._mark, self._wait)
+            return await self._servers.health(self._store_id_key, self._wait)
 
 
 class RedisIdempotencyRepository(RecordsInRedis):
     """`IdempotencyRepository` on one Redis server and its replicas, found by address or through Sentinels.
 
-    A batch is one `EVALSHA` (per 1 000 keys and 4 MiB of arguments, in order); time is the
-    server's, read once per call.  Every record has an expiry.  Times have a resolution of a
-    millisecond, lengths of time beyond a century are cut.  The record format is in
-    `integr8s_idem.stores.redis.codec`.
+    A batch is one `EVALSHA` (per 1 000 keys and 4 MiB of arguments, in order).  The time is read from the
+    server's clock once per call.  Every record has an expiry.  Times have a resolution of one
+    millisecond; durations are limited to a century.  `integr8s_idem.stores.redis.codec` describes
+    the format of records.
 
-    The client is the caller's: the repository never closes it.  It must answer with bytes
-    (`decode_responses` off).  The server must keep what it is given: `maxmemory-policy
-    noeviction` and some persistence; `ping` says what is missing.
+    The repository never closes the client.  The client must return bytes (`decode_responses` off).  The
+    server must retain the records: set `maxmemory-policy noeviction` and some persistence; `ping` reports
+    what is missing.
 
-    With `wait_replicas`, every write is followed by `WAIT` in the same round trip.  It raises
-    `StoreUnavailableError` unless so many replicas have confirmed it in time.  The write itself stands
-    on the primary then, and reaches the replicas once they are back; it may be repeated, and a
-    repetition finds its own reservation or outcome and waits for the replicas again.  `WAIT` makes a loss in a
-    failover rare, not impossible: replicas have the write in memory, not on disk, and whoever elects the
-    new primary may choose one that has not confirmed.  Replicas that are all asked for leave no such choice,
-    and stop all work when one of them is away.
+    With `wait_replicas`, every write is followed by `WAIT` in the same round trip.  If fewer replicas confirm
+    it in time, the call raises `StoreUnavailableError`.  The write remains on the primary, and reaches the
+    replicas once they are back; you may repeat the call, which finds its own reservation or outcome and waits
+    for the replicas again.  `WAIT` makes losses in a failover rare, not impossible: replicas hold the write
+    in memory, not on disk, and a replica that has not confirmed it may be elected as the new primary.  If you
+    require all replicas, this cannot happen, but one missing replica stops all work.
 
-    An ACL user needs, with `KEY_PREFIX` as in `[idempotency] key_prefix`:
+    An ACL user needs these permissions, with `KEY_PREFIX` from `[idempotency] key_prefix`:
 
         ~KEY_PREFIX:* +evalsha +script|load +get +set +setrange +time +pttl +pexpire
         +scan +getrange +unlink        for scan, count_active and delete
-        +ping +info +config|get        for ping, beside the first line; it says so where info or config is refused
+        +ping +info +config|get        for ping, in addition to the first line; it reports if info or config is refused
         +client|setname +select        for the connections of `redis_client`
 
     and `+wait` for `wait_replicas`.
 
     Args:
-        client: A client of redis-py; `redis_client` and `redis_sentinel_client` make one from settings.
-        timeout: Longest wait for one call, retries of the driver included, before
-            `StoreUnavailableError`.  Longer than `wait_timeout`.
-        key_prefix: As in `[idempotency]`.  `KEY_PREFIX:store-id` names what the server holds: it is written
-            once, has no expiry, and tells `ping` when it is gone.
-        wait_replicas: Replicas that must have each write before it counts; 0 for none.
-        wait_timeout: How long they may take.
+        client: A client of redis-py; `redis_client` and `redis_sentinel_client` create one from settings.
+        timeout: Limit for one call, including retries of the driver, before
+            `StoreUnavailableError`.  Must be longer than `wait_timeout`.
+        key_prefix: As in `[idempotency]`.  The key `KEY_PREFIX:store-id` identifies the data of the server: it is
+            written once and has no expiry, so that `ping` detects the loss of data.
+        wait_replicas: Replicas that must confirm each write; 0 for none.
+        wait_timeout: Limit for their confirmation.
 
     Raises:
         StoreConfigurationError: The client decodes answers.
@@ -273,7 +272,7 @@ class RedisIdempotencyRepository(RecordsInRedis):
         wait_timeout: Duration = timedelta(seconds=1),
     ) -> None:
         if client.connection_pool.connection_kwargs.get("decode_responses"):
-            raise StoreConfigurationError("start", "records are bytes: make the client with decode_responses=False")
+            raise StoreConfigurationError("start", "records are bytes: create the client with decode_responses=False")
         super().__init__(
             OneServer(client), duration(timeout, "timeout"), key_prefix, _wait(wait_replicas, wait_timeout)
         )
@@ -283,18 +282,18 @@ class RedisIdempotencyRepository(RecordsInRedis):
 class RedisClusterIdempotencyRepository(RecordsInRedis):
     """`IdempotencyRepository` on a Redis Cluster.
 
-    As `RedisIdempotencyRepository`, and: records are kept under `{idem:N}KEY`, where N names one of 128
-    buckets, so that a batch is one round trip to each primary that has keys of it, all at once.  Each bucket
-    is asked by a script of its own, at its own moment.  `StoreHealth.identity` changes when any primary has
-    lost what it held, `lineage` when a replica was seen to take a primary's place.  `WAIT` is asked of each
-    primary that was written to: one that falls short fails the whole call.
+    It works like `RedisIdempotencyRepository`, with these differences: records are stored as `{idem:N}KEY`, where
+    N identifies one of 128 buckets, so that a batch is one round trip to each primary involved, all in parallel.
+    The script runs once per bucket, each with its own time.  `StoreHealth.identity` changes when any primary has
+    lost its data, `lineage` when a replica replaced a primary.  `WAIT` is sent to each primary that was
+    written to; if one of them has too few replicas, the whole call fails.
 
-    An ACL user needs `~{idem:*}KEY_PREFIX:*` instead of `~KEY_PREFIX:*`, and `+cluster|slots +asking` beside
-    the rest (before Redis 7: `+cluster`).
+    An ACL user needs `~{idem:*}KEY_PREFIX:*` instead of `~KEY_PREFIX:*`, and `+cluster|slots +asking` in addition
+    to the other permissions (before Redis 7: `+cluster`).
 
     Args:
-        client: `redis_cluster_client` makes one from settings; the repository never closes it.
-        timeout: Longest wait for one call, redirects included.
+        client: `redis_cluster_client` creates one from settings; the repository never closes it.
+        timeout: Limit for one call, including redirects.
         key_prefix, wait_replicas, wait_timeout: As for `RedisIdempotencyRepository`.
     """
 
@@ -320,9 +319,9 @@ async def _headers(client: Redis, names: list[bytes]) -> list[bytes | Exception]
         client, [("GETRANGE", name, 0, codec.HEADER_BYTES - 1) for name in names]
     )
     for header in headers:
-        # One that holds another type is none of ours, and one that is on its way to another server is counted there.
-        passing = isinstance(header, AskError | TryAgainError) or str(header).startswith("WRONGTYPE")
-        if isinstance(header, ResponseError) and not passing:
+        # A key of another type is not a record, and a key that is moving to another server is counted there.
+        is_skipped = isinstance(header, AskError | TryAgainError) or str(header).startswith("WRONGTYPE")
+        if isinstance(header, ResponseError) and not is_skipped:
             raise header
     return headers
 

@@ -1,16 +1,16 @@
--- Ask for many keys at once.
+-- Reserve keys.
 -- KEYS   record keys
--- ARGV   for each key a wish: lease in ms (6 bytes), retention in ms (6), flags (1), fingerprint, trace,
---        checks (8), token (16), owner; see codec.py.  The highest flag says that the attempt runs alone
+-- ARGV   for each key a request: lease in ms (6 bytes), retention in ms (6), flags (1), fingerprint, trace,
+--        checks (8), token (16), owner; see codec.py.  The highest flag means that the attempt runs alone
 -- Answer {now in µs, answer per key}; an answer is
---        0            it was absent and is yours: attempt 1, fence = now
---        1            the key holds another Redis type
---        2            not looked at, this answer is long enough: ask again
---        a string     the record as it stands after this call
+--        0            absent before, now reserved: attempt 1, fence = now
+--        1            the key has another Redis type
+--        2            not read because the answer reached its limit: ask again
+--        a string     the record after this call
 local call, pcall = redis.call, redis.pcall
 local byte, char, sub = string.byte, string.char, string.sub
 local pack, unpack, bxor = struct.pack, struct.unpack, bit.bxor
-local LONG_ENOUGH = 4194304
+local MAX_ANSWER_BYTES = 4194304
 local EXTRAS = {[0] = 0, 16, 24, 40} -- bytes of fingerprint and trace, by the two lowest flags
 
 local time = call('TIME')
@@ -19,13 +19,13 @@ local now = math.floor(now_us / 1000)
 local answers = {now_us}
 local answered = 0
 
--- A header with its check.
+-- Append the check to a header.
 local function checked(header)
   local a, b, c, d, e = unpack('>I4I4I4I4I2', header)
   return header .. pack('>I4', bxor(a, b, c, d, e))
 end
 
--- The CRC-32 of a text whose beginning has the CRC-32 `crc`, and that ends with `text`.
+-- Continue the CRC-32 `crc` of a prefix with `text`.
 local function continued(crc, text)
   crc = bit.bnot(crc)
   for i = 1, #text do
@@ -37,8 +37,8 @@ local function continued(crc, text)
   return bit.bnot(crc)
 end
 
--- What follows the header, with the history of the attempts at its end, if there is one: a byte that UTF-8 does not
--- have, and in decimal the attempts that lapsed, those of them that ran alone, and whether the present one does.
+-- Append the history of attempts, if there is one, to the part after the header: a byte that is not valid in UTF-8,
+-- and in decimal the attempts that lapsed, how many of them ran alone, and whether the current one runs alone.
 local function with_history(body, extras, lapsed, lapsed_alone, alone)
   if lapsed == 0 and alone == 0 then
     return body
@@ -48,9 +48,9 @@ local function with_history(body, extras, lapsed, lapsed_alone, alone)
   return sub(body, 1, extras + 4) .. check .. sub(body, extras + 9) .. history
 end
 
--- The history in a record whose token begins at `mark`.
-local function history_of(record, mark)
-  local at = string.find(record, '\255', mark + 16, true)
+-- Return the history of a record whose token begins at `token_at`.
+local function history_of(record, token_at)
+  local at = string.find(record, '\255', token_at + 16, true)
   if not at then
     return 0, 0, 0
   end
@@ -58,8 +58,8 @@ local function history_of(record, mark)
   return tonumber(lapsed) or 0, tonumber(lapsed_alone) or 0, tonumber(alone) or 0
 end
 
--- The record of somebody who asked before us, changed if it is ours to change.
-local function meet(key, record, wish, lease, retention)
+-- Take over or refresh an existing record if the request may do so, and return the record.
+local function update(key, record, request, lease, retention)
   local format, status, flags, high, low = byte(record, 1, 5)
   if format == 3 then
     return record
@@ -67,38 +67,38 @@ local function meet(key, record, wish, lease, retention)
   if format ~= 2 and format ~= 1 then
     return sub(record, 1, 1)
   end
-  local offered, alone = byte(wish, 13), 0
+  local offered, alone = byte(request, 13), 0
   if offered >= 128 then
     offered, alone = offered - 128, 1
   end
   if status ~= 1 or flags == nil or flags >= 96 or flags % 32 > 3 or low == nil or high + low == 0 then
     return record
   end
-  local checks = format == 2 and 4 or 0 -- bytes of each of its three checks
+  local checks = format == 2 and 4 or 0 -- bytes of each of the three checks
   local extras = 19 + checks
-  if offered % 2 == 1 and flags % 2 == 1 and sub(wish, 14, 29) ~= sub(record, extras, extras + 15) then
+  if offered % 2 == 1 and flags % 2 == 1 and sub(request, 14, 29) ~= sub(record, extras, extras + 15) then
     return record
   end
-  local mark = extras + EXTRAS[flags % 4] + 2 * checks
-  if #record < mark + 15 then
+  local token_at = extras + EXTRAS[flags % 4] + 2 * checks
+  if #record < token_at + 15 then
     return record
   end
-  -- What is damaged must not be written again under a check that holds.
+  -- A damaged record must not be rewritten with a valid check.
   if format == 2 and checked(sub(record, 1, 18)) ~= sub(record, 1, 22) then
     return record
   end
   local lease_until = unpack('>I6', record, 13)
   local token = 22 + EXTRAS[offered % 4]
-  local lapsed, lapsed_alone, was_alone = history_of(record, mark)
+  local lapsed, lapsed_alone, was_alone = history_of(record, token_at)
   local new
-  if lease_until > 0 and sub(record, mark, mark + 15) == sub(wish, token, token + 15) then
-    -- Our own reservation: the answer to an earlier call was lost.
+  if lease_until > 0 and sub(record, token_at, token_at + 15) == sub(request, token, token + 15) then
+    -- The caller's own reservation: the answer to an earlier call was lost.
     if alone == was_alone then
       new = sub(record, 1, 12) .. pack('>I6', now + lease)
       new = format == 2 and checked(new) .. sub(record, 23) or new .. sub(record, 19)
     else
       new = checked('\2\1' .. char(offered + flags - flags % 32) .. sub(record, 4, 12) .. pack('>I6', now + lease))
-      new = new .. with_history(sub(wish, 14), EXTRAS[offered % 4], lapsed, lapsed_alone, alone)
+      new = new .. with_history(sub(request, 14), EXTRAS[offered % 4], lapsed, lapsed_alone, alone)
     end
   elseif lease_until <= now then
     local _, fence = unpack('>HI7', record, 4)
@@ -109,7 +109,7 @@ local function meet(key, record, wish, lease, retention)
     end
     local stamp = pack('>HI7I6', attempt, math.max(fence + 1, now_us), now + lease)
     new = checked('\2\1' .. char(offered + previous) .. stamp)
-    new = new .. with_history(sub(wish, 14), EXTRAS[offered % 4], lapsed, lapsed_alone, alone)
+    new = new .. with_history(sub(request, 14), EXTRAS[offered % 4], lapsed, lapsed_alone, alone)
   else
     return record
   end
@@ -119,32 +119,32 @@ end
 
 local times, lease, retention, stamp, headers
 for i = 1, #KEYS do
-  local key, wish = KEYS[i], ARGV[i]
-  if sub(wish, 1, 12) ~= times then
-    times = sub(wish, 1, 12)
+  local key, request = KEYS[i], ARGV[i]
+  if sub(request, 1, 12) ~= times then
+    times = sub(request, 1, 12)
     lease, retention = unpack('>I6I6', times)
     retention = string.format('%.0f', retention)
     stamp = pack('>HI7I6', 1, now_us, now + lease)
     headers = {}
   end
-  local flags = sub(wish, 13, 13)
+  local flags = sub(request, 13, 13)
   local header = headers[flags]
   if not header then
     header = checked('\2\1' .. char(byte(flags) % 128) .. stamp)
     headers[flags] = header
   end
-  local body = sub(wish, 14)
+  local body = sub(request, 14)
   if byte(flags) >= 128 then
     body = with_history(body, EXTRAS[byte(flags) % 4], 0, 0, 1)
   end
   if call('SET', key, header .. body, 'NX', 'PX', retention) then
     answers[i + 1] = 0
-  elseif answered >= LONG_ENOUGH then
+  elseif answered >= MAX_ANSWER_BYTES then
     answers[i + 1] = 2
   else
     local record = pcall('GET', key)
     if type(record) == 'string' then
-      record = meet(key, record, wish, lease, retention)
+      record = update(key, record, request, lease, retention)
       answered = answered + #record
       answers[i + 1] = record
     elseif string.find(record.err, 'WRONGTYPE', 1, true) then

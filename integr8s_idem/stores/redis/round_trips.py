@@ -1,4 +1,4 @@
-"""Commands in one round trip to one server; the replicas that must have what they wrote; many servers at once."""
+"""Send commands to a server in one round trip, wait for replicas, and call several servers in parallel."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from redis.exceptions import NoScriptError, ResponseError
 from integr8s_idem.stores.redis.errors import TooFewReplicasError
 from integr8s_idem.stores.redis.scripts import LOADS, Command, Script, command_of
 
-Asking = Command | Callable[[], Command]
-"""A command, or what makes one: the next is made while the server is at the one before."""
+CommandSource = Command | Callable[[], Command]
+"""A command, or a function that creates one while the server executes the previous command."""
 
 Address = tuple[str, int]
 """Host and port of a server."""
 
 _CANCEL_SECONDS: Final = 0.1
-"""Between two cancellations of a round trip that goes on after one."""
+"""Pause before a round trip that ignored a cancellation is cancelled again."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWait:
-    """How many replicas must have confirmed a write before it counts, and how long they may take."""
+    """The number of replicas that must confirm a write, and the limit for their confirmation."""
 
     replicas: int
     timeout: timedelta
 
     @property
     def command(self) -> Command:
-        # WAIT takes 0 for ever.
+        # For WAIT, 0 means no limit.
         return ("WAIT", self.replicas, max(self.timeout // timedelta(milliseconds=1), 1))
 
     def check(self, confirmed: object) -> None:
-        """Raises TooFewReplicasError or what the server refused with."""
+        """Raise `TooFewReplicasError` or the refusal of the server unless enough replicas confirmed."""
         if isinstance(confirmed, ResponseError):
             raise confirmed
         if not isinstance(confirmed, int) or confirmed < self.replicas:
             raise TooFewReplicasError(self.replicas, confirmed, self.timeout)
 
 
-async def send(client: Redis, commands: Sequence[Asking], wait: ReplicaWait | None = None) -> list[Any]:
-    """The answer of each command, an error for one that the server refused.
+async def send(client: Redis, commands: Sequence[CommandSource], wait: ReplicaWait | None = None) -> list[Any]:
+    """Send commands and return the answer of each, an error for one that the server refused.
 
-    All go by one connection, and WAIT behind them: it speaks of what its own connection wrote.
+    All commands use one connection, followed by WAIT, which covers the writes of its own connection.
 
     Raises:
-        TooFewReplicasError: Something was executed, and fewer replicas than asked for confirmed it.
+        TooFewReplicasError: A command was executed, and too few replicas confirmed it.
         RedisError: No answer.
     """
     answers = await _exchange(client.connection_pool, commands if wait is None else [*commands, wait.command])
@@ -64,27 +64,27 @@ async def send(client: Redis, commands: Sequence[Asking], wait: ReplicaWait | No
     return answers
 
 
-async def _exchange(pool: Any, commands: Sequence[Asking]) -> list[Any]:
-    """As the driver's own `execute_command` and pipelines, which take twice the time."""
+async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
+    """Send commands over a connection of the pool; `execute_command` and pipelines of the driver take twice as long."""
     connection = await pool.get_connection()
     try:
         answers: list[Any] = await connection.retry.call_with_retry(
-            lambda: _asked(connection, commands), lambda _: connection.disconnect()
+            lambda: _send_all(connection, commands), lambda _: connection.disconnect()
         )
         return answers
     except BaseException:
-        # What was asked and not read yet would be the answer to whoever has the connection next.
+        # The next user of the connection would read the answers that are still unread.
         await connection.disconnect(nowait=True)
         raise
     finally:
         await pool.release(connection)
 
 
-async def _asked(connection: Any, commands: Sequence[Asking]) -> list[Any]:
+async def _send_all(connection: Any, commands: Sequence[CommandSource]) -> list[Any]:
     for command in commands:
         if callable(command):
             await connection.send_packed_command(pack_command(command()))  # type: ignore[arg-type]  # of any length
-            await asyncio.sleep(0)  # uvloop writes when it has its turn
+            await asyncio.sleep(0)  # lets uvloop write
         else:
             await connection.send_packed_command(pack_command(command))  # type: ignore[arg-type]  # of any length
     return [await _answer(connection) for _ in commands]
@@ -100,46 +100,48 @@ async def _answer(connection: Any) -> Any:
 async def run(
     client: Redis, script: Script, keys: Sequence[str], args: Sequence[bytes | int], wait: ReplicaWait | None
 ) -> Any:
-    """The answer of a script on one server, which is given the script if it does not know it."""
+    """Run a script on one server, loading it if the server does not know it."""
     return (await run_all(client, script, [command_of(script, keys, args)], wait))[0]
 
 
-async def run_all(client: Redis, script: Script, commands: Sequence[Asking], wait: ReplicaWait | None) -> list[Any]:
-    """The answers of several runs of a script, in one round trip unless the server does not know it."""
+async def run_all(
+    client: Redis, script: Script, commands: Sequence[CommandSource], wait: ReplicaWait | None
+) -> list[Any]:
+    """Run a script several times, in one round trip unless it must be loaded; return the answers."""
     answers: dict[int, Any] = {}
-    asked: Sequence[int] = range(len(commands))
+    pending: Sequence[int] = range(len(commands))
     for load in range(LOADS + 1):
-        told = await send(client, [commands[place] for place in asked], wait)
-        answers.update(zip(asked, told, strict=True))
-        asked = [place for place in asked if isinstance(answers[place], NoScriptError)]
-        if not asked or load == LOADS:
+        received = await send(client, [commands[index] for index in pending], wait)
+        answers.update(zip(pending, received, strict=True))
+        pending = [index for index in pending if isinstance(answers[index], NoScriptError)]
+        if not pending or load == LOADS:
             break
-        # It may be flushed again between loading and calling; nothing was executed.
+        # Nothing was executed, so retrying is safe; the script may be flushed again before the next call.
         await client.script_load(script.text)
     for answer in answers.values():
         if isinstance(answer, ResponseError):
             raise answer
-    return [answers[place] for place in range(len(commands))]
+    return [answers[index] for index in range(len(commands))]
 
 
-async def all_of(waiting: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they return, once all have ended; nothing of them goes on when this is cancelled.
+async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines in parallel and return their results; on cancellation, cancel them and wait for their end.
 
     Raises:
-        Exception: That of the first that failed.
+        Exception: The first error, after all of them have ended.
     """
-    if len(waiting) == 1:
-        return [await waiting[0]]
-    tasks = [asyncio.ensure_future(one) for one in waiting]
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.wait(tasks)
     finally:
         while pending := [task for task in tasks if not task.done()]:
             for task in pending:
-                # More than once: the driver waits by asyncio.wait_for, which swallows some before Python 3.12.
+                # Repeated, since before Python 3.12 asyncio.wait_for in the driver swallows some cancellations.
                 task.cancel()
             await asyncio.wait(pending, timeout=_CANCEL_SECONDS)
-        # Looked at even where the cancellation is all that is told: an error that nobody has seen is logged.
+        # Retrieve errors even after a cancellation: asyncio logs errors that are never retrieved.
         failed = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
     if failed:
         raise failed[0]

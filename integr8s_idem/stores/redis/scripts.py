@@ -1,4 +1,4 @@
-"""The Lua scripts, one a verb: their texts, and their hashes, by which servers know them."""
+"""The Lua scripts, one per operation, and the hashes by which servers identify them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.resources import files
 from typing import Final
 
 LOADS: Final = 3
-"""Times a script is loaded for one call, before the server is taken for one that keeps none."""
+"""Attempts to load a script for one call before giving up on a server that does not keep it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What it takes and answers is said in its head comment."""
+    """A Lua script; the comment at its top documents keys, arguments and answer."""
 
     text: str
     sha: str
@@ -36,7 +36,7 @@ SEEN: Final = _script("seen")
 SCRIPTS: Final = (RESERVE, SETTLE, RENEW, RELEASE, READ, MARK, SEEN)
 
 Command = tuple[str | bytes | int, ...]
-"""What goes over the wire."""
+"""A command as sent to the server."""
 
 
 def command_of(script: Script, keys: Sequence[str], args: Sequence[bytes | int]) -> Command:

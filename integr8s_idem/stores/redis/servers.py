@@ -1,4 +1,4 @@
-"""Where the records are: what the repository needs of one server, and of a cluster of them."""
+"""The interface of the repository to one server or a cluster, and its implementation for one server."""
 
 from __future__ import annotations
 
@@ -18,38 +18,40 @@ Argument = bytes | int
 T_co = TypeVar("T_co", covariant=True)
 
 AT_ONCE: Final = 125
-"""Keys of one run of a script: while the server is at one, the next is on its way, in the same round trip."""
+"""Keys per run of a script: while the server executes one run, the next is sent, in the same round trip."""
 
 
 class Lazily(Sequence[T_co]):
-    """The arguments of many keys, each made when it is sent."""
+    """A sequence of arguments that are encoded when they are sent."""
 
-    def __init__(self, make: Callable[[Any], T_co], of: Sequence[Any]) -> None:
-        self._make = make
-        self._of = of
+    def __init__(self, encode: Callable[[Any], T_co], items: Sequence[Any]) -> None:
+        self._encode = encode
+        self._items = items
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._items)
 
     @overload
-    def __getitem__(self, place: int) -> T_co: ...
+    def __getitem__(self, index: int) -> T_co: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[T_co]: ...
+    def __getitem__(self, index: slice) -> list[T_co]: ...
 
-    def __getitem__(self, place: int | slice) -> T_co | list[T_co]:
-        return list(map(self._make, self._of[place])) if isinstance(place, slice) else self._make(self._of[place])
+    def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
+        if isinstance(index, slice):
+            return list(map(self._encode, self._items[index]))
+        return self._encode(self._items[index])
 
 
 class Answered(NamedTuple):
-    """What one run of a script answered, and to which keys of the batch, by their indexes."""
+    """The answer of one run of a script, and the indexes of its keys in the batch."""
 
     indexes: Sequence[int]
     answer: list[Any]
 
 
 class Servers(Protocol):
-    """All methods raise what the driver raises, and have no limit of time: `guarded` gives them one."""
+    """One server or a cluster.  All methods raise errors of the driver and have no timeout: wrap them in `guarded`."""
 
     async def run(
         self,
@@ -59,32 +61,32 @@ class Servers(Protocol):
         head: Sequence[Argument] = (),
         wait: ReplicaWait | None = None,
     ) -> list[Answered]:
-        """Run a script on all keys; each run gets `head`, and the arguments of its keys (one each, or none at all)."""
+        """Run a script on all keys; each run receives `head` and the arguments of its keys (one per key, or none)."""
         ...
 
     async def unlink(self, keys: Sequence[str], wait: ReplicaWait | None) -> int:
-        """Forget keys; the number of those that were there."""
+        """Delete keys and return how many of them existed."""
         ...
 
     async def primaries(self) -> list[Redis]:
-        """Every server that has keys, each once."""
+        """Return clients of all primaries."""
         ...
 
     def pattern(self, glob: str) -> str:
-        """What SCAN must look for to find the keys that `glob` matches."""
+        """Return the pattern for SCAN that matches the keys that `glob` matches."""
         ...
 
     def key_of(self, name: str) -> str:
-        """The key that a server calls `name`."""
+        """Return the key of a stored name."""
         ...
 
-    async def health(self, mark: str, wait: ReplicaWait | None) -> StoreHealth:
-        """As `ping` of the store.  `mark`: the key that names what the servers hold."""
+    async def health(self, store_id_key: str, wait: ReplicaWait | None) -> StoreHealth:
+        """Check the servers; `store_id_key` identifies their data."""
         ...
 
 
 class OneServer:
-    """A server, and whatever takes its place."""
+    """A single server, or the current primary of a group."""
 
     def __init__(self, client: Redis) -> None:
         self._client = client
@@ -122,5 +124,5 @@ class OneServer:
     def key_of(self, name: str) -> str:
         return name
 
-    async def health(self, mark: str, wait: ReplicaWait | None) -> StoreHealth:
-        return await Health(wait).of_one(self._client, mark)
+    async def health(self, store_id_key: str, wait: ReplicaWait | None) -> StoreHealth:
+        return await Health(wait).of_one(self._client, store_id_key)

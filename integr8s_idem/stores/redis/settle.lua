@@ -1,8 +1,8 @@
--- Complete or fail many reservations at once.
+-- Complete or fail reservations.
 -- KEYS   record keys
 -- ARGV   the new status (1 byte), then for each key: ttl in ms (6 bytes), fence (7), token (16), flags (1), and
---        what follows fingerprint and trace in the record to be; see codec.py
--- Answer per key: 1 written, or written earlier by the same reservation; 0 no longer ours, or gone
+--        everything after fingerprint and trace in the new record; see codec.py
+-- Answer per key: 1 if written, now or earlier by the same reservation; 0 if taken over or gone
 local call, pcall = redis.call, redis.pcall
 local byte, char, sub = string.byte, string.char, string.sub
 local pack, unpack, bxor = struct.pack, struct.unpack, bit.bxor
@@ -31,19 +31,19 @@ for i = 1, #KEYS do
       local extras = EXTRAS[kept]
       local fence = sub(record, 6, 12)
       if fence .. sub(record, 31 + extras, 46 + extras) == sub(outcome, 7, 29) then
-        local later = math.min(math.max(now - math.floor(unpack('>I7', fence) / 1000), 0), LONGEST)
-        local new = '\3' .. char(code * 32 + kept + byte(outcome, 30)) .. sub(record, 4, 12) .. pack('>I5', later)
+        local elapsed = math.min(math.max(now - math.floor(unpack('>I7', fence) / 1000), 0), LONGEST)
+        local new = '\3' .. char(code * 32 + kept + byte(outcome, 30)) .. sub(record, 4, 12) .. pack('>I5', elapsed)
         local a, b, c, d, e, check = unpack('>I4I4I4I4I2I4', record)
         local n, o, p, q = unpack('>I4I4I4I4', new)
-        -- The old header's check stays in the new one: what does not hold now will not hold then.
+        -- Derive the new check from the old one, so that a damaged header remains detectable.
         check = bxor(check, a, b, c, d, e, n, o, p, q, (unpack('>I4', record, 23 + extras)))
         call('SET', key, new .. pack('>I4', check) .. sub(record, 23, 22 + extras) .. sub(outcome, 31), 'PX', ttl)
         answer = 1
       end
     elseif format == 3 and math.floor(was / 32) == code and sub(record, 5, 11) == sub(outcome, 7, 13)
       or format == 2 and was == code and sub(record, 6, 12) == sub(outcome, 7, 13) then
-      -- The fence names the reservation: settled records keep no token.
-      -- Written once more, as it is: WAIT speaks only of what its own connection wrote.
+      -- The fence identifies the reservation, since settled records have no token.
+      -- Write the same byte again, because WAIT covers only writes of its own connection.
       call('SETRANGE', key, 0, char(format))
       answer = 1
     end

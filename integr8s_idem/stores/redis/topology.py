@@ -1,4 +1,4 @@
-"""Which server of a Redis Cluster has which bucket, as the servers tell it."""
+"""The servers of a Redis Cluster and the buckets they own."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Topology:
     """The clients of a cluster's servers, and the owners of its buckets.
 
     Args:
-        seeds: Servers to ask first; the others are learned from them.
-        make: A client for an address.
-        ask_seconds: Longest wait for one server before another one is asked.
+        seeds: Servers to ask first; the others are discovered from them.
+        make: Creates the client for an address.
+        ask_seconds: Limit for one server before the next one is asked.
     """
 
     def __init__(self, seeds: Sequence[Address], make: Callable[[Address], Redis], ask_seconds: float) -> None:
@@ -36,7 +36,7 @@ class Topology:
         self._asking = asyncio.Lock()
 
     def client(self, address: Address) -> Redis:
-        """Kept until the end: a client without connections costs little, and closing one would cut off its callers."""
+        """Return the client for an address; it stays open, since closing it would cut off its callers."""
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = self._make(address)
@@ -48,19 +48,24 @@ class Topology:
             await client.aclose()
 
     def forget(self) -> None:
-        """Ask anew before the next use."""
+        """Ask for the topology again before the next use."""
         self._fresh = False
 
     def moved(self, bucket: int, owner: Address) -> None:
-        """A server told who has this bucket.
+        """Record the owner of a bucket from a redirect.
 
-        That is newer than what another one would tell, so none is asked: each bucket that has moved costs
-        one redirect, once.
+        A redirect is more recent than the answer of another server, so no server is asked: each moved bucket
+        costs a single redirect.
         """
         self._owners[bucket] = owner
 
     async def owner(self, bucket: int) -> Address:
-        """Raises ClusterDownError if nobody has it, and what the driver raises if no server answers."""
+        """Return the owner of a bucket.
+
+        Raises:
+            ClusterDownError: The bucket has no owner.
+            RedisError: No server answers.
+        """
         if not self._fresh:
             await self._refresh()
         owner = self._owners[bucket]
@@ -69,7 +74,7 @@ class Topology:
         return owner
 
     async def primaries(self) -> list[Address]:
-        """The servers that have buckets, each once."""
+        """Return the servers that own buckets."""
         await self.owner(0)
         return list(dict.fromkeys(owner for owner in self._owners if owner is not None))
 
@@ -82,10 +87,10 @@ class Topology:
             self._owners, self._known, self._fresh = owners, known, True
 
     async def _ask(self) -> tuple[list[Any], Address]:
-        """What some server says, and which.  One that hangs costs its share of the time; one that refuses, nothing."""
+        """Return the answer of the first server that knows the topology, and its address."""
         refused: Exception | None = None
         known = [address for address in self._known if address not in self._seeds]
-        # In any order: the one that was asked last may be the one that knows nothing new.
+        # In random order, so that a server with outdated knowledge is not always asked first.
         for address in random.sample(self._seeds, len(self._seeds)) + random.sample(known, len(known)):
             try:
                 async with asyncio.timeout(self._ask_seconds):
@@ -103,7 +108,7 @@ class Topology:
 
 
 def _read(ranges: list[Any], asked: Address) -> tuple[list[Address | None], list[Address]]:
-    """Owners by bucket, and all servers, from CLUSTER SLOTS: [[first, last, [host, port, …] of the primary, …], …]."""
+    """Parse CLUSTER SLOTS, [[first, last, [host, port, …] of the primary, …], …], into owners by bucket and servers."""
     owners: list[Address | None] = [None] * len(BUCKET_SLOTS)
     known: dict[Address, None] = {}
     for first, last, *servers in ranges:
@@ -115,7 +120,7 @@ def _read(ranges: list[Any], asked: Address) -> tuple[list[Address | None], list
     return owners, list(known)
 
 
-def address_of(host: bytes | str | None, port: int, told_by: Address) -> Address:
-    """An address as a server told it: one that does not know its own is where it was asked."""
+def address_of(host: bytes | str | None, port: int, source: Address) -> Address:
+    """Return a reported address; a server that does not know its own host is reachable at `source`."""
     name = host.decode() if isinstance(host, bytes) else host or ""
-    return (told_by[0] if name in _UNKNOWN_HOST else name), int(port)
+    return (source[0] if name in _UNKNOWN_HOST else name), int(port)

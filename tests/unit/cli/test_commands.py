@@ -65,7 +65,7 @@ def test_valid_settings_are_ok_and_warnings_are_listed() -> None:
     assert answer.exit_code == 0
     assert answer.stdout.splitlines() == [
         "settings.toml: ok",
-        '  warning  store.kind  = "memory" is of one process: it forgets all at exit, and knows nothing of other '
+        '  warning  store.kind  = "memory" is local to one process: records are lost on exit and hidden from other '
         "processes",
     ]
 
@@ -80,7 +80,7 @@ def test_mistakes_are_printed_on_stderr_with_status_2() -> None:
     assert answer.stderr.splitlines() == [
         "settings.toml: 2 mistakes",
         "  kafka.client_idd  unknown setting; did you mean client_id?",
-        '  store.url         "x" is no Redis URL; write redis://x/0',
+        '  store.url         "x" is not a Redis URL; write redis://x/0',
         "Read more: integr8s-idem errors SettingsError",
     ]
 
@@ -105,7 +105,7 @@ def test_the_sections_of_an_application_are_checked_with_app() -> None:
     alone, together = typed("settings", "check"), typed("settings", "check", "--app", "cli_shop:platform")
 
     assert "[shop]: not checked" in alone.stderr
-    assert together.stderr.splitlines()[1:-1] == ["  shop.currency  must be text, not 1"]
+    assert together.stderr.splitlines()[1:-1] == ["  shop.currency  must be a string, not 1"]
 
 
 def test_the_example_contains_the_sections_of_an_application() -> None:
@@ -155,7 +155,7 @@ def test_a_misspelled_service_is_reported_with_the_other_mistakes() -> None:
     answer = typed("settings", "check", "--app", "cli_shop:platform")
 
     assert answer.exit_code == 2
-    assert "services.biling  is no service of this application; did you mean services.billing?" in answer.stderr
+    assert "services.biling  is not a service of this application; did you mean services.billing?" in answer.stderr
     assert "kafka.client_id" in answer.stderr
 
 

@@ -192,7 +192,7 @@ def test_warnings_about_settings_are_logged_at_start(capsys: pytest.CaptureFixtu
 
     run(options(), FakeGroup())
 
-    assert "services.shipping is no service of this application: nothing reads it" in capsys.readouterr().out
+    assert "services.shipping is not a service of this application: it is ignored" in capsys.readouterr().out
 
 
 def test_on_a_terminal_text_lines_are_logged_above_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Settings that contradict each other are refused; those that surprise are warned of."""
+"""Contradictory settings are rejected; risky ones cause warnings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LONG = {"default_ttl_seconds": 691_200}
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No settings of this machine."""
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the settings of this machine."""
     for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
         monkeypatch.delenv(name)
 
 
-def made(**tables: Any) -> Settings:
-    """Settings from tables as a file has them."""
+def settings_from(**tables: Any) -> Settings:
+    """Create settings from the tables of a file."""
     return Settings.model_validate(tables)
 
 
@@ -44,79 +44,79 @@ def made(**tables: Any) -> Settings:
         (
             {"services": {"a": {"drain_timeout_seconds": 61.5}}},
             "services.a.drain_timeout_seconds",
-            "= 61.5 exceeds kafka.rebalance_timeout_seconds = 60: the group would go on without a worker that still "
-            "finishes its handlers; lower the first or raise the second",
+            "= 61.5 exceeds kafka.rebalance_timeout_seconds = 60: the group would continue without a worker whose "
+            "handlers are still running; lower the first or raise the second",
         ),
         (
             {"services": {"a": {"retry_initial_seconds": 31}}},
             "services.a.retry_initial_seconds",
-            "= 31 exceeds services.a.retry_max_seconds = 30: the first pause would be longer than the longest; "
+            "= 31 exceeds services.a.retry_max_seconds = 30: the first pause would exceed the maximum; "
             "lower the first or raise the second",
         ),
         (
             {"kafka": {"heartbeat_interval_seconds": 16}},
             "kafka.heartbeat_interval_seconds",
-            "= 16 exceeds a third of kafka.session_timeout_seconds = 45: two lost heartbeats would end the worker's "
-            "membership; lower the first or raise the second",
+            "= 16 exceeds a third of kafka.session_timeout_seconds = 45: two lost heartbeats would end "
+            "membership in the group; lower the first or raise the second",
         ),
         (
             {"kafka": {"request_timeout_seconds": 60}},
             "kafka.request_timeout_seconds",
-            "= 60 equals kafka.rebalance_timeout_seconds = 60: a rebalance would not wait for the commit of what was "
-            "handled; lower the first or raise the second",
+            "= 60 equals kafka.rebalance_timeout_seconds = 60: a rebalance would not wait for a slow "
+            "commit; lower the first or raise the second",
         ),
         (
             {"store": {"timeout_seconds": 10}, "idempotency": {"processing_timeout_seconds": 30}},
             "store.timeout_seconds",
-            "= 10 is not below a third of idempotency.processing_timeout_seconds = 30: one renewal without an answer "
+            "= 10 is not below a third of idempotency.processing_timeout_seconds = 30: one unanswered renewal "
             "would lose the lease; lower the first or raise the second",
         ),
         (
             {"idempotency": {"default_ttl_seconds": 299}},
             "idempotency.default_ttl_seconds",
-            "= 299 is less than idempotency.processing_timeout_seconds = 300: an outcome would be forgotten before a "
-            "duplicate has waited for it; raise the first or lower the second",
+            "= 299 is less than idempotency.processing_timeout_seconds = 300: an outcome could expire while a "
+            "duplicate waits for it; raise the first or lower the second",
         ),
         (
             {"kafka": {"security_protocol": "SASL_SSL", "sasl_username": "us"}},
             "kafka.sasl_password",
-            'must be given with security_protocol = "SASL_SSL"',
+            'must be set with security_protocol = "SASL_SSL"',
         ),
         (
             {"store": {"url": "redis://:x@h/0", "password": "x"}},
             "store.password",
-            "is given twice: store.url holds a password as well; take it out of the url",
+            "is set twice: store.url also contains a password; remove it from the URL",
         ),
         (
             {"store": {"tls_cert_file": "cert.pem"}},
             "store.tls_key_file",
-            "must be given beside store.tls_cert_file",
+            "must be set together with store.tls_cert_file",
         ),
         (
             {"store": {"kind": "redis-cluster", "urls": ["redis://:x@h", "redis://i"], "password": "x"}},
             "store.password",
-            "is given twice: store.urls holds a password as well; take it out of the url",
+            "is set twice: store.urls also contains a password; remove it from the URL",
         ),
         (
             {"store": {"kind": "redis-sentinel", "tls_key_file": "key.pem"}},
             "store.tls_cert_file",
-            "must be given beside store.tls_key_file",
+            "must be set together with store.tls_key_file",
         ),
         (
             {"store": {"kind": "mysql", "tls": True, "tls_cert_file": "cert.pem"}},
             "store.tls_key_file",
-            "must be given beside store.tls_cert_file",
+            "must be set together with store.tls_cert_file",
         ),
         (
             {"store": {"wait_replicas": 1, "wait_timeout_seconds": 2}},
             "store.wait_timeout_seconds",
-            "= 2 equals store.timeout_seconds = 2: a call would end before the replicas have had their time; "
+            "= 2 equals store.timeout_seconds = 2: calls would time out before the replicas do; "
             "lower the first or raise the second",
         ),
         (
             {"services": {"k8s-worker": {}, "k8s_worker": {}}},
             "services.k8s_worker",
-            "is taken for services.k8s-worker in the environment; rename one",
+            "has the same environment variables as services.k8s-worker; rename one",
         ),
         (
             {"telemetry": {"spans": "otlp"}},
@@ -125,8 +125,8 @@ def made(**tables: Any) -> Settings:
         ),
     ],
 )
-def test_a_contradiction_names_both_settings_and_what_to_do(tables: dict[str, Any], path: str, message: str) -> None:
-    found = {mistake.path: mistake.message for mistake in check_settings(made(**tables))}
+def test_a_contradiction_names_both_settings_and_the_remedy(tables: dict[str, Any], path: str, message: str) -> None:
+    found = {mistake.path: mistake.message for mistake in check_settings(settings_from(**tables))}
 
     assert found == {path: message}
 
@@ -144,13 +144,13 @@ def test_a_contradiction_names_both_settings_and_what_to_do(tables: dict[str, An
         {"store": {"kind": "memory"}, "idempotency": {"processing_timeout_seconds": 0.1}},
     ],
 )
-def test_settings_at_their_bounds_are_fine(tables: dict[str, Any]) -> None:
-    assert check_settings(made(**tables)) == []
+def test_settings_at_their_limits_are_valid(tables: dict[str, Any]) -> None:
+    assert check_settings(settings_from(**tables)) == []
 
 
 @pytest.mark.scenario(97)
-def test_contradictions_are_said_at_once() -> None:
-    settings = made(
+def test_all_contradictions_are_reported() -> None:
+    settings = settings_from(
         idempotency={"processing_timeout_seconds": 5},
         services={"a": {"handler_timeout_seconds": 6}, "b": {"drain_timeout_seconds": 70}},
         store={"timeout_seconds": 2},
@@ -188,8 +188,8 @@ def test_contradictions_are_said_at_once() -> None:
         ),
     ],
 )
-def test_what_may_surprise_is_a_warning_and_no_refusal(tables: dict[str, Any], path: str) -> None:
-    settings = made(**({"idempotency": LONG} | tables))
+def test_a_risky_setting_causes_a_warning_only(tables: dict[str, Any], path: str) -> None:
+    settings = settings_from(**({"idempotency": LONG} | tables))
 
     [warning] = settings_warnings(settings)
     assert warning.path == path
@@ -199,21 +199,21 @@ def test_what_may_surprise_is_a_warning_and_no_refusal(tables: dict[str, Any], p
 
 
 @pytest.mark.scenario(98)
-def test_a_ttl_below_the_seven_days_that_topics_keep_events_by_default_is_warned_of() -> None:
-    [warning] = settings_warnings(made(idempotency={"default_ttl_seconds": 604_799}))
+def test_a_ttl_below_the_default_retention_of_topics_causes_a_warning() -> None:
+    [warning] = settings_warnings(settings_from(idempotency={"default_ttl_seconds": 604_799}))
 
     assert warning.path == "idempotency.default_ttl_seconds"
     assert "a replay of older events runs them again" in warning.message
 
 
 @pytest.mark.scenario(98)
-def test_settings_that_outlive_the_topics_give_no_warning() -> None:
-    assert settings_warnings(made(idempotency={"default_ttl_seconds": 604_800})) == []
+def test_a_ttl_of_the_default_retention_of_topics_causes_no_warning() -> None:
+    assert settings_warnings(settings_from(idempotency={"default_ttl_seconds": 604_800})) == []
 
 
-def test_results_that_an_item_of_dynamodb_cannot_hold_are_warned_of_where_they_are_asked_for() -> None:
+def test_a_result_limit_above_the_item_size_of_dynamodb_causes_a_warning() -> None:
     def warned(**idempotency: object) -> list[str]:
-        settings = made(idempotency=LONG | idempotency, store={"kind": "dynamodb"})
+        settings = settings_from(idempotency=LONG | idempotency, store={"kind": "dynamodb"})
         return [warning.path for warning in settings_warnings(settings)]
 
     assert warned(max_result_size_bytes=407_553) == ["idempotency.max_result_size_bytes"]
@@ -222,27 +222,27 @@ def test_results_that_an_item_of_dynamodb_cannot_hold_are_warned_of_where_they_a
     assert warned() == []
 
 
-def test_a_section_of_a_service_that_the_application_has_not_is_a_warning() -> None:
-    settings = made(idempotency=LONG, services={"biling": {}, "k8s_worker": {}, "audit": {}})
+def test_a_section_of_an_unknown_service_causes_a_warning() -> None:
+    settings = settings_from(idempotency=LONG, services={"biling": {}, "k8s_worker": {}, "audit": {}})
 
     warnings = settings_warnings(settings, ["billing", "k8s-worker"])
 
     assert {warning.path: warning.message for warning in warnings} == {
-        "services.biling": "is no service of this application: nothing reads it; did you mean services.billing?",
-        "services.audit": "is no service of this application: nothing reads it; known are billing, k8s-worker",
+        "services.biling": "is not a service of this application: it is ignored; did you mean services.billing?",
+        "services.audit": "is not a service of this application: it is ignored; known services: billing, k8s-worker",
     }
 
 
 @pytest.mark.parametrize("given", ["redis://a:1, redis://b:2", ["redis://a:1", "redis://b:2"]])
-def test_the_servers_of_a_cluster_are_a_list_or_one_text(given: object) -> None:
-    store = made(store={"kind": "redis-cluster", "urls": given}).store
+def test_cluster_urls_are_a_list_or_a_comma_separated_string(given: object) -> None:
+    store = settings_from(store={"kind": "redis-cluster", "urls": given}).store
 
     assert isinstance(store, RedisClusterStoreSettings)
     assert store.urls == ("redis://a:1", "redis://b:2")
 
 
-def test_a_sentinel_has_the_usual_port_if_none_is_given() -> None:
-    store = made(store={"kind": "redis-sentinel", "sentinels": ["a", "b:1", "[::1]"]}).store
+def test_a_sentinel_without_port_has_the_default_port() -> None:
+    store = settings_from(store={"kind": "redis-sentinel", "sentinels": ["a", "b:1", "[::1]"]}).store
 
     assert isinstance(store, RedisSentinelStoreSettings)
     assert store.sentinels == ("a:26379", "b:1", "[::1]:26379")

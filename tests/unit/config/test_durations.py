@@ -1,4 +1,4 @@
-"""Durations are given as a `timedelta` or as seconds, wherever the library takes one."""
+"""All durations of the public API accept a `timedelta` or seconds."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_seconds_and_timedeltas_are_durations(value: Any, expected: timedelta | 
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, timedelta(seconds=-1), math.nan, math.inf, 1e300, "60", True])
-def test_anything_else_is_refused_with_what_to_write(value: Any) -> None:
-    with pytest.raises(ApplicationError, match=r"ttl takes a timedelta of zero or more, or a number of seconds"):
+def test_other_values_are_rejected_with_an_example(value: Any) -> None:
+    with pytest.raises(ApplicationError, match=r"ttl must be a non-negative timedelta or number of seconds"):
         duration(value, "ttl")
 
 
@@ -64,7 +64,7 @@ async def kept_for(manager: IdempotencyManager, key: str) -> timedelta:
 
 
 @pytest.mark.parametrize("ttl", [600, 600.0, timedelta(minutes=10)])
-async def test_a_ttl_in_seconds_is_how_long_the_outcome_is_remembered(ttl: Any) -> None:
+async def test_a_ttl_in_seconds_sets_how_long_the_outcome_is_kept(ttl: Any) -> None:
     here = guarded()
 
     await here.manager.run("order:1", work, ttl=ttl)
@@ -72,7 +72,7 @@ async def test_a_ttl_in_seconds_is_how_long_the_outcome_is_remembered(ttl: Any) 
     assert await kept_for(here.manager, "order:1") == timedelta(minutes=10)
 
 
-async def test_every_verb_of_the_manager_takes_seconds() -> None:
+async def test_all_methods_of_the_manager_accept_seconds() -> None:
     manager = guarded().manager
     verdicts = await manager.acquire_batch(["order:1", "order:2", "order:3", "order:4"])
     first, second, third, fourth = cast(Any, list(verdicts.values()))
@@ -94,24 +94,24 @@ async def test_a_wait_in_seconds_ends(longest: float) -> None:
         await manager.run("order:1", work, on_in_progress="wait", wait_timeout=longest)
 
 
-async def test_a_decorated_function_takes_seconds() -> None:
+async def test_the_decorator_accepts_seconds() -> None:
     manager = guarded().manager
-    under_way, may_end = asyncio.Event(), asyncio.Event()
+    started, may_end = asyncio.Event(), asyncio.Event()
 
     @idempotent(key="refund:{order_id}", ttl=600, lock_timeout=0, manager=manager)
     async def refund(order_id: str) -> None:
-        under_way.set()
+        started.set()
         await may_end.wait()
 
     first = asyncio.create_task(refund("1"))
-    await under_way.wait()
+    await started.wait()
     with pytest.raises(IdempotencyConflictError):
         await refund("1")
     may_end.set()
     await first
 
 
-def test_classes_and_loops_take_seconds() -> None:
+def test_classes_and_loops_accept_seconds() -> None:
     manager = guarded().manager
     router = EventRouter()
     router.on_batch(OrderPlaced, max_wait=0.5, name="charge")(cast(Any, lambda events: work()))
@@ -129,7 +129,7 @@ def test_classes_and_loops_take_seconds() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-async def test_the_result_of_a_call_in_place_of_the_function_is_refused_before_anything_runs() -> None:
+async def test_passing_a_coroutine_instead_of_the_function_is_rejected() -> None:
     here = guarded()
     ran: list[str] = []
 
@@ -144,7 +144,7 @@ async def test_the_result_of_a_call_in_place_of_the_function_is_refused_before_a
 
 
 @pytest.mark.parametrize("on_failure", ["retry", "block"])
-async def test_a_function_that_returns_what_cannot_be_awaited_leaves_its_key_released(on_failure: Any) -> None:
+async def test_a_function_without_an_awaitable_result_releases_its_key(on_failure: Any) -> None:
     manager = guarded().manager
 
     def charge() -> str:

@@ -1,4 +1,4 @@
-"""What is wrong with settings is said at once, in plain words, without secrets."""
+"""All mistakes in settings are reported at once, with suggestions and without secrets."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ KINDS = '"redis", "redis-cluster", "redis-sentinel", "postgresql", "sqlite", "my
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No settings of this machine, and an empty working directory."""
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Remove the settings of this machine, and change to an empty working directory."""
     for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
 
 def mistakes(text: str = "", settings_type: type[Settings] = Settings) -> dict[str, str]:
-    """What is wrong with a file of this text: messages by path."""
+    """Return the mistakes in a file with this text: messages by path."""
     Path("settings.toml").write_text(text, encoding="utf-8")
     with pytest.raises(SettingsError) as caught:
         load_settings(settings_type=settings_type)
@@ -39,22 +39,22 @@ def mistakes(text: str = "", settings_type: type[Settings] = Settings) -> dict[s
 
 
 @pytest.mark.parametrize("share", [0.009, 1e-300])
-def test_a_share_for_isolated_runs_that_would_keep_them_waiting_for_days_is_refused(share: float) -> None:
+def test_an_isolation_share_below_a_hundredth_is_rejected(share: float) -> None:
     found = mistakes(f"[services.billing]\nisolation_share = {share}")
 
     assert found.keys() == {"services.billing.isolation_share"}
-    assert "give 0, or from 0.01 to 1" in found["services.billing.isolation_share"]
+    assert "set 0, or a value from 0.01 to 1" in found["services.billing.isolation_share"]
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 1])
-def test_isolated_runs_have_no_share_or_enough(share: float) -> None:
+def test_an_isolation_share_of_zero_or_at_least_a_hundredth_is_accepted(share: float) -> None:
     Path("settings.toml").write_text(f"[services.billing]\nisolation_share = {share}", encoding="utf-8")
 
     assert load_settings().service("billing").isolation_share == share
 
 
 @pytest.mark.scenario(96)
-def test_every_mistake_is_said_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     found = mistakes(
         "[store]\nurl = 'localhost:6379'\n"
         "[idempotency]\nprocessing_timeout_seconds = 30\ndefault_ttl_secnds = 9\n"
@@ -62,7 +62,7 @@ def test_every_mistake_is_said_at_once() -> None:
     )
 
     assert found == {
-        "store.url": '"localhost:6379" is no Redis URL; write redis://localhost:6379/0',
+        "store.url": '"localhost:6379" is not a Redis URL; write redis://localhost:6379/0',
         "idempotency.default_ttl_secnds": "unknown setting; did you mean default_ttl_seconds?",
         "services.billing.handler_timeout_seconds": "= 60 exceeds idempotency.processing_timeout_seconds = 30: "
         "another worker would take over a handler that is still running; lower the first or raise the second",
@@ -106,18 +106,18 @@ def test_every_mistake_is_said_at_once() -> None:
         ),
         ('idempotency.on_failure = "x"', "idempotency.on_failure", 'must be "retry" or "block", not "x"'),
         ('idempotency.hash_keys = "maybe"', "idempotency.hash_keys", 'must be true or false, not "maybe"'),
-        ('kafka.bootstrap_servers = ["a:1"]', "kafka.bootstrap_servers", "must be text, not a list"),
+        ('kafka.bootstrap_servers = ["a:1"]', "kafka.bootstrap_servers", "must be a string, not a list"),
         (
             'services.a.topics = "orders"',
             "services.a.topics",
-            'must be a list of texts with at least one in it, not "orders"',
+            'must be a list of strings with at least one item, not "orders"',
         ),
         (
             "services.a.topics = []",
             "services.a.topics",
-            "must be a list of texts with at least one in it, not an empty one",
+            "must be a list of strings with at least one item, not an empty list",
         ),
-        ('kafka = "localhost"', "kafka", "must be a table of settings, not text"),
+        ('kafka = "localhost"', "kafka", "must be a table of settings, not a string"),
         (
             'store.kind = "oracle"',
             "store.kind",
@@ -127,74 +127,73 @@ def test_every_mistake_is_said_at_once() -> None:
         (
             'kafka.bootstrap_servers = "kafka://a:1"',
             "kafka.bootstrap_servers",
-            '"kafka://a:1" is no broker; write host:port, as in a:1',
+            '"kafka://a:1" is not a broker address; write host:port, as in a:1',
         ),
         (
             'kafka.bootstrap_servers = "a:b"',
             "kafka.bootstrap_servers",
-            '"a:b" is no broker; write host:port, as in a:9092',
+            '"a:b" is not a broker address; write host:port, as in a:9092',
         ),
         (
             'services.a.topics = ["a b"]',
             "services.a.topics",
-            'each must be text that matches ^[A-Za-z0-9._-]{1,249}$, not "a b"',
+            'each must be a string that matches ^[A-Za-z0-9._-]{1,249}$, not "a b"',
         ),
         (
             'telemetry.otlp_endpoint = "localhost:4317"',
             "telemetry.otlp_endpoint",
-            '"localhost:4317" is no URL of a collector; write http://localhost:4317',
+            '"localhost:4317" is not a collector URL; write http://localhost:4317',
         ),
         (
             'store.url = "redis://h:6379/sessions"',
             "store.url",
-            '"redis://h:6379/sessions" names the database "sessions", which is no number; write redis://h:6379/0',
+            '"redis://h:6379/sessions" names the database "sessions", which is not a number; write redis://h:6379/0',
         ),
         (
             'store.url = "redis://h:port/0"',
             "store.url",
-            "has a host or port that cannot be read; write redis://localhost:6379/0",
+            "has an invalid host or port; write redis://localhost:6379/0",
         ),
         (
             'store.kind = "redis-cluster"\nstore.urls = ["redis://h:1", "unix:///run/redis.sock"]',
             "store.urls",
-            "has a socket in it, where a Redis Cluster has none; write redis://localhost:6379",
+            "contains a socket, but a Redis Cluster is reached over TCP; write redis://localhost:6379",
         ),
         (
             'store.kind = "redis-cluster"\nstore.urls = "redis://h:1/3"',
             "store.urls",
-            '"redis://h:1/3" names a database, of which a Redis Cluster has one; leave it out',
+            '"redis://h:1/3" names a database, but a Redis Cluster has only one; remove it',
         ),
         (
             'store.kind = "redis-sentinel"\nstore.sentinels = ["redis://h:1/0"]',
             "store.sentinels",
-            '"redis://h:1/0" is no address of a Sentinel; write h:26379',
+            '"redis://h:1/0" is not a Sentinel address; write h:26379',
         ),
         (
             "store.kind = 'postgresql'\nstore.url = 'postgresql://h/d?sslmode=require'",
             "store.url",
-            'has the option "sslmode", of which nothing is known here; take it out: TLS is store.tls = true, '
-            "with store.tls_ca_file for a certificate of your own",
+            'has the option "sslmode", which is not supported; remove it: set store.tls = true for TLS, '
+            "with store.tls_ca_file for a custom CA",
         ),
         (
             "store.kind = 'mysql'\nstore.url = 'mysql://h/d?connect_timeout=3'",
             "store.url",
-            'has the option "connect_timeout", of which nothing is known here; take it out; '
-            "known: unix_socket, user, password",
+            'has the option "connect_timeout", which is not supported; remove it; known: unix_socket, user, password',
         ),
-        ("store.password = 5551234", "store.password", "must be text"),
+        ("store.password = 5551234", "store.password", "must be a string"),
         ("concurrency = 3", "concurrency", "unknown setting; did you mean services.<name>.concurrency?"),
         ("kafka.xyz = 3\nstore.kind = 'memory'", "kafka.xyz", "unknown setting"),
-        ("store.kind = 'memory'\nstore.ur = 'x'", "store.ur", "unknown setting; known here: kind"),
-        ("store.kind = 'memory'\nstore.url = 'x'", "store.url", 'does not go with kind = "memory"; take it out'),
+        ("store.kind = 'memory'\nstore.ur = 'x'", "store.ur", "unknown setting; known settings: kind"),
+        ("store.kind = 'memory'\nstore.url = 'x'", "store.url", 'cannot be used with kind = "memory"; remove it'),
         (
             '[store]\nkind = "postgresql"\nurl = "postgresql://u:hunter2@db:5432"',
             "store.url",
-            '"postgresql://***@db:5432" names no database; write postgresql://db:5432/postgres',
+            '"postgresql://***@db:5432" does not name a database; write postgresql://db:5432/postgres',
         ),
         (
             '[store]\nkind = "mysql"\nurl = "mariadb://db/?charset=utf8mb4"',
             "store.url",
-            '"mariadb://db/?charset=utf8mb4" names no database; write mariadb://db/idempotency',
+            '"mariadb://db/?charset=utf8mb4" does not name a database; write mariadb://db/idempotency',
         ),
         (
             '[store]\nkind = "mysql"\nlock_timeout_seconds = 0.5',
@@ -203,7 +202,7 @@ def test_every_mistake_is_said_at_once() -> None:
         ),
     ],
 )
-def test_a_mistake_says_what_to_write(text: str, path: str, message: str) -> None:
+def test_a_mistake_suggests_a_correction(text: str, path: str, message: str) -> None:
     assert mistakes(text) == {path: message}
 
 
@@ -221,20 +220,20 @@ def test_a_mistake_in_the_environment_names_the_variable(monkeypatch: pytest.Mon
     }
 
 
-def test_a_setting_set_below_another_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_below_a_scalar_setting_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTEGR8S_IDEM_KAFKA__CLIENT_ID__X", "1")
 
-    assert mistakes() == {"kafka.client_id": "must be text, not a table"}
+    assert mistakes() == {"kafka.client_id": "must be a string, not a table"}
 
 
-def test_a_contradiction_that_rests_on_a_mistake_is_not_said() -> None:
-    """The lease is not 300: it is unknown."""
+def test_a_contradiction_that_involves_a_mistake_is_not_reported() -> None:
+    """The lease is unknown, not its default."""
     found = mistakes('idempotency.processing_timeout_seconds = "5min"\nservices.a.handler_timeout_seconds = 400')
 
     assert list(found) == ["idempotency.processing_timeout_seconds"]
 
 
-def test_a_contradiction_that_rests_on_a_misspelled_setting_is_not_said() -> None:
+def test_a_contradiction_that_involves_a_misspelled_setting_is_not_reported() -> None:
     found = mistakes("idempotency.processing_timout_seconds = 900\nservices.a.handler_timeout_seconds = 400")
 
     assert list(found) == ["idempotency.processing_timout_seconds"]
@@ -248,13 +247,13 @@ def test_a_contradiction_that_rests_on_a_misspelled_setting_is_not_said() -> Non
         ("services.a.concurrency = 0", ["services.a.concurrency"]),
     ],
 )
-def test_a_mistake_hides_no_other(text: str, paths: list[str]) -> None:
+def test_a_mistake_does_not_hide_others(text: str, paths: list[str]) -> None:
     found = mistakes(f"{text}\nservices.a.retry_initial_seconds = 60")
 
     assert sorted(found) == sorted([*paths, "services.a.retry_initial_seconds"])
 
 
-def test_a_setting_that_is_missing_in_an_application_hides_no_contradiction_of_ours() -> None:
+def test_a_missing_setting_of_the_application_does_not_hide_contradictions() -> None:
     class Shop(Section):
         currency: str
 
@@ -273,7 +272,7 @@ def test_a_misspelled_service_in_the_environment_names_the_variable(monkeypatch:
         load_settings(services=["billing"])
 
     assert [mistake.message for mistake in caught.value.mistakes] == [
-        "is no service of this application; did you mean services.billing? "
+        "is not a service of this application; did you mean services.billing? "
         "(set by INTEGR8S_IDEM_SERVICES__BILING__CONCURRENCY)"
     ]
 
@@ -282,7 +281,7 @@ def test_a_misspelled_service_in_the_environment_names_the_variable(monkeypatch:
     "text",
     ["[services.audit]", "[services.billing-eu]", "[services.k8s-worker-2]", "[services.billing]\n[services.biling]"],
 )
-def test_sections_of_other_applications_in_a_shared_file_are_no_mistakes(text: str) -> None:
+def test_sections_of_other_applications_in_a_shared_file_are_accepted(text: str) -> None:
     Path("settings.toml").write_text(text)
 
     load_settings(services=["billing", "k8s-worker-1"])
@@ -326,7 +325,7 @@ def test_no_error_shows_a_secret(text: str) -> None:
 
 
 @pytest.mark.scenario(104)
-def test_settings_made_by_hand_show_no_secret_either() -> None:
+def test_errors_of_settings_created_directly_show_no_secret() -> None:
     with pytest.raises(ValidationError) as caught:
         Settings.model_validate({"store": {"password": [SECRET]}})
 
@@ -346,7 +345,7 @@ def test_a_message_of_an_applications_validator_does_not_show_its_secret() -> No
     assert mistakes(f'vault.key = "{SECRET}"', VaultSettings) == {"vault.key": "*** is too short"}
 
 
-def test_a_setting_that_must_be_given_says_what_it_is() -> None:
+def test_a_missing_required_setting_is_reported_with_its_type() -> None:
     class Shop(Section):
         currency: str
         rate_seconds: float
@@ -355,40 +354,40 @@ def test_a_setting_that_must_be_given_says_what_it_is() -> None:
         shop: Shop
 
     assert mistakes("[shop]\nrate_seconds = 'x'", ShopSettings) == {
-        "shop.currency": "must be given: text",
+        "shop.currency": "must be set: a string",
         "shop.rate_seconds": 'must be a number of seconds, not "x"',
     }
-    assert mistakes("", ShopSettings) == {"shop": "must be given: a table of settings"}
+    assert mistakes("", ShopSettings) == {"shop": "must be set: a table of settings"}
 
 
 @pytest.mark.parametrize(
     ("text", "path", "message"),
     [
-        ('path = "x.db"', "store.path", 'does not go with kind = "redis", the default; write kind = "sqlite"'),
+        ('path = "x.db"', "store.path", 'cannot be used with kind = "redis", the default; write kind = "sqlite"'),
         (
             'master_name = "x"',
             "store.master_name",
-            'does not go with kind = "redis", the default; write kind = "redis-sentinel"',
+            'cannot be used with kind = "redis", the default; write kind = "redis-sentinel"',
         ),
         (
             'url = "postgresql://u:x@h/db"',
             "store.url",
-            '"postgresql://***@h/db" is no Redis URL; write kind = "postgresql"',
+            '"postgresql://***@h/db" is not a Redis URL; write kind = "postgresql"',
         ),
-        ('url = "mariadb://h/db"', "store.url", '"mariadb://h/db" is no Redis URL; write kind = "mysql"'),
+        ('url = "mariadb://h/db"', "store.url", '"mariadb://h/db" is not a Redis URL; write kind = "mysql"'),
         (
             'url = "sqlite:///x.db"',
             "store.url",
-            '"sqlite:///x.db" is no Redis URL; write kind = "sqlite" and path = "x.db" in place of the url',
+            '"sqlite:///x.db" is not a Redis URL; write kind = "sqlite" and path = "x.db" instead of url',
         ),
         (
             'kind = "postgresql"\nurl = "redis://h/0"',
             "store.url",
-            '"redis://h/0" is no PostgreSQL URL; write kind = "redis"',
+            '"redis://h/0" is not a PostgreSQL URL; write kind = "redis"',
         ),
     ],
 )
-def test_settings_without_their_kind_say_which_one_to_write(text: str, path: str, message: str) -> None:
+def test_settings_of_another_kind_of_store_suggest_that_kind(text: str, path: str, message: str) -> None:
     assert mistakes(f"[store]\n{text}") == {path: message}
 
 
@@ -400,18 +399,18 @@ def test_settings_without_their_kind_say_which_one_to_write(text: str, path: str
         ('kind = "mariadb"\nurl = "mysql://h/d"', "mariadb", "mysql"),
     ],
 )
-def test_a_kind_that_is_nearly_one_is_the_only_mistake(text: str, kind: str, meant: str) -> None:
+def test_a_misspelled_kind_is_the_only_mistake(text: str, kind: str, meant: str) -> None:
     assert mistakes(f"[store]\n{text}") == {"store.kind": f'must be {KINDS}, not "{kind}"; did you mean "{meant}"?'}
 
 
-def test_beside_a_kind_that_is_nearly_one_settings_are_those_of_the_one_meant() -> None:
+def test_settings_next_to_a_misspelled_kind_are_validated_as_the_kind_that_was_meant() -> None:
     found = mistakes('[store]\nkind = "postgres"\nurl = "redis://h"\npath = "x"')
 
-    assert found["store.path"] == 'does not go with kind = "postgresql"; take it out'
-    assert found["store.url"].startswith('"redis://h" is no PostgreSQL URL')
+    assert found["store.path"] == 'cannot be used with kind = "postgresql"; remove it'
+    assert found["store.url"].startswith('"redis://h" is not a PostgreSQL URL')
 
 
-def test_beside_a_kind_that_is_none_nothing_is_judged_by_another() -> None:
+def test_settings_next_to_an_unknown_kind_are_not_validated_as_another_kind() -> None:
     assert list(mistakes('[store]\nkind = "oracle"\nurl = "oracle://h"\npath = "x"')) == ["store.kind"]
 
 
@@ -429,15 +428,15 @@ def test_a_setting_of_several_types_is_one_mistake() -> None:
 @pytest.mark.parametrize(
     ("content", "shown"),
     [
-        (b"[kafka]\nclient_id = x\n", "line 2, column 13  is no TOML: invalid value; texts stand in quotes"),
-        (b'[kafka]\nclient_id = "x\n', "line 2, column 15  is no TOML: "),
-        (b"[kafka\n", "line 1, column 7  is no TOML: "),
-        (b"[kafka]\nclient_id = ", "line 2  is no TOML: the file ends where a value should stand"),
-        (b'[kafka]\nclient_id = """\n\n', "line 2  is no TOML: the file ends too early: unterminated string"),
-        (b"[kafka]\nclient_id = '\xff'\n", "line 2  holds bytes that are no UTF-8 text; save the file as UTF-8"),
+        (b"[kafka]\nclient_id = x\n", "line 2, column 13  is not valid TOML: invalid value; put strings in quotes"),
+        (b'[kafka]\nclient_id = "x\n', "line 2, column 15  is not valid TOML: "),
+        (b"[kafka\n", "line 1, column 7  is not valid TOML: "),
+        (b"[kafka]\nclient_id = ", "line 2  is not valid TOML: the file ends where a value is expected"),
+        (b'[kafka]\nclient_id = """\n\n', "line 2  is not valid TOML: the file ends too early: unterminated string"),
+        (b"[kafka]\nclient_id = '\xff'\n", "line 2  contains bytes that are not valid UTF-8; save the file as UTF-8"),
     ],
 )
-def test_a_file_that_is_no_toml_says_where(content: bytes, shown: str) -> None:
+def test_invalid_toml_is_reported_with_its_position(content: bytes, shown: str) -> None:
     Path("settings.toml").write_bytes(content)
 
     with pytest.raises(SettingsError, match=re.escape(f"settings.toml: 1 mistake\n  {shown}")):
@@ -445,21 +444,21 @@ def test_a_file_that_is_no_toml_says_where(content: bytes, shown: str) -> None:
 
 
 @pytest.mark.parametrize("endless", [True, False])
-def test_a_file_that_no_settings_can_fill_is_refused_and_not_read(tmp_path: Path, endless: bool) -> None:
+def test_a_file_that_is_too_large_is_rejected_without_reading_all_of_it(tmp_path: Path, endless: bool) -> None:
     dump = tmp_path / "dump"
     with dump.open("wb") as file:
         file.truncate(LARGEST_FILE + 1)
 
-    with pytest.raises(SettingsError, match="is larger than 1000000 bytes, which no settings are"):
+    with pytest.raises(SettingsError, match="is larger than 1000000 bytes, the limit for settings"):
         load_settings(Path("/dev/zero") if endless else dump)
 
 
-def test_a_file_that_is_not_there_says_how_to_write_one() -> None:
+def test_a_missing_file_is_reported_with_the_command_that_creates_one() -> None:
     with pytest.raises(SettingsError, match=r"does not exist; write one: integr8s-idem settings example > prod\.toml"):
         load_settings(Path("prod.toml"))
 
 
-def test_a_folder_in_place_of_a_file_says_so(tmp_path: Path) -> None:
+def test_a_folder_instead_of_a_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read: Is a directory"):
         load_settings(tmp_path)
 
@@ -470,28 +469,32 @@ def test_a_folder_in_place_of_a_file_says_so(tmp_path: Path) -> None:
     [
         ("x = " + "[" * 100_000, "file", "is nested too deeply"),
         ("x = " + "{a = " * 5_000, "file", "is nested too deeply"),
-        ("x = " + "9" * 5_000, "file", "holds a number of more digits than can be read"),
+        ("x = " + "9" * 5_000, "file", "contains a number with too many digits"),
         (
             "services.a.max_attempts = 0x" + "f" * 5_000,
             "services.a.max_attempts",
-            "must be a whole number of at most 2147483647, not one of 20000 bits",
+            "must be a whole number of at most 2147483647, not a 20000-bit number",
         ),
         (
             "kafka.session_timeout_seconds = 1" + "0" * 400,
             "kafka.session_timeout_seconds",
-            "must be a number of seconds of at most 2147483, not one of 1329 bits",
+            "must be a number of seconds of at most 2147483, not a 1329-bit number",
         ),
         (
             "store.kind = 0x" + "f" * 5_000,
             "store.kind",
-            f"must be {KINDS}, not one of 20000 bits",
+            f"must be {KINDS}, not a 20000-bit number",
         ),
-        ('store.url = "redis://h\\u0000/0"', "store.url", "has spaces or characters that cannot be seen; write"),
-        ('telemetry.otlp_endpoint = "http://h\\u202e"', "telemetry.otlp_endpoint", "has spaces or characters that"),
+        ('store.url = "redis://h\\u0000/0"', "store.url", "contains spaces or invisible characters; write"),
+        (
+            'telemetry.otlp_endpoint = "http://h\\u202e"',
+            "telemetry.otlp_endpoint",
+            "contains spaces or invisible characters",
+        ),
     ],
     ids=["lists", "tables", "digits", "hexadecimal", "seconds", "kind", "zero byte", "right to left"],
 )
-def test_a_hostile_file_is_one_mistake_and_no_traceback(content: str, path: str, message: str) -> None:
+def test_a_hostile_file_is_reported_as_one_mistake(content: str, path: str, message: str) -> None:
     found = mistakes(content)
 
     assert list(found) == [path]
@@ -510,9 +513,9 @@ def test_a_hostile_file_is_one_mistake_and_no_traceback(content: str, path: str,
         ("KAFKA__X\udcff", "1"),
         ("SECRETS_DIR", "/nowhere/\udcff"),
     ],
-    ids=["deep", "twice", "digits", "no utf-8", "escape", "name", "folder"],
+    ids=["deep", "duplicate", "digits", "invalid utf-8", "escape", "name", "folder"],
 )
-def test_a_hostile_variable_is_a_mistake_that_can_be_printed(
+def test_a_hostile_variable_is_reported_as_a_printable_mistake(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(f"INTEGR8S_IDEM_{name}", value)
@@ -525,7 +528,7 @@ def test_a_hostile_variable_is_a_mistake_that_can_be_printed(
 
 
 @pytest.mark.scenario(96)
-def test_names_of_any_kind_are_shown_in_one_short_line() -> None:
+def test_arbitrary_names_are_shown_on_one_short_line() -> None:
     text = '"\\u202e" = 1\n"a\\nb" = 1\n' + "x" * 100_000 + " = 1"
 
     shown = list(mistakes(text))
@@ -534,10 +537,10 @@ def test_names_of_any_kind_are_shown_in_one_short_line() -> None:
     assert len(shown[2]) == 201
 
 
-def test_three_thousand_mistakes_are_said_in_no_time() -> None:
-    began = time.thread_time()
+def test_three_thousand_mistakes_are_reported_quickly() -> None:
+    started = time.thread_time()
 
     found = mistakes("\n".join(f"k{number} = 1" for number in range(3_000)))
 
     assert len(found) == 3_000
-    assert time.thread_time() - began < 5
+    assert time.thread_time() - started < 5

@@ -126,7 +126,7 @@ async def test_a_lease_that_an_operator_ends_costs_one_attempt_and_the_error_say
     assert isinstance(store, MemoryIdempotencyRepository)
     assert await store.end_leases([await here.record()]) == [True]
 
-    with pytest.raises(LeaseLostError, match=r"held it as ours no more\. An operator ended its lease"):
+    with pytest.raises(LeaseLostError, match=r"the store refused to renew it\. An operator ended its lease"):
         await running
 
     assert asyncio.get_running_loop().time() <= LEASE / 2

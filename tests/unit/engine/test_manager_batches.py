@@ -163,5 +163,5 @@ async def test_what_is_no_batch_of_ours_is_refused_by_name() -> None:
         await here.manager.confirm_batch(verdicts.values())  # type: ignore[arg-type]
     with pytest.raises(ApplicationError, match=r"release_batch takes what acquire_batch has Reserved.*InProgress"):
         await here.manager.release_batch(verdicts.values())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="named by their places"):
+    with pytest.raises(TypeError, match="failures must be a mapping"):
         PartialFailureError(["no stock"])  # type: ignore[arg-type]

@@ -293,7 +293,7 @@ async def test_runs_side_by_side_in_one_task_group_wait_for_each_other() -> None
 @pytest.mark.parametrize("key", ["", None, 7, b"order:1"])
 @virtual_time
 async def test_what_is_no_key_is_refused(key: object) -> None:
-    with pytest.raises(InvalidKeyError, match="a key is a string"):
+    with pytest.raises(InvalidKeyError, match="a key must be a non-empty string"):
         await guarded().manager.run(key, Job())  # type: ignore[arg-type]
 
 

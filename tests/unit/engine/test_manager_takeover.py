@@ -55,7 +55,7 @@ async def test_crashes_count_as_attempts_until_nobody_tries_again() -> None:
     for _ in range(3):
         await crash(here)
 
-    with pytest.raises(CrashedTooOftenError, match="3 runs ended without a word"):
+    with pytest.raises(CrashedTooOftenError, match="3 runs ended without an outcome"):
         await here.manager.run("order:1", job)
 
     assert job.runs == 0
@@ -79,7 +79,7 @@ async def test_a_lease_lost_before_the_handler_started_is_not_blamed_on_the_hand
         await giving_up
 
     assert job.runs == 0
-    assert "ended before the work did" in str(lost.value)
+    assert "ended before the work was finished" in str(lost.value)
     assert "handler ran" not in str(lost.value)
     assert "No result was stored" in str(lost.value)
 
@@ -144,7 +144,9 @@ async def test_a_stalled_run_that_was_taken_over_loses_its_lease_at_completion()
 
     second = asyncio.create_task(here.manager.run("order:1", Job(result="second", seconds=20)))
 
-    with pytest.raises(LeaseLostError, match=r"lease of 30 s ended before the work did, and billing-7 took over"):
+    with pytest.raises(
+        LeaseLostError, match=r"lease of 30 s ended before the work was finished, and billing-7 took over"
+    ):
         await running
     assert await second == "second"
     assert stalled.observer.counts[Signal.RESERVATION_LOST] == 1

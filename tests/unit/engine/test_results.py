@@ -197,7 +197,9 @@ async def test_a_result_that_no_longer_fits_is_an_error_that_says_the_work_is_do
 
     await here.manager.run("order:1", old)
 
-    with pytest.raises(ResultDecodeError, match=r"of order:1 does not fit Receipt: paid: Field required\. The work is"):
+    with pytest.raises(
+        ResultDecodeError, match=r"of order:1 does not match Receipt: paid: Field required\. The work is"
+    ):
         await here.manager.run("order:1", new)
 
 

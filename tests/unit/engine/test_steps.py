@@ -188,7 +188,7 @@ async def test_a_step_at_most_once_that_died_in_its_midst_is_not_done_again_and_
         await steps.run("one", half, once="at_most_once")
 
     await first.runs_until_it_dies(unit)
-    with pytest.raises(StepInterruptedError, match="step one of order:1 was begun by an earlier run"):
+    with pytest.raises(StepInterruptedError, match="step one of order:1 was started by an earlier run"):
         await second.unit(unit)
     with pytest.raises(PreviouslyFailedError, match="StepInterruptedError"):
         await third.unit(unit)
@@ -484,7 +484,7 @@ async def test_misuse_is_told() -> None:
         await process.unit(lambda steps: steps.run("", effects.reserve, "1"), "order:2")
     with pytest.raises(ApplicationError, match="is no async function"):
         await process.unit(lambda steps: steps.run("plain", plain, "1"), "order:3")  # type: ignore[arg-type]
-    with pytest.raises(ApplicationError, match="once is 'at_least_once' or 'at_most_once', not 'twice'"):
+    with pytest.raises(ApplicationError, match="once must be 'at_least_once' or 'at_most_once', not 'twice'"):
         await process.unit(lambda steps: steps.run("x", effects.reserve, "1", once="twice"), "order:4")  # type: ignore[arg-type]
     with pytest.raises(ApplicationError, match="hand over the function itself, as in"):
         await process.unit(lambda steps: steps.run("x", effects.reserve("1")), "order:5")  # type: ignore[arg-type]

@@ -31,10 +31,10 @@ async def _named(name: str) -> str:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"ttl": "500"}, "ttl takes a timedelta of zero or more"),
-        ({"lock_timeout": timedelta(seconds=-5)}, "lock_timeout takes a timedelta of zero or more"),
+        ({"ttl": "500"}, "ttl must be a non-negative timedelta"),
+        ({"lock_timeout": timedelta(seconds=-5)}, "lock_timeout must be a non-negative timedelta"),
         ({"ttl": timedelta(seconds=1), "manager": plain_manager()}, "shorter than the lease"),
-        ({"on_failure": "blokc"}, "on_failure is 'retry' or 'block', not 'blokc'"),
+        ({"on_failure": "blokc"}, "on_failure must be 'retry' or 'block', not 'blokc'"),
         ({"re_execute_on_read": True, "on_failure": "block"}, "remembers no outcome"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -114,7 +114,7 @@ def test_two_classes_may_not_share_an_event_type() -> None:
 def test_a_handler_of_no_event_or_of_one_without_type_is_refused() -> None:
     with pytest.raises(ApplicationError, match="at least one event"):
         EventRouter().on()
-    with pytest.raises(ApplicationError, match="pins no event_type"):
+    with pytest.raises(ApplicationError, match="does not define event_type"):
         EventRouter().on(BaseEvent)(nothing)
 
 

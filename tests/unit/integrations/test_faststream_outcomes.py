@@ -343,7 +343,7 @@ async def test_without_a_taker_a_message_without_a_key_and_a_reused_key_come_aga
     assert shop.settled == ["NackMessage", "ack", "NackMessage"]
     nameless, reused = _errors(caplog)
     assert "has no header event_id to make a key of. Read more" in nameless
-    assert "Give each payload an id of its own" in reused  # the sentence, not what `repr` shows
+    assert "Give each payload its own id" in reused  # the sentence, not what `repr` shows
 
 
 async def test_without_a_taker_a_batch_with_a_message_that_cannot_be_done_comes_again_and_the_others_are_done() -> None:

@@ -77,5 +77,5 @@ async def test_the_health_of_the_memory_store_warns_about_lost_records() -> None
     health = await store.ping()
 
     assert health.kind == "memory"
-    assert "lost at its exit" in health.warnings[0]
+    assert "lost when it exits" in health.warnings[0]
     assert isinstance(store, IdempotencyRepository)

@@ -54,7 +54,7 @@ _FENCES = st.integers(0, 2**53 - 1)
 
 def processing(request: ReserveRequest, attempt: int = 1, fence: int = NOW_US, previous: int = 0) -> bytes:
     """Return a record as reserve.lua writes it."""
-    encoded = codec.wish_of(request)
+    encoded = codec.encode_request(request)
     header = bytes((2, codec.PROCESSING, encoded[0] + previous)) + attempt.to_bytes(2, "big") + fence.to_bytes(7, "big")
     return checked(header + (NOW_MS + 30_000).to_bytes(6, "big")) + encoded[1:]
 
@@ -95,7 +95,7 @@ def test_a_duplicate_sees_the_owner_of_a_reservation(request: ReserveRequest, at
 def test_a_result_is_decoded_completely(request: ReserveRequest, result: StoredResult | None, dropped: bool) -> None:
     completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result, result_dropped=dropped)
 
-    raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+    raw = settled(codec.COMPLETED, processing(request), codec.encode_completion(completion))
     verdict = codec.verdict_of(duplicate_of(request), raw, NOW_US)
 
     assert isinstance(verdict, Completed)
@@ -107,7 +107,7 @@ def test_a_result_is_decoded_completely(request: ReserveRequest, result: StoredR
 def test_an_error_is_decoded_completely(request: ReserveRequest, error: str) -> None:
     failure = Failure(reservation=reservation_of(request), ttl=LEASE, error=error)
 
-    raw = settled(codec.FAILED, processing(request), codec.outcome_of_failure(failure))
+    raw = settled(codec.FAILED, processing(request), codec.encode_failure(failure))
     verdict = codec.verdict_of(duplicate_of(request), raw, NOW_US)
 
     assert isinstance(verdict, Failed)
@@ -133,8 +133,8 @@ def test_arbitrary_bytes_decode_to_a_verdict_without_an_exception(raw: bytes) ->
 @given(request=_REQUESTS, result=_RESULTS, error=_ANY_TEXT)
 def test_a_flipped_bit_makes_a_record_corrupt(request: ReserveRequest, result: StoredResult | None, error: str) -> None:
     reserved = reservation_of(request)
-    outcome = codec.outcome_of_completion(Completion(reservation=reserved, ttl=LEASE, result=result))
-    failure = codec.outcome_of_failure(Failure(reservation=reserved, ttl=LEASE, error=error))
+    outcome = codec.encode_completion(Completion(reservation=reserved, ttl=LEASE, result=result))
+    failure = codec.encode_failure(Failure(reservation=reserved, ttl=LEASE, error=error))
     held = processing(request)
 
     for record in (held, settled(codec.COMPLETED, held, outcome), settled(codec.FAILED, held, failure)):
@@ -156,8 +156,8 @@ def test_a_flipped_bit_never_makes_a_settled_record_active(
     request: ReserveRequest, result: StoredResult | None, error: str
 ) -> None:
     reserved, held = reservation_of(request), processing(request)
-    done = codec.outcome_of_completion(Completion(reservation=reserved, ttl=LEASE, result=result))
-    given_up = codec.outcome_of_failure(Failure(reservation=reserved, ttl=LEASE, error=error))
+    done = codec.encode_completion(Completion(reservation=reserved, ttl=LEASE, result=result))
+    given_up = codec.encode_failure(Failure(reservation=reserved, ttl=LEASE, error=error))
 
     for record in (settled(codec.COMPLETED, held, done), settled(codec.FAILED, held, given_up)):
         assert not any(codec.holds_lease(raw, NOW_MS) for raw in flips(record))
@@ -172,7 +172,7 @@ def test_a_truncated_or_extended_record_is_corrupt(
     request: ReserveRequest, result: StoredResult | None, cut: int, extra: bytes
 ) -> None:
     completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result)
-    raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+    raw = settled(codec.COMPLETED, processing(request), codec.encode_completion(completion))
 
     for damaged in (raw[:-cut], raw + extra):
         assert isinstance(codec.verdict_of(duplicate_of(request), damaged, NOW_US), Corrupt)
@@ -185,7 +185,7 @@ def test_records_of_earlier_formats_are_readable(
 ) -> None:
     held = processing(request, attempt)
     completion = Completion(reservation=reservation_of(request), ttl=LEASE, result=result)
-    done = settled(codec.COMPLETED, held, codec.outcome_of_completion(completion))
+    done = settled(codec.COMPLETED, held, codec.encode_completion(completion))
 
     for current, earlier in ((held, held), (done, settled_earlier(done))):
         for raw in (earlier, unchecked(earlier)):
@@ -209,31 +209,31 @@ def test_a_damaged_record_decodes_to_a_verdict_without_an_exception(
 def test_a_corrupt_record_is_reported_with_its_reason() -> None:
     good = processing(ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE))
     result = Completion(reservation=RESERVED, ttl=LEASE, result=StoredResult(b"r", "a/b"))
-    done = settled(codec.COMPLETED, good, codec.outcome_of_completion(result))
+    done = settled(codec.COMPLETED, good, codec.encode_completion(result))
     # Without checksums, which would otherwise detect the damage first.
     bare = unchecked(good)
     reasons = {
         b"": "it is empty",
         b'{"status": 1}': "it was written by another program",
-        b"\4" + good[1:]: "its format 4 is newer than this version reads (3)",
+        b"\4" + good[1:]: "its format 4 is newer than this version supports (3)",
         done[:9]: "it ends after 9 bytes",
         b"\3" + good[1:]: "its status is 0",
         done[:1] + b"\x20" + done[2:]: "its status is 1",
         done[:1] + b"\x64" + done[2:]: "its header is damaged",
-        done[:1] + b"\x48" + done[2:]: "it has 29 bytes, and its header says 20",
+        done[:1] + b"\x48" + done[2:]: "it has 29 bytes, but its header says 20",
         done[:2] + b"\0\0" + done[4:]: "its header is damaged",
-        done[:3] + b"\7" + done[4:]: "it is damaged: a check does not match",
-        done[:-1] + b"x": "it is damaged: a check does not match",
-        done[:1] + b"\x40" + done[2:]: "it has 29 bytes, and its header says 20",
+        done[:3] + b"\7" + done[4:]: "it is damaged: a checksum does not match",
+        done[:-1] + b"x": "it is damaged: a checksum does not match",
+        done[:1] + b"\x40" + done[2:]: "it has 29 bytes, but its header says 20",
         good[:9]: "it ends after 9 bytes",
         good[:40]: "it ends after 40 bytes",
         good[:1] + b"\7" + good[2:]: "its status is 7",
         good[:3] + b"\0\0" + good[5:]: "its header is damaged",
-        good[:4] + b"\7" + good[5:]: "it is damaged: a check does not match",
-        good + b"x": "it is damaged: a check does not match",
+        good[:4] + b"\7" + good[5:]: "it is damaged: a checksum does not match",
+        good + b"x": "it is damaged: a checksum does not match",
         bare[:1] + b"\2\4" + bare[3:18] + b"text/plain": "its result has no content type",
         bare[:1] + b"\2\0" + bare[3:18] + b"x": "it is longer than its header says",
-        bare[:1] + b"\3\0" + bare[3:18] + b"\xff": "its error is no UTF-8",
+        bare[:1] + b"\3\0" + bare[3:18] + b"\xff": "its error is not valid UTF-8",
     }
 
     request = ReserveRequest(key="k", token=b"u" * 16, lease=LEASE, retention=LEASE)
@@ -258,7 +258,7 @@ def test_a_completed_record_with_fingerprint_and_trace_takes_60_bytes() -> None:
     )
     completion = Completion(reservation=reservation_of(request), ttl=LEASE)
 
-    raw = settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+    raw = settled(codec.COMPLETED, processing(request), codec.encode_completion(completion))
 
     assert len(raw) == 60
 
@@ -272,7 +272,7 @@ def test_parts_with_a_wrong_length_are_refused(part: dict[str, Any]) -> None:
     request = replace(ReserveRequest(key="k", token=b"t" * 16, lease=LEASE, retention=LEASE), **part)
 
     with pytest.raises(ValueError, match="bytes"):
-        codec.wish_of(request)
+        codec.encode_request(request)
 
 
 def test_a_content_type_with_a_zero_byte_is_refused() -> None:
@@ -280,7 +280,7 @@ def test_a_content_type_with_a_zero_byte_is_refused() -> None:
     completion = Completion(reservation=reserved, ttl=LEASE, result=StoredResult(b"", "text/\0"))
 
     with pytest.raises(ValueError, match="content type"):
-        codec.outcome_of_completion(completion)
+        codec.encode_completion(completion)
 
 
 def test_durations_fit_into_six_bytes() -> None:
@@ -305,7 +305,7 @@ def test_a_null_result_takes_no_bytes_and_differs_from_no_result() -> None:
     no_result = Completion(reservation=RESERVED, ttl=LEASE)
 
     with_null, without = (
-        settled(codec.COMPLETED, processing(request), codec.outcome_of_completion(completion))
+        settled(codec.COMPLETED, processing(request), codec.encode_completion(completion))
         for completion in (null, no_result)
     )
 

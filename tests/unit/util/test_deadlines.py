@@ -1,4 +1,4 @@
-"""Deadlines: as `asyncio.timeout`, and one timer for all of an event loop."""
+"""Deadlines behave like `asyncio.timeout`, with one timer per event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def now() -> float:
 
 
 @virtual_time
-async def test_what_runs_late_is_cancelled_in_time_and_raises_an_error() -> None:
+async def test_a_block_that_exceeds_its_deadline_is_cancelled_with_a_timeout_error() -> None:
     with pytest.raises(TimeoutError) as raised, Deadline(now() + 2) as deadline:
         await asyncio.sleep(10)
 
@@ -36,7 +36,7 @@ async def test_what_runs_late_is_cancelled_in_time_and_raises_an_error() -> None
 
 
 @virtual_time
-async def test_what_ends_in_time_is_left_alone() -> None:
+async def test_a_block_that_ends_in_time_is_not_cancelled() -> None:
     with Deadline(now() + 2) as deadline:
         await asyncio.sleep(1)
 
@@ -45,7 +45,7 @@ async def test_what_ends_in_time_is_left_alone() -> None:
 
 
 @virtual_time
-async def test_one_that_is_over_already_cancels_at_the_first_wait() -> None:
+async def test_a_deadline_in_the_past_cancels_at_the_first_await() -> None:
     with pytest.raises(TimeoutError), Deadline(now() - 1):
         await asyncio.sleep(10)
 
@@ -53,7 +53,7 @@ async def test_one_that_is_over_already_cancels_at_the_first_wait() -> None:
 
 
 @virtual_time
-async def test_no_limit_is_no_limit_until_one_is_set() -> None:
+async def test_a_block_without_a_deadline_can_get_one_later() -> None:
     async def set_late(deadline: Deadline) -> None:
         await asyncio.sleep(100)
         deadline.reschedule(now() + 1)
@@ -67,7 +67,7 @@ async def test_no_limit_is_no_limit_until_one_is_set() -> None:
 
 @pytest.mark.parametrize(("moved_to", "ends_at"), [(3.0, 3.0), (0.5, 0.5), (None, 10.0), (-1.0, 0.0)])
 @virtual_time
-async def test_a_deadline_that_is_moved_counts_where_it_is_then(moved_to: float | None, ends_at: float) -> None:
+async def test_a_rescheduled_deadline_expires_at_its_new_time(moved_to: float | None, ends_at: float) -> None:
     expired = False
     try:
         with Deadline(2.0) as deadline:
@@ -81,7 +81,7 @@ async def test_a_deadline_that_is_moved_counts_where_it_is_then(moved_to: float 
 
 
 @virtual_time
-async def test_one_that_has_expired_cannot_be_taken_back() -> None:
+async def test_an_expired_deadline_cannot_be_rescheduled() -> None:
     async def stubborn(deadline: Deadline) -> None:
         try:
             await asyncio.sleep(10)
@@ -94,7 +94,7 @@ async def test_one_that_has_expired_cannot_be_taken_back() -> None:
 
 
 @virtual_time
-async def test_one_that_is_moved_after_its_block_cancels_nothing() -> None:
+async def test_rescheduling_after_the_block_cancels_nothing() -> None:
     with Deadline(1.0) as deadline:
         pass
     deadline.reschedule(2.0)
@@ -103,7 +103,7 @@ async def test_one_that_is_moved_after_its_block_cancels_nothing() -> None:
 
 
 @virtual_time
-async def test_an_error_of_the_work_and_a_cancellation_by_others_go_on_as_they_are() -> None:
+async def test_other_errors_and_cancellations_propagate_unchanged() -> None:
     with pytest.raises(ValueError, match="mine"), Deadline(1.0):
         raise ValueError("mine")
 
@@ -119,7 +119,7 @@ async def test_an_error_of_the_work_and_a_cancellation_by_others_go_on_as_they_a
 
 
 @virtual_time
-async def test_a_cancellation_by_others_at_the_same_moment_wins() -> None:
+async def test_another_cancellation_at_the_same_time_takes_precedence() -> None:
     async def work() -> None:
         with Deadline(5.0):
             await asyncio.sleep(10)
@@ -132,7 +132,7 @@ async def test_a_cancellation_by_others_at_the_same_moment_wins() -> None:
 
 
 @virtual_time
-async def test_of_two_within_each_other_the_one_that_expires_is_the_one_that_raises() -> None:
+async def test_of_two_nested_deadlines_the_expired_one_raises() -> None:
     with Deadline(5.0) as outer:
         with pytest.raises(TimeoutError), Deadline(1.0):
             await asyncio.sleep(10)
@@ -147,7 +147,7 @@ async def test_of_two_within_each_other_the_one_that_expires_is_the_one_that_rai
 
 
 @virtual_time
-async def test_an_error_in_place_of_the_cancellation_goes_on() -> None:
+async def test_an_error_raised_on_cancellation_propagates() -> None:
     async def fails_late() -> None:
         try:
             await asyncio.sleep(10)
@@ -161,12 +161,12 @@ async def test_an_error_in_place_of_the_cancellation_goes_on() -> None:
 
 
 @virtual_time
-async def test_thousands_share_a_timer() -> None:
-    loop, timers, right = asyncio.get_running_loop(), list[float](), asyncio.get_running_loop().call_at
+async def test_a_thousand_deadlines_share_a_timer() -> None:
+    loop, timers, original = asyncio.get_running_loop(), list[float](), asyncio.get_running_loop().call_at
 
-    def call_at(when: float, *told: object, **more: object) -> asyncio.TimerHandle:
+    def call_at(when: float, *args: object, **options: object) -> asyncio.TimerHandle:
         timers.append(when)
-        return right(when, *told, **more)  # type: ignore[arg-type]
+        return original(when, *args, **options)  # type: ignore[arg-type]
 
     loop.call_at = call_at  # type: ignore[method-assign]
     for _ in range(1_000):
@@ -177,7 +177,9 @@ async def test_thousands_share_a_timer() -> None:
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, pytest.importorskip("uvloop").new_event_loop])
-def test_deadlines_and_pace_keep_no_event_loop_alive(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_deadlines_and_pace_do_not_keep_an_event_loop_alive(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
     async def late() -> None:
         await turn_of_the_loop()
         with pytest.raises(TimeoutError), Deadline(now() + 0.001):
@@ -196,8 +198,8 @@ def test_deadlines_and_pace_keep_no_event_loop_alive(loop_factory: Callable[[], 
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_as_asyncio_s_own_whatever_is_set_moved_or_cancelled(seed: int) -> None:
-    """The same history under both: the same ends at the same moments."""
+def test_any_history_ends_as_with_asyncio_timeout_at(seed: int) -> None:
+    """Run the same history with both: the same outcomes at the same times."""
 
     async def history(timeout: Callable[[float], object]) -> list[object]:
         chance = random.Random(seed)
@@ -223,7 +225,7 @@ def test_as_asyncio_s_own_whatever_is_set_moved_or_cancelled(seed: int) -> None:
             limit.reschedule(now() + to)
             await asyncio.sleep(lasts)
 
-        # No two things at one moment: which is first then is nobody's promise.
+        # Distinct times, since the order of simultaneous events is not defined.
         tasks = [asyncio.create_task(work(*(chance.uniform(0.1, 9) for _ in range(4)))) for _ in range(30)]
         for task in chance.sample(tasks, 10):
             asyncio.get_running_loop().call_at(chance.uniform(0.1, 20), task.cancel)
@@ -233,10 +235,10 @@ def test_as_asyncio_s_own_whatever_is_set_moved_or_cancelled(seed: int) -> None:
 
 
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_an_answer_that_waits_in_the_socket_is_read_before_a_deadline_that_fires_late(
+def test_an_answer_in_the_socket_is_read_before_a_late_deadline_cancels(
     factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
-    """The turn of the event loop before it took long: a store that has answered in time must not count as silent."""
+    """A blocked event loop must not make a store that answered in time look unavailable."""
 
     async def main() -> bytes:
         here, there = socket.socketpair()
@@ -244,7 +246,7 @@ def test_an_answer_that_waits_in_the_socket_is_read_before_a_deadline_that_fires
         reading = asyncio.create_task(limited(reader))
         await asyncio.sleep(0)  # it waits for the answer
         there.sendall(b"answer\n")
-        time.sleep(0.3)  # noqa: ASYNC251  # somebody blocks the event loop, longer than the deadline
+        time.sleep(0.3)  # noqa: ASYNC251  # block the event loop longer than the deadline
         try:
             return await reading
         finally:
@@ -260,7 +262,7 @@ def test_an_answer_that_waits_in_the_socket_is_read_before_a_deadline_that_fires
 
 
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_deadline_that_fires_late_still_ends_what_gets_no_answer(
+def test_a_late_deadline_cancels_a_block_without_an_answer(
     factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Functions that keep the event loop leave it time for the calls of a store, and no more than they need."""
+"""Functions that occupy the event loop leave enough time for store calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from integr8s_idem._util.loop_fairness import LONGEST_TURN, pace_of, turn_of_the
 from integr8s_idem.testing.fast_forward import fast_forward
 
 TURNS = 20
-"""Turns of the event loop that a call of a store takes here: a transaction takes about ten."""
+"""Iterations of the event loop per store call in these tests; a transaction takes about ten."""
 
 
 async def block(name: str, log: list[str]) -> None:
@@ -27,7 +27,7 @@ async def call_store(name: str, log: list[str], turns: int = TURNS) -> None:
     log.append(name)
 
 
-async def test_functions_wait_for_a_call_of_a_store_that_is_under_way() -> None:
+async def test_functions_wait_for_a_store_call_in_progress() -> None:
     fast_forward()
     log: list[str] = []
 
@@ -36,7 +36,7 @@ async def test_functions_wait_for_a_call_of_a_store_that_is_under_way() -> None:
     assert log == ["first", "call", "second"]
 
 
-async def test_they_wait_for_a_call_that_never_ends_for_a_while_only() -> None:
+async def test_functions_wait_for_an_endless_call_only_for_a_limited_time() -> None:
     fast_forward()
     log: list[str] = []
     call = asyncio.create_task(call_store("call", log, turns=10**9))
@@ -47,26 +47,26 @@ async def test_they_wait_for_a_call_that_never_ends_for_a_while_only() -> None:
     call.cancel()
 
 
-async def test_they_do_not_wait_for_calls_that_began_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_functions_do_not_wait_for_calls_that_began_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_fairness, "LONGEST_REST", 3600.0)
     fast_forward()
     log: list[str] = []
 
-    async def call_again_and_again() -> None:
+    async def call_repeatedly() -> None:
         while "second" not in log:
             await call_store("call", log)
 
-    callers = [asyncio.create_task(call_again_and_again())]
-    for _ in range(TURNS // 2):  # so that one of the two calls is always under way
+    callers = [asyncio.create_task(call_repeatedly())]
+    for _ in range(TURNS // 2):  # so that one of the two calls is always in progress
         await asyncio.sleep(0)
-    callers.append(asyncio.create_task(call_again_and_again()))
+    callers.append(asyncio.create_task(call_repeatedly()))
     await asyncio.gather(block("first", log), block("second", log))
 
     assert log.index("second") > log.index("first")
     await asyncio.gather(*callers)
 
 
-async def test_a_call_that_fails_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_functions_do_not_wait_for_a_failed_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_fairness, "LONGEST_REST", 3600.0)
     fast_forward()
     log: list[str] = []

@@ -1,4 +1,4 @@
-"""Each event loop has one object of a kind, whoever asks between two of its questions."""
+"""Each event loop has its own object."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from integr8s_idem._util.per_loop import PerLoop
 
 
-def test_each_loop_has_its_own_whichever_asked_last() -> None:
+def test_each_loop_gets_its_own_object_in_any_order() -> None:
     names = PerLoop(lambda loop: f"made for {id(loop)}")
     first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
     try:
-        told = [names(loop) for loop in (first, second, first, first, second)]
+        found = [names(loop) for loop in (first, second, first, first, second)]
     finally:
         first.close()
         second.close()
 
-    assert told == [f"made for {id(loop)}" for loop in (first, second, first, first, second)]
+    assert found == [f"made for {id(loop)}" for loop in (first, second, first, first, second)]
 
 
-def test_it_is_made_once() -> None:
+def test_the_object_is_created_once() -> None:
     made: list[object] = []
 
     def make(loop: object) -> object:
@@ -38,7 +38,7 @@ def test_it_is_made_once() -> None:
     assert (made, len(found)) == (loops, 3)
 
 
-def test_threads_with_loops_of_their_own_never_get_another_s() -> None:
+def test_threads_never_get_the_object_of_another_loop() -> None:
     objects = PerLoop(lambda loop: [loop])
 
     def ask_often() -> bool:

@@ -1,4 +1,4 @@
-"""Connections that arrive in the moment in which their server closes."""
+"""Connections that arrive while their server closes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.support.conditions import eventually
 from tests.support.listening import accept_no_more
 
 
-async def come(port: int) -> socket.socket:
-    """A connection that has been accepted, and that no server knows of."""
+async def connect(port: int) -> socket.socket:
+    """Open a connection that the loop has accepted, but not yet handed to the server."""
     client = socket.create_connection(("127.0.0.1", port))
-    await asyncio.sleep(0)  # now the loop hears of it
-    await asyncio.sleep(0)  # now it is accepted
+    await asyncio.sleep(0)  # the loop notices the connection
+    await asyncio.sleep(0)  # the loop accepts it
     client.settimeout(5)
     return client
 
 
-async def test_a_connection_that_has_just_been_accepted_reaches_the_server_that_closes() -> None:
+async def test_a_connection_accepted_during_shutdown_reaches_the_server() -> None:
     served: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(lambda _, writer: served.append(writer), "127.0.0.1", 0)
 
-    with await come(server.sockets[0].getsockname()[1]):
+    with await connect(server.sockets[0].getsockname()[1]):
         assert not served
         await accept_no_more(server.sockets)
         server.close()
@@ -38,31 +38,31 @@ async def test_a_connection_that_has_just_been_accepted_reaches_the_server_that_
         await writer.wait_closed()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python 3.13 stumbles over it, too
-async def test_asyncio_by_itself_loses_it() -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # also raised in Python 3.13
+async def test_asyncio_alone_leaks_a_connection_accepted_during_shutdown() -> None:
     server = await asyncio.start_server(lambda *_: pytest.fail("served"), "127.0.0.1", 0)
-    with await come(server.sockets[0].getsockname()[1]):
+    with await connect(server.sockets[0].getsockname()[1]):
         server.close()
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ResourceWarning)
             for _ in range(10):
                 await asyncio.sleep(0)
             gc.collect()
 
-    assert "unclosed transport" in " ".join(str(each.message) for each in told)
+    assert "unclosed transport" in " ".join(str(each.message) for each in caught)
 
 
-async def test_endpoints_close_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endpoints_close_a_connection_accepted_during_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints = Endpoints("127.0.0.1", 0, health=lambda: Health(()), registry=CollectorRegistry())
-    came: list[socket.socket] = []
+    clients: list[socket.socket] = []
 
     async def end_with_a_connection(tick: int) -> bool:
-        came.append(await come(endpoints.port))
+        clients.append(await connect(endpoints.port))
         return True
 
     async with endpoints:
         monkeypatch.setattr(endpoints._server, "on_tick", end_with_a_connection)
-        await eventually(lambda: came)
+        await eventually(lambda: clients)
 
-    with came[0] as client:
+    with clients[0] as client:
         assert client.recv(1) == b""

@@ -1,4 +1,4 @@
-"""Tokens: random, and nobody else's, in no thread and no process."""
+"""Tokens are unique across threads and processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from integr8s_idem._util import tokens
 from integr8s_idem._util.tokens import TOKEN_BYTES, new_token
 
 
-def test_all_are_different_and_of_one_length() -> None:
+def test_tokens_are_unique_and_of_equal_length() -> None:
     drawn = [new_token() for _ in range(5_000)]
 
     assert len(set(drawn)) == 5_000
@@ -20,7 +20,7 @@ def test_all_are_different_and_of_one_length() -> None:
     assert {type(token) for token in drawn} == {bytes}
 
 
-def test_threads_draw_no_token_twice() -> None:
+def test_threads_never_get_the_same_token() -> None:
     start = Barrier(8)
 
     def draw() -> list[bytes]:
@@ -35,31 +35,31 @@ def test_threads_draw_no_token_twice() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_of_a_fork_draws_none_that_its_parent_draws() -> None:
-    new_token()  # what is drawn ahead is there
+def test_a_forked_child_never_gets_a_token_of_its_parent() -> None:
+    new_token()  # fills the batch
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.write(writing, b"".join(new_token() for _ in range(300)))
         os._exit(0)
     os.close(writing)
-    ours = {new_token() for _ in range(300)}
+    parent_tokens = {new_token() for _ in range(300)}
     with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read()
+        received = pipe.read()
     os.waitpid(child, 0)
 
-    theirs = {told[place : place + TOKEN_BYTES] for place in range(0, len(told), TOKEN_BYTES)}
-    assert len(theirs) == 300
-    assert not ours & theirs
+    child_tokens = {received[at : at + TOKEN_BYTES] for at in range(0, len(received), TOKEN_BYTES)}
+    assert len(child_tokens) == 300
+    assert not parent_tokens & child_tokens
 
 
-def test_the_operating_system_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    right = os.urandom
+def test_tokens_are_read_from_the_operating_system_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    original = os.urandom
 
     def urandom(size: int) -> bytes:
-        asked.append(size)
-        return right(size)
+        sizes.append(size)
+        return original(size)
 
     monkeypatch.setattr(tokens, "_drawn", iter(()))
     monkeypatch.setattr(os, "urandom", urandom)
@@ -67,4 +67,4 @@ def test_the_operating_system_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(512):
         new_token()
 
-    assert asked == [256 * TOKEN_BYTES] * 2
+    assert sizes == [256 * TOKEN_BYTES] * 2
