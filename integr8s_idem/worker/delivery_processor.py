@@ -264,7 +264,7 @@ class DeliveryProcessor:
                 await asyncio.wait({delivery.assignment.closing}, timeout=pause)
                 if delivery.assignment.closed:
                     raise AbandonedError from error
-        error = dead_letter.error
+        cause = dead_letter.error
         self.tally.dead_letters += 1
         self.observer.count(Signal.DEAD_LETTER, dead_letter.event_type, reason=dead_letter.reason)
         logger.error(
@@ -273,11 +273,9 @@ class DeliveryProcessor:
             record.partition,
             record.offset,
             topic,
-            describe_error(dead_letter.error) if isinstance(dead_letter.error, BaseException) else dead_letter.error,
+            describe_error(cause) if isinstance(cause, BaseException) else cause,
             # After attempts of a handler, the traceback shows where it failed.
-            exc_info=dead_letter.error
-            if dead_letter.attempts and isinstance(dead_letter.error, BaseException)
-            else None,
+            exc_info=cause if dead_letter.attempts and isinstance(cause, BaseException) else None,
         )
 
 
