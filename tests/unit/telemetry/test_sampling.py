@@ -84,7 +84,7 @@ def test_outgoing_messages_of_an_unsampled_delivery_carry_the_decision_of_its_pr
     assert not sdk.spans
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["our ids", "ids of the SDK"])
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn ids", "ids of the SDK"])
 def test_spans_below_an_unsampled_root_are_not_sampled(drawn: bool) -> None:
     sdk = Sdk(none_recorded(), drawn=drawn)
 
@@ -142,7 +142,7 @@ def test_phases_of_an_unsampled_delivery_create_no_objects() -> None:
         assert sdk.observer.phase(Phase.RESERVE, "order_placed") is NOTHING
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["our ids", "ids of the SDK"])
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn ids", "ids of the SDK"])
 def test_phases_below_an_unsampled_span_of_the_application_create_no_objects(drawn: bool) -> None:
     sdk = Sdk(none_recorded(), drawn=drawn)
 
@@ -283,7 +283,7 @@ class CustomParentBased(ParentBased):
         ParentBased(ALWAYS_OFF, local_parent_not_sampled=HandlersOnly()),
         ParentBased(HandlersOnly(), remote_parent_not_sampled=HandlersOnly(), local_parent_not_sampled=HandlersOnly()),
     ],
-    ids=["custom", "subclass", "local parent sampled", "all parents sampled"],
+    ids=["custom", "subclass", "below local parents", "below all parents"],
 )
 @pytest.mark.parametrize("headers", [[], NOT_SAMPLED], ids=["no producer", "producer"])
 def test_a_custom_sampler_is_asked_about_each_span(sampler: Sampler, headers: Sequence[tuple[str, bytes]]) -> None:

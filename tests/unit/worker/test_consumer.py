@@ -106,9 +106,9 @@ async def test_a_failed_event_is_dead_lettered_before_its_offset_is_committed(
     async with running(dispatcher_of(handle, guarded(**config)), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    (letter,) = broker.values(DEAD)
-    assert letter.value == broker.values("order_placed")[0].value
-    assert (fields_of(letter)["reason"], fields_of(letter)["attempts"]) == (b"handler_failed", attempts)
+    (dead_letter,) = broker.values(DEAD)
+    assert dead_letter.value == broker.values("order_placed")[0].value
+    assert (fields_of(dead_letter)["reason"], fields_of(dead_letter)["attempts"]) == (b"handler_failed", attempts)
 
 
 @pytest.mark.scenario(81)
@@ -124,9 +124,9 @@ async def test_an_undecodable_message_is_dead_lettered_unchanged_and_does_not_bl
     async with running(dispatcher_of(handle, guarded()), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
-    (letter,) = broker.values(DEAD)
-    assert (letter.value, letter.headers[0]) == (b"\xff not json", ("x", b"\xfe"))
-    assert fields_of(letter)["reason"] == b"malformed"
+    (dead_letter,) = broker.values(DEAD)
+    assert (dead_letter.value, dead_letter.headers[0]) == (b"\xff not json", ("x", b"\xfe"))
+    assert fields_of(dead_letter)["reason"] == b"malformed"
     assert runs == ["1"]
 
 
@@ -159,10 +159,10 @@ async def test_a_message_too_large_for_the_dead_letter_topic_leaves_its_size_and
     async with running(dispatcher_of(lambda event: asyncio.sleep(0), guarded()), broker, publisher) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    (letter,) = broker.values(DEAD)
-    assert letter.value is None
-    assert (fields_of(letter)["body-bytes"], fields_of(letter)["dropped"]) == (b"5000", b"value")
-    assert fields_of(letter)["body-sha256"].decode() == sha256(b"x" * 5_000).hexdigest()
+    (dead_letter,) = broker.values(DEAD)
+    assert dead_letter.value is None
+    assert (fields_of(dead_letter)["body-bytes"], fields_of(dead_letter)["dropped"]) == (b"5000", b"value")
+    assert fields_of(dead_letter)["body-sha256"].decode() == sha256(b"x" * 5_000).hexdigest()
 
 
 @pytest.mark.scenario(73)
@@ -175,10 +175,10 @@ async def test_headers_too_large_for_the_dead_letter_topic_are_dropped() -> None
     async with running(dispatcher_of(lambda event: asyncio.sleep(0), guarded()), broker, publisher) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    (letter,) = broker.values(DEAD)
-    assert [name for name, _ in letter.headers if name == "huge"] == []
-    assert [text for name, text in letter.headers if name.endswith("-dropped")] == [b"value", b"headers"]
-    assert fields_of(letter)["reason"] == b"malformed"
+    (dead_letter,) = broker.values(DEAD)
+    assert [name for name, _ in dead_letter.headers if name == "huge"] == []
+    assert [text for name, text in dead_letter.headers if name.endswith("-dropped")] == [b"value", b"headers"]
+    assert fields_of(dead_letter)["reason"] == b"malformed"
 
 
 @pytest.mark.scenario(73)
@@ -196,7 +196,7 @@ async def test_messages_wait_for_an_unavailable_dead_letter_topic_and_the_servic
         publisher.limit = 2_000
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    assert [fields_of(letter)["reason"] for letter in broker.values(DEAD)] == [b"malformed"]
+    assert [fields_of(dead_letter)["reason"] for dead_letter in broker.values(DEAD)] == [b"malformed"]
 
 
 @pytest.mark.scenario(41)
@@ -219,7 +219,7 @@ async def test_an_outage_of_the_store_causes_no_attempts_and_no_dead_letters() -
         await worker.until(lambda: broker.committed.get(TOPIC) == 21, 10)
 
     assert sorted(map(int, attempts)) == list(range(20))
-    assert [fields_of(letter)["reason"] for letter in broker.values(DEAD)] == [b"empty"]
+    assert [fields_of(dead_letter)["reason"] for dead_letter in broker.values(DEAD)] == [b"empty"]
 
 
 @pytest.mark.scenario(41)
@@ -423,7 +423,7 @@ async def test_an_event_with_a_key_of_two_megabytes_is_dead_lettered_unchanged()
     async with running(IdempotentEventDispatcher(router, here.manager, resolver=resolver), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
-    assert [letter.value for letter in broker.values(DEAD)] == [
+    assert [dead_letter.value for dead_letter in broker.values(DEAD)] == [
         record.value for record in broker.values("order_placed")
     ]
 

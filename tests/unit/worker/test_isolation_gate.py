@@ -105,11 +105,11 @@ async def test_while_a_suspect_outlives_its_turn_other_suspects_run_with_the_oth
     second = asyncio.create_task(run_suspect(isolation, 1, log, "second"))
     await asyncio.sleep(LONGEST + 1)  # the pause after its turn is over
     opened_at = now() if not isolation.is_closed else None
-    beside = await second
+    is_alone = await second
     await first
     third = await run_suspect(isolation, 1, log, "third")
 
-    assert not beside
+    assert not is_alone
     assert opened_at == pytest.approx(2 * LONGEST + 2)
     assert third, "once that has ended, the next is alone again"
 
