@@ -1,4 +1,4 @@
-"""Check that the first parameter of a handler, which takes the event, accepts every event that it is declared for."""
+"""Check that the first parameter of a handler accepts every event for which the handler is registered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNIONS: Final = {Union, types.UnionType}
 def check_event_parameter(function: Callable[..., Any], events: Sequence[type[BaseEvent]]) -> None:
     """Check the first parameter of a handler of single events.
 
-    A parameter without an annotation is accepted, and so is an annotation that cannot be resolved yet.
+    A missing annotation, or one that cannot be resolved yet, is accepted.
 
     Raises:
         ApplicationError: There is no such parameter, or its annotation excludes one of the events.
@@ -38,7 +38,7 @@ def check_event_parameter(function: Callable[..., Any], events: Sequence[type[Ba
 
 
 def check_batch_parameter(function: Callable[..., Any], event: type[BaseEvent]) -> None:
-    """Check the first parameter of a batch handler: it takes a list of events.
+    """Check that the first parameter of a batch handler accepts a list of events.
 
     Raises:
         ApplicationError: There is no such parameter, or its annotation excludes a list of these events.
@@ -55,12 +55,14 @@ def check_batch_parameter(function: Callable[..., Any], event: type[BaseEvent]) 
 def _first_parameter(function: Callable[..., Any]) -> inspect.Parameter:
     first = next(iter(inspect.signature(function).parameters.values()), None)
     if first is None or first.kind not in _POSITIONAL:
-        raise ApplicationError(f"handler {_name(function)} takes no event; its first parameter is the event")
+        raise ApplicationError(
+            f"handler {_name(function)} has no parameter for the event, which must be its first parameter"
+        )
     return first
 
 
 def _annotation(function: Callable[..., Any], parameter: inspect.Parameter, events: Sequence[type[BaseEvent]]) -> Any:
-    """The annotation, resolved; `Any` where there is none or it names what is not defined yet."""
+    """Return the resolved annotation, or `Any` if it is missing or refers to a name that is not defined yet."""
     annotation = parameter.annotation
     if annotation is inspect.Parameter.empty:
         return Any
@@ -68,7 +70,7 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter, even
         return annotation
     inner = inspect.unwrap(getattr(function, "func", function))
     scope = getattr(inner, "__globals__", None) or getattr(type(inner).__call__, "__globals__", {})
-    # An event class may be local to the function that makes the router.
+    # An event class may be local to the function that creates the router.
     known = {event.__name__: event for event in events}
     described = types.SimpleNamespace(__annotations__={parameter.name: annotation})
     try:
@@ -99,12 +101,12 @@ def _accepts_list(annotation: Any, event: type[BaseEvent]) -> bool:
 
 def _is_base(annotation: Any, kind: type) -> bool:
     if annotation is Any or getattr(annotation, "_is_protocol", False):
-        return True  # what a protocol asks for is left to type checkers
+        return True  # type checkers verify protocols
     return isinstance(annotation, type) and issubclass(kind, annotation)
 
 
 def _described(function: Callable[..., Any], parameter: inspect.Parameter, annotation: Any) -> str:
-    if get_origin(annotation) is Annotated:  # FromDishka[Payments], most often
+    if get_origin(annotation) is Annotated:  # usually FromDishka[…]
         annotation = get_args(annotation)[0]
     shown = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     return f"handler {_name(function)} takes {parameter.name}: {shown}"

@@ -1,8 +1,8 @@
-"""Batch handlers: events that arrive close together, given to one call.
+"""Collect events for batch handlers, which handle several events in one call.
 
-Each event keeps its own key, lease and attempt: it is reserved before it joins a batch and settled after it, so that
-duplicates never reach the handler, and one that fails takes no other along.  An event whose first run failed comes
-alone the next time.
+Each event keeps its own key, lease and attempt: it is reserved before it joins a batch and settled afterwards.  So
+duplicates never reach the handler, and an event that fails does not affect the others.  An event whose first run failed
+is retried alone.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from integr8s_idem.handlers.router import BatchSize, Outgoing
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One event in a batch."""
+    """An event in a batch."""
 
     event: BaseEvent
     attempt: Attempt
     outgoing: Outgoing
     run: ActiveRun | None = None
-    """Its run; `None` without a guard."""
+    """Its run; `None` for an unguarded handler."""
     end: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """What the batch has returned for it, or raised."""
+    """The result of the batch for this event, or its error."""
 
 
 RunBatch = Callable[[Sequence[Member]], Awaitable[Any]]
 
 
 class BatchCollector:
-    """Gathers members until a batch is full, or has waited long enough."""
+    """Collects members until a batch is full or has waited for its maximum time."""
 
     def __init__(self, size: BatchSize, run: RunBatch, name: str) -> None:
         self._size = size
@@ -50,9 +50,9 @@ class BatchCollector:
         self._batches: set[asyncio.Task[None]] = set()
 
     async def join(self, member: Member) -> Any:
-        """What the batch returns for `member`, or raises."""
+        """Add `member` to a batch, and return its result or raise its error."""
         if member.attempt.number > 1:
-            # It, or one that it was with, has failed: alone it shows which.
+            # This event or another one of its batch has failed: run it alone to find out which.
             self._begin([member])
         else:
             self._waiting.append(member)
@@ -76,15 +76,15 @@ class BatchCollector:
             self._begin(members)
 
     def _begin(self, members: Sequence[Member]) -> None:
-        # In a context of its own: it is part of no member's run more than of another's.
+        # A new context, since the batch does not belong to the run of a single member.
         task = asyncio.get_running_loop().create_task(self._settle(members), context=Context())
         self._batches.add(task)
         task.add_done_callback(self._batches.discard)
         for member in members:
-            member.end.add_done_callback(lambda _: self._end_if_deserted(task, members))
+            member.end.add_done_callback(lambda _: self._cancel_if_abandoned(task, members))
 
-    def _end_if_deserted(self, task: asyncio.Task[None], members: Sequence[Member]) -> None:
-        """A batch that nobody waits for any more, since all its leases are lost, stops."""
+    def _cancel_if_abandoned(self, task: asyncio.Task[None], members: Sequence[Member]) -> None:
+        """Cancel a batch when no member waits for it, for example because all leases are lost."""
         if all(member.end.cancelled() for member in members):
             task.cancel()
 
@@ -93,14 +93,16 @@ class BatchCollector:
         if not members:
             return
         try:
-            results, failures = await self._ends(members)
+            results, failures = await self._run_batch(members)
         except LateStartError:
-            # Between the first look and the call; none of them has started, and each is reserved again.
+            # A lease became too short since the check: none of the members has started, and each is reserved again.
             results = [None] * len(members)
             failures = {
-                at: LateStartError(one.run.lease) for at, one in enumerate(members) if one.run and one.run.lease
+                index: LateStartError(member.run.lease)
+                for index, member in enumerate(members)
+                if member.run and member.run.lease
             }
-        except Exception as error:  # noqa: BLE001  # each member tells it
+        except Exception as error:  # noqa: BLE001  # raised for each member
             results, failures = [None] * len(members), dict.fromkeys(range(len(members)), error)
         for index, member in enumerate(members):
             if member.end.done():
@@ -110,21 +112,21 @@ class BatchCollector:
             else:
                 member.end.set_result(results[index])
 
-    async def _ends(self, members: Sequence[Member]) -> tuple[Sequence[Any], Mapping[int, Exception]]:
-        """What the handler returned for each member, and which have failed by their index."""
+    async def _run_batch(self, members: Sequence[Member]) -> tuple[Sequence[Any], Mapping[int, Exception]]:
+        """Run the handler, and return the results of all members and the errors of failed ones by index."""
         try:
             return self._results(members, await self._run(members)), {}
         except PartialFailureError as error:
-            unclear = [
+            invalid = [
                 str(index)
                 for index, failure in error.failures.items()
                 if index not in range(len(members)) or not isinstance(failure, Exception)
             ]
-            if unclear:
-                # One of them has failed, and would be taken for done.
+            if invalid:
+                # Some member has failed, and would count as completed.
                 raise ApplicationError(
-                    f"batch handler {self._name} was given {len(members)} events and says that {', '.join(unclear)} "
-                    "has failed: name each failure by the index of its event, from 0, and give an exception"
+                    f"batch handler {self._name} received {len(members)} events and raised PartialFailureError with "
+                    f"invalid failures: {', '.join(invalid)}; map the index of each failed event (from 0) to its error"
                 ) from error
             return self._results(members, error.results), error.failures
 
@@ -133,14 +135,14 @@ class BatchCollector:
             return [None] * len(members)
         if not isinstance(returned, Sequence) or isinstance(returned, str | bytes) or len(returned) != len(members):
             raise ApplicationError(
-                f"batch handler {self._name} was given {len(members)} events and returned "
-                f"{type(returned).__name__}: return None, or one result for each event, in their order"
+                f"batch handler {self._name} received {len(members)} events and returned an invalid result of type "
+                f"{type(returned).__name__}; return None, or a list with one result for each event, in their order"
             )
         return [materialized(each) for each in returned]
 
 
 def _may_start(member: Member) -> bool:
-    """Whether enough of its lease is left.  If not, it is reserved again, and the rest of its batch goes on."""
+    """Whether enough of the member's lease is left; otherwise it is reserved again, without the rest of the batch."""
     try:
         check_start(member.run)
     except LateStartError as error:

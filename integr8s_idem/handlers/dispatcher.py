@@ -1,7 +1,7 @@
-"""Events to handlers.
+"""Dispatch events to handlers.
 
-`EventRouter` collects handlers; `EventDispatcher` runs them; `IdempotentEventDispatcher` runs each of
-them once per key.  Handlers know nothing of either: which one a service gets is decided where it is wired.
+`EventRouter` collects handlers, `EventDispatcher` runs them, and `IdempotentEventDispatcher` runs each of them once per
+key.  Handlers do not depend on the dispatcher, which is chosen in the providers of a service.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class EventDispatcher:
 
     manager: IdempotencyManager | None = None
     outbox: Outbox | None = None
-    """Where transactions leave the events that a relay is to publish."""
+    """Contains events of transactions, for a relay to publish."""
     ttl: timedelta | None = None
-    """How long outcomes are remembered; `None`: not at all."""
+    """How long records are kept; `None` without records."""
 
     def __init__(
         self,
@@ -62,8 +62,13 @@ class EventDispatcher:
         max_attempts: int = 5,
         codec: Codec | None = None,
     ) -> None:
-        """`timeout`: longest run of one handler; `max_attempts`: tries before an event is given up;
-        `codec`: how events lie in messages, if the settings have no name for it."""
+        """Create a dispatcher for the handlers of `router`.
+
+        Args:
+            timeout: Maximum duration of a handler's run.
+            max_attempts: Maximum attempts before an event fails for good.
+            codec: Decodes messages, if the settings do not name a codec for them.
+        """
         self.router = router
         self.codec = codec
         self.observer = observer
@@ -78,18 +83,18 @@ class EventDispatcher:
 
     @property
     def invoke(self) -> Invoke:
-        """How handlers are called."""
+        """The function that calls handlers."""
         return self._invoke
 
     def invoke_with(self, invoke: Invoke) -> None:
-        """Call handlers by `invoke` from now on."""
+        """Call handlers with `invoke` from now on."""
         self._invoke = invoke
         for handlers in self._handlers.values():
             for handler in handlers:
                 handler.invoke = invoke
 
     def wrap(self, registered: RegisteredHandler) -> EventHandler:
-        """Make a handler ready to run; the idempotent dispatcher puts its guard around it here."""
+        """Create the runnable handler; `IdempotentEventDispatcher` creates a guarded one."""
         return EventHandler(
             registered.function,
             name=registered.name,
@@ -105,38 +110,38 @@ class EventDispatcher:
 
     @property
     def handlers(self) -> tuple[EventHandler, ...]:
-        """All of them, ready to run."""
+        """All handlers."""
         return tuple(handler for handlers in self._handlers.values() for handler in handlers)
 
     @property
     def scope(self) -> str:
-        """The service it works for."""
+        """Name of the service."""
         return self._scope
 
     def executions(self, event: BaseEvent, generation: int = 0, only: str | None = None) -> list[HandlerExecution]:
-        """Begin to handle `event`: one handling for each of its handlers.
+        """Return an execution of `event` for each of its handlers.
 
         Args:
-            generation: How often the event was replayed on purpose; each generation is work of its own.
-            only: The name of the one handler that is meant, if it is not all of them.
+            generation: How many times the event was replayed; each generation has its own records.
+            only: Name of the only handler to run; all handlers by default.
 
         Raises:
-            InvalidKeyError: The event offers nothing to make a key of.
+            InvalidKeyError: No key can be created for the event.
         """
         handlers = self._handlers.get(event.event_type, ())
         return [handler.execution(event, generation) for handler in handlers if only is None or only == handler.name]
 
     async def dispatch(self, event: BaseEvent) -> list[Outcome[Any]]:
-        """One try with every handler of `event`, at the same time; for callers without a worker.
+        """Make one attempt with each handler of `event`, concurrently; for callers without a worker.
 
-        Each comes to its end; then the first error is raised, if there was one.
+        If attempts raise errors, the first error is raised after all attempts have ended.
         """
-        tries = (execution.attempt() for execution in self.executions(event))
-        ends = await asyncio.gather(*tries, return_exceptions=True)
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-        return [end for end in ends if not isinstance(end, BaseException)]
+        attempts = (execution.attempt() for execution in self.executions(event))
+        outcomes = await asyncio.gather(*attempts, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
 
 class IdempotentEventDispatcher(EventDispatcher):
@@ -145,7 +150,7 @@ class IdempotentEventDispatcher(EventDispatcher):
     manager: IdempotencyManager
     ttl: timedelta
     resolver: KeyResolver
-    """How keys are made."""
+    """Creates the keys."""
 
     def __init__(
         self,
@@ -160,16 +165,18 @@ class IdempotentEventDispatcher(EventDispatcher):
         outbox: Outbox | None = None,
         codec: Codec | None = None,
     ) -> None:
-        """`resolver`: how keys are made, by event id if not given; `ttl`: how long outcomes are remembered;
-        `codec`: how events lie in messages, if the settings have no name for it.
+        """Create a dispatcher that guards the handlers of `router`.
 
         Args:
-            outbox: Makes the handlers transactional.  `invoke` runs each in a database transaction and awaits
-                `before_commit` of its call in there: what the handler writes, its outgoing events (as rows of this
-                outbox, for a relay to publish) and its outcome commit together.
+            resolver: Creates the keys; by default, from the event id.
+            ttl: How long records are kept; by default, that of the manager's configuration.
+            outbox: Makes the handlers transactional.  `invoke` runs each handler in a database transaction, in which it
+                awaits `before_commit` of the call.  The handler's writes, its outgoing events (as rows of this outbox,
+                for a relay to publish) and its outcome are committed together.
+            codec: Decodes messages, if the settings do not name a codec for them.
 
         Raises:
-            InvalidKeyError: The resolver can make no key of some event of the router.
+            InvalidKeyError: The resolver cannot create a key for an event of the router.
         """
         self.manager = manager
         self.resolver = resolver or KeyResolver()
@@ -216,15 +223,15 @@ async def with_idempotency(
     ttl: Duration | None = None,
     name: str | None = None,
 ) -> Any:
-    """Run `handler(event)` once; a later call with the same work returns the first one's result.
+    """Run `handler(event)` once; later calls with the same key return the first result.
 
     Args:
-        fields: For `content_hash`: only these fields count.
-        custom_key: For `custom`: the key itself.
-        name: Stands in the key instead of the handler's name.
+        fields: Fields that count for `content_hash`; all fields by default.
+        custom_key: The key for `custom`.
+        name: Name of the handler in its keys; by default, the function's name.
 
     Raises:
-        As `IdempotencyManager.run`.
+        IdempotencyError: The same errors as `IdempotencyManager.run`.
     """
     resolver = KeyResolver(
         key_strategy,

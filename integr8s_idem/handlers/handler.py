@@ -1,10 +1,10 @@
-"""One event on its way through one handler.
+"""Run handlers, guarded or not.
 
-Order of one run: the handler returns, what it opened is closed (the business commit), its outgoing
-events are published, the record is completed.  Only then may the offset move.
+A run consists of these steps: the handler returns, its scope is closed (which commits business data), its outgoing
+events are published, and the record is completed.  Then the offset may be committed.
 
-Order of one that is transactional: the handler returns, its outgoing events and its completed record are
-written in its transaction, which its scope commits.  Then the offset may move; a relay publishes the events.
+In a transactional run, the handler returns, its outgoing events and its completed record are written in its
+transaction, and its scope commits the transaction.  Then the offset may be committed.  A relay publishes the events.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
-"""Seconds between tries to publish what a handler has left behind."""
+"""Minimum and maximum seconds between attempts to publish the events of a handler."""
 
 
 class HandlerExecution:
-    """One event on its way through one handler; lives until that is settled, over all tries.
+    """All attempts of one handler at one event.
 
-    This one is unguarded and counts its tries in memory.
+    This class is unguarded and counts attempts in memory.
     """
 
     __slots__ = ("_tries", "event", "generation", "handler")
 
     def __init__(self, handler: EventHandler, event: BaseEvent, generation: int = 0) -> None:
-        """`generation`: how often the event was replayed on purpose."""
+        """`generation` is the number of replays of the event."""
         self.handler = handler
         self.event = event
         self.generation = generation
@@ -84,27 +84,29 @@ class HandlerExecution:
 
     @property
     def on_in_progress(self) -> OnInProgress:
-        """What to do while another process is at it."""
+        """What to do while another run is in progress."""
         return OnInProgress.WAIT
 
     @property
     def together(self) -> bool:
-        """Whether it can be reserved and remembered together with others."""
+        """Whether it can be reserved and completed in a batch with others."""
         return True
 
     @property
     def label(self) -> str:
-        """What people read: type and id of the event."""
+        """Readable name: type and id of the event, or its key."""
         return f"{self.event.event_type}:{self.event.event_id}"
 
     @property
     def record_key(self) -> str:
-        """The full key of its record, in the first generation; empty without a guard."""
+        """The full key of its record in the first generation; empty if it is unguarded."""
         return ""
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
-        """One try.  Arguments and errors as those of `IdempotencyManager.execute`; a caller that waits for
-        the store also waits for the broker to take what the handler publishes."""
+        """Make an attempt, with the arguments and errors of `IdempotencyManager.execute`.
+
+        With `wait_for_store`, it also waits for the broker to accept the handler's events.
+        """
         self._tries += 1
         handler = self.handler
         key = handler.plain_key(self.event, self.generation)
@@ -112,23 +114,23 @@ class HandlerExecution:
         try:
             with handler.observer.phase(Phase.HANDLE, self.event.event_type):
                 value = await handler.work(self.event, attempt, patient=wait_for_store is not None)
-        except Exception as error:  # noqa: BLE001  # handed on as the outcome
+        except Exception as error:  # noqa: BLE001  # returned as the outcome
             handler.observer.count(Signal.HANDLER_FAILED, self.event.event_type)
             given_up = isinstance(error, PermanentError) or self._tries >= handler.max_attempts
             return HandlerFailed(error, self._tries, given_up)
         return Executed(value, self._tries)
 
     async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Run:
-        """As `attempt`; an event that `isolate` was called for may come back reserved and not run."""
+        """Make an attempt like `attempt`, or return a reserved suspect if `isolate` was called."""
         return await self.attempt(wait_for_store=wait_for_store)
 
     async def wait(self, found: InProgress, looks: int) -> None:
-        """Return when another try makes sense."""
+        """Wait until another attempt is worthwhile."""
         raise AssertionError("an unguarded handler is never in progress elsewhere")
 
 
 class GuardedExecution(HandlerExecution):
-    """The same behind a manager.  The key is computed here, once, before the handler can touch the event."""
+    """A guarded execution.  The key is computed once, before the handler can modify the event."""
 
     __slots__ = ("executor", "work")
     handler: IdempotentEventHandler
@@ -159,25 +161,25 @@ class GuardedExecution(HandlerExecution):
         return self.handler.manager.space.full(self.work.key.in_generation(0))
 
     def isolate(self) -> None:
-        """Do not run the event if it may be what crashes its process: the caller has it run alone."""
-        if self.handler.manager.config.max_attempts > 1:  # otherwise it is not tried again, whatever crashed
+        """Return the event as a suspect instead of running it, if it may have crashed its process."""
+        if self.handler.manager.config.max_attempts > 1:  # otherwise it is not retried after any crash
             self.work.isolation = Isolation.PENDING
 
     def run_isolated(
         self, suspect: Run, *, alone: bool, wait_for_store: WaitForStore
     ) -> Coroutine[Any, Any, Outcome[Any] | Run]:
-        """One try of a suspect: alone, as its record then says, or beside others, since nothing else could be had."""
+        """Make an attempt of a suspect, either alone, which is noted in its record, or concurrently with others."""
         self.work.isolation = Isolation.ALONE if alone else Isolation.WAIVED
         suspect.reserve_again()
         return self.attempt_or_suspect(wait_for_store=wait_for_store)
 
     def no_longer_alone(self) -> None:
-        """Let its record say that other handlers may run beside it; without waiting."""
+        """Note in its record, without waiting, that other handlers may run concurrently."""
         self.executor.no_longer_alone(self.work)
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
         outcome = await self._attempt(wait_for_store)
-        assert not isinstance(outcome, Run), "nobody isolates it"
+        assert not isinstance(outcome, Run), "`isolate` was not called"
         return outcome
 
     async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Run:
@@ -191,7 +193,7 @@ class GuardedExecution(HandlerExecution):
         return await self.executor.execute_or_suspect(self.work, function, RunOptions(wait_for_store))
 
     def is_known_here(self) -> bool:
-        """Whether this process has completed it, and knows that without asking the store."""
+        """Whether the local cache contains its completed record, so that the store need not be asked."""
         work = self.work
         executor = self.executor
         return executor.cache is not None and (
@@ -199,11 +201,11 @@ class GuardedExecution(HandlerExecution):
         )
 
     def call(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
-        """Run the handler; a broker that does not take its events is an error."""
+        """Run the handler; raise an error if the broker does not accept its events."""
         return self.handler.work(self.event, attempt)
 
     def call_patiently(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
-        """Run the handler, and wait for the broker to take its events."""
+        """Run the handler, and retry until the broker accepts its events."""
         return self.handler.work(self.event, attempt, patient=True)
 
     async def _with_writer(self, attempt: Attempt, writer: OutcomeWriter) -> Any:
@@ -213,14 +215,14 @@ class GuardedExecution(HandlerExecution):
         await self.executor.wait_for_change(found, looks=looks)
 
     async def run(self) -> Any:
-        """The value, new or remembered; waits for a twin and raises as `IdempotencyManager.run` does."""
+        """Return the new or stored result, like `IdempotencyManager.run`; wait for a concurrent duplicate."""
         if self.handler.outbox is not None:
             return await self.handler.manager.settled(self.work, self.attempt, self.handler.returns)
         return await self.handler.manager.run_work(self.work, self.call, returns=self.handler.returns)
 
 
 class EventHandler:
-    """One handler with all it needs to run.  Awaiting a call of it makes one unguarded try."""
+    """A handler with everything it needs to run.  Calling it makes one unguarded attempt."""
 
     def __init__(
         self,
@@ -243,19 +245,19 @@ class EventHandler:
         self.max_attempts = max_attempts
         self._registered = RegisteredHandler(event, self.name, function, batch)
         self.returns = self._registered.returns
-        """The function whose return annotation types a result."""
-        self._gatherer = BatchCollector(batch, self._call_batch, self.name) if batch is not None else None
+        """Function whose return annotation is the type of a result."""
+        self._collector = BatchCollector(batch, self._call_batch, self.name) if batch is not None else None
         self.invoke = invoke
         self._publisher = publisher
         self._timeout = duration(timeout, "timeout")
 
     @property
     def event_type(self) -> str:
-        """Of the events that it handles."""
+        """Type of the events that it handles."""
         return self._registered.event_type
 
     def execution(self, event: BaseEvent, generation: int = 0) -> HandlerExecution:
-        """Begin to handle `event`; `generation` counts how often it was replayed on purpose."""
+        """Return an execution of `event`; `generation` is the number of its replays."""
         return HandlerExecution(self, event, generation)
 
     async def __call__(self, event: BaseEvent) -> Any:
@@ -266,15 +268,15 @@ class EventHandler:
         return outcome.value
 
     def plain_key(self, event: BaseEvent, generation: int = 0) -> str:
-        """A key made of the event's id, for ids derived from it."""
+        """Return a key made of the event's id, from which ids of outgoing events are derived."""
         key = Key.of_event(self.name, event.event_type, "id", event.event_id)
         return KeySpace("plain", self.scope or "-").full(key.in_generation(generation))
 
     async def work(self, event: BaseEvent, attempt: Attempt, *, patient: bool = False) -> Any:
-        """The handler, the closing of its scope, the publishing of what it leaves behind."""
+        """Run the handler, close its scope, and publish its outgoing events."""
         outgoing = Outgoing()
-        if self._gatherer is not None:
-            result = await self._gatherer.join(Member(event, attempt, outgoing, run_of(attempt)))
+        if self._collector is not None:
+            result = await self._collector.join(Member(event, attempt, outgoing, run_of(attempt)))
         else:
             result = await self._call(HandlerCall(event, attempt, outgoing))
         events = outgoing.finished(event, attempt.key, self.scope)
@@ -309,22 +311,24 @@ class EventHandler:
         except asyncio.CancelledError as error:
             if task is None or task.cancelling() > before:
                 raise
-            # Of the handler's own making: as a cancellation it would end our caller, who was not meant.
+            # The handler raised it, nobody cancelled this task: it must not end the caller.
             raise HandlerCancelledError(self.name) from error
         except SystemExit as error:
-            # It would end the process, and all services in it, with deliveries under way.
+            # It would end the process with all of its services.
             raise HandlerExitError(self.name) from error
 
     async def _publish(self, events: Sequence[BaseEvent], patient: bool) -> None:
         if self._publisher is None:
-            raise ApplicationError(f"handler {self.name} publishes events, but nobody gave it a publisher")
+            raise ApplicationError(
+                f"handler {self.name} publishes events, but has no publisher: pass publisher= to the dispatcher"
+            )
         pause = FIRST_PAUSE
         while True:
             try:
                 return await self._publisher.publish(*events)
             except PublishError:
-                # The handler has succeeded: running it again because of the broker would repeat its
-                # effects.  Patience ends with the lease, or when the worker is told to stop.
+                # The handler has succeeded, and another run would repeat its side effects.  Retries end with the lease,
+                # or when the worker stops.
                 if not patient:
                     raise
             await asyncio.sleep(pause)
@@ -332,7 +336,7 @@ class EventHandler:
 
 
 class IdempotentEventHandler(EventHandler):
-    """One handler behind a manager.  Awaiting a call of it gives the result, new or remembered."""
+    """A guarded handler.  Calling it returns the new or stored result."""
 
     def __init__(
         self,
@@ -349,15 +353,16 @@ class IdempotentEventHandler(EventHandler):
         outbox: Outbox | None = None,
         batch: BatchSize | None = None,
     ) -> None:
-        """What is guarded, and how.
+        """Create a guarded handler.
 
         Args:
-            resolver: How keys are made: by event id if not given.
-            ttl: How long outcomes are remembered.
-            outbox: `invoke` opens a transaction that holds what the handler writes, its events and its outcome.
+            resolver: Creates the keys; by default, from the event id.
+            ttl: How long records are kept.
+            outbox: Makes the handler transactional: `invoke` opens a transaction for the handler's writes, its events
+                and its outcome.
 
         Raises:
-            ApplicationError: It takes batches and has an outbox: both belong to one event.
+            ApplicationError: The handler takes batches and has an outbox, but a transaction belongs to one event.
         """
         super().__init__(
             function,
@@ -373,8 +378,8 @@ class IdempotentEventHandler(EventHandler):
         )
         if batch is not None and outbox is not None:
             raise ApplicationError(
-                f"{self.name} takes batches, whose events settle one by one: it cannot commit with their outcomes. "
-                "Leave out transaction=…, or take the events one by one"
+                f"batch handler {self.name} cannot be transactional, because its events are settled individually. "
+                "Remove transaction=…, or handle single events"
             )
         self.manager = manager
         self.resolver = resolver or KeyResolver()
@@ -382,25 +387,27 @@ class IdempotentEventHandler(EventHandler):
         self.outbox = outbox
 
     async def work_with_writer(self, event: BaseEvent, attempt: Attempt, writer: OutcomeWriter) -> Any:
-        """The handler, what it leaves behind and its outcome, and the commit of all of them."""
+        """Run the handler in a transaction that also commits its outgoing events and its outcome."""
         outgoing = Outgoing()
 
-        remembered: list[Any] = []
+        recorded: list[Any] = []
 
         async def before_commit(result: Any, transaction: Transaction) -> None:
             value = repeatable(result, attempt.label, self.returns)
             events = outgoing.finished(event, attempt.key, self.scope)
-            await writer.write(value, [self._message(one) for one in events], transaction)
-            remembered[:] = [value]
+            await writer.write(value, [self._message(each) for each in events], transaction)
+            recorded[:] = [value]
 
         result = await self._call(HandlerCall(event, attempt, outgoing, before_commit))
         self.observer.count(Signal.HANDLED, event.event_type)
-        # `invoke` still returns the iterator that was read for the record.
-        return remembered[0] if remembered else result
+        # `invoke` may return an iterator, which was already read for the record.
+        return recorded[0] if recorded else result
 
     def _message(self, event: BaseEvent) -> Message:
         if not isinstance(self._publisher, MessageMaker):
-            raise ApplicationError(f"handler {self.name} publishes events, but nobody gave it a publisher")
+            raise ApplicationError(
+                f"handler {self.name} publishes events, but has no publisher: pass publisher= to the dispatcher"
+            )
         return self._publisher.message(event)
 
     def execution(self, event: BaseEvent, generation: int = 0) -> GuardedExecution:

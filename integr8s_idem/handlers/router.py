@@ -1,4 +1,4 @@
-"""What handles what: a service's handlers as it declares them, and what each run of one is given."""
+"""Routers, on which a service registers its handlers, and the arguments of each call of a handler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ D = TypeVar("D", bound=BaseEvent)
 
 
 class Outgoing:
-    """Events that a handler leaves behind.  They are sent once the handler and its scope have succeeded."""
+    """Outgoing events of a handler, which are published after the handler and its scope have succeeded."""
 
     __slots__ = ("_events",)
 
@@ -37,14 +37,17 @@ class Outgoing:
         self._events: list[BaseEvent] = []
 
     def publish(self, event: BaseEvent) -> None:
-        """Send `event` after success.  Unless its id was given, it is derived from the incoming key and the
-        order of the calls, so that a rerun publishes the same ids and the next service drops them."""
+        """Publish `event` after the handler has succeeded.
+
+        Unless its id is set, it is derived from the key of the incoming event and the order of the calls.  So another
+        run publishes the same ids, and consumers recognize the duplicates.
+        """
         self._events.append(event)
 
     def finished(self, incoming: BaseEvent, key: str, service: str) -> list[BaseEvent]:
-        """The events as they go out, in the order of the calls.
+        """Return the events to publish, in the order of the calls.
 
-        They have their final ids, come in the name of `service`, and are correlated with `incoming`.
+        They have their final ids, the name of `service`, and the correlation id of `incoming`.
         """
         if not self._events:
             return self._events
@@ -52,13 +55,13 @@ class Outgoing:
 
 
 def _finish(event: BaseEvent, index: int, incoming: BaseEvent, key: str, service: str) -> BaseEvent:
-    told = event.metadata
-    metadata = told.model_copy(
+    own = event.metadata
+    metadata = own.model_copy(
         update={
-            "correlation_id": told.correlation_id or incoming.metadata.correlation_id or incoming.event_id,
-            "service_name": told.service_name or service,
-            # Metadata that a handler gave is about somebody; the incoming event's user is only the default.
-            "user_id": told.user_id if "metadata" in event.model_fields_set else incoming.metadata.user_id,
+            "correlation_id": own.correlation_id or incoming.metadata.correlation_id or incoming.event_id,
+            "service_name": own.service_name or service,
+            # The user of the incoming event is used only if the handler did not set metadata.
+            "user_id": own.user_id if "metadata" in event.model_fields_set else incoming.metadata.user_id,
         }
     )
     update: dict[str, object] = {"metadata": metadata}
@@ -68,29 +71,33 @@ def _finish(event: BaseEvent, index: int, incoming: BaseEvent, key: str, service
 
 
 class Publisher(Protocol):
-    """Sends events."""
+    """Publishes events."""
 
     async def publish(self, *events: BaseEvent) -> None:
-        """Return once the broker has confirmed all of them.  Raises `PublishError`."""
+        """Publish events, and return when the broker has confirmed all of them.
+
+        Raises:
+            PublishError: An event was not confirmed.
+        """
         ...
 
 
 @runtime_checkable
 class MessageMaker(Publisher, Protocol):
-    """Also makes messages of events, to be sent later."""
+    """A publisher that can also encode events as messages, to be sent later."""
 
     def message(self, event: BaseEvent) -> Message:
-        """`event` as it goes to the broker."""
+        """Encode `event` as a message."""
         ...
 
 
 BeforeCommit = Callable[[Any, Transaction], Awaitable[None]]
-"""Called with what the handler returned, inside the transaction that its scope is about to commit."""
+"""Called with the handler's result, in the transaction that its scope is about to commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """How many events a batch handler is given at once, and how long the first of them waits for others."""
+    """Maximum number of events of a batch, and how long the first event waits for others."""
 
     most: int
     wait: timedelta
@@ -98,7 +105,7 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What each event of a batch has to itself, in their order."""
+    """Attempts and outgoing events of a batch, in the order of its events."""
 
     attempts: Sequence[Attempt]
     outgoing: Sequence[Outgoing]
@@ -106,7 +113,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """What one run of a batch handler is given."""
+    """Arguments of a call of a batch handler."""
 
     events: Sequence[BaseEvent]
     batch: Batch
@@ -116,14 +123,14 @@ class BatchCall:
 
     @property
     def argument(self) -> list[BaseEvent]:
-        """What the handler is called with."""
+        """First argument of the handler."""
         return list(self.events)
 
     async def check_start(self) -> None:
-        """Refuse to call the handler on a lease that is late.  Await it immediately before the call.
+        """Check that enough of the leases is left.  Await this immediately before the handler is called.
 
         Raises:
-            LateStartError: Too little is left of one of their leases.
+            LateStartError: Too little of a lease is left.
         """
         await turn_of_the_loop()
         for run in self.runs:
@@ -133,24 +140,24 @@ class BatchCall:
 @quick
 @dataclass(frozen=True, slots=True)
 class HandlerCall:
-    """What one run of a handler is given."""
+    """Arguments of a call of a handler."""
 
     event: BaseEvent
     attempt: Attempt
     outgoing: Outgoing
     before_commit: BeforeCommit | None = None
-    """For handlers whose outcome commits together with what they write; whoever calls the handler awaits it."""
+    """Set for transactional handlers; `Invoke` awaits it after the handler, in the handler's transaction."""
 
     @property
     def argument(self) -> BaseEvent:
-        """What the handler is called with."""
+        """First argument of the handler."""
         return self.event
 
     async def check_start(self) -> None:
-        """Refuse to call the handler on a lease that is late.  Await it immediately before the call.
+        """Check that enough of the lease is left.  Await this immediately before the handler is called.
 
         Raises:
-            LateStartError: Too little is left of the lease.
+            LateStartError: Too little of the lease is left.
         """
         await turn_of_the_loop()
         check_start(run_of(self.attempt))
@@ -158,14 +165,14 @@ class HandlerCall:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredHandler:
-    """A handler as its service declares it."""
+    """A handler that was registered on a router."""
 
     event: type[BaseEvent]
     name: str
-    """Part of its keys: changing it makes old events new."""
+    """Part of its keys: if it changes, events that were handled before are handled again when redelivered."""
     function: HandlerFunction
     batch: BatchSize | None = None
-    """Of one that takes many events at once."""
+    """Set for batch handlers."""
 
     @property
     def event_type(self) -> str:
@@ -173,25 +180,25 @@ class RegisteredHandler:
 
     @property
     def returns(self) -> HandlerFunction | None:
-        """The function whose return annotation names the result of one event: not that of a whole batch."""
+        """Function whose return annotation is the type of an event's result; `None` for batch handlers."""
         return self.function if self.batch is None else None
 
 
 Invoke = Callable[[RegisteredHandler, Any], Awaitable[Any]]
-"""Calls a handler with its `HandlerCall`, or a batch handler with its `BatchCall`, opening and closing whatever it
-needs.  `integrations.dishka` has one with a REQUEST scope."""
+"""Calls a handler with its `HandlerCall`, or a batch handler with its `BatchCall`, and opens and closes its
+dependencies.  `integrations.dishka` has one with a REQUEST scope."""
 
 
 async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
-    """Call a handler that takes nothing but its event, or its events."""
+    """Call a handler whose only argument is its event, or its list of events."""
     await call.check_start()
     return await handler.function(call.argument)
 
 
 def returned_by(handler: RegisteredHandler, result: Any) -> Any:
-    """Read iterators that `handler` returned, as `materialized`; for a batch handler, also those of single events.
+    """Read iterators in the result of `handler`; for a batch handler, also in the results of single events.
 
-    Call it while the handler's dependencies are open, because a lazy iterator may use them.
+    Call this while the handler's dependencies are open, because a lazy iterator may use them.
     """
     result = materialized(result, handler.returns)
     if handler.batch is not None and isinstance(result, list | tuple):
@@ -200,30 +207,30 @@ def returned_by(handler: RegisteredHandler, result: Any) -> Any:
 
 
 def name_of(function: HandlerFunction) -> str:
-    """What stands in the keys of a handler that was given no name.
+    """Return the name of a function, to use in its keys.
 
     Raises:
-        ApplicationError: It has none of its own; all lambdas would share their keys.
+        ApplicationError: The function has no name, for example since it is a lambda.
     """
     name = getattr(function, "__name__", "<nameless>")
     if not name.isidentifier():
-        raise ApplicationError(f"{function!r} has no name that could stand in its keys: give it one (name=…)")
+        raise ApplicationError(f"{function!r} has no name to use in its keys: set name=…")
     return str(name)
 
 
 def async_function(function: HandlerFunction) -> HandlerFunction:
-    """`function`, if it is one that can be awaited.
+    """Return `function` if it is async.
 
     Raises:
-        ApplicationError: It is a plain `def`: its effects would happen, and awaiting its result would fail.  Or it is
-            a generator.
+        ApplicationError: It is a plain function, whose result cannot be awaited, or a generator.
     """
     refuse_generator(function)
     inner = inspect.unwrap(getattr(function, "func", function))
     if getattr(inner, "__name__", "") == "<lambda>":
-        return function  # nothing tells what it returns
+        return function  # a lambda may return a coroutine
     if not (inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))):  # noqa: B004
-        raise ApplicationError(f"handler {getattr(function, '__qualname__', function)!s} is no async function")
+        name = getattr(function, "__qualname__", function)
+        raise ApplicationError(f"handler {name!s} is not an async function: define it with async def")
     return function
 
 
@@ -263,23 +270,24 @@ class EventRouter:
     def on(self, *events: type[BaseEvent], name: str | None = None) -> Callable[[FunctionT], FunctionT]: ...
 
     def on(self, *events: type[BaseEvent], name: str | None = None) -> Callable[[FunctionT], FunctionT]:
-        """Declare a handler of `events`.
+        """Register a handler of `events`.
 
         The event is the handler's first parameter.  Its annotation, if there is one, is the class of the event, a base
-        class, or a union that covers all of `events`; mypy checks this for up to four of them.
+        class, or a union that covers all of `events`; mypy checks this for up to four events.
 
         Args:
-            name: Stands in its keys instead of the function's name, so that the function can be renamed.
+            name: Name of the handler in its keys; by default, the function's name.  With it, you can rename the
+                function without changing its keys.
 
         Raises:
-            ApplicationError: No event, an event without a type, a second handler of that name for it, or a first
-                parameter that is annotated with another type.
+            ApplicationError: There is no event, an event has no type, another handler of an event has the same name, or
+                the first parameter is annotated with another type.
         """
         if not events:
-            raise ApplicationError("router.on() needs the class of at least one event")
+            raise ApplicationError("router.on() requires at least one event class")
         for event in events:
             if not _is_event_class(event):
-                raise ApplicationError(f"{event!r} is no class of events; write @router.on(OrderPlaced)")
+                raise ApplicationError(f"{event!r} is not an event class; write @router.on(OrderPlaced)")
 
         def register(function: FunctionT) -> FunctionT:
             async_function(function)
@@ -298,26 +306,27 @@ class EventRouter:
         max_wait: Duration = timedelta(milliseconds=20),
         name: str | None = None,
     ) -> Callable[[FunctionT], FunctionT]:
-        """Declare a handler of many events at once: it takes a list of them.
+        """Register a batch handler, which takes a list of events.
 
-        Each keeps its own key, and comes once.  It returns `None`, or a result for each; `PartialFailureError` says
-        that some have failed.  Any other error fails all of them, and each is tried again alone.
+        Each event keeps its own key and is handled once.  The handler returns `None`, or a list with a result for each
+        event.  It raises `PartialFailureError` if only some events have failed.  After any other error, all events have
+        failed, and each is retried alone.
 
         Args:
-            max_size: Most events of a call.  A worker has at most `concurrency` of them at hand; with the ordering
-                `partition` it is one of each partition, so that `key` or `none` goes with batches.  A worker whose
-                settings leave them smaller says so when it starts.
+            max_size: Maximum events of a call.  A worker handles at most `concurrency` events at a time, and with the
+                ordering `partition` only one of each partition: use `key` or `none` for batches.  A worker logs a
+                warning at startup if its settings keep batches smaller.
             max_wait: How long the first event waits for others.
-            name: As for `on`.
+            name: Name of the handler in its keys; by default, the function's name.
 
         Raises:
-            ApplicationError: No class of events, no size, a second handler of that name for it, or a first parameter
-                that is annotated with anything but a list or sequence of these events.
+            ApplicationError: `event` is not an event class, `max_size` is less than 1, another handler of the event has
+                the same name, or the first parameter is not annotated with a list or sequence of these events.
         """
         if not _is_event_class(event):
-            raise ApplicationError(f"{event!r} is no class of events; write @router.on_batch(OrderPlaced)")
+            raise ApplicationError(f"{event!r} is not an event class; write @router.on_batch(OrderPlaced)")
         if max_size < 1:
-            raise ApplicationError(f"a batch has at least one event, not {max_size}")
+            raise ApplicationError(f"max_size is {max_size}, but must be at least 1")
         longest_wait = duration(max_wait, "max_wait")
 
         def register(function: FunctionT) -> FunctionT:
@@ -330,7 +339,7 @@ class EventRouter:
         return register
 
     def include(self, other: EventRouter) -> None:
-        """Take over the handlers of `other`."""
+        """Add the handlers of `other`."""
         for handler in other.handlers:
             self._add(handler)
 
@@ -342,7 +351,7 @@ class EventRouter:
             if known.name == handler.name:
                 raise ApplicationError(
                     f"{handler.event_type} has two handlers named {handler.name}, which would share a key; "
-                    "give one of them a name: @router.on(…, name=…)"
+                    "set a different name for one of them: @router.on(…, name=…)"
                 )
             if known.event is not handler.event:
                 raise ApplicationError(
@@ -352,10 +361,10 @@ class EventRouter:
 
     @property
     def handlers(self) -> tuple[RegisteredHandler, ...]:
-        """All handlers, as declared."""
+        """All handlers, in the order of their registration."""
         return tuple(self._handlers)
 
     @property
     def events(self) -> tuple[type[BaseEvent], ...]:
-        """The events that somebody handles, without repetition."""
+        """Classes of the events that have handlers, without duplicates."""
         return tuple(dict.fromkeys(handler.event for handler in self._handlers))

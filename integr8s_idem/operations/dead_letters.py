@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.keys import MAX_KEY_LENGTH
-from integr8s_idem.worker.dead_letters import told_by_us
+from integr8s_idem.worker.dead_letters import dead_letter_fields
 from integr8s_idem.worker.kafka_protocols import Partition, Record
 
 _USAGE: Final = "write topic:partition:offset, as in order_placed.dlq:0:17"
@@ -53,7 +53,7 @@ class StoredDeadLetter:
     """Headers of the service that dead-lettered the message last, without the prefix of their names."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", told_by_us(self.record))
+        object.__setattr__(self, "fields", dead_letter_fields(self.record))
 
     @property
     def place(self) -> Place:

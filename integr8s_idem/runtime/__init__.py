@@ -1,4 +1,4 @@
-"""Services composed of Dishka providers, and run side by side in one process."""
+"""Services that are composed of Dishka providers and run in one process."""
 
 from integr8s_idem.runtime.containers import make_container
 from integr8s_idem.runtime.service import Background, Platform, Service

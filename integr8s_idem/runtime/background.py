@@ -1,4 +1,4 @@
-"""What runs beside the worker of a service: the relay of its outbox, and its background tasks."""
+"""Run a worker with the relay of its outbox and the background tasks of its service."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ async def run_worker(
     dispatcher: EventDispatcher,
     publisher: EventPublisher,
     kafka: KafkaSettings,
-    beside: Iterable[Coroutine[Any, Any, None]] = (),
+    background: Iterable[Coroutine[Any, Any, None]] = (),
 ) -> None:
-    """Run `worker` until it is stopped, with the relay of its outbox and everything in `beside`.
+    """Run `worker` until it is stopped, concurrently with the relay of its outbox and the coroutines in `background`.
 
-    These are cancelled at its end.  If one of them fails, the worker drains, and the error is raised.
+    They are cancelled when the worker ends.  If one of them fails, the worker drains, and the error is raised.
     """
     loop = asyncio.get_running_loop()
     relay = _relay_of(dispatcher, publisher, kafka)
     consuming = loop.create_task(worker.run())
     relaying = loop.create_task(relay.run() if relay is not None else wait_forever())
-    tasks = {relaying, *(loop.create_task(each) for each in beside)}
+    tasks = {relaying, *(loop.create_task(each) for each in background)}
     try:
         done, _ = await asyncio.wait({consuming, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         if consuming not in done:
             worker.stop()
         await consuming
         if relay is not None and not relaying.done():
-            # What the last handlers have left is published before the end.
+            # Publish the events of the last handlers before stopping.
             relay.stop()
             await asyncio.wait({relaying}, timeout=kafka.request_timeout_seconds)
     finally:
@@ -52,7 +52,7 @@ async def run_worker(
 
 
 async def run_background(work: Background, container: AsyncContainer) -> None:
-    """Run one background task of a service; the service goes on without one that has nothing more to do."""
+    """Run a background task of a service; if it returns, the service continues without it."""
     await work(container)
     await wait_forever()
 
@@ -63,8 +63,8 @@ async def wait_forever() -> None:
 
 
 def _relay_of(dispatcher: EventDispatcher, publisher: EventPublisher, kafka: KafkaSettings) -> Relay | None:
-    """Publishes what transactions of this service have left behind, also those of other processes."""
+    """Return a relay for the outbox, including events of other processes; `None` without an outbox."""
     if dispatcher.outbox is None:
         return None
-    # A message that is under way when the claim ends could be overtaken by the next of its key.
+    # If the claim expired while a message is being sent, another relay could send a later message of the key first.
     return Relay(dispatcher.outbox, publisher, claim_seconds=max(60.0, 3 * kafka.request_timeout_seconds))

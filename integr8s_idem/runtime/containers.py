@@ -1,4 +1,4 @@
-"""Make the containers of services, and explain in one sentence what is wrong with them."""
+"""Create the containers of services, and explain their errors in one sentence."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from integr8s_idem.integrations.handler_injection import DEPENDENCIES_OF
 from integr8s_idem.runtime.service import Service
 from integr8s_idem.worker.publisher import EventPublisher
 
-NOT_MADE: Final = "cannot be made"
-NO_DISPATCHER: Final = "gives no dispatcher"
+NOT_CREATED: Final = "cannot be created"
+NO_DISPATCHER: Final = "does not provide a dispatcher"
 
 _LONGEST_REASON: Final = 2_000
 _SESSION: Final = "Add a provider of {} with scope REQUEST that commits after its yield"
@@ -44,14 +44,14 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "ServiceName": 'Add ServiceName: ServiceName("{service}") to the context of make_async_container',
     "Settings": "Add Settings: settings to the context of make_async_container",
 }
-"""What to do about a missing type of this library or of SQLAlchemy, by its name."""
+"""How to provide a missing type of this library or of SQLAlchemy, by its name."""
 
 
 def make_container(service: Service, settings: Settings) -> AsyncContainer:
-    """Make the container of `service`, of its providers or by its factory.
+    """Create the container of `service` from its providers or with its factory.
 
     Raises:
-        ApplicationError: It cannot be made, or the factory returns something else.
+        ApplicationError: The container cannot be created, or the factory returns something else.
     """
     container = build(service, settings)
     if not isinstance(container, AsyncContainer):
@@ -60,12 +60,12 @@ def make_container(service: Service, settings: Settings) -> AsyncContainer:
 
 
 def build(service: Service, settings: Settings) -> Any:
-    """As `make_container`, without a look at what the factory returns."""
+    """Create the container like `make_container`, without checking the type that the factory returns."""
     if service.container is not None:
         _check_signature(service, settings)
-        with explained(service.name, NOT_MADE):
+        with explained(service.name, NOT_CREATED):
             return service.container(settings, *service.overrides)
-    with explained(service.name, NOT_MADE):
+    with explained(service.name, NOT_CREATED):
         return _container_of_providers(service, settings)
 
 
@@ -79,7 +79,7 @@ def _container_of_providers(service: Service, settings: Settings) -> AsyncContai
         *providers,
         *service.overrides,
         context=context,
-        # What a test overrides need not be marked with `override=True`.
+        # Providers of a test need not be marked with `override=True`.
         validation_settings=ValidationSettings() if service.overrides else STRICT_VALIDATION,
     )
 
@@ -88,7 +88,7 @@ async def get_dispatcher(container: AsyncContainer, service: str) -> EventDispat
     """Get the dispatcher of `service` from its container.
 
     Raises:
-        ApplicationError: The container does not have one, or fails to make it.
+        ApplicationError: The container does not have one, or fails to create it.
     """
     with explained(service, NO_DISPATCHER):
         return await container.get(EventDispatcher)
@@ -98,16 +98,16 @@ async def get_publisher(container: AsyncContainer, service: str) -> EventPublish
     """Get the publisher of `service` from its container.
 
     Raises:
-        ApplicationError: The container does not have one, or fails to make it.
+        ApplicationError: The container does not have one, or fails to create it.
     """
-    with explained(service, "gives no publisher"):
+    with explained(service, "does not provide a publisher"):
         return await container.get(EventPublisher)
 
 
 def not_a_container(service: str, found: object) -> ApplicationError:
-    """The error for a factory that returns `found`."""
+    """Return the error for a factory that returns `found`."""
     if inspect.iscoroutine(found):
-        found.close()  # else Python warns that nobody awaited it
+        found.close()  # avoids a warning that it was never awaited
     return ApplicationError(
         f"the factory of service {service} returns {_described(found)}, not a container; return "
         "make_async_container(…) from a plain def"
@@ -120,9 +120,9 @@ def _described(found: object) -> str:
 
 @contextmanager
 def explained(service: str, what: str) -> Iterator[None]:
-    """Turn any error of a container into an `ApplicationError` of one sentence that names `service`.
+    """Convert any error of a container to an `ApplicationError` of one sentence that names `service`.
 
-    Only an error of the application's own code stays its cause: the others need no traceback.
+    Only errors of the application's code are kept as its cause; the others need no traceback.
     """
     prefix = f"the container of service {service} {what}"
     try:
@@ -130,19 +130,19 @@ def explained(service: str, what: str) -> Iterator[None]:
     except ApplicationError as error:
         raise ApplicationError(f"{prefix}: {error.reason}") from error.__cause__
     except IdempotencyError:
-        raise  # a store that refuses the connection, settings that do not fit: not about the container
+        raise  # not about the container: for example, the store refuses the connection
     except DishkaError as error:
         raise ApplicationError(f"{prefix}: {_sentence_of(error, service)}") from None
     except Exception as error:
-        told = shown(text_of(error), _LONGEST_REASON)
-        raise ApplicationError(f"{prefix}: {type(error).__name__}: {told}{_raised_in(error)}") from error
+        reason = shown(text_of(error), _LONGEST_REASON)
+        raise ApplicationError(f"{prefix}: {type(error).__name__}: {reason}{_raised_in(error)}") from error
 
 
 def _check_signature(service: Service, settings: Settings) -> None:
     assert service.container is not None
     try:
         signature = inspect.signature(service.container)
-    except ValueError:  # some functions of extension modules have none
+    except ValueError:  # some functions of extension modules have no signature
         return
     try:
         signature.bind(settings, *service.overrides)
@@ -153,8 +153,9 @@ def _check_signature(service: Service, settings: Settings) -> None:
             overrides = " and the providers that override its own"
             parameters += ", *overrides: Provider"
         raise ApplicationError(
-            f"the container of service {service.name} {NOT_MADE}: its factory is called with the settings{overrides}, "
-            f"and {name}({', '.join(map(str, signature.parameters.values()))}) does not take them ({error}). "
+            f"the container of service {service.name} {NOT_CREATED}: its factory is called with the "
+            f"settings{overrides}, "
+            f"but {name}({', '.join(map(str, signature.parameters.values()))}) does not accept them ({error}). "
             f"Write: def {name.rpartition('.')[2]}({parameters}) -> AsyncContainer"
         ) from None
 
@@ -167,12 +168,12 @@ def _sentence_of(error: DishkaError, service: str) -> str:
         return f"{_one_line(error)}. Add it to context={{…}} of make_async_container"
     if isinstance(error, CycleDependenciesError):
         names = [_name(each.provides.type_hint) for each in error.path]
-        return f"its providers need each other: {' → '.join([*names, names[0]])}. Break the cycle"
+        return f"its providers depend on each other: {' → '.join([*names, names[0]])}. Break the cycle"
     return f"{_one_line(error)} Change its providers"
 
 
 def _way(path: Sequence[Any]) -> str:
-    """Which provider or handler asks for what is missing, and how Dishka came to it."""
+    """Describe which provider or handler requests the missing type, and the path of dependencies to it."""
     if not path:
         return ""
     way = [_name(each.provides.type_hint).removeprefix(DEPENDENCIES_OF) for each in path]

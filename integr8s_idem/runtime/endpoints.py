@@ -1,4 +1,4 @@
-"""`/metrics`, `/healthz` and `/readyz` of a worker process."""
+"""The HTTP endpoints `/metrics`, `/healthz` and `/readyz` of a worker process."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.worker.health import Health
 
 CLOSE_SECONDS: Final = 1
-"""How long a scrape under way may go on at closing."""
+"""Maximum wait for running requests at shutdown."""
 
 REQUEST_SECONDS: Final = 5
-"""How long a client may take to send the line and the headers of a request, since it connected or read an answer."""
+"""Maximum time for a client to send a request line and headers, after it has connected or read a response."""
 
 RESPONSE_SECONDS: Final = 60
-"""How long an answer may take, until the client has read it."""
+"""Maximum time of a response, until the client has read it."""
 
 MOST_CONNECTIONS: Final = 100
-"""Open connections; one more closes the oldest that waits for its client, or else the oldest."""
+"""Maximum open connections; one more closes the oldest one without a request, or else the oldest one."""
 
 _BACKLOG: Final = 4_096
-"""Connections that the system may hold until they are accepted; it may allow fewer."""
+"""Maximum connections that wait to be accepted; the operating system may allow fewer."""
 
 
 class Endpoints:
-    """Serves while its `async with` block runs, inside the running event loop.
+    """Serves the endpoints within an `async with` block, in the running event loop.
 
     Args:
         host: Address to listen on.
-        port: 0 takes a free one; see `port` for which.
-        health: Asked at every probe, in the event loop: answers at once, from memory.
-        registry: Whose metrics are served.
+        port: Port to listen on; 0 selects a free one, which the property `port` returns.
+        health: Called in the event loop for every probe; must not block.
+        registry: Registry of the metrics.
 
     Raises:
-        SettingsError: On entering: the address cannot be listened on.
+        SettingsError: At the start of the block: cannot listen on the address.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Endpoints:
 
     @property
     def port(self) -> int:
-        """The real port, once entered."""
+        """The actual port, within the block."""
         return self._port
 
     async def __aenter__(self) -> Endpoints:
         self._listener = await _listen(self._host, self._wanted_port)
         self._port: int = self._listener.getsockname()[1]
         self._server = _Server(_configuration(self._app))
-        # Whoever connects before the task has begun is kept by the listening socket.
+        # Clients that connect before the task starts wait in the backlog of the socket.
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="endpoints")
         return self
 
@@ -87,7 +87,7 @@ class Endpoints:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to its host."""
+    """A server that does not handle signals."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -97,7 +97,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # SIGTERM means that the worker drains, and its probes are answered until it is done.
+        # After SIGTERM the worker drains, and probes are answered until it has ended.
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -115,7 +115,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def abort(self) -> None:
-        """Cut what outlived its time: a scraper that reads no more, or everything after a cancellation."""
+        """Abort the remaining connections, for example of a scraper that does not read its response."""
         await self._accept_no_more()
         for connection in list(self.server_state.connections):
             connection.transport.abort()
@@ -126,13 +126,13 @@ class _Server(uvicorn.Server):
 
 
 _http_logger = logging.getLogger(f"{__name__}.http")
-_http_logger.setLevel(logging.ERROR)  # the server warns of each malformed request, and anybody may send those
+_http_logger.setLevel(logging.ERROR)  # uvicorn logs a warning for each malformed request, which any client can send
 
 
 class _BoundedProtocol(H11Protocol):
-    """HTTP with a limit on what a client may take, in time and in connections; without an access log.
+    """HTTP with limits on time and connections, and without an access log.
 
-    The server's own switch for the access log would silence all of the process.
+    uvicorn's option for the access log would disable it for the whole process.
     """
 
     def __init__(self, *args: Any, open_connections: Connections, **options: Any) -> None:
@@ -144,12 +144,12 @@ class _BoundedProtocol(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is no request that it could answer."""
-        cycle: RequestResponseCycle | None = self.cycle  # the server says that there always is one
+        """Whether the connection has no request in progress."""
+        cycle: RequestResponseCycle | None = self.cycle  # annotated in uvicorn as never `None`
         return cycle is None or cycle.response_complete
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close the connection immediately."""
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -196,7 +196,7 @@ def _configuration(app: Starlette) -> uvicorn.Config:
 
 
 async def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, bound here so that a failure can name the setting."""
+    """Create a listening socket here, so that errors can name the setting."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -218,9 +218,9 @@ async def _listen(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> SettingsError:
     if error.errno == errno.EADDRINUSE:
-        what = f"{port} on {host} is taken by another process; choose another, or 0 for a free one"
+        what = f"{port} on {host} is already in use; choose another port, or 0 for a free one"
     elif error.errno == errno.EACCES:
-        what = f"{port} on {host} is not allowed to this user; choose one above 1023, or 0 for a free one"
+        what = f"{port} on {host} is not permitted for this user; choose a port above 1023, or 0 for a free one"
     else:
         mistake = SettingsMistake("telemetry.metrics_host", f'cannot listen on "{host}": {error.strerror or error}')
         return SettingsError("settings", [mistake])
@@ -229,7 +229,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> SettingsError:
 
 def _application(health: Callable[[], Health], registry: CollectorRegistry) -> Starlette:
     def metrics(request: Request) -> Response:
-        # A plain function runs in a thread: thousands of series take longer than a loop may stand.
+        # Starlette runs plain functions in a thread: thousands of series would block the event loop too long.
         page, content_type = _page(registry, request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
 
@@ -251,7 +251,7 @@ def _application(health: Callable[[], Health], registry: CollectorRegistry) -> S
 
 
 def _page(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    # The client library's own choice of a format raises on versions that it cannot read.
+    # prometheus_client's own negotiation of the format raises on version parameters that it cannot parse.
     if "application/openmetrics-text" in accept:
         page: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
         return page, openmetrics.CONTENT_TYPE_LATEST

@@ -1,4 +1,4 @@
-"""Services, each with a container of its own, and the platform that they make up."""
+"""Services, each with its own container, and the platform that consists of them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
 
 Background = Callable[[AsyncContainer], Awaitable[None]]
-"""Work beside the handlers, for the life of the service: cancelled when it drains; an error makes the service fail."""
+"""A task that runs as long as the service: it is cancelled when the service drains, and its errors fail the service."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """One consumer group and what it needs: either Dishka providers, or a function that makes a container.
+    """A service, which has a consumer group and either Dishka providers or a function that creates a container.
 
     Raises:
         ApplicationError: Both are given, or neither.
     """
 
     name: str
-    """Also its section in the settings, and its scope in keys and metrics."""
+    """Name of the service, of its section in the settings, and of its scope in keys and metrics."""
     _: KW_ONLY
     providers: Sequence[BaseProvider] | Callable[[Any], Sequence[BaseProvider]] | None = None
     """Providers of the container, or a function that returns them for the settings.
@@ -33,33 +33,34 @@ class Service:
     A `TelemetryProvider` and an `EventContextProvider` are added.  The context of the container has the `Settings`,
     also under their own class, and the `ServiceName`.  The container is validated strictly."""
     container: Callable[..., AsyncContainer] | None = None
-    """Makes the container from the settings, for full control.  It must provide an `EventDispatcher` and an
-    `EventPublisher`.  If it takes `(settings: Settings, *overrides: Provider)`, tests can override providers."""
+    """Function that creates the container from the settings, for full control.  The container must provide an
+    `EventDispatcher` and an `EventPublisher`.  If the function takes `(settings: Settings, *overrides: Provider)`,
+    tests can override providers."""
     topics: Sequence[str] | None = None
-    """Topics to read; those of the router's events if not given.  The settings win."""
+    """Topics to read; by default, those of the router's events.  The settings take precedence."""
     group_id: str | None = None
-    """Consumer group; the service's name if not given.  The settings win."""
+    """Consumer group; by default, the service's name.  The settings take precedence."""
     background: Sequence[Background] = ()
-    """Tasks beside the handlers."""
+    """Tasks that run concurrently with the handlers."""
     overrides: Sequence[BaseProvider] = ()
-    """Providers that come after all others, and override them.  Set by `with_providers`."""
+    """Providers that override all others.  Set by `with_providers`."""
 
     def __post_init__(self) -> None:
         if (self.providers is None) == (self.container is None):
             raise ApplicationError(
-                f"service {self.name} needs either providers=[…] or container=, a function that makes a container"
+                f"service {self.name} needs either providers=[…] or container=, a function that creates a container"
             )
 
     def with_providers(self, *overrides: BaseProvider) -> Service:
-        """This service with providers that override its own, for a test: `with_providers(FakePaymentsProvider())`."""
+        """Return this service with overriding providers, for tests: `with_providers(FakePaymentsProvider())`."""
         return replace(self, overrides=(*self.overrides, *overrides))
 
 
 def check_groups(services: Iterable[Service], settings: Settings) -> None:
-    """Refuse services that would take each other's events.
+    """Check that no two services share a consumer group.
 
     Raises:
-        ApplicationError: Two of them share a consumer group.
+        ApplicationError: Two services share a group, so that each event would reach only one of them.
     """
     members: dict[str, str] = {}
     for service in services:
@@ -67,19 +68,23 @@ def check_groups(services: Iterable[Service], settings: Settings) -> None:
         other = members.setdefault(group, service.name)
         if other != service.name:
             raise ApplicationError(
-                f"services {other} and {service.name} share the consumer group {group}: Kafka gives each event to one "
-                "of them, and the other never sees it. Give each a group_id of its own"
+                f"services {other} and {service.name} share the consumer group {group}: Kafka would deliver each event "
+                "to only one of them. Set a different group_id for each service"
             )
 
 
 class Platform:
-    """The services of an application; what `integr8s-idem run module:platform` runs."""
+    """The services of an application, for `integr8s-idem run module:platform`."""
 
     def __init__(self, *services: Service, settings: type[Settings] = Settings) -> None:
-        """`settings`: the class to read the settings with, where the application has sections of its own.
+        """Create a platform.
+
+        Args:
+            services: The services.
+            settings: Class of the settings, if the application has its own sections.
 
         Raises:
-            ApplicationError: Two services share a name.
+            ApplicationError: There are no services, or two services share a name.
         """
         if not services:
             raise ApplicationError("a platform needs at least one service")
@@ -91,7 +96,7 @@ class Platform:
             raise ApplicationError(f"two services are named {twice}: they would share keys and settings")
 
     def service(self, name: str) -> Service:
-        """The service of this name.
+        """Return the service named `name`.
 
         Raises:
             ApplicationError: There is no such service.
@@ -100,12 +105,12 @@ class Platform:
         return service
 
     def choose(self, names: Sequence[str] = ()) -> list[Service]:
-        """The services named, or all, in the order of the platform.
+        """Return the services with these names, or all services, in the order of the platform.
 
         Raises:
-            ApplicationError: There is none of that name.
+            ApplicationError: There is no service with one of the names.
         """
         for name in names:
             if name not in self.services:
-                raise ApplicationError(f"no service is named {name!r}; there are {', '.join(self.services)}")
+                raise ApplicationError(f"unknown service {name!r}; the services are {', '.join(self.services)}")
         return [service for service in self.services.values() if not names or service.name in names]

@@ -1,6 +1,6 @@
-"""Runs services side by side in one process.
+"""Run services concurrently in one process.
 
-One that fails does not stop the others; the process says so by its health, and by its exit status in the end.
+A service that fails does not stop the others; the health endpoints and the exit status report it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from integr8s_idem.worker.retention_check import check_retention
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS: Final = 15.0
-"""Longest time for a service's container to close."""
+"""Timeout for closing a service's container."""
 
 
 class RunningService:
-    """One service from its container to its end."""
+    """A service from the creation of its container until its end."""
 
     def __init__(self, service: Service, settings: Settings, isolation: IsolationGate) -> None:
         self.service = service
@@ -51,30 +51,30 @@ class RunningService:
         self._stopping = False
 
     def stop(self) -> None:
-        """Drain."""
+        """Start draining."""
         self._stopping = True
         if self._worker is not None:
             self._worker.stop()
 
     @property
     def worker(self) -> ServiceWorker | None:
-        """Its worker, once there is one."""
+        """The worker; `None` until it is created."""
         return self._worker
 
     @property
     def stuck(self) -> bool:
-        """Whether a handler ignores that it was cancelled."""
+        """Whether a cancelled handler is still running."""
         return self._worker is not None and self._worker.stuck
 
     def report(self) -> ServiceReport:
-        """How it is doing."""
+        """Return the current state."""
         if self._worker is not None:
             return self._worker.report()
         state = "failed" if self.error is not None else "starting"
         return ServiceReport(self.service.name, state, 0, 0, 0, Tally(), str(self.error or ""))
 
     def health(self) -> ServiceHealth:
-        """Whether it lives and is ready."""
+        """Return liveness and readiness."""
         if self.error is not None:
             return ServiceHealth(self.service.name, live=False, ready=False, reason=type(self.error).__name__)
         if self._worker is None:
@@ -82,11 +82,11 @@ class RunningService:
         return self._worker.health()
 
     async def run(self) -> None:
-        """Run until stopped or broken; what broke it stays in `error`."""
+        """Run until stopped or failed; `error` is the error of a failed service."""
         try:
             await self._run()
         except IdempotencyError as error:
-            # A sentence that says what to do: only an error of the application's own code is worth a traceback.
+            # The message states what to do: only errors of the application's code need a traceback.
             self.error = error
             cause = error.__cause__ if isinstance(error, ApplicationError) else None
             logger.error("service %s failed: %s: %s", self.service.name, type(error).__name__, error, exc_info=cause)
@@ -126,8 +126,8 @@ class RunningService:
         name = self.service.name
         if dispatcher.scope and dispatcher.scope != name:
             raise ApplicationError(
-                f"service {name} has the container of {dispatcher.scope}: with one name for two services they would "
-                f'share keys and swallow each other\'s events. Give it ServiceName("{name}")'
+                f"service {name} uses the container of {dispatcher.scope}: they would share keys, and events handled "
+                f'by one would be duplicates for the other. Provide ServiceName("{name}")'
             )
 
     async def _work(
@@ -138,22 +138,22 @@ class RunningService:
         publisher: EventPublisher,
         reading: Reading,
     ) -> None:
-        beside = [run_background(work, container) for work in self.service.background]
-        beside.append(self._count(dispatcher))
+        background = [run_background(work, container) for work in self.service.background]
+        background.append(self._count(dispatcher))
         if self._settings.kafka.retention_check == "warn":
-            beside.append(self._compare(reading))
-        await run_worker(worker, dispatcher, publisher, self._settings.kafka, beside)
+            background.append(self._compare(reading))
+        await run_worker(worker, dispatcher, publisher, self._settings.kafka, background)
 
     async def _compare(self, reading: Reading) -> None:
-        """Beside the work: brokers that are slow to answer hold nothing up."""
+        """Check retention in the background, so that slow brokers do not delay the start."""
         try:
             await check_retention(self.service.name, self._settings.kafka, reading)
-        except Exception:  # a look at settings is no reason to stop what works
-            logger.exception("%s: the settings of its topics were not compared", self.service.name)
+        except Exception:  # a failed check must not stop the service
+            logger.exception("%s: cannot check the settings of its topics", self.service.name)
         await wait_forever()
 
     async def _count(self, dispatcher: EventDispatcher) -> None:
-        """Measured in the store, since a counter of ours would miss what other processes and crashes do."""
+        """Measure active keys in the store, since a local counter would miss other processes and crashes."""
         manager, outbox = dispatcher.manager, dispatcher.outbox
         while True:
             await asyncio.sleep(self._settings.telemetry.keys_active_interval_seconds if manager else 3600)
@@ -164,11 +164,11 @@ class RunningService:
                 if outbox is not None:
                     dispatcher.observer.measure(Gauge.OUTBOX_WAITING, await outbox.count())
             except StoreError as error:
-                logger.debug("active keys not counted: %s", error)
+                logger.debug("cannot count active keys: %s", error)
 
 
 def section_of(service: Service, settings: Settings) -> ServiceSettings:
-    """The settings of `service`, with the topics that it names itself where they name none."""
+    """Return the settings of `service`, with the topics of the service if the settings do not name any."""
     section = settings.service(service.name)
     if section.topics is None and service.topics is not None:
         section = section.model_copy(update={"topics": tuple(service.topics)})
@@ -176,7 +176,7 @@ def section_of(service: Service, settings: Settings) -> ServiceSettings:
 
 
 def reading_of(dispatcher: EventDispatcher, topics: Sequence[str]) -> Reading:
-    """What a service with this dispatcher reads, and for how long it remembers."""
+    """Return the topics and the ttl of a service with this dispatcher."""
     if dispatcher.ttl is None or dispatcher.manager is None:
         return Reading(tuple(topics), None)
     own = dispatcher.ttl != dispatcher.manager.config.ttl
@@ -199,12 +199,12 @@ class ServiceGroup:
         settings: Settings,
         on_metrics: Callable[[str, int], None] = lambda host, port: None,
     ) -> None:
-        """Make a group of services; nothing runs yet.
+        """Create a group of services without running it.
 
         Args:
-            services: What to run.
-            settings: Those of the process.
-            on_metrics: Called with the host and the port of the metrics, once they are served.
+            services: The services to run.
+            settings: Settings of the process.
+            on_metrics: Called with the host and port of the metrics endpoint when it is available.
 
         Raises:
             ApplicationError: Two services share a consumer group.
@@ -218,32 +218,32 @@ class ServiceGroup:
         self._tasks: list[asyncio.Task[None]] = []
 
     def reports(self) -> list[ServiceReport]:
-        """How each service is doing."""
+        """Return the current state of each service."""
         return [service.report() for service in self._running]
 
     def health(self) -> Health:
-        """Whether each service lives and is ready."""
+        """Return liveness and readiness of each service."""
         return Health(tuple(service.health() for service in self._running))
 
     @property
     def stuck(self) -> bool:
-        """Whether some handler ignores that it was cancelled: then the event loop never ends by itself."""
+        """Whether a cancelled handler is still running: the event loop cannot end before it does."""
         return any(service.stuck for service in self._running)
 
     def stop(self) -> None:
-        """Drain at the first call; at the second stop at once: what was under way comes again."""
+        """Drain at the first call; at the second, cancel running handlers, whose events are redelivered."""
         self._stops += 1
         if self._stops == 1:
-            logger.info("stopping: running handlers may end; a second signal stops at once")
+            logger.info("draining: waiting for running handlers; a second signal stops immediately")
             for service in self._running:
                 service.stop()
         else:
-            logger.warning("stopping at once")
+            logger.warning("stopping immediately")
             for task in self._tasks:
                 task.cancel()
 
     async def run(self) -> int:
-        """Run until stopped; the exit status: 0, or 1 if a service failed or had to be stopped at once."""
+        """Run until stopped, and return the exit status: 1 if a service failed or was stopped immediately, else 0."""
         telemetry = self._settings.telemetry
         names = ",".join(service.service.name for service in self._running)
         async with AsyncExitStack() as stack:
@@ -272,10 +272,10 @@ class ServiceGroup:
 
 
 async def run_services(services: Sequence[Service], settings: Settings) -> int:
-    """Run `services` until SIGTERM or SIGINT; the exit status: 0, or 1 if one of them failed.
+    """Run `services` until SIGTERM or SIGINT, and return the exit status: 1 if a service failed, else 0.
 
     Raises:
         ApplicationError: Two services share a consumer group.
-        SettingsError: An address to listen on is taken.
+        SettingsError: The address of the metrics endpoint is in use.
     """
     return await ServiceGroup(services, settings).run()

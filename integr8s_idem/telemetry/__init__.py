@@ -1,8 +1,8 @@
-"""What the library tells about itself: one small Protocol, silent by default.
+"""Telemetry of the library, through the `Observer` protocol; disabled by default.
 
-An observer sees event types, reasons, service and handler names: closed sets, fit for metric labels.
-It never sees a key or a payload, so that no implementation can leak or explode on one; a key
-reaches a span only through `Span.annotate`, and only where a setting says so.
+Observers receive event types, reasons, and the names of services and handlers, which are suitable for metric labels.
+They never receive keys or payloads, so that they cannot leak them or create a series for each.  A key reaches a span
+only through `Span.annotate`, and only if a setting allows it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Headers = Sequence[tuple[str, bytes]]
 
 
 class Phase(str, Enum):
-    """A stretch of time in the life of a delivery.  The value is the span's name."""
+    """A phase in the processing of a delivery.  The value is the name of the span."""
 
     RESERVE = "idempotency.reserve"
     HANDLE = "idempotency.handle"
@@ -33,7 +33,7 @@ class Phase(str, Enum):
 
 
 class Signal(str, Enum):
-    """Something that happened and is counted.  The value is the Prometheus name without `_total`."""
+    """An event that is counted.  The value is the Prometheus name without `_total`."""
 
     CACHE_HIT = "idempotency_cache_hits"
     CACHE_MISS = "idempotency_cache_misses"
@@ -71,7 +71,7 @@ class Signal(str, Enum):
 
 
 class Gauge(str, Enum):
-    """A level that is measured from time to time.  The value is the Prometheus name."""
+    """A value that is measured periodically.  The value is the Prometheus name."""
 
     KEYS_ACTIVE = "idempotency_keys_active"
     IN_FLIGHT = "idempotency_in_flight"
@@ -85,43 +85,49 @@ class Span(Protocol):
     """A running phase."""
 
     def link(self, trace: TraceLink) -> None:
-        """Point at the run that did the work."""
+        """Link the span to the run that did the work."""
         ...
 
     def annotate(self, name: str, value: str | int) -> None:
-        """Tell more about this span.  Never becomes a metric label."""
+        """Set an attribute of the span.  Never becomes a metric label."""
         ...
 
     def trace(self) -> TraceLink | None:
-        """How others can point at this span; `None` if nobody records it."""
+        """Return a link to this span, or `None` if it is not recorded."""
         ...
 
 
 class Observer(Protocol):
-    """Receives what happens.  Must not raise and must not block."""
+    """Receives telemetry.  Its methods must not raise and must not block."""
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
-        """One delivery, from decoding until it is settled or released; linked to the producer in `headers`."""
+        """Observe a delivery, from decoding until it is settled or released; `headers` may name the producer's span."""
         ...
 
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
-        """One phase; its duration is measured, an exception marks it failed."""
+        """Observe a phase and its duration; an exception marks it as failed."""
         ...
 
     def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
-        """One phase that many deliveries share, none of which is recorded in a span; the event type of each."""
+        """Observe a phase that several deliveries share, none of which is recorded in a span.
+
+        Args:
+            event_types: The event type of each delivery.
+        """
         ...
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
-        """Something happened; `reason`, of a closed set, says why a message was not or could not be handled as it asks.
+        """Count a signal.
 
-        Only `Signal.DEAD_LETTER`, `Signal.UNDECODABLE` and `Signal.REPLAY_REFUSED` have one; `event_type` is empty
-        where none is known.
+        Args:
+            event_type: Empty if it is unknown.
+            reason: Why a message was not handled as requested, from a closed set.  Only `Signal.DEAD_LETTER`,
+                `Signal.UNDECODABLE` and `Signal.REPLAY_REFUSED` have reasons.
         """
         ...
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
-        """A level: a count, or seconds where the gauge's name ends so.  `part`: the topic of a lag, otherwise empty."""
+        """Set a gauge to a count, or to seconds if its name ends in `_seconds`; `part` is the topic of a lag."""
         ...
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
@@ -133,10 +139,10 @@ class _SilentSpan:
     __slots__ = ()
 
     def link(self, trace: TraceLink) -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
     def annotate(self, name: str, value: str | int) -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
     def trace(self) -> TraceLink | None:
         return None
@@ -146,9 +152,9 @@ _SILENT_PHASE: Final[AbstractContextManager[Span]] = nullcontext(_SilentSpan())
 
 
 class SilentObserver:
-    """Tells nobody.  One object serves every span, so that disabled telemetry costs next to nothing.
+    """An observer that does nothing; a single object is used for all spans, so that disabled telemetry costs little.
 
-    An observer that cares for some of it inherits the rest from here; then `combined` does not ask it in vain.
+    Observers inherit the methods that they do not need from this class, so that `combined` does not call them.
     """
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
@@ -161,18 +167,18 @@ class SilentObserver:
         return _SILENT_PHASE
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
 
 SILENT: Final[Observer] = SilentObserver()
 
 
 def is_recorded(phase: AbstractContextManager[Span]) -> bool:
-    """Whether what an observer has begun goes into a span that somebody keeps."""
+    """Whether a phase that an observer returned is recorded in a span."""
     return bool(getattr(phase, "recorded", False))

@@ -1,4 +1,4 @@
-"""Several observers as one."""
+"""Combine several observers."""
 
 from __future__ import annotations
 
@@ -26,52 +26,52 @@ _SILENT_SPAN: Final = _SILENT_PHASE.__enter__()
 
 
 def combined(*observers: Observer) -> Observer:
-    """One observer that tells all of `observers`; no wrapper where one is enough."""
-    heard = [observer for observer in observers if observer is not SILENT]
-    if not heard:
+    """Return an observer that calls all of `observers`; a single observer is not wrapped."""
+    active = [observer for observer in observers if observer is not SILENT]
+    if not active:
         return SILENT
-    return heard[0] if len(heard) == 1 else CompositeObserver(*heard)
+    return active[0] if len(active) == 1 else CompositeObserver(*active)
 
 
 class _Count(Protocol):
-    """`Observer.count`."""
+    """Signature of `Observer.count`."""
 
     def __call__(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None: ...
 
 
 class CompositeObserver:
-    """Tells every one of `observers`, in their order."""
+    """Calls all of `observers`, in their order."""
 
     count: _Count
-    """Something happened."""
+    """Count a signal."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
-        self._counting = [observer.count for observer in observers if _cares_for_counts(observer)]
-        # Several times an event, and mostly for one listener: the call goes to that one without us.
+        self._counting = [observer.count for observer in observers if _overrides_count(observer)]
+        # `count` is called several times per event, and usually one observer counts: call it directly.
         self.count = self._counting[0] if len(self._counting) == 1 else self._count
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
-        """One delivery, in all of them."""
-        heard = _SILENT_PHASE
+        """Observe a delivery."""
+        result = _SILENT_PHASE
         for observer in self._observers:
-            begun = observer.processing(event_type, topic, headers)
-            # Spans that nobody records are the usual case: who is silent is not asked a second time.
-            if begun is not _SILENT_PHASE:
-                heard = begun if heard is _SILENT_PHASE else _PairOfPhases(heard, begun)
-        return heard
+            opened = observer.processing(event_type, topic, headers)
+            # Usually no span is recorded: then silent observers need no call when the phase ends.
+            if opened is not _SILENT_PHASE:
+                result = opened if result is _SILENT_PHASE else _PairOfPhases(result, opened)
+        return result
 
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
-        """One phase, in all of them."""
-        heard = _SILENT_PHASE
+        """Observe a phase."""
+        result = _SILENT_PHASE
         for observer in self._observers:
-            begun = observer.phase(phase, event_type)
-            if begun is not _SILENT_PHASE:
-                heard = begun if heard is _SILENT_PHASE else _PairOfPhases(heard, begun)
-        return heard
+            opened = observer.phase(phase, event_type)
+            if opened is not _SILENT_PHASE:
+                result = opened if result is _SILENT_PHASE else _PairOfPhases(result, opened)
+        return result
 
     def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
-        """One phase of many deliveries, in all of them."""
+        """Observe a phase that several deliveries share."""
         with ExitStack() as stack:
             for observer in self._observers:
                 stack.enter_context(observer.together(phase, event_types))
@@ -82,17 +82,17 @@ class CompositeObserver:
             count(signal, event_type, amount, reason=reason)
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
-        """A level."""
+        """Set a gauge."""
         for observer in self._observers:
             observer.measure(gauge, value, part)
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
-        """Let each add its trace context."""
+        """Let each observer add its trace context."""
         for observer in self._observers:
             observer.inject(headers)
 
 
-def _cares_for_counts(observer: Observer) -> bool:
+def _overrides_count(observer: Observer) -> bool:
     return getattr(type(observer), "count", None) is not SilentObserver.count
 
 

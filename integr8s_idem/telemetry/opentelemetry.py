@@ -1,9 +1,8 @@
-"""Spans, by the API of OpenTelemetry and its conventions for messaging.
+"""Spans with the OpenTelemetry API, according to its semantic conventions for messaging.
 
-A delivery's span is both linked to the producer's and its child.  The link is what the conventions
-ask for.  The parent makes one trace of one request across all services, and lets the producer's
-decision to sample hold for the whole chain.  A message without a context starts a trace of its own,
-whatever span the worker itself was started in.
+The span of a delivery is a child of the producer's span and linked to it.  The conventions require the link.  With the
+parent, a request is one trace across all services, and the producer's sampling decision applies to the whole trace.  A
+message without a trace context starts a new trace, independent of the span in which the worker was started.
 """
 
 from __future__ import annotations
@@ -28,31 +27,31 @@ if TYPE_CHECKING:
     from integr8s_idem.telemetry.sampling import KnownSampling
 
 KEY_ATTRIBUTE: Final = "idempotency.key"
-"""The one annotation that is kept only where a setting says so."""
+"""Attribute that is set only if a setting allows it."""
 MAX_TEXT: Final = 1024
-"""Characters of an attribute; the rest is cut off."""
+"""Maximum characters of an attribute; longer values are truncated."""
 
-_LOOK_INTERVAL: Final = 0.25
-"""Seconds between two looks for an SDK.  A look costs 2 µs, more than all other telemetry together."""
+_SDK_CHECK_INTERVAL: Final = 0.25
+"""Seconds between two checks for an SDK.  A check takes 2 µs, more than all other telemetry together."""
 
 _SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
 _W3C: Final = TraceContextTextMapPropagator()
 _W3C_HEADERS: Final = frozenset({"traceparent", "tracestate"})
 _RUN_LINK: Final = {"idempotency.relation": "run"}
-"""Tells a link to the run that did the work from the one to the producer."""
+"""Attributes that distinguish a link to the run that did the work from the link to the producer."""
 
 
 class OpenTelemetryObserver(SilentObserver):
-    """Spans for one service, through `tracer_provider` or else the one the process has set.
+    """Creates spans for one service with `tracer_provider`, or with the global one.
 
-    Silent while there is none; one that is set later is found within a quarter of a second.  A span
-    begins and ends in one task, as the current span of OpenTelemetry does.
+    Does nothing while there is no provider; a global provider that is set later is found within 0.25 seconds.  A span
+    must start and end in the same task, like OpenTelemetry's current span.
 
     Args:
         service: Name of the service.
-        tracer_provider: Where spans go; not given: wherever those of the application go.
-        span_keys: Let keys and exception messages into spans.  Both may hold personal data.
-        group: Consumer group; the service's name if not given.
+        tracer_provider: Provider of the tracer; by default, the global one.
+        span_keys: Whether spans may contain keys and exception messages, which may contain personal data.
+        group: Consumer group; by default, the service's name.
     """
 
     def __init__(
@@ -68,12 +67,12 @@ class OpenTelemetryObserver(SilentObserver):
         self._span_keys = span_keys
         self._tracer: otel.Tracer | None = None
         self._sampling: KnownSampling | None = None
-        self._next_look = 0.0
+        self._next_sdk_check = 0.0
         if tracer_provider is not None:
             self._adopt(tracer_provider)
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
-        """Open the span `process <event type>`, a child of the producer's and linked to it."""
+        """Start the span `process <event type>`, as a child of the producer's span and linked to it."""
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
             return _SILENT_PHASE
@@ -101,7 +100,7 @@ class OpenTelemetryObserver(SilentObserver):
         return _RecordedPhase(span, self._span_keys)
 
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
-        """Open a span named after `phase`, below the current one."""
+        """Start a span named after `phase`, as a child of the current span."""
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
             return _SILENT_PHASE
@@ -113,7 +112,7 @@ class OpenTelemetryObserver(SilentObserver):
         return _RecordedPhase(tracer.start_span(phase.value, attributes=attributes), self._span_keys)
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
-        """Put the context of the current span into `headers`, in place of one that is there."""
+        """Set the context of the current span in `headers`, replacing an existing one."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier)
         if carrier:
@@ -121,21 +120,21 @@ class OpenTelemetryObserver(SilentObserver):
             headers.extend((name, value.encode()) for name, value in carrier.items())
 
     def _find_tracer(self) -> otel.Tracer | None:
-        if monotonic() >= self._next_look:
+        if monotonic() >= self._next_sdk_check:
             self._adopt(otel.get_tracer_provider())
         return self._tracer
 
     def _adopt(self, provider: otel.TracerProvider) -> None:
         if isinstance(provider, otel.ProxyTracerProvider):
-            self._next_look = monotonic() + _LOOK_INTERVAL
+            self._next_sdk_check = monotonic() + _SDK_CHECK_INTERVAL
             return
-        self._next_look = inf
+        self._next_sdk_check = inf
         tracer = provider.get_tracer("integr8s_idem")
-        # What an SDK gives that was switched off by OTEL_SDK_DISABLED.
+        # An SDK that is disabled by OTEL_SDK_DISABLED returns this tracer.
         if isinstance(tracer, otel.NoOpTracer):
             return
         if hasattr(tracer, "sampler"):
-            # It is the SDK's, which therefore is loaded.
+            # The tracer belongs to the SDK, so importing the SDK costs nothing.
             from integr8s_idem.telemetry.sampling import known_sampling
 
             self._sampling = known_sampling(tracer)
@@ -143,7 +142,7 @@ class OpenTelemetryObserver(SilentObserver):
 
 
 class _RecordedPhase:
-    """One span, current from enter to exit."""
+    """A span that is current within a `with` block."""
 
     __slots__ = ("_span", "_span_keys", "_token")
 
@@ -173,7 +172,7 @@ class _RecordedPhase:
             trace_id=int.from_bytes(trace.trace_id),
             span_id=int.from_bytes(trace.span_id),
             is_remote=True,
-            # A run that was not recorded leaves no trace link behind.
+            # Only recorded runs have trace links.
             trace_flags=otel.TraceFlags(otel.TraceFlags.SAMPLED),
         )
         if run.is_valid and self._span.is_recording():
@@ -185,15 +184,15 @@ class _RecordedPhase:
         self._span.set_attribute(name, _text(value) if isinstance(value, str) else value)
 
     def trace(self) -> TraceLink | None:
-        ours = self._span.get_span_context()
-        if not (self._span.is_recording() and ours.is_valid and ours.trace_flags.sampled):
+        context = self._span.get_span_context()
+        if not (self._span.is_recording() and context.is_valid and context.trace_flags.sampled):
             return None
-        return TraceLink(ours.trace_id.to_bytes(16), ours.span_id.to_bytes(8))
+        return TraceLink(context.trace_id.to_bytes(16), context.span_id.to_bytes(8))
 
     def _record(self, error: BaseException) -> None:
         name = _type_name(error)
         if not isinstance(error, Exception):
-            # A cancelled phase was stopped by us: nothing is wrong with it.
+            # A cancellation is not an error of the phase.
             self._span.set_attribute("idempotency.interrupted", name)
             return
         event = {"exception.type": name}
@@ -205,8 +204,8 @@ class _RecordedPhase:
 
 
 def _carrier(headers: Headers) -> dict[str, str]:
-    """The W3C headers; of several with one name the last, which is that of the nearest hop."""
-    # Kafka allows a header without a value, whatever our type says.
+    """Return the W3C headers; if a name is repeated, the last one, which the nearest hop added."""
+    # Kafka allows headers without a value, although the type does not.
     return {name: value.decode("latin-1") for name, value in headers if name in _W3C_HEADERS and value}
 
 
@@ -216,6 +215,6 @@ def _type_name(error: BaseException) -> str:
 
 
 def _text(value: str) -> str:
-    """`value` as an exporter can encode it: one lone surrogate would cost the whole batch of spans."""
+    """Truncate `value` and replace lone surrogates, which would make an exporter drop the whole batch of spans."""
     value = value[:MAX_TEXT]
     return value if value.isascii() else value.encode("utf-8", "replace").decode()

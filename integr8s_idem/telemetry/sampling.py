@@ -1,8 +1,8 @@
-"""Which spans the SDK would not record, known without asking it.
+"""Predict which spans the SDK does not record, without asking its sampler.
 
-Where one trace in ten is recorded, to ask about each span of the other nine costs more than all metrics
-together.  Known is OpenTelemetry's usual sampler, `ParentBased` as it comes: what has a parent that is not
-sampled is not recorded.  Any other sampler is asked, span by span.
+If one trace in ten is recorded, asking the sampler about each span of the other nine costs more than all metrics.
+OpenTelemetry's default sampler `ParentBased` is predictable: a span whose parent is not sampled is not recorded.  Any
+other sampler is asked for each span.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
 _SILENT_SPAN: Final = _SILENT_PHASE.__enter__()
 _W3C: Final = TraceContextTextMapPropagator()
 _NOT_SAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]")
-"""A `traceparent` of a trace that is not recorded, nobody finds fault with.  Any other is left to the SDK."""
+"""A valid `traceparent` of a trace that is not sampled.  The SDK handles all others."""
 (_SPAN_KEY,) = otel.set_span_in_context(otel.INVALID_SPAN, Context())
 
 
 class DrawnIds(RandomIdGenerator):
-    """Random ids, of which one may be seen before it is used: whether a trace is recorded depends on its id."""
+    """Generates random ids that can be drawn in advance, since an id decides whether its trace is recorded."""
 
     def __init__(self) -> None:
         self._next = _Next()
 
     def draw(self) -> int:
-        """An id that no trace has."""
+        """Return a new trace id."""
         return super().generate_trace_id()
 
     def use(self, trace_id: int) -> None:
-        """The next trace that this thread begins gets this id."""
+        """Use `trace_id` for the next trace that this thread starts."""
         self._next.trace_id = trace_id
 
     def generate_trace_id(self) -> int:
@@ -55,7 +55,7 @@ class _Next(local):
 
 
 class KnownSampling:
-    """What a tracer does not record, where its sampler is known."""
+    """Predicts what a tracer with a known sampler does not record."""
 
     def __init__(self, tracer: otel.Tracer, root: object) -> None:
         self._tracer = tracer
@@ -64,14 +64,14 @@ class KnownSampling:
         self._bound = root.bound if isinstance(root, TraceIdRatioBased) else 0
 
     def delivery(self, carrier: Mapping[str, str]) -> AbstractContextManager[Span] | None:
-        """How to go through a delivery with these headers of W3C, if it is not recorded."""
+        """Return a phase for a delivery with these W3C headers if it is not recorded, else `None`."""
         traceparent = carrier.get("traceparent")
         if traceparent is None:
             return self._root()
         return _Unrecorded(UnrecordedSpan(self, carrier)) if _NOT_SAMPLED.fullmatch(traceparent) else None
 
     def phase(self) -> AbstractContextManager[Span] | None:
-        """How to go through a phase that begins now, if it is not recorded."""
+        """Return a phase that starts now if it is not recorded, else `None`."""
         current = otel_context.get_current()
         if type(current) is _UnrecordedContext:
             return _SILENT_PHASE
@@ -81,7 +81,7 @@ class KnownSampling:
         return None if parent.trace_flags.sampled else _SILENT_PHASE
 
     def begin(self, carrier: Mapping[str, str], trace_id: int) -> otel.Span:
-        """The span that is not recorded, as the SDK makes it."""
+        """Let the SDK start the span that is not recorded."""
         if self._ids is not None and trace_id:
             self._ids.use(trace_id)
         return self._tracer.start_span("unrecorded", context=_W3C.extract(carrier, Context()))
@@ -97,9 +97,9 @@ class KnownSampling:
 
 
 def known_sampling(tracer: otel.Tracer) -> KnownSampling | None:
-    """What `tracer` does not record; `None` if its sampler is not known to follow the parent."""
+    """Return the prediction for `tracer`, or `None` if its sampler may not follow the parent's decision."""
     sampler = getattr(tracer, "sampler", None)
-    # A subclass may have a root of its own; it may not decide otherwise.
+    # A subclass may use a different root sampler, but must not override the decision.
     if getattr(type(sampler), "should_sample", None) is not ParentBased.should_sample:
         return None
     below_unsampled = [getattr(sampler, f"_{place}_parent_not_sampled", None) for place in ("local", "remote")]
@@ -109,7 +109,7 @@ def known_sampling(tracer: otel.Tracer) -> KnownSampling | None:
 
 
 class UnrecordedSpan(otel.NonRecordingSpan):
-    """A span that is not recorded.  Its context is made when somebody asks for it, which most often nobody does."""
+    """A span that is not recorded, with a context that is created on demand, since it is rarely needed."""
 
     def __init__(self, sampling: KnownSampling, carrier: Mapping[str, str], trace_id: int = 0) -> None:
         self._sampling = sampling
@@ -118,10 +118,10 @@ class UnrecordedSpan(otel.NonRecordingSpan):
         self._made: list[otel.SpanContext] = []
 
     def get_span_context(self) -> otel.SpanContext:
-        """What goes on to the spans and services below, so that they are not recorded either."""
+        """Return the context for child spans and other services, so that they are not recorded either."""
         if not self._made:
             self._made.append(self._sampling.begin(self._carrier, self._trace_id).get_span_context())
-        # Two threads may have asked at once: the first answer stands.
+        # If two threads have called this concurrently, both use the first result.
         return self._made[0]
 
     def __repr__(self) -> str:
@@ -129,11 +129,11 @@ class UnrecordedSpan(otel.NonRecordingSpan):
 
 
 class _UnrecordedContext(Context):
-    """A context of OpenTelemetry whose span is not recorded.  Whoever puts another span in makes a plain one of it."""
+    """An OpenTelemetry context whose span is not recorded; setting another span in it yields a plain context."""
 
 
 class _Unrecorded:
-    """A delivery or phase whose span is not recorded, and current from enter to exit."""
+    """A delivery or phase with an unrecorded span that is current within a `with` block."""
 
     __slots__ = ("_span", "_token")
 

@@ -1,4 +1,4 @@
-"""From settings to telemetry: the observer of a service, and the SDK of the process that sends spans."""
+"""Set up telemetry from settings: the observer of a service, and the SDK that exports the process's spans."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.telemetry import Observer
 from integr8s_idem.telemetry.composite import combined
 
-# The libraries are imported where they are used: a process pays only for what its settings ask for,
-# and the gRPC exporter alone takes a third of a second.
+# Libraries are imported where they are used, so that a process loads only what its settings need: importing the gRPC
+# exporter takes a third of a second.
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -30,19 +30,16 @@ Exporter: TypeAlias = Literal["off", "console", "http", "grpc"]
 
 CLOSE_TIMEOUT: Final = timedelta(seconds=3)
 EXPORT_TIMEOUT_SECONDS: Final = 5
-"""One batch of spans is given up after this long, its retries included."""
+"""Timeout for exporting a batch of spans, including retries."""
 GRPC_PORT: Final = 4317
 _EXTRAS: Final = {"http": ("HTTP", "otlp-http"), "grpc": ("gRPC", "otlp-grpc")}
-"""The name of a protocol, and the extra that brings its exporter."""
+"""Name of each protocol, and the extra that installs its exporter."""
 
 _log = logging.getLogger(__name__)
 
 
 class TelemetryHandle:
-    """The sending of spans, for as long as this process runs services.
-
-    As an async context manager it closes itself.
-    """
+    """Exports spans until it is closed; an async context manager."""
 
     def __init__(self, provider: TracerProvider | None = None, exporter: SpanExporter | None = None) -> None:
         self._provider = provider
@@ -50,27 +47,27 @@ class TelemetryHandle:
 
     @property
     def sends_spans(self) -> bool:
-        """Whether spans go out by our doing; false too where the application has an SDK of its own."""
+        """Whether this handle exports spans; `False` if the application has its own SDK."""
         return self._provider is not None
 
     async def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
-        """Send what is left, for `timeout` at most, and stop.  The event loop goes on meanwhile.
+        """Export the remaining spans without blocking the event loop, for at most `timeout`, and stop.
 
-        Spans that a collector does not take in time are lost, and a line in the log says so.
+        Spans that the collector does not accept in time are lost, and a warning is logged.
         """
         provider, self._provider = self._provider, None
         if provider is None:
             return
         sent = asyncio.Event()
-        # A daemon of its own: the threads of the loop's executor would be waited for at exit.
+        # A daemon thread, since the interpreter waits for threads of the loop's executor at exit.
         Thread(
             target=_shut_down, args=(provider, asyncio.get_running_loop(), sent), name="spans-close", daemon=True
         ).start()
         try:
             await asyncio.wait_for(sent.wait(), timeout.total_seconds())
         except TimeoutError:
-            _log.warning("the last spans were not taken within %g s and are lost", timeout.total_seconds())
-            # Ends the retries, and with them the thread: a process may live on after its services.
+            _log.warning("the last spans were not exported within %g s and are lost", timeout.total_seconds())
+            # Ends the retries and the thread, since a process may outlive its services.
             assert self._exporter is not None
             Thread(target=self._exporter.shutdown, name="spans-abort", daemon=True).start()
 
@@ -87,7 +84,7 @@ def _shut_down(provider: TracerProvider, loop: asyncio.AbstractEventLoop, sent: 
     try:
         provider.shutdown()
     finally:
-        # The loop has ended: nobody waits any more.
+        # The loop is closed if nobody waits any longer.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(sent.set)
 
@@ -97,18 +94,17 @@ _configured: tuple[TelemetryHandle, TelemetrySettings, str] | None = None
 
 
 def configure_telemetry(settings: TelemetrySettings, *, service_name: str) -> TelemetryHandle:
-    """Send the spans of this process where `settings` say, once per process.
+    """Export the spans of this process according to `settings`.
 
-    A TracerProvider that the application has set stays, and gets the spans instead.  A second call
-    returns the handle of the first, closed or not: OpenTelemetry has one TracerProvider per process,
-    for good.
+    If the application has set a TracerProvider, that is used instead.  A second call returns the handle of the first,
+    closed or not, since OpenTelemetry does not allow a process to replace its TracerProvider.
 
     Args:
         settings: Section `[telemetry]`.
         service_name: `service.name` of the process in every span.
 
     Raises:
-        SettingsError: `telemetry.otlp_endpoint` is not an address of a collector, or the extra for its protocol
+        SettingsError: `telemetry.otlp_endpoint` is not a valid address of a collector, or the extra for its protocol
             is not installed.
     """
     global _configured
@@ -119,14 +115,14 @@ def configure_telemetry(settings: TelemetrySettings, *, service_name: str) -> Te
         if _configured is None:
             _configured = (_install(settings, exporter, service_name), settings, service_name)
         elif _configured[1:] != (settings, service_name):
-            _log.warning("spans were set up before in this process with other settings, which stay")
+            _log.warning("the export of spans is already set up in this process; the new settings are ignored")
         return _configured[0]
 
 
 def check_exporter(settings: TelemetrySettings) -> None:
-    """Check that the exporter that `settings` ask for is installed.
+    """Check that the exporter that `settings` require is installed.
 
-    A process whose application has set a TracerProvider needs none.
+    If the application has set a TracerProvider, no exporter is required.
 
     Raises:
         SettingsError: The exporter belongs to an extra that is not installed.
@@ -137,9 +133,9 @@ def check_exporter(settings: TelemetrySettings) -> None:
 
 
 def observer_for(settings: TelemetrySettings, service: str, *, group: str | None = None) -> Observer:
-    """The observer of `service`: metrics where they are enabled, and spans once the process has an SDK.
+    """Return the observer of `service`: metrics if they are enabled, and spans when the process has an SDK.
 
-    The same arguments give the same observer.
+    The same arguments return the same observer.
     """
     return _observer(settings.metrics_enabled, settings.span_keys, service, group)
 
@@ -166,7 +162,7 @@ def _install(settings: TelemetrySettings, exporter: Exporter, service_name: str)
     from opentelemetry import trace
 
     if _has_provider():
-        _log.info("the application has a TracerProvider; spans go there, not where [telemetry] says")
+        _log.info("using the application's TracerProvider for spans instead of the settings in [telemetry]")
         return TelemetryHandle()
     span_exporter = _make_exporter(exporter, settings.otlp_endpoint)
     provider = _make_provider(settings, span_exporter, service_name)
@@ -186,7 +182,7 @@ def _make_provider(settings: TelemetrySettings, exporter: SpanExporter, service_
         sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
         id_generator=DrawnIds(),
         resource=Resource.create({SERVICE_NAME: service_name}),
-        # It would wait half a minute for a collector that is gone; the handle closes within its time.
+        # The SDK would wait half a minute for an unavailable collector; the handle has a shorter timeout.
         shutdown_on_exit=False,
     )
     provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -197,10 +193,10 @@ def _make_exporter(exporter: Exporter, endpoint: str | None) -> SpanExporter:
     if exporter == "console":
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
-        # Standard output belongs to the program's own lines.
+        # Standard output is reserved for the output of the program.
         return ConsoleSpanExporter(out=sys.stderr, formatter=lambda span: f"{span.to_json(indent=None)}\n")
     make = _exporter_class(exporter)
-    # The libraries' own variables (OTEL_EXPORTER_OTLP_ENDPOINT, …) speak where our settings are silent.
+    # Without an endpoint in the settings, the exporter uses OTEL_EXPORTER_OTLP_ENDPOINT and other variables.
     url = None if endpoint is None else _endpoint_url(endpoint)
     if exporter == "grpc":
         assert url is not None
@@ -210,7 +206,7 @@ def _make_exporter(exporter: Exporter, endpoint: str | None) -> SpanExporter:
 
 
 def _exporter_class(exporter: Exporter) -> Callable[..., SpanExporter]:
-    """Import the exporter of one protocol: each is an extra."""
+    """Import the exporter of a protocol, which an extra installs."""
     try:
         if exporter == "grpc":
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
@@ -227,9 +223,9 @@ def _exporter_class(exporter: Exporter) -> Callable[..., SpanExporter]:
 def _exporter_for(settings: TelemetrySettings) -> Exporter:
     if settings.spans == "console":
         return "console"
-    # Only an `off` that somebody wrote outweighs an endpoint that somebody wrote.
-    silent_on_spans = "spans" not in settings.model_fields_set and settings.otlp_endpoint is not None
-    if settings.spans == "off" and not silent_on_spans:
+    # An endpoint enables spans, unless `spans = "off"` is set explicitly.
+    is_enabled_by_endpoint = "spans" not in settings.model_fields_set and settings.otlp_endpoint is not None
+    if settings.spans == "off" and not is_enabled_by_endpoint:
         return "off"
     if settings.otlp_endpoint is None:
         return "http"
@@ -243,10 +239,12 @@ def _endpoint_url(endpoint: str) -> SplitResult:
         if url.scheme in {"http", "https", "grpc", "grpcs"} and url.hostname and url.port != 0:
             return url
     except ValueError:
-        # A port that is no number, or an IPv6 address without its end: as wrong as the rest.
+        # For example, the port is not a number, or an IPv6 address lacks its closing bracket.
         pass
-    shown = "what is given" if "@" in endpoint else f'"{endpoint}"'
-    mistake = f"{shown} is no address of a collector; write http://host:4318 for HTTP, http://host:4317 for gRPC"
+    shown = "the value" if "@" in endpoint else f'"{endpoint}"'
+    mistake = (
+        f"{shown} is not a valid address of a collector; write http://host:4318 for HTTP, http://host:4317 for gRPC"
+    )
     raise SettingsError("settings", [SettingsMistake("telemetry.otlp_endpoint", mistake)])
 
 

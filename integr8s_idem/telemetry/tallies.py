@@ -1,7 +1,7 @@
-"""Numbers that several threads add to, and one reads from time to time.
+"""Numbers that several threads add to without a lock.
 
-Each thread has cells of its own, and a cell is written by its thread alone.  So adding takes no lock and
-loses nothing, on an interpreter without a global lock either.  Whoever wants totals sums up the cells.
+Each thread adds only to its own cells, so that no update is lost, even without a global interpreter lock.  Totals are
+the sums over the cells of all threads.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from threading import Lock, Thread, current_thread, local
 from typing import Generic, TypeVar
 
 C = TypeVar("C")
-"""Names what is counted."""
+"""Name of a counter."""
 T = TypeVar("T")
-"""Names what takes time."""
+"""Name of a histogram."""
 
 
 class Cells(Generic[C, T]):
-    """What was counted, and how long things took, by the label they share."""
+    """Counts and durations by label."""
 
     __slots__ = ("counts", "times")
 
     def __init__(self) -> None:
-        # In two steps: a tuple of label and name would be made and hashed each time, and cost more than both.
+        # Nested, since creating and hashing a tuple of label and name each time would cost more than two lookups.
         self.counts: dict[str, dict[C, int]] = {}
         self.times: dict[str, dict[T, list[float]]] = {}
-        """How many took no longer than each bound but longer than the one before; last the sum of seconds."""
+        """Number of durations between each bound and the one before it, followed by the sum in seconds."""
 
-    def take(self, others: Cells[C, T]) -> None:
-        """Add what `others` have.  Their thread may go on meanwhile: to copy a `dict` or a `list` is one step."""
+    def add(self, others: Cells[C, T]) -> None:
+        """Add the numbers of `others`.  Their thread may continue, since copying a `dict` or `list` is atomic."""
         for label, counts in others.counts.copy().items():
-            ours = self.counts.setdefault(label, {})
+            sums = self.counts.setdefault(label, {})
             for name, count in counts.copy().items():
-                ours[name] = ours.get(name, 0) + count
+                sums[name] = sums.get(name, 0) + count
         for label, times in others.times.copy().items():
             rows = self.times.setdefault(label, {})
             for what, row in times.copy().items():
@@ -49,29 +49,29 @@ class Tallies(Generic[C, T]):
         self.here: Here[C, T] = Here(self)
 
     def totals(self) -> Cells[C, T]:
-        """The sums over all threads.  No later one is smaller."""
+        """Return the sums over all threads, which never decrease."""
         totals: Cells[C, T] = Cells()
         with self._lock:
-            totals.take(self._ended)
+            totals.add(self._ended)
             for _, cells in self._threads:
-                totals.take(cells)
+                totals.add(cells)
         return totals
 
     def cells_of_new_thread(self) -> Cells[C, T]:
-        """Cells for the thread that asks.  Those of threads that have ended become one: a server may use up many."""
+        """Return new cells for the current thread, and merge those of threads that have ended."""
         running = [(current_thread(), Cells[C, T]())]
         with self._lock:
             for thread, cells in self._threads:
                 if thread.is_alive():
                     running.append((thread, cells))
                 else:
-                    self._ended.take(cells)
+                    self._ended.add(cells)
             self._threads = running
         return running[0][1]
 
 
 class Here(local, Generic[C, T]):
-    """The cells of the thread that asks; `__init__` runs once in each thread."""
+    """The cells of the current thread; `__init__` runs once in each thread."""
 
     def __init__(self, tallies: Tallies[C, T]) -> None:
         cells = tallies.cells_of_new_thread()

@@ -1,4 +1,4 @@
-"""The Kafka worker of one service: poll, decode, reserve, run, complete, commit."""
+"""The Kafka worker of a service: poll, decode, reserve, run handlers, record outcomes, commit."""
 
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
 from integr8s_idem.worker.dead_letters import Replay, record_key_of, replay_of

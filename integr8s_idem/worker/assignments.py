@@ -1,7 +1,7 @@
-"""One stretch of time in which a partition is ours.
+"""Assignments of partitions to this worker, and the deliveries that arrive under them.
 
-A partition that is taken away and comes back is another assignment: what was begun under the earlier one
-can no longer move offsets, so a late completion never rewinds or overtakes the group.
+A partition that is revoked and assigned again is a new assignment.  Work that was started under the earlier one can no
+longer move offsets, so a late completion never rewinds or overtakes the group.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from integr8s_idem.worker.offset_progress import Progress
 
 @dataclass(eq=False, slots=True)
 class Assignment:
-    """One partition for as long as it stays ours."""
+    """A partition, from its assignment to this worker until it is revoked."""
 
     partition: Partition
     progress: Progress = field(default_factory=Progress)
     start: int | None = None
-    """Where fetching began."""
+    """First offset that was fetched."""
     damaged: bool = False
-    """It holds a batch that cannot be read: it rests until somebody skips that on purpose and restarts."""
+    """Whether it has a batch that cannot be read.  It stays paused until an operator skips the batch and restarts."""
     ended: bool = False
-    """The partition is no longer ours: nothing of this assignment is committed any more."""
+    """Whether the partition was revoked: offsets of this assignment are no longer committed."""
     running: set[Delivery] = field(default_factory=set)
-    """Deliveries that were begun and have not come to an end."""
+    """Deliveries that were started and have not ended."""
     _idle: asyncio.Future[None] | None = None
     closing: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done once no delivery of it may be begun or tried again."""
+    """Done when its deliveries may no longer be started or retried."""
 
     @property
     def next_offset(self) -> int | None:
-        """Where fetching goes on; `None` if nothing was delivered and its beginning is not known yet."""
+        """Next offset to fetch; `None` if nothing was delivered and `start` is not known yet."""
         delivered = self.progress.next_offset
         return self.start if delivered is None else delivered
 
     def close(self) -> None:
-        """Begin nothing more, and let waiting deliveries go."""
+        """Start no more deliveries, and release those that wait."""
         if not self.closing.done():
             self.closing.set_result(None)
 
@@ -54,18 +54,18 @@ class Assignment:
     def closed(self) -> bool:
         return self.closing.done()
 
-    def began(self, delivery: Delivery) -> None:
-        """`delivery` is on its way."""
+    def add_running(self, delivery: Delivery) -> None:
+        """Note that `delivery` was started."""
         self.running.add(delivery)
 
-    def ended_one(self, delivery: Delivery) -> None:
-        """`delivery` has come to its end, settled or let go."""
+    def remove_running(self, delivery: Delivery) -> None:
+        """Note that `delivery` was settled or released."""
         self.running.discard(delivery)
         if self._idle is not None and not self._idle.done() and not self.running:
             self._idle.set_result(None)
 
     def idle(self) -> asyncio.Future[None]:
-        """Done once nothing of it is on its way."""
+        """Return a future that is done when no delivery is running."""
         if self._idle is None or self._idle.done():
             self._idle = asyncio.get_running_loop().create_future()
             if not self.running:
@@ -73,7 +73,7 @@ class Assignment:
         return self._idle
 
     def handlers(self) -> set[asyncio.Task[Any]]:
-        """The tasks that have its deliveries in hand."""
+        """Return the tasks that handle its deliveries."""
         return {task for delivery in self.running for task in delivery.tasks}
 
 
@@ -92,43 +92,43 @@ class Delivery:
         "tasks",
     )
     context: Context
-    """Its handlers run in copies of it.  Set by `begin`."""
+    """Its handlers run in copies of this context.  Set by `begin`."""
 
     def __init__(self, record: Record, assignment: Assignment) -> None:
         self.record = record
         self.assignment = assignment
         self.tasks: set[asyncio.Task[Any]] = set()
-        """The tasks that handle it now."""
+        """Tasks that are handling it."""
         self.size = len(record.value or b"") + len(record.key or b"")
-        """Bytes it keeps in memory, roughly."""
+        """Approximate size in memory, in bytes."""
         self.is_abandoned = False
-        """It is not done, and will be redelivered."""
+        """Whether it was released unsettled, to be redelivered."""
         self.is_recorded = False
-        """Its phases are recorded in a span of its own."""
+        """Whether its phases are recorded in a span."""
         self._pending = 0
         self._processing: DetachedPhase | None = None
 
     def begin(self, context: Context, processing: AbstractContextManager[Span]) -> None:
-        """Begin to process it, in `context`; until `end`."""
+        """Start processing in `context`; `end` ends it."""
         self.context = context
         if not isinstance(processing, nullcontext):
             self.is_recorded = is_recorded(processing)
             self._processing = DetachedPhase(processing, context)
 
     def begin_items(self, executions: Sequence[HandlerExecution]) -> list[WorkItem]:
-        """One item for each handler."""
+        """Return one work item for each handler."""
         self._pending = len(executions)
         if self._pending == 1:
             return [WorkItem(self, executions[0])]
         return [WorkItem(self, execution) for execution in executions]
 
     def end_item(self) -> bool:
-        """One of its items has ended.  Whether it was the last."""
+        """Note that an item has ended, and return whether it was the last one."""
         self._pending -= 1
         return self._pending == 0
 
     def end(self) -> None:
-        """It has left the pipeline."""
+        """End the span of its processing."""
         processing, self._processing = self._processing, None
         if processing is not None:
             processing.end()
@@ -136,23 +136,23 @@ class Delivery:
 
 @dataclass(slots=True, eq=False)
 class WorkItem:
-    """One handler's work on a delivery, on its way through the pipeline."""
+    """One handler's work on a delivery."""
 
     delivery: Delivery
     execution: HandlerExecution
     run: Run | None = None
-    """Its reservation, between the store's answer and the start of the handler."""
+    """Its reservation, from the store's response until the handler starts."""
     looks: int = 0
-    """How often it was found in progress elsewhere."""
+    """How many times its key was found in progress in another run."""
     wait: DetachedPhase | None = None
-    """While it waits for another run."""
+    """Set while it waits for another run."""
 
     def end_wait(self) -> None:
-        """It no longer waits for another run."""
+        """End the wait for another run, if there is one."""
         if self.wait is not None:
             self.wait.end()
             self.wait = None
 
 
 class AbandonedError(Exception):
-    """A delivery is let go because its assignment is closing: it will come again, here or elsewhere."""
+    """A delivery is released because its assignment is closing; it will be redelivered to this or another worker."""

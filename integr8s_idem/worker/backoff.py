@@ -1,4 +1,4 @@
-"""How long to pause before trying again."""
+"""Delays between retries."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Exponential pauses with full jitter: many failures at one moment do not come back at one moment.
+    """Exponential delays with full jitter, so that work that failed together is not retried together.
 
     See "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
     """
 
     initial: float
-    """Seconds: the longest first pause."""
+    """Maximum first delay in seconds."""
     longest: float
-    """Seconds: no pause is longer."""
+    """Maximum delay in seconds."""
 
     def pause(self, tries: int) -> float:
-        """Seconds to wait after `tries` tries, at least one hundredth of the limit."""
+        """Return the seconds to wait after `tries` attempts, at least one hundredth of the limit."""
         limit = min(self.initial * 2 ** min(max(tries - 1, 0), 30), self.longest)
-        return random.uniform(limit / 100, limit)  # noqa: S311  # jitter, no secret
+        return random.uniform(limit / 100, limit)  # noqa: S311  # jitter, not a secret

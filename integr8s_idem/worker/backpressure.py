@@ -1,6 +1,6 @@
-"""Backpressure: count what is in flight, stop fetching at the limits, go on at half of them.
+"""Backpressure: pause fetching when deliveries in flight reach a limit, and resume at half of it.
 
-Polling never stops (R5).
+Polling continues while partitions are paused (R5).
 """
 
 from __future__ import annotations
@@ -13,61 +13,66 @@ from integr8s_idem.worker.assignments import Assignment, Delivery
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
 
 MOST_UNCOMMITTED: Final = 10_000
-"""Deliveries of one partition from its first unfinished one on: a stuck event must not fill the memory."""
+"""Maximum deliveries of a partition after its first unfinished one, so that a stuck event does not fill memory."""
 
 
 class Backpressure:
-    """Knows the load, and decides which partitions rest."""
+    """Counts deliveries in flight, and pauses partitions at the limits."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
-        """`most`: deliveries in flight; `most_bytes`: their bodies together."""
+        """Set the limits.
+
+        Args:
+            most: Maximum number of deliveries in flight.
+            most_bytes: Maximum total size of deliveries in flight, in bytes.
+        """
         self._most = most
         self._most_bytes = most_bytes
         self.in_flight = 0
-        """Deliveries taken and not settled yet."""
+        """Deliveries that are not settled yet."""
         self._bytes = 0
         self.full = False
-        """Whether nothing more is fetched for now."""
-        self._eased: asyncio.Future[None] | None = None
-        self._resting: frozenset[Partition] = frozenset()
+        """Whether all partitions are paused because of the load."""
+        self._below_half: asyncio.Future[None] | None = None
+        self._paused: frozenset[Partition] = frozenset()
 
     @property
-    def resting(self) -> frozenset[Partition]:
-        """Partitions that are not fetched now."""
-        return self._resting
+    def paused(self) -> frozenset[Partition]:
+        """Partitions that are paused."""
+        return self._paused
 
     @property
     def room(self) -> int:
-        """How many more may come; at least one, since what rests brings nothing anyway."""
+        """Maximum messages of the next poll; at least one, since paused partitions are not fetched anyway."""
         return max(1, self._most - self.in_flight)
 
     def _above_half(self) -> bool:
         return self.in_flight > self._most // 2 or self._bytes > self._most_bytes // 2
 
-    def took(self, delivery: Delivery) -> None:
-        """`delivery` is in flight."""
+    def add(self, delivery: Delivery) -> None:
+        """Count `delivery` as in flight."""
         self.in_flight += 1
         self._bytes += delivery.size
 
-    def left(self, delivery: Delivery) -> None:
-        """`delivery` is settled, or given up."""
+    def remove(self, delivery: Delivery) -> None:
+        """Stop counting `delivery`, which was settled or released."""
         self.in_flight -= 1
         self._bytes -= delivery.size
-        if self._eased is not None and not self._above_half():
-            self._eased.set_result(None)
-            self._eased = None
+        if self._below_half is not None and not self._above_half():
+            self._below_half.set_result(None)
+            self._below_half = None
 
-    async def ease(self, at_most: float) -> None:
-        """Return when more may be fetched, or after so many seconds."""
-        if self._eased is None:
-            self._eased = asyncio.get_running_loop().create_future()
-        await asyncio.wait({self._eased}, timeout=at_most)
+    async def wait_for_room(self, timeout: float) -> None:
+        """Return when more may be fetched, or after `timeout` seconds."""
+        if self._below_half is None:
+            self._below_half = asyncio.get_running_loop().create_future()
+        await asyncio.wait({self._below_half}, timeout=timeout)
 
     def apply(self, consumer: Consumer, assignments: Mapping[Partition, Assignment], *, hold: bool) -> None:
-        """Pause and resume partitions of `consumer`.  `hold`: all of them rest, whatever the load."""
+        """Pause and resume partitions of `consumer`; with `hold`, pause all of them."""
         at_limit = self.in_flight >= self._most or self._bytes >= self._most_bytes
         self.full = at_limit or (self.full and self._above_half())
-        resting = frozenset(
+        paused = frozenset(
             partition
             for partition, assignment in assignments.items()
             if hold
@@ -76,10 +81,10 @@ class Backpressure:
             or assignment.damaged
             or assignment.progress.span >= MOST_UNCOMMITTED
         )
-        ours = consumer.assignment()
-        if wakened := [partition for partition in self._resting - resting if partition in ours]:
-            consumer.resume(*wakened)
-        # Every time all of them: a rebalance quietly resumes what was paused.
-        if paused := [partition for partition in resting if partition in ours]:
-            consumer.pause(*paused)
-        self._resting = resting
+        assigned = consumer.assignment()
+        if to_resume := [partition for partition in self._paused - paused if partition in assigned]:
+            consumer.resume(*to_resume)
+        # Pause all of them each time: a rebalance silently resumes paused partitions.
+        if to_pause := [partition for partition in paused if partition in assigned]:
+            consumer.pause(*to_pause)
+        self._paused = paused

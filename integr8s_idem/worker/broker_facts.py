@@ -1,4 +1,4 @@
-"""What brokers tell about topics and about themselves, asked once."""
+"""Read the settings of topics and brokers."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _CLOSE_SECONDS: Final = 2.0
 
 
 class BrokerMetadataError(Exception):
-    """The brokers answer, and know no question for what topics are set to."""
+    """The brokers do not support DescribeConfigs."""
 
 
 async def read_facts(kafka: KafkaSettings, topics: Collection[str]) -> BrokerFacts:
-    """Ask the brokers what `topics`, and they themselves, are set to.  Makes no topic.
+    """Read the settings of `topics` and of the brokers.  Topics are not created.
 
-    Each call has `kafka.request_timeout_seconds`, all together twice that.
+    Each call may take `kafka.request_timeout_seconds`, and all calls together twice as long.
 
     Raises:
-        BrokerUnavailableError: No answer, or none that we understand.
-        BrokersTellNothingError: They answer, and do not know the question.
+        BrokerUnavailableError: The brokers do not respond, or their response is invalid.
+        BrokerMetadataError: The brokers do not support DescribeConfigs.
     """
     admin: Any = AIOKafkaAdminClient(**connection_options(kafka))
     try:
         return await bounded(_read(admin, topics), 2 * kafka.request_timeout_seconds)
     except IncompatibleBrokerVersion as error:
-        told = f"{kafka.bootstrap_servers} answer, and know no DescribeConfigs: what topics are set to cannot be asked"
-        raise BrokerMetadataError(told) from error
+        raise BrokerMetadataError(
+            f"the brokers at {kafka.bootstrap_servers} do not support DescribeConfigs: cannot read topic settings"
+        ) from error
     except (KafkaError, OSError, TimeoutError) as error:
         raise unavailable(kafka, error) from error
     finally:
@@ -50,10 +51,10 @@ async def read_facts(kafka: KafkaSettings, topics: Collection[str]) -> BrokerFac
 
 
 async def reach_brokers(kafka: KafkaSettings) -> None:
-    """Return once a broker has answered.
+    """Return when a broker has responded.
 
     Raises:
-        BrokerUnavailableError: None does.
+        BrokerUnavailableError: No broker responds.
     """
     admin: Any = AIOKafkaAdminClient(**connection_options(kafka))
     try:
@@ -65,17 +66,17 @@ async def reach_brokers(kafka: KafkaSettings) -> None:
 
 
 def unavailable(kafka: KafkaSettings, error: Exception) -> BrokerUnavailableError:
-    """The client's `error` in our words."""
-    # Its own ones for brokers that are away name every one of them.
-    told = " ".join(str(error).split()) or type(error).__name__
-    return BrokerUnavailableError(kafka.bootstrap_servers, told[:300])
+    """Convert an error of the Kafka client."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    # If all brokers are unavailable, the client lists every one of them.
+    return BrokerUnavailableError(kafka.bootstrap_servers, reason[:300])
 
 
 async def _closed(admin: Any) -> None:
     try:
         await bounded(admin.close(), _CLOSE_SECONDS)
     except (KafkaError, OSError, TimeoutError):
-        return  # it had nothing to tell any more, and its connections end with it
+        return  # everything was read, and its connections are dropped with it
 
 
 async def _read(admin: Any, topics: Collection[str]) -> BrokerFacts:
@@ -88,7 +89,7 @@ async def _read(admin: Any, topics: Collection[str]) -> BrokerFacts:
 
 
 def _resource(kind: ConfigResourceType, name: str, settings: Collection[str]) -> Any:
-    make: Any = ConfigResource  # aiokafka gives it no types
+    make: Any = ConfigResource  # aiokafka does not annotate it
     return make(kind, name, dict.fromkeys(settings))
 
 
@@ -99,7 +100,7 @@ async def _answers(admin: Any, wanted: list[Any]) -> Any:
 
 
 def facts_of(answers: Iterable[Any]) -> BrokerFacts:
-    """From the answers to DescribeConfigs: code, message, kind, name and settings of each."""
+    """Build the facts from responses to DescribeConfigs: code, message, kind, name and settings of each resource."""
     found: dict[str, TopicSettings] = {}
     missing: set[str] = set()
     unseen: dict[str, str] = {}
@@ -112,7 +113,7 @@ def facts_of(answers: Iterable[Any]) -> BrokerFacts:
         elif code:
             unseen[name if is_topic else ""] = message or for_code(code).__name__
         elif is_topic and not all(settings.get(wanted) for wanted in _OF_TOPICS):
-            unseen[name] = "the broker does not tell them"
+            unseen[name] = "the broker does not return them"
         elif is_topic:
             found[name] = topic_settings(name, settings)
         else:
@@ -121,7 +122,7 @@ def facts_of(answers: Iterable[Any]) -> BrokerFacts:
 
 
 def topic_settings(name: str, settings: Mapping[str, str]) -> TopicSettings:
-    """From the words of a broker."""
+    """Convert the settings that a broker returned for a topic."""
     policies = {policy.strip() for policy in settings["cleanup.policy"].split(",")}
     milliseconds = int(settings["retention.ms"])
     return TopicSettings(

@@ -1,4 +1,4 @@
-"""Options that Kafka's clients share: where the brokers are, how to talk to them."""
+"""Connection options that all Kafka clients share, and timeouts for their calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def connection_options(settings: KafkaSettings) -> dict[str, Any]:
-    """Keyword arguments for a consumer, a producer or an admin client of aiokafka."""
+    """Return keyword arguments for a consumer, producer or admin client of aiokafka."""
     options: dict[str, Any] = {
         "bootstrap_servers": settings.bootstrap_servers,
         "client_id": settings.client_id,
@@ -31,13 +31,13 @@ def connection_options(settings: KafkaSettings) -> dict[str, Any]:
 
 
 async def bounded(call: Coroutine[Any, Any, T], seconds: float) -> T:
-    """The answer of `call`, in a task of its own.
+    """Await `call` in a separate task, for at most `seconds`.
 
-    With its broker gone, aiokafka may block for ever in `commit` and `stop`, and may raise a
-    `CancelledError` of its own; neither must reach whoever waits.
+    When its broker is unavailable, aiokafka may block forever in `commit` and `stop`, or raise a `CancelledError`
+    although nobody cancelled the call.
 
     Raises:
-        TimeoutError: It took longer, or was cancelled from within.
+        TimeoutError: The call took longer, or aiokafka cancelled it.
     """
     task = asyncio.get_running_loop().create_task(call)
     try:
@@ -49,5 +49,5 @@ async def bounded(call: Coroutine[Any, Any, T], seconds: float) -> T:
         task.cancel()
         raise TimeoutError(f"no answer within {seconds:g} s")
     if task.cancelled():
-        raise TimeoutError("the client gave the call up")
+        raise TimeoutError("the client cancelled the call")
     return task.result()

@@ -1,4 +1,4 @@
-"""Which of Kafka's compression codecs the installed client can read."""
+"""Find Kafka's compression codecs that the installed client cannot read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _READERS: Final[Mapping[str, Callable[[], bool]]] = {
     "lz4": codec.has_lz4,
     "zstd": codec.has_zstd,
 }
-"""By the names that Kafka gives them in `compression.type`."""
+"""Keys are values of `compression.type`."""
 
 
 def unreadable_codecs() -> tuple[str, ...]:
-    """Codecs for which a package is missing: a batch compressed with one of them cannot be read.
+    """Return the codecs for which a package is missing.
 
-    Nothing is missing in a complete installation, since cramjam is a dependency.  aiokafka needs it and does not
-    declare it as required.
+    A complete installation has all of them, since cramjam is a dependency.  aiokafka needs cramjam, but does not
+    require it.
     """
     return tuple(name for name, is_readable in _READERS.items() if not is_readable())

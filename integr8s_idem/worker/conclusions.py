@@ -1,4 +1,4 @@
-"""What follows from the outcome of a work item: it is done, waits, is dead-lettered or runs alone."""
+"""Process the outcome of a work item: it is done, waits, is dead-lettered or runs alone."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from integr8s_idem.worker.assignments import AbandonedError, Delivery, WorkItem
 from integr8s_idem.worker.dead_letters import DeadLetter
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor, UnverifiedReplay
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
-from integr8s_idem.worker.poison_events import FirstOutcome, Try
+from integr8s_idem.worker.poison_events import Attempt, FirstOutcome
 from integr8s_idem.worker.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
 
 class Conclusions:
-    """Moves work items on.  None of them holds a slot when it comes here."""
+    """Decides what happens to work items after an attempt.  They hold no slot at that point."""
 
     def __init__(
         self,
         processor: DeliveryProcessor,
         tasks: PipelineTasks,
         *,
-        again: Callable[[WorkItem], None],
+        reschedule: Callable[[WorkItem], None],
         ended: Callable[[Delivery, bool], None],
     ) -> None:
         """
         Args:
-            again: Called with an item that is to be handled again.
+            reschedule: Called with an item that is to be handled again.
             ended: Called with each delivery that has ended, and whether its offset may be committed.
         """
         self._processor = processor
         self._circuit = processor.circuit
         self._tasks = tasks
-        self._again = again
+        self._reschedule = reschedule
         self._ended = ended
         self._waiting: Waiting[WorkItem] = Waiting(self._wait_is_over, self.abandon)
 
     def conclude(self, item: WorkItem, outcome: Outcome[Any] | NotStarted) -> None:
-        """Do what follows from an outcome."""
+        """Process the outcome of an attempt."""
         processor, execution = self._processor, item.execution
         match outcome:
             case Executed():
-                processor.handled(outcome.attempt)
+                processor.count_handled(outcome.attempt)
                 self._done(item)
             case Completed():
                 self.duplicate(item)
             case NotStarted():
-                self._again(item)
+                self._reschedule(item)
             case InProgress() if execution.on_in_progress is OnInProgress.SKIP:
                 processor.observer.count(Signal.DUPLICATE_BLOCKED, execution.event.event_type)
                 self.duplicate(item)
@@ -75,7 +75,7 @@ class Conclusions:
                 self._dead_letter_item(item, outcome)
 
     def raised(self, item: WorkItem, error: Exception) -> None:
-        """Do what follows when nothing is known of an attempt, which does not count then."""
+        """Process an error that leaves the outcome of an attempt unknown; the attempt does not count."""
         if isinstance(error, AbandonedError):
             self.abandon(item)
         elif isinstance(error, StoreError):
@@ -89,18 +89,18 @@ class Conclusions:
             self.broken(item, error)
 
     def duplicate(self, item: WorkItem) -> None:
-        """The work was done before."""
+        """Count a duplicate and end the item."""
         self._processor.tally.duplicates += 1
         self._done(item)
 
     def abandon(self, item: WorkItem) -> None:
-        """Its delivery will be redelivered."""
+        """End the item without settling its delivery, which will be redelivered."""
         item.end_wait()
         item.delivery.is_abandoned = True
         self._done(item)
 
     def broken(self, item: WorkItem, error: BaseException) -> None:
-        """The library has a bug: nothing more of this assignment is committed, and the service stops."""
+        """Report a bug in the library: close the assignment, and stop the service."""
         item.delivery.assignment.close()
         self._tasks.report_bug(error)
         self.abandon(item)
@@ -108,11 +108,11 @@ class Conclusions:
     # Waiting.
 
     def wait_for_store(self, item: WorkItem) -> None:
-        """Handle it again once the store answers."""
+        """Handle the item again once the store is available."""
         self._wait(item, until=self._circuit.available_again)
 
     def abandon_waiting(self) -> None:
-        """Abandon whatever waits."""
+        """Abandon all items that are waiting."""
         self._waiting.abandon_all()
 
     def _wait_for_other_run(self, item: WorkItem, outcome: InProgress) -> None:
@@ -130,17 +130,17 @@ class Conclusions:
 
     def _wait_is_over(self, item: WorkItem) -> None:
         item.end_wait()
-        self._again(item)
+        self._reschedule(item)
 
-    # Work in a task of its own: what the store did not take, suspects, dead letters, and replays to be verified.
+    # Separate tasks: outcomes to be recorded alone, suspects, dead letters, and replays to be verified.
 
-    def attempt(self, item: WorkItem, attempt: Try, run: Run | None = None) -> asyncio.Task[None]:
-        """Make an attempt in a task, and conclude with its outcome.  `run`: released if the task never begins."""
+    def attempt(self, item: WorkItem, attempt: Attempt, run: Run | None = None) -> asyncio.Task[None]:
+        """Make an attempt in a task, and conclude with its outcome.  `run` is released if the task never starts."""
 
         async def attempting() -> None:
             try:
                 outcome = await attempt()
-            except Exception as error:  # noqa: BLE001  # looked at where all errors of an item are
+            except Exception as error:  # noqa: BLE001  # `raised` handles all errors of an item
                 self.raised(item, error)
                 return
             if isinstance(outcome, Run):
@@ -163,10 +163,10 @@ class Conclusions:
         suspects, execution, closing = self._processor.suspects, item.execution, item.delivery.assignment.closing
         assert suspects is not None
         assert isinstance(execution, GuardedExecution)
-        beside_others = partial(self._beside_others, item.delivery)
-        self.attempt(item, partial(suspects.run, execution, run, closing, self._circuit.wait_out, beside_others), run)
+        with_others = partial(self._run_with_others, item.delivery)
+        self.attempt(item, partial(suspects.run, execution, run, closing, self._circuit.wait_out, with_others), run)
 
-    async def _beside_others(self, delivery: Delivery, attempt: Try) -> FirstOutcome:
+    async def _run_with_others(self, delivery: Delivery, attempt: Attempt) -> FirstOutcome:
         isolation, closing = self._processor.isolation, delivery.assignment.closing
         async with self._processor.slots:
             await isolation.wait_until_open(unless=closing)
@@ -179,12 +179,12 @@ class Conclusions:
                 isolation.leave()
 
     def verify(self, delivery: Delivery, replay: UnverifiedReplay) -> None:
-        """Ask the store whether a replay follows a failure, and go on with what is to be handled."""
+        """Verify a replay with the store, and handle its executions."""
 
         async def verifying() -> None:
             executions = await self._processor.verified(delivery, replay)
             for item in delivery.begin_items(executions):
-                self._again(item)
+                self._reschedule(item)
 
         def ended(task: asyncio.Task[None]) -> None:
             if task.cancelled() or task.exception() is not None:
@@ -192,8 +192,8 @@ class Conclusions:
 
         self._tasks.begin_for(delivery, verifying(), ended)
 
-    def dead_letter(self, delivery: Delivery, letter: DeadLetter) -> None:
-        """Hand a delivery that has no items to the dead-letter topic."""
+    def dead_letter(self, delivery: Delivery, reason: DeadLetter) -> None:
+        """Dead-letter a delivery that has no items."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if task.cancelled() or task.exception() is not None:
@@ -201,7 +201,7 @@ class Conclusions:
             else:
                 self._ended(delivery, True)
 
-        self._tasks.begin_for(delivery, self._processor.dead_letter(delivery, letter), ended)
+        self._tasks.begin_for(delivery, self._processor.dead_letter(delivery, reason), ended)
 
     def _dead_letter_item(self, item: WorkItem, outcome: Outcome[Any]) -> None:
         work: Coroutine[Any, Any, None] = self._processor.dead_letter_outcome(item.delivery, item.execution, outcome)
@@ -225,7 +225,7 @@ class Conclusions:
             self._ended(delivery, not delivery.is_abandoned)
 
     def broken_delivery(self, delivery: Delivery, error: BaseException) -> None:
-        """As `broken`, of a delivery that has no items."""
+        """Report a bug in the library, like `broken`, for a delivery that has no items."""
         delivery.assignment.close()
         self._tasks.report_bug(error)
         self._ended(delivery, False)

@@ -1,7 +1,7 @@
-"""`ServiceWorker`: one service's life with its group.
+"""`ServiceWorker`: join a consumer group, consume, drain, and leave.
 
-It joins, consumes, drains and leaves; a client that is broken is replaced.  aiokafka's sharp edges and the
-rules that follow from them are in docs/explanation/worker.md; R numbers in comments refer to it.
+A broken Kafka client is replaced.  docs/explanation/worker.md describes aiokafka's pitfalls and the rules that follow
+from them; R and A numbers in comments refer to that page.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from integr8s_idem.worker.store_circuit import StoreCircuit
 logger = logging.getLogger(__name__)
 
 STALLED_AFTER: Final = 60.0
-"""Seconds without a finished poll, beyond a rebalance's, before the worker calls itself dead."""
+"""Seconds without a finished poll, in addition to those of a rebalance, after which the worker is not live."""
 
 LAST_GRACE: Final = 5.0
-"""Seconds for cancelled handlers to clean up after themselves."""
+"""Seconds that cancelled handlers have to clean up."""
 
 
 def _ping_of(dispatcher: EventDispatcher) -> Callable[[], Awaitable[StoreHealth]] | None:
-    """Asks the store, and the outbox beside it, whether they are fit; `None` for a service without a store."""
+    """Return a function that checks the store and the outbox; `None` for a service without a store."""
     manager, outbox = dispatcher.manager, dispatcher.outbox
     if manager is None:
         return None
@@ -71,7 +71,7 @@ def _ping_of(dispatcher: EventDispatcher) -> Callable[[], Awaitable[StoreHealth]
 
 
 def make_consumer(settings: KafkaSettings, group: str) -> Consumer:
-    """aiokafka's consumer as the rules want it: no auto-commit, no deserializer, patient with rebalances."""
+    """Create an aiokafka consumer without auto-commit and deserializers, with long timeouts for rebalances."""
     consumer: Consumer = AIOKafkaConsumer(
         **connection_options(settings),
         group_id=group,
@@ -90,21 +90,21 @@ def make_consumer(settings: KafkaSettings, group: str) -> Consumer:
 
 @dataclass(frozen=True, slots=True)
 class ServiceReport:
-    """How a service is doing, at one moment."""
+    """The current state of a service."""
 
     name: str
     state: str
-    """starting, running, paused, draining, stopped or failed."""
+    """`starting`, `running`, `paused`, `draining`, `stopped` or `failed`."""
     partitions: int
     in_flight: int
     lag: int
-    """Messages in its partitions behind what is committed, as far as the last poll knows."""
+    """Messages in its partitions after the committed offsets, as of the last poll."""
     tally: Tally
     reason: str = ""
 
 
 class ServiceWorker:
-    """Consumes the topics of one service until told to stop."""
+    """Consumes the topics of one service until it is stopped."""
 
     def __init__(
         self,
@@ -120,24 +120,26 @@ class ServiceWorker:
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
         reach_brokers: Callable[[KafkaSettings], Awaitable[None]] | None = None,
     ) -> None:
-        """Opens nothing.
+        """Create a worker, without opening connections.
 
         Args:
-            group: Of consumers, where the service's settings name none; the service's name if not given.
-            isolation: What the services of one process share to run events alone that may have crashed it.
-            replay: Which replay headers are honored; the defaults if not given.
-            consumer: Makes the client for a group.
-            reach_brokers: Asks whether the brokers answer, while the store does not; `None`: nobody asks.
+            group: Consumer group if the service's settings do not name one; by default, the service's name.
+            isolation: Shared by the services of a process, to run events alone that may have crashed it.
+            replay: Which replay headers are honored.
+            consumer: Creates the Kafka client for a group.
+            reach_brokers: Checks whether the brokers respond, while the store is unavailable.
 
         Raises:
-            ApplicationError: There is no topic to read.
+            ApplicationError: The service has no topics.
         """
         self.name = name
         self.group = service.group_id or group or name
         self.observer = dispatcher.observer
         self.topics = topics_read(service, dispatcher, publisher)
         if not self.topics:
-            raise ApplicationError(f"service {name} reads no topic: its router has no handler, and none is set")
+            raise ApplicationError(
+                f"service {name} has no topics: add a handler to its router, or set services.{name}.topics"
+            )
         self._kafka = kafka
         self._service = service
         self._make_consumer = consumer
@@ -166,36 +168,36 @@ class ServiceWorker:
         self._partitions = PartitionRegistry(name, service.drain_timeout_seconds)
         self._backpressure = Backpressure(service.max_in_flight, service.max_in_flight_bytes)
         self._pipeline = Pipeline(
-            self._processor, service.ordering, finish=self._finish, left=self._backpressure.left, fail=self.fail
+            self._processor, service.ordering, finish=self._finish, left=self._backpressure.remove, fail=self.fail
         )
         self._offsets = OffsetCommitter(name, kafka.request_timeout_seconds, self.observer)
         self._poller: Poller | None = None
-        """That of the present client; none before the first."""
+        """Poller of the current client; `None` before the first."""
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._joined = False
         self._phase = "starting"
         self._reason = ""
 
-    # What others ask.
+    # State.
 
     def stop(self) -> None:
-        """Drain: begin nothing more, let running handlers end, commit, leave."""
+        """Drain: start no more handlers, wait for those that run, commit, and leave the group."""
         if not self._stopping.done():
             self._stopping.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """Something of ours is broken: stop rather than lose an event."""
+        """Stop because of a bug in the library, rather than risk losing an event."""
         if not self._failed.done():
             self._failed.set_exception(error)
 
     @property
     def stuck(self) -> bool:
-        """Whether handlers run on that were cancelled: the event loop cannot end before they do."""
+        """Whether cancelled handlers are still running: the event loop cannot end before they do."""
         return any(not task.done() for task in self._partitions.handlers())
 
     def report(self) -> ServiceReport:
-        """How it is doing now."""
+        """Return the current state."""
         state = self._state
         return ServiceReport(
             self.name,
@@ -208,12 +210,12 @@ class ServiceWorker:
         )
 
     def health(self) -> ServiceHealth:
-        """Live while it polls; ready while it has joined its group and the store answers."""
-        # Before there is a client it waits for the store: to start the process anew would not bring that back.
+        """Return liveness and readiness: live while it polls, ready while it is in its group and the store responds."""
+        # Before there is a client, it waits for the store; restarting the process would not help.
         silent = time.monotonic() - self._poller.last_poll if self._poller is not None else 0.0
         live = self._phase != "failed" and silent < self._longest_poll + WATCH_SECONDS
         ready = self._state == "running" and self._circuit.is_available
-        reason = self._why or ("" if live else f"no poll has ended for {silent:.0f} s")
+        reason = self._why or ("" if live else f"no poll has finished for {silent:.0f} s")
         return ServiceHealth(self.name, live, ready, reason)
 
     @property
@@ -223,23 +225,23 @@ class ServiceWorker:
 
     @property
     def _why(self) -> str:
-        # The broker's sentence first: the store's ends with where to read more.
+        # The broker's reason first, since the store's reason ends with a reference to its documentation.
         broker = self._reason or (self._poller.reason if self._poller is not None else "")
         return "; ".join(reason for reason in (broker, self._circuit.reason) if reason)
 
     @property
     def _longest_poll(self) -> float:
-        """Seconds that a poll may take: a rebalance holds it up."""
+        """Maximum seconds of a poll, which waits for rebalances."""
         return self._kafka.rebalance_timeout_seconds + STALLED_AFTER
 
-    # Its life.
+    # Lifecycle.
 
     async def run(self) -> None:
         """Consume until `stop` is called.
 
         Raises:
-            StoreConfigurationError: The store refuses us.
-            KafkaError: The group cannot be consumed, for example because its offsets are gone.
+            StoreConfigurationError: The store rejects the worker's configuration.
+            KafkaError: The group cannot be consumed, for example because its offsets are out of range.
         """
         for limit in limits_of_batches(self.name, self._service, self._processor.dispatcher.router.handlers):
             logger.warning("%s: %s", self.name, limit)
@@ -256,20 +258,20 @@ class ServiceWorker:
             await self._circuit.stop()
 
     async def _wait_for_store(self) -> None:
-        """Nothing is fetched before the store has answered once."""
+        """Wait until the store has responded once; nothing is fetched before."""
         try:
             await self._circuit.check()
         except StoreUnavailableError as error:
             self._circuit.mark_unavailable(error)
-            looking = asyncio.get_running_loop().create_task(self._look_at_brokers())
+            checking = asyncio.get_running_loop().create_task(self._check_brokers())
             try:
                 await self._circuit.wait(unless=self._stopping)
             finally:
-                looking.cancel()
-                await asyncio.wait({looking})
+                checking.cancel()
+                await asyncio.wait({checking})
 
-    async def _look_at_brokers(self) -> None:
-        """While the store does not answer: if the brokers do not either, whoever looks shall know at once."""
+    async def _check_brokers(self) -> None:
+        """Report unavailable brokers, too, while the store is unavailable."""
         if self._reach_brokers is None:
             return
         for tries in itertools.count(1):
@@ -284,23 +286,23 @@ class ServiceWorker:
         return f"cannot reach Kafka at {self._kafka.bootstrap_servers}: {why}"
 
     async def _consume(self) -> None:
-        """Consume until told to stop; a client that is broken is replaced, a few times."""
+        """Consume until stopped; replace a broken client, at most `MOST_RENEWALS` times in a row."""
         renewals, patience = 0, PATIENCE
         while poller := await self._join(patience):
             await self._consume_with(poller)
             if not poller.broken.done():
                 return
             reason = poller.broken.result()
-            renewals = 1 if poller.watch.fetched else renewals + 1
+            renewals = 1 if poller.watchdog.fetched else renewals + 1
             if renewals > MOST_RENEWALS:
-                raise KafkaError(f"the client does not fetch, and {MOST_RENEWALS} new ones did not either: {reason}")
-            logger.error("%s: the Kafka client is broken, a new one takes its place: %s", self.name, reason)
+                raise KafkaError(f"the Kafka client does not fetch, nor did {MOST_RENEWALS} replacements: {reason}")
+            logger.error("%s: replacing the broken Kafka client: %s", self.name, reason)
             patience = PATIENCE * 2**renewals
 
     async def _join(self, patience: float) -> Poller | None:
-        """Join the group; brokers that are not there yet are waited for.  `None`: told to stop before.
+        """Join the group, and wait for brokers that are not available yet.  Returns `None` if stopped before.
 
-        `patience`: seconds of silence before the client is doubted.
+        `patience` is the number of seconds without messages after which the client is checked.
         """
         tries = 0
         while not self._stopping.done():
@@ -317,20 +319,20 @@ class ServiceWorker:
                 await asyncio.wait({self._stopping}, timeout=POLL_BACKOFF.pause(tries))
                 continue
             if not joined:
-                # Told to stop half way: the group may know of it already.
+                # Stopped while joining: the group may already include this consumer.
                 await bounded_stop(poller.consumer, self._kafka.request_timeout_seconds)
                 return None
-            # A consumer that has started must be left, even if we were told to stop meanwhile.
+            # A consumer that has joined must leave the group, even if the worker was stopped meanwhile.
             self._reason = ""
             poller.begin()
             return poller
         return None
 
     async def _start(self, consumer: Consumer) -> bool:
-        """Whether it has joined; not if we are told to stop before.
+        """Start the consumer, and return whether it has joined; `False` if the worker was stopped before.
 
         Raises:
-            TimeoutError: It waits for the group, and would do so for ever if the coordinator moves meanwhile.
+            TimeoutError: Joining takes too long.  It may never end if the coordinator moves meanwhile.
         """
         joining = asyncio.get_running_loop().create_task(bounded(consumer.start(), self._longest_poll))
         try:
@@ -357,39 +359,39 @@ class ServiceWorker:
         )
 
     async def _consume_with(self, poller: Poller) -> None:
-        """Consume with one client until told to stop, or until it is broken."""
-        work = (poller.poll(), poller.look(), self._commit_loop(poller.consumer), self._measure_loop(poller.consumer))
+        """Consume with one client until the worker is stopped or the client is broken."""
+        work = (poller.poll(), poller.watch(), self._commit_loop(poller.consumer), self._measure_loop(poller.consumer))
         loops = [asyncio.get_running_loop().create_task(each) for each in work]
         try:
             ends: set[asyncio.Future[Any]] = {*loops, self._stopping, self._failed, poller.broken}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await self._drain(poller.consumer)
         finally:
-            # Stopped at once, it leaves no handler behind that runs on without what it was given, and begins none.
-            self._partitions.close_at_once()
+            # If this task is cancelled, handlers must not run on after their resources are closed, nor start.
+            self._partitions.close_all()
             last = {*loops, *self._partitions.handlers(), *self._pipeline.tasks}
             for task in last:
                 task.cancel()
             await asyncio.wait(last, timeout=LAST_GRACE)
             if self.stuck:
                 logger.error(
-                    "%s: handlers were cancelled and do not end; their keys are free when their leases end", self.name
+                    "%s: cancelled handlers are still running; their keys are released when their leases end", self.name
                 )
-            self._pipeline.forget()
-            # What those have begun in their last steps.
+            self._pipeline.abandon_all()
+            # Tasks that were started by the last steps of those above.
             if rest := self._pipeline.tasks - last:
                 for task in rest:
                     task.cancel()
                 await asyncio.wait(rest, timeout=LAST_GRACE)
-            self._partitions.forget()
+            self._partitions.end_all()
             await bounded_stop(poller.consumer, self._kafka.request_timeout_seconds)
-        # None of the loops ends by itself: one that has ended has failed, and so has the service.
+        # None of the loops ends by itself: if one has ended, it has failed.
         for ended in (*loops, self._failed):
             if ended.done() and not ended.cancelled():
                 ended.result()
 
     async def _drain(self, consumer: Consumer) -> None:
-        """Running handlers may end; what waits is let go and comes again.  The poll loop goes on meanwhile."""
+        """Wait for running handlers, and release waiting deliveries.  Polling continues meanwhile."""
         self._phase = "draining"
         assignments = list(self._partitions.assignments.values())
         for assignment in assignments:
@@ -406,12 +408,12 @@ class ServiceWorker:
     # Settling.
 
     def _put(self, delivery: Delivery) -> None:
-        self._backpressure.took(delivery)
+        self._backpressure.add(delivery)
         self._pipeline.put(delivery)
 
     def _finish(self, delivery: Delivery) -> None:
         if delivery.assignment.ended:
-            # Settled after the partition was gone: its next owner will find that out (R2).
+            # Settled after the partition was revoked: its next owner will find the record (R2).
             self._processor.tally.stale += 1
             self.observer.count(Signal.STALE_COMPLETION)
         else:
@@ -425,12 +427,12 @@ class ServiceWorker:
     # Rebalances.
 
     async def give_up(self, partitions: Iterable[Partition]) -> None:
-        """Partitions are being taken away: let handlers end, commit, and forget (R12)."""
+        """Release revoked partitions: wait for their handlers, commit, and end the assignments (R12)."""
         self.observer.count(Signal.REBALANCE)
         held = self._partitions.assignments
         assignments = [held[partition] for partition in partitions if partition in held]
-        assert self._poller is not None, "only a client of ours tells of this"
-        self._poller.watch.stir()
+        assert self._poller is not None, "a client of this worker calls this"
+        self._poller.watchdog.reset()
         for assignment in assignments:
             assignment.close()
         self._pipeline.release_closed()
@@ -440,15 +442,15 @@ class ServiceWorker:
             self._partitions.end(assignment)
 
     def take_over(self, partitions: Iterable[Partition]) -> None:
-        """Partitions are ours from now on; while we drain, nothing of them is begun."""
+        """Register assigned partitions; while draining, none of their deliveries is started."""
         for assignment in self._partitions.begin(partitions):
             if self._phase == "draining":
                 assignment.close()
         self._joined = True
         if self._poller is not None:
-            self._poller.watch.stir()
+            self._poller.watchdog.reset()
 
-    # Measuring.
+    # Metrics.
 
     async def _measure_loop(self, consumer: Consumer) -> None:
         loop = asyncio.get_running_loop()
@@ -462,7 +464,7 @@ class ServiceWorker:
 
 
 def codec_for(service: ServiceSettings, dispatcher: EventDispatcher) -> Codec | None:
-    """How the service reads messages: by the application's codec, or by its settings; `None` for bodies as they are."""
+    """Return the codec of the application or of the service's settings; `None` for native events."""
     codec = dispatcher.codec
     if codec is None and (service.envelope != "native" or service.event_id_header is not None):
         codec = codec_of(service.envelope, read_json)
@@ -472,33 +474,30 @@ def codec_for(service: ServiceSettings, dispatcher: EventDispatcher) -> Codec | 
 
 
 def topics_read(section: ServiceSettings, dispatcher: EventDispatcher, publisher: EventPublisher) -> tuple[str, ...]:
-    """What a service reads: the topics that are set, or else those of its router's events."""
+    """Return the topics in the service's settings, or those of its router's events."""
     return section.topics or tuple(publisher.topic_of(event_type_of(event)) for event in dispatcher.router.events)
 
 
 class _Listener(ConsumerRebalanceListener):
-    """aiokafka swallows what a listener raises: it is told here, and stops the service."""
+    """Stops the service if a callback raises, since aiokafka only logs errors of listeners."""
 
     def __init__(self, worker: ServiceWorker) -> None:
         self._worker = worker
 
     async def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
-        await self._told(self._worker.give_up(Partition(*partition) for partition in revoked))
+        try:
+            await self._worker.give_up(Partition(*partition) for partition in revoked)
+        except Exception as error:
+            logger.exception("%s: cannot release partitions", self._worker.name)
+            self._worker.fail(error)
+            raise
 
     async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
         self._worker.take_over(assigned)
 
-    async def _told(self, work: Any) -> None:
-        try:
-            await work
-        except Exception as error:
-            logger.exception("%s: giving partitions back failed", self._worker.name)
-            self._worker.fail(error)
-            raise
-
 
 async def bounded_stop(consumer: Consumer, seconds: float) -> None:
-    """Leave the group, or let the session end it: `stop` may block or raise what is not ours (A6)."""
+    """Leave the group, or let the session time out: `stop` may block or raise errors of the client (A6)."""
     try:
         await bounded(consumer.stop(), seconds)
     except (KafkaError, OSError, TimeoutError) as error:

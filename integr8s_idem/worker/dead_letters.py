@@ -1,4 +1,4 @@
-"""Dead letters: the message as it came, with headers that say why it is there; and the way back."""
+"""Dead letters: the original message with headers that state why it failed, and their replay."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from integr8s_idem.worker.kafka_protocols import Record
 from integr8s_idem.worker.replay_signatures import ReplayClaim, event_hash, signature_of
 
 PREFIX: Final = "idempotency-dlq-"
-"""What all our headers start with; those of the message stay as they are."""
+"""Prefix of all headers that are added to a dead letter; the message's own headers are kept."""
 
 DROPPED: Final = PREFIX + "dropped"
-"""Header of a letter that would have been too large: which part of the message it lacks, once for each."""
+"""Header that names a part of the message that was dropped because the dead letter was too large; may be repeated."""
 
 BODY_BYTES: Final = PREFIX + "body-bytes"
-"""Header of a letter without its body: how long that was, as a decimal number."""
+"""Header of a dead letter whose body was dropped: the body's length in bytes, in decimal."""
 
 BODY_SHA256: Final = PREFIX + "body-sha256"
-"""Header of a letter without its body: what it hashes to, in hexadecimal."""
+"""Header of a dead letter whose body was dropped: the body's SHA-256 hash, in hexadecimal."""
 
 GENERATION: Final = "idempotency-generation"
-"""Header of a message that is to be handled anew on purpose: how often it was, as a decimal number.
+"""Header of a replayed message: how many times it was replayed, in decimal.
 
-A record of an earlier generation, FAILED or COMPLETED, does not block it and stays as it is.
+Records of earlier generations, FAILED or COMPLETED, do not block it and are not changed.
 """
 
 REPLAY_GROUP: Final = "idempotency-replay-group"
-"""Header of a message that is meant for one consumer group: all others have handled it, and pass it by."""
+"""Header of a replay for one consumer group; other groups skip the message."""
 
 REPLAY_HANDLER: Final = "idempotency-replay-handler"
-"""Header of a message that is meant for one handler of its group, by the handler's name."""
+"""Header of a replay for one handler of the group: the handler's name."""
 
 REPLAY_EVENT: Final = "idempotency-replay-event"
-"""Header of a signed replay: the hash of the id of its event."""
+"""Header of a signed replay: the hash of its event's id."""
 
 REPLAY_SIGNATURE: Final = "idempotency-replay-signature"
-"""Header of a signed replay.  The headers above are believed with it, and otherwise as `[replay] unsigned` says."""
+"""Header of a signed replay.  Without it, `[replay] unsigned` decides whether the headers above are honored."""
 
 _REPLAY: Final = frozenset({GENERATION, REPLAY_GROUP, REPLAY_HANDLER, REPLAY_EVENT, REPLAY_SIGNATURE})
 
 
 def is_replay(record: Record) -> bool:
-    """Whether `record` may be one that was published again on purpose; hardly any is, and that is seen at once."""
+    """Whether `record` may be a replay; a fast check, since hardly any record is."""
     for name, _ in record.headers:  # noqa: SIM110  # a generator costs every delivery twice as much
         if name.startswith("idempotency-"):
             return True
@@ -57,10 +57,10 @@ def is_replay(record: Record) -> bool:
 
 
 def claim_of(record: Record) -> ReplayClaim | None:
-    """What the replay headers of `record` ask for; `None` if it has none.  An empty one counts as absent.
+    """Return what the replay headers of `record` claim, or `None` if it has none.  Empty headers count as absent.
 
     Raises:
-        UndecodableEventError: The generation is no number from 0 to 999.
+        UndecodableEventError: The generation is not a number from 0 to 999.
     """
     generation, group, handler = (replay_header(record, name) for name in (GENERATION, REPLAY_GROUP, REPLAY_HANDLER))
     if not (generation or group or handler):
@@ -71,7 +71,7 @@ def claim_of(record: Record) -> ReplayClaim | None:
 
 
 def replay_header(record: Record, header: str) -> bytes:
-    """What the last header of this name says; empty if there is none, or one without a value."""
+    """Return the value of the last header with this name, or empty bytes."""
     for name, value in reversed(record.headers):
         if name == header:
             return value or b""
@@ -79,21 +79,21 @@ def replay_header(record: Record, header: str) -> bytes:
 
 
 def own_headers(record: Record) -> list[tuple[str, bytes]]:
-    """The headers of the message itself, without those that dead letters and replays add."""
-    return [(name, value) for name, value in record.headers if not _is_ours(name)]
+    """Return the headers of the original message, without those that dead letters and replays add."""
+    return [(name, value) for name, value in record.headers if not _is_added(name)]
 
 
 def _number(generation: bytes) -> int:
     text = generation[:20]
     if not (text.isdigit() and len(text) <= len(str(LAST_GENERATION))):
         raise UndecodableEventError(
-            "invalid", f"header {GENERATION} holds no number from 0 to {LAST_GENERATION}: {text!r}"
+            "invalid", f"header {GENERATION} is not a number from 0 to {LAST_GENERATION}: {text!r}"
         )
     return int(text)
 
 
 class Replay(NamedTuple):
-    """A message to be published again; `await publisher.send(*replay)` does it."""
+    """A message to replay: `await publisher.send(*replay)`."""
 
     topic: str
     key: bytes | None
@@ -102,40 +102,42 @@ class Replay(NamedTuple):
 
 
 def replay_of(letter: Record, settings: Settings | None = None, *, to: str | None = None) -> Replay:
-    """The message of a dead letter, to be handled anew by the handler that had given it up.
+    """Return the message that replays a dead letter to the handler that failed.
 
-    It is as it came, but for its generation, one higher than the one that failed, and for the group and
-    the handler it is meant for.  So other services and handlers of its topic, which have handled it, do
-    not do it again; and one letter replayed twice is one generation, which is handled once.
+    It is the original message with replay headers: the next generation, and the consumer group and handler that
+    failed.  Other services and handlers of the topic do not handle it again.  Replaying a dead letter twice yields the
+    same generation, which is handled once.
 
     Args:
         letter: A message of a dead-letter topic.
-        settings: Of the services.  The first secret of `[replay]` signs the message; without one it is not signed.
-        to: The topic to publish to, if it is not the one whose dead letters are in the topic of `letter`.
+        settings: Settings of the services.  The first secret of `[replay]` signs the message; without a secret it is
+            not signed.
+        to: The topic to publish to; by default, the topic that the dead-letter topic belongs to.
 
     Raises:
-        ApplicationError: It is no dead letter, or one with headers that are not ours; a part of it did not fit
-            into the letter; it was replayed as often as can be counted; or its topic is no dead-letter topic.
-        UndecodableEventError: Its generation is no number.
+        ApplicationError: The message is not a valid dead letter, a part of the original message was dropped, it was
+            replayed too many times, or its topic is not a dead-letter topic.
+        UndecodableEventError: Its generation is not a number.
     """
     kafka, replay = (settings.kafka, settings.replay) if settings else (KafkaSettings(), ReplaySettings())
-    told = told_by_us(letter)
+    fields = dead_letter_fields(letter)
     place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
-    if not _text(told.get("topic")):
-        raise ApplicationError(f"{place} is no dead letter: it has no header {PREFIX}topic")
-    if "dropped" in told:
+    if not _text(fields.get("topic")):
+        raise ApplicationError(f"{place} is not a dead letter: header {PREFIX}topic is missing")
+    if "dropped" in fields:
         raise ApplicationError(
-            f"the dead letter {place} is not the whole message, which was too large; publish that anew"
+            f"the dead letter {place} does not contain the whole message, which was too large; publish the original "
+            "message again"
         )
-    # As the service counted: what the message says of itself may be anybody's word.
-    generation = _number(told.get("generation") or b"0") + 1
+    # The generation that the service counted: any producer can set the message's own replay headers.
+    generation = _number(fields.get("generation") or b"0") + 1
     if generation > LAST_GENERATION:
-        raise ApplicationError(f"the dead letter {place} was replayed {LAST_GENERATION} times, the most there can be")
+        raise ApplicationError(f"the dead letter {place} was already replayed {LAST_GENERATION} times, the maximum")
     claim = ReplayClaim(
         to or _source_of(letter, kafka.dead_letter_suffix),
-        told.get("group") or b"",
-        told.get("handler") or b"",
-        told.get("event-hash") or b"",
+        fields.get("group") or b"",
+        fields.get("handler") or b"",
+        fields.get("event-hash") or b"",
         generation,
     )
     own = own_headers(letter)
@@ -143,12 +145,12 @@ def replay_of(letter: Record, settings: Settings | None = None, *, to: str | Non
     return Replay(claim.topic, letter.key, letter.value, headers)
 
 
-def _source_of(letter: Record, suffix: str) -> str:
-    """The topic whose dead letters are in the topic of `letter`: its headers are anybody's word."""
-    source = letter.topic.removesuffix(suffix)
-    if source in ("", letter.topic):
+def _source_of(dead_letter: Record, suffix: str) -> str:
+    """Return the topic that the dead-letter topic belongs to; headers are not trusted, since any producer sets them."""
+    source = dead_letter.topic.removesuffix(suffix)
+    if source in ("", dead_letter.topic):
         raise ApplicationError(
-            f"{letter.topic} is not a dead-letter topic: its name does not end in {suffix} ([kafka] "
+            f"{dead_letter.topic} is not a dead-letter topic: its name does not end in {suffix} ([kafka] "
             "dead_letter_suffix). Name the topic to publish to: dlq replay --to TOPIC"
         )
     return source
@@ -157,7 +159,7 @@ def _source_of(letter: Record, suffix: str) -> str:
 def _headers_of(
     claim: ReplayClaim, value: bytes | None, own: Sequence[tuple[str, bytes]], secrets: Sequence[bytes]
 ) -> list[tuple[str, bytes]]:
-    """The replay headers that make `claim`, signed with the first of `secrets` if there is one."""
+    """Return the replay headers for `claim`, signed with the first of `secrets` if there is one."""
     named = [(GENERATION, b"%d" % claim.generation), (REPLAY_GROUP, claim.group), (REPLAY_HANDLER, claim.handler)]
     if secrets:
         signature = signature_of(claim, value, own, secrets[0])
@@ -166,65 +168,68 @@ def _headers_of(
 
 
 def record_key_of(letter: Record) -> str:
-    """The full key of the record of a dead letter: `IdempotencyManager.history_of` reads what became of it.
+    """Return the full key of a dead letter's record, to pass to `IdempotencyManager.history_of`.
 
     Raises:
-        ApplicationError: It names none: no guarded handler gave it up.
+        ApplicationError: The dead letter has no record: it did not come from a guarded handler.
     """
-    key = _text(told_by_us(letter).get("record"))
+    key = _text(dead_letter_fields(letter).get("record"))
     if not key:
         place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
-        raise ApplicationError(f"{place} names no record: it has no header {PREFIX}record")
+        raise ApplicationError(f"{place} has no record: header {PREFIX}record is missing")
     return key
 
 
 def _text(header: bytes | None) -> str:
-    """What a header says; nothing if it is none that we wrote."""
+    """Return the text of a header; empty if it is missing or not valid UTF-8."""
     try:
         return (header or b"").decode()
     except UnicodeDecodeError:
         return ""
 
 
-def told_by_us(letter: Record) -> dict[str, bytes]:
-    """What the last to dead-letter it said: a letter that was copied back as it is has headers of two."""
-    names = [name for name, _ in letter.headers]
+def dead_letter_fields(record: Record) -> dict[str, bytes]:
+    """Return the dead-letter headers, without their prefix.
+
+    A dead letter that was copied to its topic unchanged and failed again has two sets of headers; the last one counts.
+    """
+    names = [name for name, _ in record.headers]
     if PREFIX + "reason" not in names:
         return {}
     begin = len(names) - 1 - names[::-1].index(PREFIX + "reason")
-    return {name.removeprefix(PREFIX): value for name, value in letter.headers[begin:] if name.startswith(PREFIX)}
+    return {name.removeprefix(PREFIX): value for name, value in record.headers[begin:] if name.startswith(PREFIX)}
 
 
-def _is_ours(name: str) -> bool:
+def _is_added(name: str) -> bool:
     return name.startswith(PREFIX) or name in _REPLAY
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """Why a message is given up.  Texts are UTF-8, bounded; no payload beyond the message itself."""
+    """Why a message is dead-lettered.  Texts are bounded, in UTF-8, and contain no payload."""
 
     reason: str
-    """One of a closed set, fit for a metric label: `handler_failed`, `malformed`, …"""
+    """Label of the metric, from a closed set: `handler_failed`, `malformed`, …"""
     error: BaseException | str
     handler: str = ""
     key: str = ""
-    """The idempotency key as people read it."""
+    """The idempotency key in readable form."""
     record: str = ""
-    """The full key of the record, in the first generation: `IdempotencyManager.history_of` takes it."""
+    """The full key of the record of the first generation, to pass to `IdempotencyManager.history_of`."""
     attempts: int = 0
-    """Reservations of its key, as in its record; 0 if there was none.  After `CrashedTooOftenError` there was at least
-    one more than runs: the last one was made to give the event up."""
+    """Reservations of the key, as in its record; 0 without a record.  After `CrashedTooOftenError` it is higher than
+    the number of runs: the last reservation only recorded the failure."""
     generation: int = 0
-    """How often the message was replayed on purpose, as far as it says so."""
+    """How many times the message was replayed, according to its headers."""
     event_type: str = ""
-    """Empty where none could be read."""
+    """Empty if it could not be read."""
     event_id: str = ""
-    """The same."""
+    """Empty if it could not be read."""
 
     def headers(self, record: Record, service: str, group: str) -> list[tuple[str, bytes]]:
-        """The message's own headers, byte for byte, and ours behind them."""
+        """Return the message's own headers unchanged, followed by those of the dead letter."""
         error = self.error
-        told = {
+        fields = {
             "reason": self.reason,
             "error-class": type(error).__name__ if isinstance(error, BaseException) else "",
             "error-message": describe_error(error) if isinstance(error, BaseException) else error,
@@ -243,28 +248,28 @@ class DeadLetter:
             "timestamp": str(record.timestamp),
             "failed-at": str(int(time.time() * 1000)),
         }
-        ours = [(PREFIX + name, text.encode("utf-8", "backslashreplace")) for name, text in told.items() if text]
-        return [*record.headers, *ours]
+        added = [(PREFIX + name, text.encode("utf-8", "backslashreplace")) for name, text in fields.items() if text]
+        return [*record.headers, *added]
 
 
 class DeadLetterMessage:
-    """A dead letter on its way to its topic, which may not take all of it."""
+    """A message for a dead-letter topic, which can be shortened if the broker refuses it as too large."""
 
-    def __init__(self, letter: DeadLetter, record: Record, service: str, group: str) -> None:
-        self._theirs = list(record.headers)
+    def __init__(self, dead_letter: DeadLetter, record: Record, service: str, group: str) -> None:
+        self._original_headers = list(record.headers)
         self.key = record.key
         self.value = record.value
-        self.headers = letter.headers(record, service, group)
+        self.headers = dead_letter.headers(record, service, group)
 
-    def shed(self) -> bool:
-        """Leave behind one part of the message, the largest as a rule, and say so.  `False`: nothing is left of it."""
+    def drop_part(self) -> bool:
+        """Drop the body, the original headers or the key, and add a header that names it; `False` if none is left."""
         if self.value is not None:
             size, digest = str(len(self.value)).encode(), hashlib.sha256(self.value).hexdigest().encode()
             self.headers += [(DROPPED, b"value"), (BODY_BYTES, size), (BODY_SHA256, digest)]
             self.value = None
-        elif self._theirs:
-            self.headers = [*self.headers[len(self._theirs) :], (DROPPED, b"headers")]
-            self._theirs = []
+        elif self._original_headers:
+            self.headers = [*self.headers[len(self._original_headers) :], (DROPPED, b"headers")]
+            self._original_headers = []
         elif self.key is not None:
             self.headers.append((DROPPED, b"key"))
             self.key = None

@@ -1,8 +1,8 @@
-"""From a message to the point where its offset may move.
+"""Decode deliveries, verify replays, and publish dead letters.
 
-A delivery is settled when every handler of its event has come to an end that will not be taken back:
-handled now, handled before, or dead-lettered.  Until then it is tried again, waits for a twin, or waits
-for the store; a closing assignment lets it go, to come again.
+A delivery is settled when each handler of its event has succeeded, had succeeded before, or is dead-lettered.  Until
+then it is retried, waits for a concurrent duplicate, or waits for the store.  If its assignment closes, it is released
+and will be redelivered.
 """
 
 from __future__ import annotations
@@ -52,50 +52,50 @@ from integr8s_idem.worker.store_circuit import StoreCircuit
 
 logger = logging.getLogger(__name__)
 
-LONGEST_BODY_PAUSE = Backoff(initial=0.5, longest=10.0)
-"""Pauses while the dead-letter topic takes nothing."""
+DEAD_LETTER_BACKOFF = Backoff(initial=0.5, longest=10.0)
+"""Delays between attempts to publish a dead letter."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a worker has done since it started."""
+    """Counts since the start of a worker."""
 
     handled: int = 0
     reruns: int = 0
-    """Handled at attempt 2 or later."""
+    """Handled at the second or a later attempt."""
     duplicates: int = 0
-    """Answered by an earlier run's record."""
+    """Not handled, since an earlier run had completed."""
     waits: int = 0
     retries: int = 0
     dead_letters: int = 0
     leases_lost: int = 0
     stale: int = 0
-    """Settled after the partition was gone: not committed by us."""
+    """Settled after the partition was revoked, so not committed by this worker."""
 
 
-_UNSEEN: Final = SILENT.processing("", "", ())
+_NO_SPAN: Final = SILENT.processing("", "", ())
 
 
 @dataclass(slots=True, eq=False)
 class Decoded:
-    """What a delivery holds: an execution for each handler of its event, or why there are none."""
+    """A decoded delivery: an execution for each handler of its event, or the dead letter that replaces them."""
 
     executions: Sequence[HandlerExecution] = ()
-    letter: DeadLetter | None = None
-    processing: AbstractContextManager[Span] = _UNSEEN
-    """To be entered around its handling."""
+    dead_letter: DeadLetter | None = None
+    processing: AbstractContextManager[Span] = _NO_SPAN
+    """Entered around its handling."""
 
 
 @dataclass(slots=True, eq=False)
 class UnverifiedReplay(Decoded):
-    """One whose replay headers count only if the store says that they replay failed work."""
+    """A delivery whose replay headers are honored only if the store confirms that the work failed."""
 
     claim: ReplayClaim = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryProcessor:
-    """Settles the deliveries of one service."""
+    """Decodes and dead-letters the deliveries of one service."""
 
     service: str
     group: str
@@ -104,19 +104,19 @@ class DeliveryProcessor:
     publisher: EventPublisher
     circuit: StoreCircuit
     slots: Slots
-    """Handlers running at once.  Waiting deliveries hold none."""
+    """Limit handlers that run concurrently; waiting deliveries hold none."""
     backoff: Backoff
     dead_letter_suffix: str
     observer: Observer
     replays: ReplayPolicy
-    """Whose replay headers are honored."""
+    """Decides which replay headers are honored."""
     isolation: IsolationGate = field(default_factory=IsolationGate)
     """Shared by all services of the process."""
     suspects: PoisonEventRunner | None = None
-    """Runs events alone that may have crashed workers; `None` to run all side by side."""
+    """Runs events that may have crashed workers alone; `None` to run them with the others."""
     tally: Tally = field(default_factory=Tally)
-    _letters: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
-    """One for each dead-letter topic: a topic that is missing holds up no letters to others."""
+    _topic_locks: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    """One for each dead-letter topic, so that a missing topic does not block dead letters to other topics."""
     _reporter: ReplayReporter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,54 +124,52 @@ class DeliveryProcessor:
 
     def decode(self, delivery: Delivery) -> Decoded:
         """Decode `delivery`, and find its handlers and their keys."""
-        record, judgement = delivery.record, NO_REPLAY
+        record, decision = delivery.record, NO_REPLAY
         try:
             if is_replay(record):
-                judgement = self._judge(record)
-                if judgement.is_for_others:
+                decision = self._judge(record)
+                if decision.is_for_others:
                     return Decoded()
             event = self.decoder.decode(record.value, record.headers)
         except UndecodableEventError as error:
             self.observer.count(Signal.UNDECODABLE, reason=error.reason)
-            return Decoded(letter=DeadLetter(error.reason, error, generation=judgement.generation))
+            return Decoded(dead_letter=DeadLetter(error.reason, error, generation=decision.generation))
         self.observer.count(Signal.DELIVERED, event.event_type)
         processing = self.observer.processing(event.event_type, record.topic, record.headers)
-        if judgement is not NO_REPLAY:
-            return self._decoded_replay(record, event, judgement, processing)
-        return self._decoded(event, judgement, processing)
+        if decision is not NO_REPLAY:
+            return self._decoded_replay(record, event, decision, processing)
+        return self._decoded(event, decision, processing)
 
     def _judge(self, record: Record) -> ReplayDecision:
-        judgement = self.replays.judge(record)
-        if judgement.is_for_others:
+        decision = self.replays.judge(record)
+        if decision.is_for_others:
             self._reporter.for_others(record)
-        elif judgement.refused:
-            self._reporter.refused(record, judgement.refused)
-        return judgement
+        elif decision.refused:
+            self._reporter.refused(record, decision.refused)
+        return decision
 
     def _decoded_replay(
-        self, record: Record, event: BaseEvent, judgement: ReplayDecision, processing: AbstractContextManager[Span]
+        self, record: Record, event: BaseEvent, decision: ReplayDecision, processing: AbstractContextManager[Span]
     ) -> Decoded:
-        if not judgement.fits(event.event_id):
-            judgement = OTHER_EVENT
-            self._reporter.refused(record, judgement.refused)
-        decoded = self._decoded(event, judgement, processing)
-        if judgement.unproven is None or decoded.letter is not None:
+        if not decision.fits(event.event_id):
+            decision = OTHER_EVENT
+            self._reporter.refused(record, decision.refused)
+        decoded = self._decoded(event, decision, processing)
+        if decision.unproven is None or decoded.dead_letter is not None:
             return decoded
-        return UnverifiedReplay(decoded.executions, None, processing, claim=judgement.unproven)
+        return UnverifiedReplay(decoded.executions, None, processing, claim=decision.unproven)
 
-    def _decoded(
-        self, event: BaseEvent, judgement: ReplayDecision, processing: AbstractContextManager[Span]
-    ) -> Decoded:
-        generation, only = judgement.generation, judgement.only
+    def _decoded(self, event: BaseEvent, decision: ReplayDecision, processing: AbstractContextManager[Span]) -> Decoded:
+        generation, only = decision.generation, decision.only
         try:
             executions = self.dispatcher.executions(event, generation, only)
-        except Exception as error:  # noqa: BLE001  # a key function is the user's code: its error goes with the letter
-            letter = DeadLetter(
+        except Exception as error:  # noqa: BLE001  # a key function is the user's code: the dead letter has its error
+            dead_letter = DeadLetter(
                 "no_key", error, generation=generation, event_type=event.event_type, event_id=event.event_id
             )
-            return Decoded((), letter, processing)
+            return Decoded((), dead_letter, processing)
         if only is not None and not executions:
-            return Decoded((), _nobody(only, event, generation), processing)
+            return Decoded((), _no_handler(only, event, generation), processing)
         if self.suspects is not None:
             for execution in executions:
                 if isinstance(execution, GuardedExecution):
@@ -179,10 +177,10 @@ class DeliveryProcessor:
         return Decoded(executions, None, processing)
 
     async def verified(self, delivery: Delivery, replay: UnverifiedReplay) -> Sequence[HandlerExecution]:
-        """The executions of `replay`, those that replay failed work in the generation that it claims.
+        """Return the executions of `replay`, with the claimed generation for each handler whose work had failed.
 
         Raises:
-            AbandonedError: Its assignment is closing; it will be redelivered.
+            AbandonedError: Its assignment is closing.
         """
         generation, executions = replay.claim.generation, list[HandlerExecution]()
         for first in replay.executions:
@@ -195,9 +193,9 @@ class DeliveryProcessor:
         return executions
 
     async def _replayed(self, delivery: Delivery, first: GuardedExecution, generation: int) -> HandlerExecution | None:
-        """`first` in its later `generation`; `None` if that is not known to replay failed work."""
+        """Return the execution of `first` in `generation`, or `None` if the store does not confirm the failure."""
         while True:
-            await self._may_go_on(delivery)
+            await self._wait_for_store(delivery)
             try:
                 if not await follows_a_failure(first, generation):
                     return None
@@ -211,28 +209,28 @@ class DeliveryProcessor:
 
     @property
     def executor(self) -> Executor:
-        """That of the manager which guards the handlers."""
+        """The executor of the manager that guards the handlers."""
         manager = self.dispatcher.manager
         assert manager is not None, "the handlers are guarded"
         return manager.executor
 
-    def handled(self, attempt: int) -> None:
-        """A handler has done its work, and that is remembered."""
+    def count_handled(self, attempt: int) -> None:
+        """Count a handler that has succeeded."""
         self.tally.handled += 1
         self.tally.reruns += attempt > 1
 
-    async def _may_go_on(self, delivery: Delivery) -> None:
+    async def _wait_for_store(self, delivery: Delivery) -> None:
         await self.circuit.wait(unless=delivery.assignment.closing)
         if delivery.assignment.closed:
             raise AbandonedError
 
     def retry_pause(self, execution: HandlerExecution, failed: HandlerFailed) -> float:
-        """Seconds to wait before a handler that failed is tried again; says so."""
+        """Return the seconds to wait before a handler that failed is retried, and log them."""
         self.tally.retries += 1
         self.observer.count(Signal.RETRY, execution.event.event_type)
         pause = self.backoff.pause(failed.attempt)
         logger.warning(
-            "%s: handler %s failed at attempt %d (%s), next try in %.1f s",
+            "%s: handler %s failed at attempt %d (%s), retrying in %.1f s",
             execution.label,
             execution.handler.name,
             failed.attempt,
@@ -243,50 +241,48 @@ class DeliveryProcessor:
         return pause
 
     async def dead_letter_outcome(self, delivery: Delivery, execution: HandlerExecution, outcome: Outcome[Any]) -> None:
-        """Hand the message to the dead-letter topic, because of what came of `execution`."""
-        await self.dead_letter(delivery, _letter(execution, outcome))
+        """Publish the message to the dead-letter topic because of the outcome of `execution`."""
+        await self.dead_letter(delivery, _dead_letter(execution, outcome))
 
-    async def _pause(self, delivery: Delivery, seconds: float) -> None:
-        """Wait, holding no slot; a closing assignment cuts it short."""
-        await asyncio.wait({delivery.assignment.closing}, timeout=seconds)
-
-    async def dead_letter(self, delivery: Delivery, letter: DeadLetter) -> None:
-        """Hand the message to the dead-letter topic.  Until that has it, the message is not settled."""
+    async def dead_letter(self, delivery: Delivery, dead_letter: DeadLetter) -> None:
+        """Publish the message to the dead-letter topic, with retries until the broker has confirmed it."""
         record = delivery.record
         topic = record.topic + self.dead_letter_suffix
-        parcel, tries = DeadLetterMessage(letter, record, self.service, self.group), 0
+        message, tries = DeadLetterMessage(dead_letter, record, self.service, self.group), 0
         while True:
             try:
-                # One at a time: a broker refuses all that share a batch, and those that fit would be cut as well.
-                async with self._letters[topic]:
-                    await self.publisher.send(topic, parcel.key, parcel.value, parcel.headers)
+                # One at a time: a broker refuses a whole batch, so that messages that fit would be shortened as well.
+                async with self._topic_locks[topic]:
+                    await self.publisher.send(topic, message.key, message.value, message.headers)
                 break
             except (PublishError, EventTooLargeError) as error:
-                if isinstance(error, EventTooLargeError) and parcel.shed():
+                if isinstance(error, EventTooLargeError) and message.drop_part():
                     continue
                 tries += 1
-                logger.error("dead-letter topic %s takes nothing, waiting: %s", topic, error)  # no bug of ours
-                await self._pause(delivery, LONGEST_BODY_PAUSE.pause(tries))
+                logger.error("cannot publish to dead-letter topic %s, waiting: %s", topic, error)
+                pause = DEAD_LETTER_BACKOFF.pause(tries)
+                await asyncio.wait({delivery.assignment.closing}, timeout=pause)
                 if delivery.assignment.closed:
                     raise AbandonedError from error
+        cause = dead_letter.error
         self.tally.dead_letters += 1
-        self.observer.count(Signal.DEAD_LETTER, letter.event_type, reason=letter.reason)
+        self.observer.count(Signal.DEAD_LETTER, dead_letter.event_type, reason=dead_letter.reason)
         logger.error(
             "dead-lettered %s[%d]@%d to %s: %s",
             record.topic,
             record.partition,
             record.offset,
             topic,
-            describe_error(letter.error) if isinstance(letter.error, BaseException) else letter.error,
-            # Given up after tries: where it happened is what somebody will want to know.
-            exc_info=letter.error if letter.attempts and isinstance(letter.error, BaseException) else None,
+            describe_error(cause) if isinstance(cause, BaseException) else cause,
+            # After attempts of a handler, the traceback shows where it failed.
+            exc_info=cause if dead_letter.attempts and isinstance(cause, BaseException) else None,
         )
 
 
-def _nobody(handler: str, event: BaseEvent, generation: int) -> DeadLetter:
-    told = f"it is a replay for handler {handler!r}, and no handler of {event.event_type} has that name"
+def _no_handler(handler: str, event: BaseEvent, generation: int) -> DeadLetter:
+    error = f"it is a replay for handler {handler!r}, but {event.event_type} has no handler with that name"
     return DeadLetter(
-        "no_handler", told, handler, generation=generation, event_type=event.event_type, event_id=event.event_id
+        "no_handler", error, handler, generation=generation, event_type=event.event_type, event_id=event.event_id
     )
 
 
@@ -299,9 +295,9 @@ _REASONS: Final[Mapping[type[Outcome[Any]], str]] = {
 """Why an outcome is dead-lettered."""
 
 
-def _letter(execution: HandlerExecution, outcome: Outcome[Any]) -> DeadLetter:
+def _dead_letter(execution: HandlerExecution, outcome: Outcome[Any]) -> DeadLetter:
     error = error_of(execution.label, outcome)
-    assert error is not None, f"{outcome} is no reason for a dead letter"
+    assert error is not None, f"{outcome} is not a reason for a dead letter"
     attempts = outcome.attempt if isinstance(outcome, HandlerFailed | Failed) else 0
     return DeadLetter(
         _REASONS[type(outcome)],

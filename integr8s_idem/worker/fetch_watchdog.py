@@ -1,8 +1,8 @@
-"""Whether the client library still fetches (A5): it has tasks of its own that may die or wait for ever without a word.
+"""Detect a Kafka client that no longer fetches (A5): its background tasks may die or block without an error.
 
-Lag is no sign: it also grows while handlers are slow, while partitions rest, and behind open
-transactions.  Nothing that came is no sign either: there may be nothing.  So when nothing has come for a
-while the broker is asked, by the client's public calls alone, whether there is something behind where we stand.
+Lag does not show this: it also grows while handlers are slow, while partitions are paused, and after open transactions.
+An idle topic does not show it either.  If no message was received for a while, the watchdog asks the brokers, through
+the client's public API, whether there are messages after the current position.
 """
 
 from __future__ import annotations
@@ -17,63 +17,71 @@ from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
 
 PATIENCE: Final = 60.0
-"""Seconds in which nothing comes before the broker is asked; doubled with each client given up in a row."""
+"""Seconds without messages after which the brokers are asked; doubled with each consecutive replacement."""
 
 MOST_RENEWALS: Final = 3
-"""Clients given up in a row, without one message between them, before the service gives up."""
+"""Maximum consecutive replacements of a client without a single message, before the service fails."""
 
 
 class FetchWatchdog:
-    """Looks at one consumer from time to time."""
+    """Checks one consumer periodically."""
 
     def __init__(self, patience: float, answer_seconds: float) -> None:
-        """`patience`: seconds; `answer_seconds`: longest wait for one answer of a broker."""
+        """Start the timer.
+
+        Args:
+            patience: Seconds without messages after which the brokers are asked.
+            answer_seconds: Timeout of a request to a broker.
+        """
         self._patience = patience
         self._answer_seconds = answer_seconds
         self._quiet_since = asyncio.get_running_loop().time()
-        self._standing: dict[Partition, int] = {}
-        """Where partitions stood at the last look, of those with messages behind that."""
+        self._last_positions: dict[Partition, int] = {}
+        """Positions at the last check, of partitions that had messages after them."""
         self._unanswered = False
         self.fetched = False
-        """Whether this consumer has ever brought a message."""
+        """Whether this consumer has received a message."""
 
-    def stir(self, *, fetched: bool = False) -> None:
-        """Something has happened that explains a silence, or ends it."""
+    def reset(self, *, fetched: bool = False) -> None:
+        """Restart the timer, after messages or an event that explains their absence."""
         self._quiet_since = asyncio.get_running_loop().time()
         self.fetched = self.fetched or fetched
 
-    async def doubt(self, consumer: Consumer, awake: Collection[Partition]) -> str:
-        """Why this consumer is to be given up; empty: no reason.
+    async def diagnose(self, consumer: Consumer, partitions: Collection[Partition]) -> str:
+        """Return why this consumer is to be replaced, or an empty string.
 
-        Two looks in a row must agree, since a client may also be busy with what it does not hand out:
+        Two consecutive checks must agree, since a client may also be processing records that it does not return:
         aborted transactions and their markers.
 
         Args:
-            awake: Partitions that are ours and do not rest.
+            partitions: Assigned partitions that are not paused.
         """
-        if not awake:
-            self.stir()
+        if not partitions:
+            self.reset()
         silent = asyncio.get_running_loop().time() - self._quiet_since
         if silent < self._patience:
-            self._standing, self._unanswered = {}, False
+            self._last_positions, self._unanswered = {}, False
             return ""
-        looks = await asyncio.gather(*(self._look(consumer, partition) for partition in awake))
-        known = {partition: look for partition, look in zip(awake, looks, strict=True) if look is not None}
+        answers = await asyncio.gather(*(self._position_and_end(consumer, partition) for partition in partitions))
+        known = {partition: answer for partition, answer in zip(partitions, answers, strict=True) if answer is not None}
         behind = {partition: position for partition, (position, end) in known.items() if end > position}
-        stuck = [partition for partition, position in behind.items() if self._standing.get(partition) == position]
-        unanswered, self._standing, self._unanswered = self._unanswered, behind, not known
+        stuck = [partition for partition, position in behind.items() if self._last_positions.get(partition) == position]
+        unanswered, self._last_positions, self._unanswered = self._unanswered, behind, not known
         if stuck:
             first = stuck[0]
             return (
-                f"nothing has come for {silent:.0f} s, though {first.topic}[{first.partition}] has messages "
+                f"no messages received for {silent:.0f} s, although {first.topic}[{first.partition}] has messages "
                 f"from {behind[first]} to {known[first][1]}"
             )
         if unanswered and not known:
-            return f"nothing has come for {silent:.0f} s, and none of {len(awake)} partitions can be asked about"
+            return (
+                f"no messages received for {silent:.0f} s, and the brokers do not return the end offset of any of "
+                f"{len(partitions)} partitions"
+            )
         return ""
 
-    async def _look(self, consumer: Consumer, partition: Partition) -> tuple[int, int] | None:
-        """Where we stand, and where its committed messages end; `None`: nobody says."""
+    async def _position_and_end(self, consumer: Consumer, partition: Partition) -> tuple[int, int] | None:
+        """Return the position and the end of committed messages, or `None` if they cannot be read."""
         try:
             position = await bounded(consumer.position(partition), self._answer_seconds)
             ends = await bounded(consumer.end_offsets([partition]), self._answer_seconds)

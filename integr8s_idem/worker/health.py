@@ -1,4 +1,4 @@
-"""How a process feels, service by service."""
+"""Liveness and readiness of a process and its services."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServiceHealth:
-    """One service."""
+    """Health of one service."""
 
     name: str
     live: bool
-    """False asks whoever watches for a restart."""
+    """Whether it works without a restart."""
     ready: bool
-    """Assigned its partitions, or waiting for its turn, with a store that answers."""
+    """Whether it has joined its group and its store responds."""
     reason: str = ""
-    """Why it is not live or not ready, for people.  No keys, no secrets: whoever asks may read it."""
+    """Why it is not live or not ready.  Contains no keys and no secrets, since it is served without authentication."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """All services of a process."""
+    """Health of all services of a process."""
 
     services: tuple[ServiceHealth, ...]
 
     @property
     def live(self) -> bool:
-        """Whether every service is."""
+        """Whether all services are live."""
         return all(service.live for service in self.services)
 
     @property
     def ready(self) -> bool:
-        """Whether every service is, and there is one: before the first has started nothing is ready."""
+        """Whether all services are ready; `False` before the first one has started."""
         return bool(self.services) and all(service.ready for service in self.services)

@@ -1,11 +1,11 @@
-"""Runs an event that may have crashed its process alone, so that the next crash names the one that caused it.
+"""Run events that may have crashed the process alone, so that the next crash identifies the event that caused it.
 
-Handlers that run side by side in one process die together: from a crash nobody can tell which of them caused it.  An
-event whose lease has lapsed twice is a suspect (`work.SUSPECT_AFTER`).  It runs while no other handler of the process
-runs, and only a crash during such a run counts toward its limit.
+If a process crashes, all of its running handlers die, and it is unknown which one caused the crash.  An event whose
+lease has lapsed twice is a suspect (`work.SUSPECT_AFTER`).  It runs while no other handler of the process runs, and
+only a crash during such a turn counts toward its limit.
 
-Isolation has a price, since everything else waits.  A turn ends after a while even if its handler goes on, and between
-two turns the others have their share of the time.
+All other handlers wait during a turn.  A turn is therefore limited in time, even if its handler runs on, and between
+two turns the other handlers get their share of the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 DRAW_TURNS: Final = 4
-"""Turns of the event loop in which suspects that were reserved together ask: any of them may be the first to run."""
+"""Event loop iterations in which suspects of the same batch may enter the draw for the first turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,13 +26,13 @@ class Turn:
     """The turn of one suspect."""
 
     is_alone: bool
-    """Whether nothing else runs in the process."""
+    """Whether no other handler runs in the process."""
     ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done once other handlers may start beside it."""
+    """Done when other handlers may start again."""
 
 
 class IsolationGate:
-    """Who runs in this process, and who has to wait.  One for all services of a process."""
+    """Lets one suspect at a time run alone.  All services of a process share one gate."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -41,11 +41,11 @@ class IsolationGate:
         self._has_turn = False
         self._waiting: list[asyncio.Future[None]] = []
         self._overdue = 0
-        """Suspects that run on after their turns."""
+        """Suspects that are still running after their turns."""
         self._rest_until = 0.0
-        """No turn begins before, by the event loop's clock."""
+        """Earliest start of the next turn, by the event loop's clock."""
         self.when_opened: list[Callable[[], None]] = []
-        """Called each time handlers may start again."""
+        """Callbacks for when handlers may start again."""
 
     @property
     def is_closed(self) -> bool:
@@ -53,35 +53,35 @@ class IsolationGate:
         return self._opened is not None
 
     def enter(self) -> None:
-        """Count a handler that starts.  Call it only while this is not closed."""
+        """Count a handler that starts; allowed only while the gate is open."""
         self._running += 1
 
     def leave(self) -> None:
-        """Count it no longer."""
+        """Stop counting a handler that has ended."""
         self._running -= 1
         if not self._running and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
     async def wait_until_open(self, *, unless: asyncio.Future[None]) -> None:
-        """Return once handlers may start, or `unless` is done."""
+        """Return when handlers may start, or when `unless` is done."""
         while self._opened is not None and not unless.done():
             await asyncio.wait({self._opened, unless}, return_when=asyncio.FIRST_COMPLETED)
 
     @asynccontextmanager
     async def turn(self, share: float, longest: float, *, unless: asyncio.Future[None]) -> AsyncIterator[Turn | None]:
-        """Run a suspect in the block, alone if that can be had.
+        """Run a suspect in the block, alone if possible.
 
         Args:
-            share: Of the time, for turns; between 0 and 1.
-            longest: Seconds, both for handlers that run to end and for the turn itself.
-            unless: Ends the wait; then the turn is `None`.
+            share: Fraction of the time for turns, between 0 and 1.
+            longest: Maximum seconds, both of waiting for running handlers and of the turn itself.
+            unless: A future that ends the wait; the turn is `None` then.
         """
         turn: Turn | None = None
         try:
             if await self._get_turn(unless):
                 turn = await self._begin(share, longest, unless)
                 if not turn.is_alone:
-                    self._give_turn()
+                    self._call_next()
             yield None if unless.done() else turn
         finally:
             if turn is not None and turn.is_alone:
@@ -104,7 +104,7 @@ class IsolationGate:
             await asyncio.wait({called, unless}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             if called.done():
-                self._give_turn()
+                self._call_next()
             raise
         finally:
             if called in self._waiting:
@@ -115,19 +115,19 @@ class IsolationGate:
         if turns:
             asyncio.get_running_loop().call_soon(self._draw, turns - 1)
         else:
-            self._give_turn()
+            self._call_next()
 
     def _close(self) -> None:
         if self._opened is None:
             self._opened = asyncio.get_running_loop().create_future()
 
-    def _give_turn(self) -> None:
-        """Call the next: whichever, since one that kills its process must not always come behind the same others."""
+    def _call_next(self) -> None:
+        """Give the turn to a random suspect, so that one that crashes the process does not block others forever."""
         if not self._waiting:
             self._has_turn = False
             self._open()
             return
-        called = self._waiting.pop(random.randrange(len(self._waiting)))  # noqa: S311  # no secret
+        called = self._waiting.pop(random.randrange(len(self._waiting)))  # noqa: S311  # not a secret
         called.set_result(None)
 
     async def _begin(self, share: float, longest: float, unless: asyncio.Future[None]) -> Turn:
@@ -136,7 +136,7 @@ class IsolationGate:
             if (rest := self._rest_until - loop.time()) > 0:
                 await asyncio.wait({unless}, timeout=rest)
             if unless.done() or self._overdue:
-                # Beside one that runs on, no suspect can be alone.
+                # While another suspect is still running, this one cannot run alone.
                 self._open()
                 return Turn(is_alone=False)
             began = loop.time()
@@ -147,7 +147,7 @@ class IsolationGate:
                 self._idle = None
         except asyncio.CancelledError:
             self._open()
-            self._give_turn()
+            self._call_next()
             raise
         turn = Turn(is_alone=not self._running and not unless.done())
         if not turn.is_alone:
@@ -158,7 +158,7 @@ class IsolationGate:
         def ended(_: asyncio.Future[None]) -> None:
             timer.cancel()
             self._end(began, share)
-            self._give_turn()
+            self._call_next()
 
         turn.ended.add_done_callback(ended)
         return turn
@@ -177,5 +177,5 @@ class IsolationGate:
         if self._opened is not None:
             self._opened.set_result(None)
             self._opened = None
-            for tell in self.when_opened:
-                tell()
+            for callback in self.when_opened:
+                callback()

@@ -1,4 +1,4 @@
-"""The parts of Kafka's client that the worker uses, as Protocols: another client, or a simulated one, can stand in."""
+"""Protocols of the Kafka client, so that another client or a simulated one can be used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Consumer", "Partition", "Record"]
 
 
 class Record(Placed, Protocol):
-    """One message as the broker gave it."""
+    """A message from a broker."""
 
     @property
     def timestamp(self) -> int:
-        """Milliseconds since 1970, UTC, by the clock of the producer or the broker."""
+        """Milliseconds since the Unix epoch, by the clock of the producer or the broker."""
         ...
 
     @property
@@ -29,7 +29,7 @@ class Record(Placed, Protocol):
 
 
 class Consumer(Protocol):
-    """What the worker needs of `aiokafka.AIOKafkaConsumer`."""
+    """The methods of `aiokafka.AIOKafkaConsumer` that the worker uses."""
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
@@ -43,5 +43,5 @@ class Consumer(Protocol):
     def assignment(self) -> set[Any]: ...
     def highwater(self, partition: Any) -> int | None: ...
     async def end_offsets(self, partitions: Sequence[Any]) -> Mapping[Any, int]:
-        """Asked of the brokers: where committed messages end.  Open transactions are not counted."""
+        """Ask the brokers for the end of committed messages, without open transactions."""
         ...

@@ -1,4 +1,4 @@
-"""Lanes keep order: within a lane one delivery after the other, lanes beside each other."""
+"""Keep order within lanes: deliveries of one lane are handled one after another, lanes concurrently."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ Ordering = Literal["partition", "key", "none"]
 
 
 class Lanes:
-    """Knows whose turn it is."""
+    """Queues of deliveries, one for each lane that is busy."""
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
-        self._behind: dict[Hashable, deque[Delivery]] = {}
-        """By lane: who waits behind the delivery whose turn it is."""
+        self._queues: dict[Hashable, deque[Delivery]] = {}
+        """Deliveries that wait for the current one of their lane."""
 
     def enter(self, delivery: Delivery) -> bool:
-        """Whether it is its turn at once."""
+        """Return whether `delivery` may start; otherwise it is queued."""
         if self._ordering == "none":
             return True
-        behind = self._behind.get(name := self._lane_of(delivery))
-        if behind is None:
-            self._behind[name] = deque()
+        queue = self._queues.get(name := self._lane_of(delivery))
+        if queue is None:
+            self._queues[name] = deque()
             return True
-        behind.append(delivery)
+        queue.append(delivery)
         return False
 
     def leave(self, delivery: Delivery) -> Delivery | None:
-        """`delivery` has had its turn: whose it is now."""
+        """End the turn of `delivery`, and return the next delivery of its lane, if there is one."""
         if self._ordering == "none":
             return None
-        behind = self._behind[name := self._lane_of(delivery)]
-        if behind:
-            return behind.popleft()
-        del self._behind[name]
+        queue = self._queues[name := self._lane_of(delivery)]
+        if queue:
+            return queue.popleft()
+        del self._queues[name]
         return None
 
     def __len__(self) -> int:
-        return len(self._behind)
+        return len(self._queues)
 
     def _lane_of(self, delivery: Delivery) -> Hashable:
-        # The assignment is part of the name: after a rebalance the partition starts with fresh lanes.
+        # The name includes the assignment, so that a partition starts with new lanes after a rebalance.
         if self._ordering == "key" and delivery.record.key is not None:
             return (delivery.assignment, delivery.record.key)
         return delivery.assignment

@@ -1,4 +1,4 @@
-"""Offsets to the broker: explicit ones, only for partitions that are ours, only forwards."""
+"""Commit offsets explicitly, only of assigned partitions, and only forwards."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ logger = logging.getLogger(__name__)
 
 
 class OffsetCommitter:
-    """Commits what is done (R3)."""
+    """Commits the offsets of settled deliveries (R3)."""
 
     def __init__(self, service: str, timeout: float, observer: Observer) -> None:
-        """`timeout`: seconds that one commit may take."""
+        """`timeout` is the maximum duration of a commit in seconds."""
         self._service = service
         self._timeout = timeout
         self._observer = observer
-        # Two commits under way at once could arrive in the wrong order and move the group back.
-        self._one_at_a_time = asyncio.Lock()
+        # Concurrent commits could arrive in the wrong order and rewind the group.
+        self._lock = asyncio.Lock()
 
     async def commit(self, consumer: Consumer, assignments: Iterable[Assignment]) -> None:
         """Commit the watermark of each assignment that has advanced.  A failure is logged and counted."""
-        async with self._one_at_a_time:
-            ours = consumer.assignment()
+        async with self._lock:
+            assigned = consumer.assignment()
             offsets = {
                 assignment: offset
                 for assignment in assignments
-                # One partition that is not ours would make the broker's client refuse all of them.
+                # The client refuses the whole commit if one partition is not assigned.
                 if not assignment.ended
-                and assignment.partition in ours
+                and assignment.partition in assigned
                 and (offset := assignment.progress.to_commit) is not None
             }
             if not offsets:
@@ -47,7 +47,7 @@ class OffsetCommitter:
                     self._timeout,
                 )
             except (KafkaError, TimeoutError) as error:
-                # Information, never a reason to handle anything again: the guard knows what is done (A1).
+                # Nothing is handled twice because of this: records show which work is done (A1).
                 self._observer.count(Signal.COMMIT_FAILED)
                 logger.warning("%s: commit failed: %s: %s", self._service, type(error).__name__, error)
                 return

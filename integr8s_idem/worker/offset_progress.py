@@ -1,7 +1,7 @@
-"""How far a partition is done: the contiguous watermark.  Pure.
+"""Track the watermark of a partition: the offset that may be committed.  No I/O.
 
-Only what lies below the first unfinished delivery may be committed.  Offsets need not be contiguous:
-compaction and transaction markers leave gaps, and what was never delivered is never waited for.
+Only offsets below the first unfinished delivery may be committed.  Offsets need not be contiguous: compaction and
+transaction markers leave gaps, and offsets that were never delivered are not waited for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 
 
 class Progress:
-    """What was delivered from one partition during one assignment of it, and what of that is finished."""
+    """Offsets of one assignment that were delivered, and those of them that are finished."""
 
     def __init__(self) -> None:
         self._delivered: deque[int] = deque()
@@ -18,11 +18,11 @@ class Progress:
         self._first: int | None = None
         self._next: int | None = None
         self.committed: int | None = None
-        """What the broker has confirmed."""
+        """Last offset that the broker confirmed."""
 
     @property
     def next_offset(self) -> int | None:
-        """Where fetching goes on; `None` if nothing was delivered or passed over yet."""
+        """Next offset to fetch; `None` if nothing was delivered or skipped yet."""
         return self._next
 
     @property
@@ -32,11 +32,11 @@ class Progress:
 
     @property
     def span(self) -> int:
-        """Deliveries from the first unfinished one on: what would come again after a crash."""
+        """Deliveries from the first unfinished one on, which would be redelivered after a crash."""
         return len(self._delivered)
 
     def deliver(self, offset: int) -> bool:
-        """Note a delivery.  `False`: it was delivered before, and is on its way or done."""
+        """Note a delivery; return `False` if the offset was delivered before."""
         if self._next is not None and offset < self._next:
             return False
         if self._first is None:
@@ -46,14 +46,14 @@ class Progress:
         return True
 
     def fetched_to(self, position: int, start: int) -> None:
-        """Note the position of the client: what lies before it was delivered, or is never going to be.
+        """Note the position of the client: offsets before it were delivered, or never will be.
 
         Transaction markers, aborted messages and compacted offsets move the position without a delivery.  Call this
-        only while every record that the client handed out has been passed to `deliver`.
+        only when every record that the client returned has been passed to `deliver`.
 
         Args:
-            position: The next offset that the client hands out.
-            start: Where fetching began; 0 if that is unknown.
+            position: The next offset that the client returns.
+            start: First offset that was fetched; 0 if it is unknown.
         """
         if self._next is not None:
             self._next = max(self._next, position)
@@ -68,7 +68,7 @@ class Progress:
 
     @property
     def committable(self) -> int | None:
-        """The offset to commit: all before it is done.  `None` if there is nothing to commit yet."""
+        """The offset to commit, below which everything is finished; `None` if there is none yet."""
         return self._delivered[0] if self._delivered else self._next
 
     @property

@@ -1,4 +1,4 @@
-"""Records the outcomes of handlers, many in one round trip."""
+"""Record the outcomes of handlers, many in one round trip."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 
 
 class OutcomeRecorder:
-    """Records what comes while the store answers the exchange before."""
+    """Records outcomes in batches: those that arrive during one request are sent with the next."""
 
     def __init__(self, processor: DeliveryProcessor, tasks: PipelineTasks, conclusions: Conclusions) -> None:
         self._processor = processor
@@ -43,14 +43,14 @@ class OutcomeRecorder:
         while self._returned:
             returned, self._returned = self._returned[:MOST_TOGETHER], self._returned[MOST_TOGETHER:]
             await self._record_together(returned)
-        # In the same step in which nothing more was found: what comes later begins another task.
+        # No await since the list was found empty: a later outcome starts another task.
         self._is_recording = False
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if self._tasks.has_succeeded(task):
             return
         self._is_recording = False
-        # What is done stays done, though nobody is left to wait for that.
+        # The handlers have succeeded: record that in the background.
         left, self._returned = self._returned, []
         for item, returned in left:
             returned.run.complete_later(returned)
@@ -76,10 +76,10 @@ class OutcomeRecorder:
                 self._record_alone(item, each)
 
     def _record_alone(self, item: WorkItem, returned: Returned[Any]) -> None:
-        """Find out why an outcome is not recorded, and record it as long as it takes."""
+        """Record one outcome that was not recorded with its batch, and retry until the store responds."""
 
         def ended(_: asyncio.Task[None]) -> None:
-            if not returned.run.is_over:  # it was cancelled before it began
+            if not returned.run.is_over:  # the task was cancelled before it started
                 returned.run.complete_later(returned)
 
         self._conclusions.attempt(item, partial(returned.run.complete, returned)).add_done_callback(ended)

@@ -1,4 +1,4 @@
-"""The partitions that are ours, and what still runs of those that were."""
+"""The partitions that are assigned to this worker, and revoked ones with running handlers."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ logger = logging.getLogger(__name__)
 
 
 class PartitionRegistry:
-    """Assignments by partition; they begin, close, end and begin anew here."""
+    """Starts, closes and ends assignments."""
 
     def __init__(self, service: str, drain_seconds: float) -> None:
-        """`drain_seconds`: how long running handlers may go on when their partition is given up."""
+        """`drain_seconds` is how long running handlers may take when their partition is revoked."""
         self._service = service
         self._drain_seconds = drain_seconds
         self.assignments: dict[Partition, Assignment] = {}
         self._leftover: list[Assignment] = []
-        """Not ours any more, and not idle yet."""
+        """Ended assignments with running deliveries."""
 
     def begin(self, partitions: Iterable[Partition]) -> list[Assignment]:
-        """They are ours from now on."""
-        begun = [Assignment(Partition(*partition)) for partition in partitions]
-        self.assignments.update({assignment.partition: assignment for assignment in begun})
-        logger.info("%s: partitions that are ours now: %d", self._service, len(self.assignments))
-        return begun
+        """Start assignments of `partitions`."""
+        new = [Assignment(Partition(*partition)) for partition in partitions]
+        self.assignments.update({assignment.partition: assignment for assignment in new})
+        logger.info("%s: assigned partitions: %d", self._service, len(self.assignments))
+        return new
 
-    def close_at_once(self) -> None:
-        """Begin nothing more, of whatever is ours."""
+    def close_all(self) -> None:
+        """Close all assignments without waiting."""
         for assignment in self.assignments.values():
             assignment.close()
 
     async def close(self, assignments: Collection[Assignment]) -> None:
-        """Begin nothing more of them, and let what runs come to its end, for a while."""
+        """Start no more deliveries of `assignments`, and wait up to `drain_seconds` for those that run."""
         for assignment in assignments:
             assignment.close()
         running = {assignment.idle() for assignment in assignments if assignment.running}
@@ -45,22 +45,22 @@ class PartitionRegistry:
             await asyncio.wait(running, timeout=self._drain_seconds)
 
     def end(self, assignment: Assignment) -> None:
-        """It is not ours any more: handlers that still run keep their leases and complete, but move no offset."""
+        """End an assignment: running handlers keep their leases and complete, but no longer move offsets."""
         assignment.close()
         assignment.ended = True
         if self.assignments.get(assignment.partition) is assignment:
             del self.assignments[assignment.partition]
         self._leftover = [left for left in (*self._leftover, assignment) if left.running]
 
-    def begin_anew(self, old: Assignment, offset: int) -> Assignment:
-        """Take `old` for over, and begin at `offset`.
+    def restart(self, old: Assignment, offset: int) -> Assignment:
+        """End `old`, and start another assignment of its partition at `offset`.
 
-        We never seek back behind what was delivered.  So the log is another one, whose offsets mean other
-        messages: its topic was made anew under the same name, or it has lost its end.
+        The worker never seeks to offsets before the next one.  If they are fetched, the log has changed and its offsets
+        refer to other messages: the topic was recreated under the same name, or the end of the log was lost.
         """
         logger.error(
-            "%s: %s[%d] went back from offset %s to %d: the topic was made anew, or has lost messages; "
-            "what it holds now is handled from there",
+            "%s: %s[%d] went back from offset %s to %d: the topic was recreated, or has lost messages; "
+            "handling continues from there",
             self._service,
             old.partition.topic,
             old.partition.partition,
@@ -71,26 +71,26 @@ class PartitionRegistry:
         assignment = self.assignments[old.partition] = Assignment(old.partition, start=offset)
         return assignment
 
-    def forget(self) -> None:
-        """The client is gone, and all partitions with it; what still runs is kept in sight."""
+    def end_all(self) -> None:
+        """End all assignments after the client was closed."""
         for assignment in list(self.assignments.values()):
             self.end(assignment)
 
     def handlers(self) -> set[asyncio.Task[Any]]:
-        """What handles deliveries, those of partitions given up included."""
+        """Return the tasks that handle deliveries, including those of revoked partitions."""
         return {task for held in (*self.assignments.values(), *self._leftover) for task in held.handlers()}
 
     def lag(self, consumer: Consumer, topic: str | None = None) -> int:
-        """Messages behind what is committed, as far as the last poll knows; of one topic, or of all."""
-        ours = consumer.assignment()
+        """Return the number of messages after the committed offsets as of the last poll, of one topic or of all."""
+        assigned = consumer.assignment()
         return sum(
-            _behind(consumer, assignment)
+            _lag_of(consumer, assignment)
             for partition, assignment in self.assignments.items()
-            if partition in ours and topic in (None, partition.topic)
+            if partition in assigned and topic in (None, partition.topic)
         )
 
 
-def _behind(consumer: Consumer, assignment: Assignment) -> int:
+def _lag_of(consumer: Consumer, assignment: Assignment) -> int:
     done = assignment.progress.committed
     done = assignment.start if done is None else done
     end = consumer.highwater(assignment.partition)

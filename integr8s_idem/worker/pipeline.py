@@ -1,17 +1,16 @@
-"""The path of every delivery: decoded, reserved, run, recorded.
+"""The path of every delivery: decode, reserve, run the handlers, record the outcomes.
 
-    put ─► ready ─► a batch: decoded, reserved in one round trip ─► runners ─► recorded, in another ─► done
-             ▲                        │                                │              │
-             │                        └────────────── outcome ◄────────┴──────────────┘
-             │                                           │
-             └── waiting: for a retry, another run, or ◄─┼────► dead-lettered ─► done
-                 the store                               └────► isolated: runs alone
+    put ─► ready ─► batch: decode, reserve in one round trip ─► runners ─► record, in another ─► done
+             ▲                      │                              │           │
+             │                      └───────────── outcome ◄───────┴───────────┘
+             │                                        │
+             └── waiting for a retry, another run, ◄──┼────► dead-lettered ─► done
+                 or the store                         └────► isolated: runs alone
 
-A batch is what is ready when there are free slots; while one waits for the store, the next is decoded.  A work item is
-one handler's work on a delivery; it is what moves.  A delivery is done when all its items are.
+A batch consists of the deliveries that are ready when slots are free; while one batch waits for the store, the next is
+decoded.  A work item is one handler's work on a delivery.  A delivery is done when all its items are done.
 
-`runners` runs the handlers, `outcome_recorder` records what they return, and `conclusions` does what follows from an
-outcome.
+`runners` runs the handlers, `outcome_recorder` records what they return, and `conclusions` processes the outcomes.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 from integr8s_idem.worker.runners import Runners
 
 MOST_BATCHES: Final = 2
-"""Batches under way: while the store answers one, the next is decoded."""
+"""Maximum concurrent batches: one waits for the store while the next is decoded."""
 
-Asked: TypeAlias = tuple[WorkItem, GuardedExecution]
+Reservable: TypeAlias = tuple[WorkItem, GuardedExecution]
 """An item to be reserved, and its execution."""
 
 
 class Pipeline:
-    """Takes deliveries to their end, and reports when each has come there."""
+    """Handles deliveries, and reports when each has ended."""
 
     def __init__(
         self,
@@ -59,8 +58,8 @@ class Pipeline:
         """
         Args:
             finish: Called with a delivery whose offset may be committed.
-            left: Called with each delivery that has left the pipeline, also with those that will be redelivered.
-            fail: Called with a bug of the library: better a stopped service than a lost event.
+            left: Called with each delivery that has left the pipeline, including those that will be redelivered.
+            fail: Called with a bug in the library, to stop the service rather than lose an event.
         """
         self._processor = processor
         self._circuit = processor.circuit
@@ -73,16 +72,16 @@ class Pipeline:
         self._finish = finish
         self._left = left
         self._tasks = PipelineTasks(processor.service, fail)
-        self._conclusions = Conclusions(processor, self._tasks, again=self._make_ready, ended=self._ended)
+        self._conclusions = Conclusions(processor, self._tasks, reschedule=self._make_ready, ended=self._ended)
         self._runners = Runners(processor, self._tasks, self._conclusions)
         self._ready: deque[Delivery | WorkItem] = deque()
         self._batches = 0
         self._is_scheduled = False
         self._context = copy_context()
-        """What handlers inherit: that of the service, and not what the one before has put into its own."""
+        """Context that handlers inherit from the service, without changes by earlier handlers."""
 
     def put(self, delivery: Delivery) -> None:
-        """Handle `delivery` when it is its turn."""
+        """Handle `delivery` when its lane is free."""
         self._context = copy_context()
         if self._lanes.enter(delivery):
             self._ready.append(delivery)
@@ -90,18 +89,18 @@ class Pipeline:
 
     @property
     def tasks(self) -> set[asyncio.Task[None]]:
-        """The tasks that are under way."""
+        """Tasks that are running."""
         return self._tasks.running
 
-    def forget(self) -> None:
-        """All partitions are gone: nothing that waits is begun, and what has run out of time moves no offset."""
+    def abandon_all(self) -> None:
+        """Abandon all deliveries that are ready or waiting, after all assignments were closed."""
         self._conclusions.abandon_waiting()
         self._runners.release(only_closed=False)
         while self._ready:
             self._drop(self._ready.popleft())
 
     def release_closed(self) -> None:
-        """Release what has not started of assignments that are closed."""
+        """Release deliveries of closed assignments that have not started."""
         self._runners.release(only_closed=True)
         ready, self._ready = self._ready, deque()
         for each in ready:
@@ -113,13 +112,13 @@ class Pipeline:
     # Batches.
 
     def _schedule(self) -> None:
-        """Begin a batch once all that comes in this turn of the event loop is here."""
+        """Start a batch in the next iteration of the event loop, so that it includes all deliveries of this one."""
         if self._ready and not self._is_scheduled and self._batches < MOST_BATCHES:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._begin_batch, context=self._context)
 
     def _resume(self) -> None:
-        """No event runs alone any longer."""
+        """Continue after the isolation gate has opened."""
         self._runners.start()
         self._schedule()
 
@@ -130,15 +129,15 @@ class Pipeline:
     def _begin_batch(self) -> None:
         self._is_scheduled = False
         if self._isolation.is_closed:
-            return  # what is reserved meanwhile would lapse with the process
+            return  # leases of a batch reserved now would lapse if the suspect crashes the process
         taken: deque[Delivery | WorkItem] = deque()
         while self._ready and len(taken) < MOST_TOGETHER:
             first = self._ready[0]
             if _assignment_of(first).closed:
                 self._drop(self._ready.popleft())
-            elif self._slots.take():
+            elif self._slots.try_acquire():
                 if isinstance(first, Delivery):
-                    first.assignment.began(first)
+                    first.assignment.add_running(first)
                 taken.append(self._ready.popleft())
             else:
                 break
@@ -150,8 +149,8 @@ class Pipeline:
     def _batch_ended(self, taken: deque[Delivery | WorkItem], task: asyncio.Task[None]) -> None:
         self._batches -= 1
         self._tasks.has_succeeded(task)
-        while taken:  # it was cancelled before it came to them
-            self._slots.give()
+        while taken:  # the task was cancelled before it reached them
+            self._slots.release()
             each = taken.popleft()
             if isinstance(each, WorkItem):
                 self._conclusions.abandon(each)
@@ -160,77 +159,77 @@ class Pipeline:
         self._schedule()
 
     async def _batch(self, taken: deque[Delivery | WorkItem]) -> None:
-        asked: list[Asked] = []
+        to_reserve: list[Reservable] = []
         while taken:
             each = taken.popleft()
             if isinstance(each, WorkItem):
-                self._prepare(each, asked)
+                self._prepare(each, to_reserve)
             else:
-                self._decode(each, asked)
+                self._decode(each, to_reserve)
         self._runners.start()
-        if asked:
-            await self._reserve(asked)
+        if to_reserve:
+            await self._reserve(to_reserve)
 
-    def _decode(self, delivery: Delivery, asked: list[Asked]) -> None:
-        """Make the work items of a delivery, which has taken one slot."""
+    def _decode(self, delivery: Delivery, to_reserve: list[Reservable]) -> None:
+        """Create the work items of a delivery that holds one slot."""
         try:
             decoded = self._processor.decode(delivery)
             delivery.begin(self._context.copy(), decoded.processing)
         except Exception as error:  # noqa: BLE001  # the service is stopped with it
-            self._slots.give()
+            self._slots.release()
             self._conclusions.broken_delivery(delivery, error)
             return
-        if decoded.letter is not None:
-            self._slots.give()
-            self._conclusions.dead_letter(delivery, decoded.letter)
+        if decoded.dead_letter is not None:
+            self._slots.release()
+            self._conclusions.dead_letter(delivery, decoded.dead_letter)
         elif isinstance(decoded, UnverifiedReplay):
-            self._slots.give()
+            self._slots.release()
             self._conclusions.verify(delivery, decoded)
         else:
             items = delivery.begin_items(decoded.executions)
             if not items:
-                self._slots.give()
+                self._slots.release()
                 self._ended(delivery, may_commit=True)
                 return
-            # The first has the slot of the delivery; the others take their own.
+            # The first item uses the slot of the delivery; the others acquire their own.
             if len(items) > 1:
                 self._ready.extendleft(reversed(items[1:]))
-            self._prepare(items[0], asked)
+            self._prepare(items[0], to_reserve)
 
-    def _prepare(self, item: WorkItem, asked: list[Asked]) -> None:
-        """Find out what an item that has a slot needs before it can run."""
+    def _prepare(self, item: WorkItem, to_reserve: list[Reservable]) -> None:
+        """Reserve an item that holds a slot, run it, or let it wait."""
         execution = item.execution
         if not self._circuit.is_available:
-            self._slots.give()
+            self._slots.release()
             self._conclusions.wait_for_store(item)
         elif not isinstance(execution, GuardedExecution) or not execution.together or item.delivery.is_recorded:
-            self._runners.add(item)  # it reserves by itself, in a batch of one
+            self._runners.add(item)  # reserves its key itself, as a batch of one
         elif execution.is_known_here():
-            self._slots.give()
+            self._slots.release()
             self._conclusions.duplicate(item)
         else:
-            asked.append((item, execution))
+            to_reserve.append((item, execution))
 
-    async def _reserve(self, asked: Sequence[Asked]) -> None:
+    async def _reserve(self, to_reserve: Sequence[Reservable]) -> None:
         executor = self._processor.executor
-        works = [execution.work for _, execution in asked]
+        works = [execution.work for _, execution in to_reserve]
         asked_at = executor.now()
         try:
             verdicts = await executor.reserve_together(works)
         except StoreError as error:
-            for item, execution in asked:
+            for item, execution in to_reserve:
                 self._unreserved(item, execution.work, error)
         except Exception as error:  # noqa: BLE001  # the service is stopped with it
-            for item, _ in asked:
-                self._slots.give()
+            for item, _ in to_reserve:
+                self._slots.release()
                 self._conclusions.broken(item, error)
         except BaseException:
-            for item, _ in asked:
-                self._slots.give()
+            for item, _ in to_reserve:
+                self._slots.release()
                 self._conclusions.abandon(item)
             raise
         else:
-            for (item, execution), verdict in zip(asked, verdicts, strict=True):
+            for (item, execution), verdict in zip(to_reserve, verdicts, strict=True):
                 if isinstance(verdict, Reserved):
                     self._reserved(item, executor.reserved(execution.work, verdict, asked_at, self._options))
                 else:
@@ -238,24 +237,24 @@ class Pipeline:
         self._runners.start()
 
     def _unreserved(self, item: WorkItem, work: Work, error: StoreError) -> None:
-        """The store gave no answer: run without one if a policy says so, and wait for it otherwise."""
+        """Run an item without the store if a policy allows it; otherwise wait for the store."""
         if isinstance(error, StoreUnavailableError):
             item.run = self._processor.executor.unreserved(work, self._options)
         if item.run is not None:
             self._runners.add(item)
         else:
-            self._slots.give()
+            self._slots.release()
             self._conclusions.raised(item, error)
 
     def _reserved(self, item: WorkItem, run: Run) -> None:
         if run.is_after_crash and self._is_held_back(item, run):
-            self._slots.give()
+            self._slots.release()
         else:
             item.run = run
             self._runners.add(item)
 
     def _is_held_back(self, item: WorkItem, run: Run) -> bool:
-        """Whether earlier attempts lapsed too often for this one to run beside others."""
+        """Whether the item may not run with others, since too many earlier attempts have lapsed."""
         if run.is_suspect:
             self._conclusions.isolate(item, run)
         elif run.has_crashed_too_often:
@@ -270,30 +269,30 @@ class Pipeline:
         if isinstance(opened, Run):
             self._reserved(item, opened)
         else:
-            self._slots.give()
+            self._slots.release()
             self._conclusions.conclude(item, opened)
 
     # Ends.
 
     def _drop(self, each: Delivery | WorkItem) -> None:
-        """What is ready is not begun: it will be redelivered."""
+        """Abandon a delivery or item that is ready."""
         if isinstance(each, WorkItem):
             self._conclusions.abandon(each)
         else:
             self._leave(each)
 
-    def _ended(self, delivery: Delivery, may_commit: bool) -> None:  # called back
+    def _ended(self, delivery: Delivery, may_commit: bool) -> None:
         if may_commit:
             self._finish(delivery)
         delivery.end()
-        delivery.assignment.ended_one(delivery)
+        delivery.assignment.remove_running(delivery)
         self._leave(delivery)
 
     def _leave(self, delivery: Delivery) -> None:
-        """It has left the pipeline: the next of its lane may begin."""
+        """Report that a delivery has left the pipeline, and start the next one of its lane."""
         self._left(delivery)
-        if (following := self._lanes.leave(delivery)) is not None:
-            self._ready.append(following)
+        if (successor := self._lanes.leave(delivery)) is not None:
+            self._ready.append(successor)
             self._schedule()
 
 

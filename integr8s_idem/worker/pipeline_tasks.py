@@ -1,4 +1,4 @@
-"""The tasks of a pipeline, counted and watched: none of them may end by an error without anybody knowing."""
+"""Start the tasks of a pipeline, and report errors that end them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineTasks:
-    """Begins tasks, and stops the service if one of them has a bug."""
+    """Starts tasks, and stops the service if one of them has a bug."""
 
     def __init__(self, service: str, fail: Callable[[BaseException], None]) -> None:
-        """`fail`: called with a bug of the library: better a stopped service than a lost event."""
+        """`fail` is called with a bug in the library, to stop the service rather than lose an event."""
         self._service = service
         self._fail = fail
         self._running: set[asyncio.Task[None]] = set()
 
     @property
     def running(self) -> set[asyncio.Task[None]]:
-        """Those that have not ended."""
+        """Tasks that have not ended."""
         return set(self._running)
 
     def begin(
         self, work: Coroutine[Any, Any, None], context: Context, ended: Callable[[asyncio.Task[None]], None]
     ) -> asyncio.Task[None]:
-        """Begin `work` in a copy of `context`.
+        """Start `work` in a copy of `context`, and call `ended` when it has ended.
 
-        `ended` is called back, since a task that is cancelled before its first step runs no `finally`.
+        A `finally` in `work` would not do: it does not run if the task is cancelled before its first step.
         """
         task = asyncio.get_running_loop().create_task(work, context=context.copy())
         self._running.add(task)
@@ -43,7 +43,7 @@ class PipelineTasks:
     def begin_for(
         self, delivery: Delivery, work: Coroutine[Any, Any, None], ended: Callable[[asyncio.Task[None]], None]
     ) -> asyncio.Task[None]:
-        """Begin `work` as one of the tasks that handle `delivery`."""
+        """Start `work` as one of the tasks that handle `delivery`."""
 
         def ended_for(task: asyncio.Task[None]) -> None:
             delivery.tasks.discard(task)
@@ -54,7 +54,7 @@ class PipelineTasks:
         return task
 
     def has_succeeded(self, task: asyncio.Task[None]) -> bool:
-        """Whether a task that has ended was neither cancelled nor has a bug."""
+        """Whether an ended task was not cancelled and raised no error; an error is reported as a bug."""
         if task.cancelled():
             return False
         error = task.exception()
@@ -63,6 +63,6 @@ class PipelineTasks:
         return error is None
 
     def report_bug(self, error: BaseException) -> None:
-        """Stop the service: `error` is a bug."""
-        logger.error("%s: a delivery could not be handled", self._service, exc_info=error)
+        """Log `error`, and stop the service."""
+        logger.error("%s: handling a delivery failed because of a bug", self._service, exc_info=error)
         self._fail(error)

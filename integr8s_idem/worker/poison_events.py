@@ -1,4 +1,4 @@
-"""Runs events that may be what crashes their process, alone where that can be had."""
+"""Run events that may crash their process, alone if possible."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from integr8s_idem.worker.isolation_gate import IsolationGate, Turn
 logger = logging.getLogger(__name__)
 
 FirstOutcome: TypeAlias = Outcome[Any] | NotStarted | Run
-"""What came of a first try."""
+"""Outcome of an attempt; a `Run` is a suspect that must run alone."""
 
-Try: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
-"""Makes one try."""
+Attempt: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
+"""Makes one attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class PoisonEventRunner:
 
     isolation: IsolationGate
     share: float
-    """Of the time, at most, in which suspects run alone."""
+    """Maximum fraction of the time in which suspects run alone."""
     longest: float
-    """Seconds for which a suspect may keep the others waiting each time."""
+    """Maximum seconds of a turn, while the others wait."""
     observer: Observer
 
     async def run(
@@ -42,13 +42,13 @@ class PoisonEventRunner:
         suspect: Run,
         closing: asyncio.Future[None],
         wait_for_store: WaitForStore,
-        beside_others: Callable[[Try], Awaitable[FirstOutcome]],
+        with_others: Callable[[Attempt], Awaitable[FirstOutcome]],
     ) -> FirstOutcome:
-        """One try of a suspect.
+        """Make one attempt of a suspect.
 
         Args:
-            closing: Done when the event is to be released: it comes again, here or elsewhere.
-            beside_others: Makes a try as any other event does.
+            closing: Done when the event is to be released; it will be redelivered.
+            with_others: Makes an attempt concurrently with other handlers.
 
         Raises:
             AbandonedError: The event is to be released.
@@ -61,11 +61,11 @@ class PoisonEventRunner:
                     raise AbandonedError
                 self._report(turn, execution, lease.reservation.lapsed)
                 run = partial(execution.run_isolated, suspect, alone=turn.is_alone, wait_for_store=wait_for_store)
-                return await (self._alone(execution, turn, run) if turn.is_alone else beside_others(run))
+                return await (self._alone(execution, turn, run) if turn.is_alone else with_others(run))
         finally:
-            if lease.is_held:  # it has not come to a try
+            if lease.is_held:  # no attempt was made
                 suspect.release()
-            execution.isolate()  # the next try, too
+            execution.isolate()  # also at the next attempt
 
     def _report(self, turn: Turn, execution: GuardedExecution, lapsed: int) -> None:
         if turn.is_alone:
@@ -73,19 +73,19 @@ class PoisonEventRunner:
             what = f"it runs alone in this process for up to {self.longest:g} s, to find out whether it crashes workers"
         else:
             what = (
-                f"it runs beside others, since another event has been handled for more than {self.longest:g} s: its "
-                "handler is still running, or its outcome waits for the store"
+                "it runs concurrently with others, because a handler has been running for more than "
+                f"{self.longest:g} s, or its outcome is waiting for the store"
             )
         logger.warning("%s: %d attempts have lapsed; %s", execution.label, lapsed, what)
 
-    async def _alone(self, execution: GuardedExecution, turn: Turn, run: Try) -> FirstOutcome:
-        """A try that is alone until its turn ends."""
-        after = asyncio.get_running_loop().create_task(self._go_on_beside_others(execution, turn))
+    async def _alone(self, execution: GuardedExecution, turn: Turn, run: Attempt) -> FirstOutcome:
+        """Make an attempt that is alone until its turn ends."""
+        after = asyncio.get_running_loop().create_task(self._end_isolation(execution, turn))
         try:
             return await run()
         finally:
             after.cancel()
 
-    async def _go_on_beside_others(self, execution: GuardedExecution, turn: Turn) -> None:
-        await asyncio.wait({turn.ended})  # which the cancellation of this task must not cancel
+    async def _end_isolation(self, execution: GuardedExecution, turn: Turn) -> None:
+        await asyncio.wait({turn.ended})  # unlike `await turn.ended`, this does not cancel the future
         execution.no_longer_alone()

@@ -1,4 +1,4 @@
-"""Fetching with one client: poll on whatever happens, note what comes, go back when a poll fails."""
+"""Fetch messages with one client, register them, and seek back after a failed poll."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from integr8s_idem.worker.partition_registry import PartitionRegistry
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.2
-"""Longest wait of one poll; also how late a stop is noticed."""
+"""Maximum wait of a poll."""
 
 POLL_RECORDS: Final = 500
-"""Most messages of one poll."""
+"""Maximum messages of a poll."""
 
 SAME_FAILURES: Final = 3
-"""Polls that fail in a row before a damaged partition is looked for."""
+"""Consecutive failures of polls after which the poller searches for a damaged partition."""
 
 EMPTY_POLLS: Final = 15
-"""Polls of a damaged partition that bring nothing: the client may be waiting for an answer about other partitions."""
+"""Maximum polls of a damaged partition without messages: the client may wait for a response about other partitions."""
 
 HOPELESS_FAILURES: Final = 10
-"""Polls that fail in a row, for a reason that does not pass, before the client itself is taken for broken."""
+"""Consecutive failures of polls, with errors that are not retriable, after which the client counts as broken."""
 
 WATCH_SECONDS: Final = 5.0
-"""Pause between two looks at whether the client still fetches."""
+"""Interval of the checks whether the client still fetches."""
 
 POLL_BACKOFF: Final = Backoff(initial=0.2, longest=5.0)
-"""Pauses after a poll that failed."""
+"""Delays after a failed poll."""
 
 
 class Poller:
-    """Fetches with one client until it is cancelled, or gives the client up."""
+    """Fetches with one client until it is cancelled or the client is broken."""
 
     def __init__(
         self,
         service: str,
         consumer: Consumer,
-        holdings: PartitionRegistry,
-        pressure: Backpressure,
-        watch: FetchWatchdog,
+        partitions: PartitionRegistry,
+        backpressure: Backpressure,
+        watchdog: FetchWatchdog,
         observer: Observer,
         *,
         put: Callable[[Delivery], None],
@@ -62,49 +62,49 @@ class Poller:
     ) -> None:
         """
         Args:
-            put: Takes what has come.
-            hold: Whether nothing is to be fetched now.
-            answer_seconds: Longest wait for one answer of a broker.
-            longest_poll: Seconds that a poll may take: a rebalance holds it up.
+            put: Called with each delivery.
+            hold: Whether to pause all partitions.
+            answer_seconds: Timeout of a request to a broker.
+            longest_poll: Maximum seconds of a poll, which waits for rebalances.
         """
         self.consumer = consumer
-        self.watch = watch
+        self.watchdog = watchdog
         self._service = service
-        self._partitions = holdings
-        self._backpressure = pressure
+        self._partitions = partitions
+        self._backpressure = backpressure
         self._observer = observer
         self._put = put
         self._hold = hold
         self._answer_seconds = answer_seconds
         self._longest_poll = longest_poll
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done, with the reason, once another client is to take the place of this one."""
+        """Done, with the reason, when the client is to be replaced."""
         self._fetched: Collection[Partition] = ()
-        """Partitions of which the last poll has brought something, or that were assigned while it was under way."""
+        """Partitions for which the last poll returned messages, or that were assigned during it."""
         self._positions_due = 0.0
         self.polled = False
-        """Whether a poll has gone well."""
+        """Whether a poll has succeeded."""
         self.last_poll = time.monotonic()
         self.reason = ""
-        """Why the last poll failed, if it did."""
+        """Why the last poll failed; empty if it succeeded."""
 
     def begin(self) -> None:
-        """The client has joined: silence counts from now on."""
+        """Start the timers when the client has joined the group."""
         self.last_poll = time.monotonic()
-        self.watch.stir()
+        self.watchdog.reset()
 
     async def poll(self) -> None:
-        """Poll without end.
+        """Poll until cancelled.
 
         Raises:
-            KafkaError: The group's offsets are gone: where to go on is for people to say, not for us to guess.
+            KafkaError: The group's offsets are out of range or missing, and an operator must choose new ones.
         """
         failures = 0
         while True:
             self._apply_pressure()
             if self._backpressure.full:
-                # A poll of partitions that all rest would last its full time, though there is room again soon.
-                await self._backpressure.ease(POLL_SECONDS)
+                # If all partitions are paused, a poll takes its maximum time even if there is room sooner.
+                await self._backpressure.wait_for_room(POLL_SECONDS)
                 self._apply_pressure()
             try:
                 await self._note_positions()
@@ -112,31 +112,31 @@ class Poller:
                 batches = await self._fetch(most=min(POLL_RECORDS, self._backpressure.room))
             except (NoOffsetForPartitionError, OffsetOutOfRangeError):
                 raise
-            except Exception as error:  # noqa: BLE001  # a damaged batch raises what its codec likes
+            except Exception as error:  # noqa: BLE001  # a damaged batch raises any error of its codec
                 failures += 1
                 await self._failed(error, failures)
                 continue
             failures, self.reason, self.polled = 0, "", True
             self.last_poll = time.monotonic()
             self._take(batches)
-            held = self._partitions.assignments.items()
-            self._fetched = {*batches, *(partition for partition, assignment in held if assignment.start is None)}
+            assignments = self._partitions.assignments.items()
+            self._fetched = {*batches, *(partition for partition, new in assignments if new.start is None)}
 
     def _apply_pressure(self) -> None:
         self._backpressure.apply(self.consumer, self._partitions.assignments, hold=self._hold())
 
-    async def look(self) -> None:
-        """Notice a client that fetches no more (A5), until it is cancelled."""
+    async def watch(self) -> None:
+        """Check periodically that the client still fetches (A5), until cancelled."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             silent = time.monotonic() - self.last_poll
             if silent > self._longest_poll:
-                self._give_up(f"no poll has ended for {silent:.0f} s")
-            elif reason := await self.watch.doubt(self.consumer, self._awake()):
+                self._give_up(f"no poll has finished for {silent:.0f} s")
+            elif reason := await self.watchdog.diagnose(self.consumer, self._not_paused()):
                 self._give_up(reason)
 
-    def _awake(self) -> list[Partition]:
-        return sorted(self._partitions.assignments.keys() - self._backpressure.resting)
+    def _not_paused(self) -> list[Partition]:
+        return sorted(self._partitions.assignments.keys() - self._backpressure.paused)
 
     async def _fetch(
         self, *only: Partition, most: int = POLL_RECORDS, seconds: float = POLL_SECONDS
@@ -147,54 +147,54 @@ class Poller:
         if not self.broken.done():
             self.broken.set_result(reason)
 
-    # When a poll has failed.
+    # Failed polls.
 
     async def _failed(self, error: Exception, failures: int) -> None:
         self.last_poll = time.monotonic()
-        self.watch.stir()
+        self.watchdog.reset()
         self.reason = f"poll failed: {type(error).__name__}: {error}"
         logger.warning("%s: %s", self._service, self.reason)
-        passing = isinstance(error, KafkaError) and error.retriable
+        retriable = isinstance(error, KafkaError) and error.retriable
         if not self._rewind():
-            self._give_up(f"{self.reason}; where a new partition begins was not known yet")
-        elif not passing and failures >= HOPELESS_FAILURES:
+            self._give_up(f"{self.reason}; the start of a new partition was not known yet")
+        elif not retriable and failures >= HOPELESS_FAILURES:
             self._give_up(self.reason)
-        elif not passing and failures >= SAME_FAILURES:
+        elif not retriable and failures >= SAME_FAILURES:
             await self._set_damaged_aside()
         await asyncio.sleep(POLL_BACKOFF.pause(failures))
 
     def _rewind(self) -> bool:
-        """A failed `getmany` loses what it had already taken from other partitions: fetch all of it again.
+        """Seek to the next offsets: a failed `getmany` loses messages that it has already read from other partitions.
 
         Returns:
-            Whether the place to go back to is known for all of them.  It is not where a partition became
-            ours within the poll that failed; a new client begins at what is committed.
+            Whether the next offsets of all partitions are known.  That of a partition that was assigned during the
+            failed poll is not; a new client starts at the committed offset.
         """
-        ours = self.consumer.assignment()
-        held = [assignment for assignment in self._partitions.assignments.values() if assignment.partition in ours]
-        for assignment in held:
+        assigned = self.consumer.assignment()
+        current = [each for each in self._partitions.assignments.values() if each.partition in assigned]
+        for assignment in current:
             if (offset := assignment.next_offset) is not None:
                 self.consumer.seek(assignment.partition, offset)
-        unknown = [assignment for assignment in held if assignment.next_offset is None and not assignment.closed]
+        unknown = [assignment for assignment in current if assignment.next_offset is None and not assignment.closed]
         for assignment in unknown:
-            # Until the client is gone this loop goes on: nothing that comes may pass what was lost.
+            # Polling continues until the client is replaced: later messages must not overtake the lost ones.
             assignment.close()
         return not unknown
 
     async def _note_starts(self) -> None:
-        """Learn where new assignments begin, to have a place to go back to when a poll fails."""
+        """Read the start of new assignments, in order to seek back to it if a poll fails."""
         unknown = [a for a in self._partitions.assignments.values() if a.start is None and not a.closed]
         for assignment in unknown:
             try:
                 assignment.start = await bounded(self.consumer.position(assignment.partition), self._answer_seconds)
             except (KafkaError, TimeoutError):
-                continue  # not known yet, or no longer ours: asked again at the next poll
+                continue  # not known yet, or revoked: tried again at the next poll
 
     async def _note_positions(self) -> None:
-        """Learn how far partitions were fetched, so that markers and aborted messages can be committed (R2).
+        """Note the client's positions, so that markers and aborted messages can be committed (R2).
 
-        Only the task that polls may do this, between two polls: while one is under way, a position may be past records
-        that are not registered.  Those of a closing assignment never are, so it is left out.
+        Only the polling task may do this, between two polls: during a poll, a position may be past records that are not
+        registered yet.  Records of a closing assignment are never registered, so it is skipped.
         """
         now = asyncio.get_running_loop().time()
         if due := now >= self._positions_due:
@@ -206,13 +206,13 @@ class Poller:
             position = await self._position(assignment)
             if position is None or position <= (assignment.next_offset or 0):
                 continue
-            # The client also moves on past a batch that it cannot take, and says so in a later poll: this one.
+            # The client also moves past a batch that it cannot read, and raises the error in a later poll: this one.
             self._take(await self._fetch(partition, most=1, seconds=0.0))
             if (position := await self._position(assignment)) is not None:
                 assignment.progress.fetched_to(position, assignment.start or 0)
 
     async def _position(self, assignment: Assignment) -> int | None:
-        """Where the client goes on in it; `None` if that is not known at once: no poll waits for it."""
+        """Return the client's position, or `None` if it is not available immediately."""
         if assignment.closed or assignment.damaged or assignment.partition not in self.consumer.assignment():
             return None
         try:
@@ -222,15 +222,15 @@ class Poller:
             return None
 
     async def _set_damaged_aside(self) -> None:
-        """A batch that cannot be read fails every poll: find its partition, let it rest, go on with the others (A9)."""
+        """Find and pause the partition of a batch that cannot be read, since it fails every poll (A9)."""
         for partition, assignment in list(self._partitions.assignments.items()):
             if assignment.damaged or assignment.closed or partition not in self.consumer.assignment():
                 continue
             try:
                 batches = await self._fetch(partition)
-            except Exception as error:  # noqa: BLE001  # as above
+            except Exception as error:  # noqa: BLE001  # a damaged batch raises any error of its codec
                 if type(error) is KafkaError:
-                    return  # the client speaks of itself, not of a message
+                    return  # an error of the client, not of a message
                 if await self._is_damaged(assignment):
                     self._set_aside(assignment, error)
             else:
@@ -238,18 +238,18 @@ class Poller:
         self._rewind()
 
     async def _is_damaged(self, assignment: Assignment) -> bool:
-        """Take what precedes the damage, one message at a time; a poll of many hands out nothing if one is damaged.
+        """Register the messages before the damage one at a time, since a larger poll returns none of them.
 
-        The next offset of `assignment` is that of the damage afterwards.
+        Afterwards, the next offset of `assignment` is that of the damage.
 
         Returns:
-            Whether there still is damage; what a connection has damaged is sound when it is fetched again.
+            Whether there still is damage: data that was damaged in transit is intact when it is fetched again.
         """
         taken = empty = 0
         while taken < POLL_RECORDS and empty < EMPTY_POLLS and not assignment.closed:
             try:
                 batches = await self._fetch(assignment.partition, most=1)
-            except Exception:  # noqa: BLE001  # as above
+            except Exception:  # noqa: BLE001  # a damaged batch raises any error of its codec
                 return True
             self._take(batches)
             taken += len(batches)
@@ -260,7 +260,7 @@ class Poller:
         assignment.damaged = True
         self._observer.count(Signal.PARTITION_DAMAGED)
         logger.error(
-            "%s: %s[%d] cannot be read from offset %s on and rests; others go on: %s",
+            "%s: %s[%d] cannot be read from offset %s on and is paused; other partitions continue: %s",
             self._service,
             assignment.partition.topic,
             assignment.partition.partition,
@@ -268,19 +268,19 @@ class Poller:
             f"{type(error).__name__}: {error}",
         )
 
-    # When messages have come.
+    # Messages.
 
     def _take(self, batches: Mapping[Any, Sequence[Any]]) -> None:
-        """Note what has come before anything is awaited (R1)."""
+        """Register messages before anything is awaited (R1)."""
         if batches:
-            self.watch.stir(fetched=True)
+            self.watchdog.reset(fetched=True)
         for partition, records in batches.items():
             assignment = self._partitions.assignments.get(partition)
             if assignment is None or assignment.closed or not records:
-                continue  # not ours any more, or not to be begun: it comes again
+                continue  # revoked or closing: the messages will be redelivered
             expected = assignment.progress.next_offset
             if expected is not None and records[0].offset < expected:
-                assignment = self._partitions.begin_anew(assignment, records[0].offset)
+                assignment = self._partitions.restart(assignment, records[0].offset)
             for record in records:
                 if assignment.progress.deliver(record.offset):
                     self._put(Delivery(record, assignment))

@@ -1,4 +1,4 @@
-"""`EventPublisher`: events out, confirmed by all replicas, written once per try (idempotent producer)."""
+"""`EventPublisher`: publish events with an idempotent producer, confirmed by all in-sync replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sendable: TypeAlias = tuple[str, bytes | None, bytes | None, Sequence[tuple[str,
 
 
 class EventPublisher:
-    """Publishes events to their topics.  Connects at first use; may be shared by everything in a process."""
+    """Publishes events to their topics.  Connects at first use, and can be shared by the whole process."""
 
     def __init__(self, settings: KafkaSettings, observer: Observer = SILENT) -> None:
         self._settings = settings
@@ -33,19 +33,20 @@ class EventPublisher:
         self._starting = asyncio.Lock()
 
     def topic_of(self, event_type: str) -> str:
-        """The topic of an event type: the prefix of the settings and its name."""
+        """Return the topic of an event type: `kafka.topic_prefix` and the type's name."""
         return self._settings.topic_prefix + event_type
 
     async def publish(self, *events: BaseEvent) -> None:
-        """Return once every event is confirmed.  Those of one type and aggregate arrive in their order.
+        """Publish events, and return when the broker has confirmed all of them.
 
-        Publishing the same event again is safe: its id stays, and the next service's guard drops it.
+        Events of one type and aggregate keep their order.  Publishing an event again is safe: its id is the same, so
+        that consumers recognize the duplicate.
 
         Raises:
-            PublishError: Some were not confirmed in time; they may have arrived.
-            EventTooLargeError: One is larger than `max_event_bytes`; it did not leave.
+            PublishError: An event was not confirmed in time; it may have been written.
+            EventTooLargeError: An event is larger than `max_event_bytes`; it was not sent.
         """
-        sends = [self._publish(line) for line in _lines(events)]
+        sends = [self._publish(sequence) for sequence in _ordered_sequences(events)]
         if len(sends) == 1:
             await sends[0]
             return
@@ -54,11 +55,11 @@ class EventPublisher:
                 raise failure
 
     def message(self, event: BaseEvent) -> Message:
-        """`event` as it goes to the broker, with the headers of the current trace.
+        """Encode `event` as a message, with the headers of the current trace.
 
         Raises:
-            EventError: It holds NaN or infinity.
-            EventTooLargeError: It is larger than `max_event_bytes`.
+            EventError: The event contains NaN or infinity.
+            EventTooLargeError: The event is larger than `max_event_bytes`.
         """
         headers = event_headers(event)
         self._observer.inject(headers)
@@ -67,26 +68,31 @@ class EventPublisher:
             self.topic_of(event.event_type), key, encode_event(event), headers, event.event_id, event.event_type
         )
 
-    async def _publish(self, line: Sequence[BaseEvent]) -> None:
-        # One after the other: while the client connects, a later one may overtake those that wait for that.
-        for event in line:
+    async def _publish(self, sequence: Sequence[BaseEvent]) -> None:
+        # One after another: while the client connects, a later event could overtake earlier ones that wait.
+        for event in sequence:
             await self.send_message(self.message(event))
 
     async def send_message(self, message: Message) -> None:
-        """Send one message that was made earlier.  Raises as `publish` does."""
+        """Send an encoded message.
+
+        Raises:
+            PublishError: The broker did not confirm it in time; it may have been written.
+            EventTooLargeError: The broker refuses it as too large.
+        """
         await self.send(message.topic, message.key, message.value, message.headers)
         self._observer.count(Signal.PUBLISHED, message.event_type)
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
     ) -> None:
-        """Send one message as it is, but for one without key and value, which gets an empty value.
+        """Send a message unchanged.
 
-        The client sends none without both.
+        A message without key and value gets an empty value, since the client does not send messages without both.
 
         Raises:
-            EventTooLargeError: The broker refuses it for its size.
-            PublishError: The broker did not confirm it in time.
+            EventTooLargeError: The broker refuses it as too large.
+            PublishError: The broker did not confirm it in time; it may have been written.
         """
         used: AIOKafkaProducer | None = None
 
@@ -98,7 +104,7 @@ class EventPublisher:
             try:
                 await sent
             except MessageSizeTooLargeError:
-                # Refused by the broker, it leaves a gap in the producer's sequence: its next batch would fail.
+                # The refusal leaves a gap in the producer's sequence numbers: its next batch would fail.
                 await self._discard(used)
                 raise
 
@@ -107,53 +113,56 @@ class EventPublisher:
         except MessageSizeTooLargeError as error:
             raise EventTooLargeError(topic, len(value or b""), self._settings.max_event_bytes) from error
         except (KafkaError, OSError, TimeoutError) as error:
-            # After a timeout or a fatal error nothing is known of the producer's state: take a new one.
+            # After a timeout or a fatal error, the state of the producer is unknown.
             await self._discard(used)
             raise PublishError(topic, f"{type(error).__name__}: {error}") from error
 
     async def send_all(self, messages: Sequence[Sendable]) -> list[PublishError | EventTooLargeError | None]:
-        """Send messages as they are, each behind the one before it without a wait for its confirmation.
+        """Send messages unchanged, without waiting for each confirmation before the next message.
 
-        Those of one topic and key arrive in their order, as far as they arrive.  What is refused spoils neither the
-        others nor the answer: its place there has the error, once it was tried alone as well.  Where a topic has not
-        confirmed one, those behind it are not tried: they would overtake it, and wait as long each.
+        Messages of one topic and key keep their order.  A message that was not confirmed is sent again alone.  If it
+        fails again, the remaining messages of its topic are not sent again: they would overtake it, and each would wait
+        for the timeout.
+
+        Returns:
+            For each message, `None` or its error.
         """
         outcomes: list[PublishError | EventTooLargeError | None] = [None] * len(messages)
-        silent: dict[str, PublishError] = {}
-        for place in await self._pipelined(messages):
-            topic = messages[place][0]
-            outcomes[place] = silent.get(topic) or await self._sent_alone(messages[place])
-            if isinstance(outcome := outcomes[place], PublishError):
-                silent[topic] = outcome
+        failed_topics: dict[str, PublishError] = {}
+        for index in await self._send_pipelined(messages):
+            topic = messages[index][0]
+            outcomes[index] = failed_topics.get(topic) or await self._send_alone(messages[index])
+            if isinstance(outcome := outcomes[index], PublishError):
+                failed_topics[topic] = outcome
         return outcomes
 
-    async def _sent_alone(self, message: Sendable) -> PublishError | EventTooLargeError | None:
+    async def _send_alone(self, message: Sendable) -> PublishError | EventTooLargeError | None:
         try:
             await self.send(*message)
         except (PublishError, EventTooLargeError) as error:
             return error
         return None
 
-    async def _pipelined(self, messages: Sequence[Sendable]) -> list[int]:
-        """Send all at once; the places of those that were not confirmed, some of them for the sake of others."""
+    async def _send_pipelined(self, messages: Sequence[Sendable]) -> list[int]:
+        """Send all messages, and return the indexes of those that were not confirmed."""
         seconds = self._settings.request_timeout_seconds
         confirmations: dict[int, asyncio.Future[Any]] = {}
         used: AIOKafkaProducer | None = None
         try:
             used = await bounded(self._connected(), seconds)
-            for place, (topic, key, value, headers) in enumerate(messages):
+            for index, (topic, key, value, headers) in enumerate(messages):
                 body = b"" if key is None and value is None else value
                 sending = used.send(topic, value=body, key=key, headers=list(headers))
-                with suppress(MessageSizeTooLargeError):  # it was not handed over, and hurts nobody
-                    confirmations[place] = await bounded(sending, seconds)
-                    confirmations[place].add_done_callback(_seen)
+                with suppress(MessageSizeTooLargeError):  # the client refused it and did not send it
+                    confirmations[index] = await bounded(sending, seconds)
+                    confirmations[index].add_done_callback(_retrieve_exception)
             await _all_done(confirmations.values(), seconds)
-            failures = [one.exception() for one in confirmations.values()]
+            failures = [confirmation.exception() for confirmation in confirmations.values()]
             if any(failures):
                 await self._discard(used)
         except (KafkaError, OSError, TimeoutError):
             await self._discard(used)
-        return [place for place in range(len(messages)) if not _is_confirmed(confirmations.get(place))]
+        return [index for index in range(len(messages)) if not _is_confirmed(confirmations.get(index))]
 
     async def _connected(self) -> AIOKafkaProducer:
         async with self._starting:
@@ -173,29 +182,33 @@ class EventPublisher:
             return self._producer
 
     async def _discard(self, used: AIOKafkaProducer | None) -> None:
-        """Take another producer from now on, unless somebody else who had `used` it has seen to that."""
+        """Stop the producer `used`, unless another call has already replaced it; the next call creates a new one."""
         if used is not None and used is self._producer:
             self._producer = None
             await _stop(used, 1.0)
 
     async def close(self) -> None:
-        """Let confirmed what is under way, bounded, and disconnect."""
+        """Wait for pending confirmations, up to `kafka.request_timeout_seconds`, and disconnect."""
         producer, self._producer = self._producer, None
         if producer is not None:
             await _stop(producer, self._settings.request_timeout_seconds)
 
 
-def _lines(events: Sequence[BaseEvent]) -> list[list[BaseEvent]]:
-    """Those of one type and aggregate together; each of the others by itself."""
-    lines: dict[object, list[BaseEvent]] = {}
-    for place, event in enumerate(events):
-        line = place if event.aggregate_id is None else (event.event_type, event.aggregate_id)
-        lines.setdefault(line, []).append(event)
-    return list(lines.values())
+def _ordered_sequences(events: Sequence[BaseEvent]) -> list[list[BaseEvent]]:
+    """Group events by type and aggregate; an event without an aggregate is a group of its own."""
+    sequences: dict[object, list[BaseEvent]] = {}
+    for index, event in enumerate(events):
+        group = index if event.aggregate_id is None else (event.event_type, event.aggregate_id)
+        sequences.setdefault(group, []).append(event)
+    return list(sequences.values())
 
 
 async def _all_done(futures: Iterable[asyncio.Future[Any]], seconds: float) -> None:
-    """Raises `TimeoutError` if one takes longer, counted from the end of the one before it."""
+    """Wait for all futures.
+
+    Raises:
+        TimeoutError: A future took longer than `seconds` after the one before it.
+    """
     for future in futures:
         if not future.done():
             await asyncio.wait({future}, timeout=seconds)
@@ -207,8 +220,8 @@ def _is_confirmed(future: asyncio.Future[Any] | None) -> bool:
     return future is not None and future.done() and not future.cancelled() and future.exception() is None
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
-    """Somebody who waits for it may be gone: then nobody else would ask what became of it."""
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
+    """Avoid asyncio's warning about an exception that was never retrieved, if the waiting task was cancelled."""
     if not future.cancelled():
         future.exception()
 

@@ -1,9 +1,9 @@
-"""The relay: publishes what transactions have left in the outbox.
+"""Publish messages from the outbox.
 
-In the order of the rows for each Kafka key; one that cannot be published now holds up its own key only.  Where many
-of a topic cannot, a round leaves the rest of that topic to the next, which goes on behind them: the others do not wait
-for all of its timeouts.  A relay that dies between the broker's confirmation and the row's end lets the next one
-publish it again, with its id.
+Messages of one Kafka key are published in the order of their rows.  A message that cannot be published blocks only its
+own key.  If many keys of a topic are blocked, a round skips the rest of the topic, so that other topics do not wait for
+its timeouts; the next round continues after the blocked keys.  If a relay dies after the broker's confirmation and
+before the row is deleted, the next relay publishes the message again, with the same event id.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from integr8s_idem.worker.publisher import EventPublisher
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 1.0
-"""Time between two looks for what other processes have left; one's own is published at once."""
+"""Interval of checks for messages of other processes; those of the same process are published immediately."""
 
 MOST_REFUSED: Final = 100
-"""Kafka keys of one topic that cannot be published, after which a round tries no more of that topic."""
+"""Blocked Kafka keys of a topic after which a round skips the rest of the topic."""
 
 
 class Relay:
-    """Publishes from one outbox.  Any number of them may work on it, in any number of processes."""
+    """Publishes messages from an outbox.  Several relays may share an outbox, in several processes."""
 
     def __init__(self, outbox: Outbox, publisher: EventPublisher, *, claim_seconds: float) -> None:
-        """`claim_seconds`: for how long buckets are claimed; more than twice the publisher's timeout."""
+        """`claim_seconds` is the duration of a claim: more than twice the publisher's timeout."""
         self._outbox = outbox
         self._publisher = publisher
         self._claim = timedelta(seconds=claim_seconds)
         self._backoff = Backoff(initial=0.2, longest=5.0)
         self._stopping = False
-        self._passed: set[_Line] = set()
-        """Refused in earlier rounds that did not come to the end of their topics: the next tries those behind them."""
+        self._skipped: set[_OrderingKey] = set()
+        """Keys that were blocked in earlier rounds which skipped the rest of a topic; the next round skips them."""
 
     def stop(self) -> None:
-        """End after one more round."""
+        """Stop after one more round."""
         self._stopping = True
 
     async def run(self) -> None:
@@ -65,100 +65,99 @@ class Relay:
                 await self._outbox.arrived(POLL_SECONDS)
 
     async def _round(self) -> bool:
-        """Publish what there is; whether something could not be."""
-        held_up = False
-        while not held_up:
+        """Publish all messages that can be claimed, and return whether some could not be published."""
+        has_blocked = False
+        while not has_blocked:
             claim = await self._outbox.claim(self._claim)
             if claim is None:
                 return False
-            held_up = await self._publish_all(claim)
+            has_blocked = await self._publish_all(claim)
         return True
 
     async def _publish_all(self, claim: Claim) -> bool:
-        """Publish what was there when it was claimed; whether something could not be."""
-        this = _Round(held_up=set(self._passed))
-        waits, after = False, 0
+        """Publish the claimed messages, and return whether some could not be published."""
+        this = _Round(blocked=set(self._skipped))
+        has_blocked, after = False, 0
         try:
             while True:
-                # The next page belongs to us as long as this one does.
+                # `done` extends the claim for the next page.
                 this.stop_at = asyncio.get_running_loop().time() + self._claim.total_seconds() / 2
-                found = await self._outbox.read(claim, after=after, besides=this.left_out())
-                if not found:
+                page = await self._outbox.read(claim, after=after, besides=this.skipped_topics())
+                if not page:
                     break
-                sent = await self._publish(found, this)
+                sent = await self._publish(page, this)
                 if not await self._outbox.done(claim, sent, self._claim):
-                    return False  # another relay has them by now
-                left = [one for one in found if one.id not in set(sent)]
-                this.held_up |= {_line(one) for one in left}
-                waits, after = waits or bool(left), found[-1].id
+                    return False  # the claim has expired, and another relay has them
+                unsent = [row for row in page if row.id not in set(sent)]
+                this.blocked |= {_ordering_key(row) for row in unsent}
+                has_blocked, after = has_blocked or bool(unsent), page[-1].id
         finally:
             await self._outbox.done(claim, [], timedelta(0))
-        left_out = set(this.left_out())
-        self._passed = {line for line in self._passed | this.refused if line[0] in left_out}
-        return waits
+        skipped_topics = set(this.skipped_topics())
+        self._skipped = {key for key in self._skipped | this.refused if key[0] in skipped_topics}
+        return has_blocked
 
-    async def _publish(self, found: Sequence[Waiting], this: _Round) -> list[int]:
-        """Those that the broker has confirmed."""
-        lines: dict[_Line, list[Waiting]] = {}
-        for one in found:
-            lines.setdefault(_line(one), []).append(one)
+    async def _publish(self, page: Sequence[Waiting], this: _Round) -> list[int]:
+        """Publish a page, and return the ids of the rows that the broker has confirmed."""
+        by_key: dict[_OrderingKey, list[Waiting]] = {}
+        for row in page:
+            by_key.setdefault(_ordering_key(row), []).append(row)
         sent: list[int] = []
-        free = [line for key, line in lines.items() if key not in this.held_up]
-        await asyncio.gather(*(self._publish_line(line, this, sent) for line in free))
+        unblocked = [rows for key, rows in by_key.items() if key not in this.blocked]
+        await asyncio.gather(*(self._publish_in_order(rows, this, sent) for rows in unblocked))
         return sent
 
-    async def _publish_line(self, line: Sequence[Waiting], this: _Round, sent: list[int]) -> None:
-        """One after the other: only so is a message that failed not overtaken by the next of its key."""
-        for one in line:
+    async def _publish_in_order(self, rows: Sequence[Waiting], this: _Round, sent: list[int]) -> None:
+        """Publish rows of one key one after another, so that none overtakes one that failed."""
+        for row in rows:
             if asyncio.get_running_loop().time() > this.stop_at:
                 return
             try:
-                await self._send(one)
+                await self._send(row)
             except (PublishError, EventTooLargeError, _DamagedRowError) as error:
-                # No bug of ours, and nothing is lost: it stays where it is.
-                logger.error("event %s of the outbox waits: %s", one.message.event_id, error)
-                this.refused.add(_line(one))
+                logger.error("event %s stays in the outbox: %s", row.message.event_id, error)
+                this.refused.add(_ordering_key(row))
                 return
-            sent.append(one.id)
+            sent.append(row.id)
 
-    async def _send(self, one: Waiting) -> None:
-        if one.fault:
-            raise _DamagedRowError(one)
-        await self._publisher.send_message(one.message)
+    async def _send(self, row: Waiting) -> None:
+        if row.fault:
+            raise _DamagedRowError(row)
+        await self._publisher.send_message(row.message)
 
 
 class _DamagedRowError(Exception):
-    def __init__(self, one: Waiting) -> None:
-        super().__init__(one)
-        self.one = one
+    def __init__(self, row: Waiting) -> None:
+        super().__init__(row)
+        self.row = row
 
     def __str__(self) -> str:
         return (
-            f"row {self.one.id} of the outbox is damaged, and what else has its Kafka key waits with it: "
-            f"{self.one.fault}; fix the row, or delete it"
+            f"row {self.row.id} of the outbox is damaged and blocks all messages with its Kafka key: "
+            f"{self.row.fault}; fix the row, or delete it"
         )
 
 
-_Line: TypeAlias = tuple[str, bytes | int]
-"""What keeps its order: a topic and a Kafka key; a message without one is alone."""
+_OrderingKey: TypeAlias = tuple[str, bytes | int]
+"""Topic and Kafka key of messages that keep their order; for a message without a key, its topic and row id."""
 
 
-def _line(one: Waiting) -> _Line:
-    return one.message.topic, one.id if one.message.key is None else one.message.key
+def _ordering_key(row: Waiting) -> _OrderingKey:
+    return row.message.topic, row.id if row.message.key is None else row.message.key
 
 
 @dataclass
 class _Round:
-    """What one claim has come to so far."""
+    """State of the work on one claim."""
 
-    held_up: set[_Line]
-    """Whatever of it comes later must wait."""
-    refused: set[_Line] = field(default_factory=set)
-    """Tried in this round, in vain."""
+    blocked: set[_OrderingKey]
+    """Keys whose further messages must wait."""
+    refused: set[_OrderingKey] = field(default_factory=set)
+    """Keys of messages that could not be published in this round."""
     stop_at: float = 0.0
-    """When to begin with no further message of the page."""
+    """When to stop publishing messages of the page, by the event loop's clock."""
 
-    def left_out(self) -> list[str]:
-        """Topics of which no more is tried."""
-        tried = Counter(topic for topic, _ in self.refused)
-        return [topic for topic, times in tried.items() if times >= MOST_REFUSED]
+    def skipped_topics(self) -> list[str]:
+        """Return the topics of which no more messages are published in this round."""
+        refused = Counter(topic for topic, _ in self.refused)
+        return [topic for topic, count in refused.items() if count >= MOST_REFUSED]

@@ -1,8 +1,7 @@
-"""Which replay headers a service honors.
+"""Decide which replay headers a service honors.
 
-A header may make a handler run again, or keep others from running.  So it counts only where its message is signed, or
-where the settings say that it may do without.  Headers that are refused change nothing: the message is handled as if it
-did not have them.
+Replay headers can make a handler run again, or prevent others from running.  They are honored only if the message is
+signed, or if the settings allow unsigned replays.  If they are refused, the message is handled as if it had none.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from integr8s_idem.worker.replay_signatures import ReplayClaim, event_hash, is_s
 logger = logging.getLogger(__name__)
 
 LOG_INTERVAL: Final = 60.0
-"""Seconds between two log lines about replay headers: anybody who may publish can cause them."""
+"""Minimum seconds between two log lines about replay headers, since any producer can cause them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayDecision:
-    """What the replay headers of one message come to."""
+    """What a service does about the replay headers of a message."""
 
     generation: int = 0
     only: str | None = None
-    """The one handler that is to run; `None` for all."""
+    """The only handler to run; `None` for all."""
     is_for_others: bool = False
-    """Whether another consumer group is to handle it."""
+    """Whether the message is for another consumer group."""
     refused: str = ""
-    """Why the headers are not honored: the label `reason` of the metric."""
+    """Why the headers are refused: the label `reason` of the metric."""
     unproven: ReplayClaim | None = None
-    """What is honored if the store says that it is a replay of failed work."""
+    """A claim that is honored if the store confirms that the work failed."""
     event: bytes = b""
-    """What the id of the event must hash to; empty for any."""
+    """Required hash of the event's id; empty if any is accepted."""
 
     def fits(self, event_id: str) -> bool:
         """Whether the signature was made for the event with this id."""
@@ -50,13 +49,13 @@ class ReplayDecision:
 
 
 NO_REPLAY: Final = ReplayDecision()
-"""Of a message without replay headers."""
+"""Decision for a message without replay headers."""
 
 OTHER_EVENT: Final = ReplayDecision(refused="other_event")
 
 
 class ReplayPolicy:
-    """Judges replay headers for one consumer group."""
+    """Decides about replay headers for one consumer group."""
 
     def __init__(self, group: str, settings: ReplaySettings) -> None:
         self._group = group.encode("utf-8", "backslashreplace")
@@ -64,10 +63,10 @@ class ReplayPolicy:
         self._unsigned = settings.unsigned_policy
 
     def judge(self, record: Record) -> ReplayDecision:
-        """What the replay headers of `record` come to.
+        """Return the decision about the replay headers of `record`.
 
         Raises:
-            UndecodableEventError: Every producer is trusted, and the generation is no number from 0 to 999.
+            UndecodableEventError: Unsigned replays are trusted, and the generation is not a number from 0 to 999.
         """
         try:
             claim = claim_of(record)
@@ -94,18 +93,18 @@ class ReplayPolicy:
 
 
 def asks_for(claim: ReplayClaim, execution: GuardedExecution) -> bool:
-    """Whether `claim` names the handler of `execution`, or none."""
+    """Whether `claim` is for the handler of `execution`, or for all handlers."""
     return not claim.handler or claim.handler == execution.handler.name.encode("utf-8", "backslashreplace")
 
 
 async def follows_a_failure(execution: GuardedExecution, generation: int) -> bool:
-    """Whether `generation` of this work is the replay of a run that was given up, as far as the store knows.
+    """Whether `generation` of this work replays a failed run, according to the store.
 
-    The generation before it is FAILED, with the same payload, and no older one is COMPLETED or PROCESSING.
-    One that has a record was found to be so before.
+    It does if the previous generation is FAILED, with the same payload, and no older one is COMPLETED or PROCESSING.
+    If `generation` has a record already, this was confirmed before.
 
     Raises:
-        StoreError: The store gives no answer.
+        StoreError: The store is unavailable.
     """
     repository = execution.handler.manager.repository
     keys = [generation_key(execution.record_key, number) for number in range(generation + 1)]
@@ -127,7 +126,7 @@ def _has_failed(record: IdempotencyRecord, fingerprint: bytes | None) -> bool:
 
 
 class ReplayReporter:
-    """Counts and logs what became of replay headers that changed nothing here, or kept a message from this group."""
+    """Counts and logs replays that were refused or are for another consumer group."""
 
     def __init__(self, service: str, observer: Observer) -> None:
         self._service = service
@@ -136,21 +135,21 @@ class ReplayReporter:
         self._unlogged = 0
 
     def refused(self, record: Record, reason: str) -> None:
-        """The headers of `record` are not honored."""
+        """Report that the replay headers of `record` are refused."""
         self._observer.count(Signal.REPLAY_REFUSED, reason=reason)
         self._log(record, logging.WARNING, f"its replay headers are refused ({reason}): handled as if it had none")
 
     def for_others(self, record: Record) -> None:
-        """`record` is passed by: it is a replay for another consumer group."""
+        """Report that `record` is skipped, as a replay for another consumer group."""
         self._observer.count(Signal.REPLAY_FOR_OTHERS)
-        self._log(record, logging.INFO, "passed by: it is a replay for another consumer group")
+        self._log(record, logging.INFO, "skipped: it is a replay for another consumer group")
 
     def _log(self, record: Record, level: int, what: str) -> None:
         now = asyncio.get_running_loop().time()
         if now < self._silent_until:
             self._unlogged += 1
             return
-        more = f"; {self._unlogged} more like it were not logged" if self._unlogged else ""
+        more = f"; {self._unlogged} similar messages were not logged" if self._unlogged else ""
         self._silent_until, self._unlogged = now + LOG_INTERVAL, 0
         place = f"{record.topic}[{record.partition}]@{record.offset}"
         logger.log(level, "%s: %s %s%s", self._service, place, what, more)

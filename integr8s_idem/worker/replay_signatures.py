@@ -1,4 +1,4 @@
-"""Signatures of replays: proof that the sender of a message knows the `[replay] secret`.  Pure."""
+"""Sign replays, and verify that the sender of a message knows the `[replay] secret`.  No I/O."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 _PURPOSE: Final = b"integr8s-idem replay 1"
-"""The first signed field: a signature made for anything else never fits here."""
+"""The first signed field, so that signatures made for another purpose are not valid here."""
 
 
 class ReplayClaim(NamedTuple):
-    """What the replay headers of a message ask for."""
+    """What the replay headers of a message claim."""
 
     topic: str
     group: bytes = b""
-    """The consumer group that is to handle it; empty for all."""
+    """The consumer group that handles the message; empty for all."""
     handler: bytes = b""
-    """The handler that is to run; empty for all of the group."""
+    """The handler that runs; empty for all handlers of the group."""
     event: bytes = b""
-    """`event_hash` of the event's id; empty where the dead letter did not say it."""
+    """`event_hash` of the event's id; empty if the dead letter does not contain it."""
     generation: int = 0
 
 
 def event_hash(event_id: str) -> bytes:
-    """An event's id as headers carry it: a hash, since ids may hold personal data."""
+    """Return the hash of an event's id for headers, since ids may contain personal data."""
     return hashlib.sha256(event_id.encode("utf-8", "backslashreplace")).hexdigest().encode()
 
 
 def signature_of(claim: ReplayClaim, value: bytes | None, headers: Iterable[tuple[str, bytes]], secret: bytes) -> bytes:
-    """The signature of a message, for its header.
+    """Return the signature of a message.
 
     Args:
-        claim: What the message asks for.
-        value: Its body; none and an empty one are the same, as for the publisher.
-        headers: Its own headers.  They are signed where the claim does not name the event, whose id may be one of them.
+        claim: The claim of the message.
+        value: The body of the message; `None` equals an empty one, as in the publisher.
+        headers: The message's own headers.  They are signed only if the claim has no `event`, since one of them may be
+            the event's id.
         secret: The key of the HMAC.
     """
     own = b"" if claim.event else hashlib.sha256(_joined(_flattened(headers))).digest()
@@ -70,5 +71,5 @@ def _flattened(headers: Iterable[tuple[str, bytes]]) -> Iterable[bytes]:
 
 
 def _joined(fields: Iterable[bytes]) -> bytes:
-    """Each field after its length, so that no two lists of fields make the same bytes."""
+    """Join fields, each prefixed with its length, so that different lists never yield the same bytes."""
     return b"".join(part for field in fields for part in (len(field).to_bytes(8), field))

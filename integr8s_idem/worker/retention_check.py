@@ -1,4 +1,4 @@
-"""At start: topics that outlive the records, and limits that do not fit, are said or refused."""
+"""Compare the retention and size limits of topics with the settings at startup."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 async def check_retention(service: str, kafka: KafkaSettings, reading: Reading) -> None:
-    """Compare the settings with the topics that `service` reads, and log a line for each finding.
+    """Compare the settings with the topics that `service` reads, and log a warning for each finding.
 
-    Brokers that do not answer, or do not show the topics' settings, are warned of and stop nothing.
+    If the brokers do not respond, or do not return the topics' settings, a warning is logged.
 
     Raises:
-        SettingsError: Something does not fit, and `kafka.retention_check` is "refuse".
+        SettingsError: There is a mismatch, and `kafka.retention_check` is "refuse".
     """
     if kafka.retention_check == "off":
         return
@@ -27,13 +27,13 @@ async def check_retention(service: str, kafka: KafkaSettings, reading: Reading) 
         topics = [name for topic in reading.topics for name in (topic, topic + kafka.dead_letter_suffix)]
         facts = await read_facts(kafka, topics)
     except (BrokerUnavailableError, BrokerMetadataError) as error:
-        logger.warning("%s: the settings of its topics were not compared with ttl and limits: %s", service, error)
+        logger.warning("%s: cannot compare the settings of its topics with the ttl and limits: %s", service, error)
         return
     found = retention_findings(kafka, [reading], facts)
     refused = [finding for finding in found if finding.code is not Code.BROKER_UNSEEN]
     if refused and kafka.retention_check == "refuse":
         raise SettingsError(
-            f'service {service} is not started (kafka.retention_check = "refuse")', list(map(_mistake, refused))
+            f'service {service} does not start (kafka.retention_check = "refuse")', list(map(_mistake, refused))
         )
     for finding in found:
         logger.warning("%s: %s: %s", service, finding.where, finding)

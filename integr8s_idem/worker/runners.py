@@ -1,7 +1,7 @@
-"""Runs the handlers of reserved work items in a few tasks.
+"""Run the handlers of reserved work items in a few tasks.
 
-One runner goes on from item to item; another joins only where a handler waits for something.  So a handler that never
-waits costs no task, and as many run side by side as there are slots.
+A runner is a task that runs one item after another.  Another runner starts only when a handler awaits something.  A
+handler that never awaits needs no task of its own, and as many handlers run concurrently as there are slots.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from integr8s_idem.worker.poison_events import FirstOutcome
 from integr8s_idem.worker.task_contexts import in_context
 
 TURN: Final = 50
-"""Items that one runner does before it lets the event loop look at everything else."""
+"""Items that a runner handles before it yields to the event loop."""
 
 
 class Runners:
-    """Takes items that hold a slot, runs their handlers, and gives the slots back."""
+    """Runs the handlers of items that hold a slot, and releases the slots."""
 
     def __init__(self, processor: DeliveryProcessor, tasks: PipelineTasks, conclusions: Conclusions) -> None:
         self._slots = processor.slots
@@ -40,23 +40,23 @@ class Runners:
         self._recorder = OutcomeRecorder(processor, tasks, conclusions)
         self._runnable: deque[WorkItem] = deque()
         self._spare: Coroutine[Any, Any, None] | None = None
-        """A runner that has not taken anything yet."""
+        """A runner that has not taken an item yet."""
         self._pace = pace_of(asyncio.get_running_loop())
         self._context = copy_context()
-        """Of the runners themselves: each handler has that of its delivery."""
+        """Context of the runners; each handler runs in the context of its delivery."""
 
     def add(self, item: WorkItem) -> None:
-        """Run it when `start` is called, or a runner is free."""
+        """Add an item, to run when `start` is called or a runner is free."""
         self._runnable.append(item)
 
     def start(self) -> None:
-        """Let a runner begin, if there is something to run."""
+        """Start a runner if there are items to run."""
         if self._runnable and self._spare is None and not self._isolation.is_closed:
             self._spare = runner = self._runner()
             self._tasks.begin(runner, self._context, partial(self._ended, runner))
 
     def release(self, *, only_closed: bool) -> None:
-        """Release what no runner has taken; or only what belongs to assignments that are closed."""
+        """Release items that no runner has taken; with `only_closed`, only those of closed assignments."""
         runnable, self._runnable = self._runnable, deque()
         for item in runnable:
             if only_closed and not item.delivery.assignment.closed:
@@ -64,7 +64,7 @@ class Runners:
                 continue
             if item.run is not None:
                 item.run.release()
-            self._slots.give()
+            self._slots.release()
             self._conclusions.abandon(item)
 
     def _ended(self, runner: Coroutine[Any, Any, None], task: asyncio.Task[None]) -> None:
@@ -81,7 +81,7 @@ class Runners:
                 done = 0
                 continue
             if self._pace.is_turn_over():
-                # Leases are renewed meanwhile, also where no handler awaits anything.
+                # Let leases be renewed, even if no handler awaits anything.
                 await self._pace.wait()
                 done = 0
                 if not self._runnable or self._isolation.is_closed:
@@ -100,7 +100,7 @@ class Runners:
             outcome = await in_context(item.delivery.context.copy(), self._call(item))
         except AbandonedError:
             conclusions.abandon(item)
-        except Exception as error:  # noqa: BLE001  # looked at where all errors of an item are
+        except Exception as error:  # noqa: BLE001  # `raised` handles all errors of an item
             conclusions.raised(item, error)
         except BaseException:
             conclusions.abandon(item)
@@ -114,10 +114,10 @@ class Runners:
                 conclusions.conclude(item, outcome)
         finally:
             self._isolation.leave()
-            self._slots.give()
+            self._slots.release()
 
     async def _call(self, item: WorkItem) -> FirstOutcome | Returned[Any]:
-        """Run the handler of an item, in this task."""
+        """Run the handler of an item in the current task."""
         delivery, execution, run = item.delivery, item.execution, item.run
         item.run = None
         if delivery.assignment.closed:

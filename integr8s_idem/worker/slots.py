@@ -1,4 +1,4 @@
-"""How many handlers may run at once."""
+"""Limit the number of handlers that run concurrently."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from collections.abc import Callable
 
 
 class Slots:
-    """A semaphore whose waiters are woken in the order in which they came, each in a moment.
+    """A semaphore that wakes its waiters in order, in constant time.
 
-    That of asyncio looks through all that are waking up for the next to wake: with a thousand waiting, that was
-    most of a worker's time.
+    `asyncio.Semaphore` searches all waiters for the next one to wake.  With a thousand waiters, this took most of a
+    worker's time.
     """
 
     def __init__(self, number: int) -> None:
         self._free = number
         self._waiting: deque[asyncio.Future[None]] = deque()
         self.when_free: Callable[[], None] = lambda: None
-        """Called whenever a slot is free that nobody waits for."""
+        """Called when a slot is released and has no waiter."""
 
-    def take(self) -> bool:
-        """One at once, if there is one that nobody waits for."""
+    def try_acquire(self) -> bool:
+        """Acquire a slot without waiting; return `False` if none is free."""
         if not self._free:
             return False
         self._free -= 1
         return True
 
     async def __aenter__(self) -> None:
-        if self.take():
+        if self.try_acquire():
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
@@ -36,14 +36,14 @@ class Slots:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give()  # it was handed to us in this very moment
+                self.release()  # the slot was passed to this task just before it was cancelled
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        self.give()
+        self.release()
 
-    def give(self) -> None:
-        """Hand the slot to whoever waits longest; nobody else can take it in between."""
+    def release(self) -> None:
+        """Pass the slot directly to the first waiter, so that nobody else can acquire it in between."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():

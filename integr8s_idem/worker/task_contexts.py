@@ -1,4 +1,4 @@
-"""Many pieces of work by one task, each in a context of its own."""
+"""Run several coroutines in one task, each in its own context."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ T = TypeVar("T")
 
 @types.coroutine
 def in_context(context: Context, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-    """Await `work` in `context`, as a task of its own would run it: what it sets there, the next does not see."""
+    """Await `work` in `context`, so that context variables that it sets are not visible outside."""
     step: Any = work.send
-    told: object = None
+    sent: object = None
     while True:
         try:
-            waiting_for = context.run(step, told)
+            waiting_for = context.run(step, sent)
         except StopIteration as end:
             result: T = end.value
             return result
         try:
-            told, step = (yield waiting_for), work.send
-        except BaseException as error:  # noqa: BLE001  # it is for `work` to say what comes of it
-            told, step = error, work.throw
+            sent, step = (yield waiting_for), work.send
+        except BaseException as error:  # noqa: BLE001  # thrown into `work`
+            sent, step = error, work.throw

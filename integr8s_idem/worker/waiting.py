@@ -1,4 +1,4 @@
-"""Work that waits: for some time, or for a future, but no longer than its partition is assigned to this worker."""
+"""Let work wait for a delay or a future, at most until its partition is revoked."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ W = TypeVar("W")
 
 
 class Waiting(Generic[W]):
-    """Holds work until it is its time, without a task for each."""
+    """Work that is waiting, without a task for each."""
 
-    def __init__(self, again: Callable[[W], None], abandon: Callable[[W], None]) -> None:
+    def __init__(self, resume: Callable[[W], None], abandon: Callable[[W], None]) -> None:
         """
         Args:
-            again: Called when the wait is over.
+            resume: Called when the wait is over.
             abandon: Called instead if the assignment of the work has closed.
         """
-        self._again = again
+        self._resume = resume
         self._abandon = abandon
         self._entries: dict[W, _Entry] = {}
 
@@ -34,14 +34,14 @@ class Waiting(Generic[W]):
 
         Args:
             closing: Done when the assignment of the work closes.
-            seconds: Longest wait.
-            until: Ends the wait when it is done.
+            seconds: Maximum wait.
+            until: A future that ends the wait.
         """
         entry = self._entries[work] = _Entry(lambda: self._end(work, closing))
         entry.wait(closing, until, seconds)
 
     def abandon_all(self) -> None:
-        """Abandon whatever waits."""
+        """Abandon all work that is waiting."""
         while self._entries:
             work, entry = self._entries.popitem()
             entry.cancel()
@@ -52,7 +52,7 @@ class Waiting(Generic[W]):
 
     def _end(self, work: W, closing: asyncio.Future[None]) -> None:
         self._entries.pop(work).cancel()
-        (self._abandon if closing.done() else self._again)(work)
+        (self._abandon if closing.done() else self._resume)(work)
 
 
 class _Entry:

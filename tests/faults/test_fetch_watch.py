@@ -82,7 +82,7 @@ async def test_a_service_whose_clients_bring_nothing_gives_up_and_says_so() -> N
     clients: list[FakeConsumer] = [DeafConsumer(broker) for _ in range(5)]
     worker = worker_of(broker, clients, [])
 
-    with pytest.raises(KafkaError, match=r"nothing has come for .* order_placed\[0\] has messages from 0 to 1"):
+    with pytest.raises(KafkaError, match=r"no messages received for .* order_placed\[0\] has messages from 0 to 1"):
         await asyncio.wait_for(worker.run(), 60)
 
     assert len(clients) == 1  # the first one and three new ones were taken

@@ -156,7 +156,9 @@ async def test_while_there_is_no_dead_letter_topic_what_needs_it_waits_and_other
             await workload.publisher.send(workload.topic, f"{workload.group}-0".encode(), b"no json", [])
             await workload.publish_round()
             await eventually(lambda: len(workload.effects.ended()) == KEYS - 1)
-            await eventually(lambda: sum("takes nothing, waiting" in line for line in caplog.messages) >= 2)
+            await eventually(
+                lambda: sum("cannot publish to dead-letter topic" in line for line in caplog.messages) >= 2
+            )
             committed = await servers.committed(broker.bootstrap, workload.group)
             assert committed.get(TopicPartition(workload.topic, workload.partition_of("0-0")), 0) == 0
             assert "0-0" not in workload.effects.done()

@@ -190,7 +190,7 @@ async def test_a_second_sigterm_ends_the_drain_and_the_next_worker_does_the_rest
             while not (tasks.begun("long") and await tasks.completed(short)):  # noqa: ASYNC110  # nor does Redis
                 await asyncio.sleep(0.05)
         first.terminate()
-        await asyncio.to_thread(first.wait_for_line, "stopping: running handlers may end")
+        await asyncio.to_thread(first.wait_for_line, "draining: waiting for running handlers")
         first.terminate()
         assert await asyncio.to_thread(first.wait, AT_ONCE) == 1
 

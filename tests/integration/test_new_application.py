@@ -86,7 +86,7 @@ def worker(folder: Path, metrics_port: int, tmp_path: Path) -> Iterator[ServiceP
     env = {"PYTHONPATH": str(ROOT), "INTEGR8S_IDEM_TELEMETRY__METRICS_PORT": str(metrics_port)}
     arguments = ("corner_shop.workers:platform", "--embedded", "--json")
     with ServiceProcess(*arguments, log=tmp_path / "log", env=env, folder=folder) as process:
-        process.wait_for_line("partitions that are ours now", timeout=60)
+        process.wait_for_line("assigned partitions", timeout=60)
         yield process
 
 

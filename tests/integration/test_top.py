@@ -294,7 +294,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         answer = process.wait_for_line("embedded Kafka (emulator) on ")
         servers = re.search(r"on (\S+:\d+),", answer)
         assert servers is not None
-        process.wait_for_line("billing: partitions that are ours now")
+        process.wait_for_line("billing: assigned partitions")
         asyncio.run(ordered_twice(servers[1]))
         yield Worker(f"127.0.0.1:{port}", process)
 

@@ -121,7 +121,7 @@ async def test_a_duplicate_that_waits_elsewhere_takes_over_within_a_lease_and_a_
     """No rebalance is needed: the other worker has the same event already, and waits for the first one's lease."""
     with setting.worker("first") as first, setting.worker("second") as second:
         for worker in (first, second):
-            worker.wait_for_line("partitions that are ours now: 1")
+            worker.wait_for_line("assigned partitions: 1")
         event = OrderPlaced(order_id="0", seconds=2.0)
         await deliver(setting, event, partition=0)
         await eventually(lambda: setting.times("begin") == {"0": 1})

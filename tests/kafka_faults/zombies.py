@@ -104,7 +104,7 @@ class Pair:
     async def joined(self) -> None:
         """Return once all of them are in the group."""
         await asyncio.gather(
-            *(asyncio.to_thread(worker.wait_for_line, "partitions that are ours now") for worker in self.workers)
+            *(asyncio.to_thread(worker.wait_for_line, "assigned partitions") for worker in self.workers)
         )
 
     async def together(self) -> None:

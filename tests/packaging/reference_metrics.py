@@ -29,7 +29,15 @@ def page() -> str:
     lines += ["## Values of labels", ""]
     values = {
         "phase": [phase.name.lower() for phase in Phase],
-        "reason": [*dict.fromkeys([*prometheus._UNREADABLE, *prometheus._GIVEN_UP, *prometheus._NOT_HONORED])],
+        "reason": [
+            *dict.fromkeys(
+                [
+                    *prometheus._UNDECODABLE_REASONS,
+                    *prometheus._DEAD_LETTER_REASONS,
+                    *prometheus._REPLAY_REFUSED_REASONS,
+                ]
+            )
+        ],
     }
     rows = [(f"`{label}`", ", ".join(f"`{value}`" for value in known)) for label, known in values.items()]
     lines += table(("label", "values"), rows)
@@ -45,7 +53,7 @@ def _gauge(gauge: Gauge) -> tuple[str, str, str]:
 
 
 def _histograms() -> Iterator[tuple[str, str, str]]:
-    families: Any = prometheus._Page().describe()
+    families: Any = prometheus._Collector().describe()
     for family in families:
         if family.type == "histogram":
             yield f"`{family.name}`", _names(family._labelnames), cell(family.documentation)

@@ -302,7 +302,7 @@ async def test_a_flood_of_refused_headers_is_counted_in_full_and_logged_once_a_m
     lines = [record.getMessage() for record in caplog.records if "replay" in record.getMessage()]
     assert len(lines) == 2
     assert "order_placed[0]@0 its replay headers are refused (unsigned)" in lines[0]
-    assert "999 more like it were not logged" in lines[1]
+    assert "999 similar messages were not logged" in lines[1]
     assert not any("analytics" in line for line in lines)
     assert till.refused() == 1_001
     assert len(till.runs) == 2_002

@@ -205,7 +205,7 @@ async def test_a_signed_replay_for_another_group_is_passed_by_counted_and_logged
     assert till.runs == []
     assert broker.values(DEAD) == []
     assert till.here.observer.counts[Signal.REPLAY_FOR_OTHERS] == 1
-    assert "order_placed[0]@0 passed by: it is a replay for another consumer group" in caplog.text
+    assert "order_placed[0]@0 skipped: it is a replay for another consumer group" in caplog.text
 
 
 @virtual_time

@@ -32,7 +32,7 @@ from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.offset_committer import OffsetCommitter
 from integr8s_idem.worker.offset_progress import Progress
 from integr8s_idem.worker.partition_registry import PartitionRegistry
-from integr8s_idem.worker.pipeline import Asked, Pipeline
+from integr8s_idem.worker.pipeline import Pipeline, Reservable
 from integr8s_idem.worker.poller import Poller
 from tests.simulation.store import Server, SimulatedStoreClient
 
@@ -196,7 +196,7 @@ def key_made_again() -> AbstractContextManager[Any]:
     """The key is made of the event at every attempt, after the handler has had it."""
     right = Pipeline._prepare
 
-    def prepare(self: Pipeline, item: WorkItem, asked: list[Asked]) -> None:
+    def prepare(self: Pipeline, item: WorkItem, asked: list[Reservable]) -> None:
         execution = item.execution
         if isinstance(execution, GuardedExecution):
             handler: Any = execution.handler
@@ -367,7 +367,7 @@ def offset_first() -> AbstractContextManager[Any]:
     """A delivery counts as finished when it begins."""
     right = Pipeline._decode
 
-    def decode(self: Pipeline, delivery: Delivery, asked: list[Asked]) -> None:
+    def decode(self: Pipeline, delivery: Delivery, asked: list[Reservable]) -> None:
         self._finish(delivery)
         right(self, delivery, asked)
 

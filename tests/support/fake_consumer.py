@@ -1,4 +1,4 @@
-"""A broker in memory, and the consumer of it that `ServiceWorker` takes: one member, fit for virtual time."""
+"""An in-memory broker and its only consumer, for tests of `ServiceWorker` in virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from integr8s_idem.worker.kafka_protocols import Partition
 
 @dataclass(frozen=True, slots=True)
 class FakeRecord:
-    """One message."""
+    """A message."""
 
     topic: str
     partition: int
@@ -28,14 +28,14 @@ class FakeRecord:
 
 @dataclass(slots=True)
 class FakeBroker:
-    """Messages by partition, and how far the group has committed."""
+    """Messages and committed offsets by partition."""
 
     logs: dict[Partition, list[FakeRecord]] = field(default_factory=dict)
     committed: dict[Partition, int] = field(default_factory=dict)
     damaged: dict[Partition, int] = field(default_factory=dict)
-    """Offsets that cannot be read.  As with aiokafka, a poll that meets one loses what it took from others."""
+    """Offsets that cannot be read.  Like in aiokafka, a poll that reaches one loses messages of other partitions."""
     markers: dict[Partition, int] = field(default_factory=dict)
-    """Where a log ends if transaction markers or aborted messages follow its last message."""
+    """Ends of logs whose last message is followed by transaction markers or aborted messages."""
     commits: list[dict[Partition, int]] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -43,7 +43,7 @@ class FakeBroker:
         self, topic: str, value: bytes | None, *, partition: int = 0, key: bytes | None = None, gap: int = 0,
         headers: Sequence[tuple[str, bytes]] = (),
     ) -> FakeRecord:  # fmt: skip
-        """Append a message; `gap` offsets before it are empty, as after compaction."""
+        """Append a message after `gap` empty offsets, as compaction leaves them."""
         log = self.logs.setdefault(Partition(topic, partition), [])
         offset = self.end(Partition(topic, partition)) + gap
         record = FakeRecord(topic, partition, offset, key, value, headers)
@@ -52,14 +52,14 @@ class FakeBroker:
         return record
 
     def mark(self, topic: str, count: int = 1, *, partition: int = 0) -> None:
-        """Append `count` offsets without a message: the marker of a transaction, or what it has aborted."""
+        """Append `count` offsets without a message: transaction markers or aborted messages."""
         at = Partition(topic, partition)
         self.logs.setdefault(at, [])
         self.markers[at] = self.end(at) + count
         self.arrived.set()
 
     def end(self, partition: Partition) -> int:
-        """The next offset of a log."""
+        """Return the next offset of a log."""
         log = self.logs.get(partition)
         return max(log[-1].offset + 1 if log else 0, self.markers.get(partition, 0))
 
@@ -70,18 +70,18 @@ class FakeBroker:
             self.put(event.event_type, encode_event(event), partition=partition, key=key, headers=event_headers(event))
 
     def values(self, topic: str) -> list[FakeRecord]:
-        """All messages of a topic."""
+        """Return all messages of a topic."""
         return [record for at, log in self.logs.items() if at.topic == topic for record in log]
 
 
 class FakeConsumer:
-    """The only member of its group: it gets every partition of its topics that exists when it starts."""
+    """The only member of its group; it is assigned all partitions of its topics that exist when it starts."""
 
     def __init__(self, broker: FakeBroker) -> None:
         self.broker = broker
         self.paused: set[Partition] = set()
         self.errors: list[BaseException] = []
-        """Raised by the next polls, one each."""
+        """Errors that the next polls raise, one each."""
         self._topics: Sequence[str] = ()
         self._listener: Any = None
         self._positions: dict[Partition, int] = {}
@@ -98,7 +98,7 @@ class FakeConsumer:
         self._positions.clear()
 
     async def give(self, partitions: Iterable[Partition]) -> None:
-        """A rebalance adds partitions; as with aiokafka it clears all pauses."""
+        """Assign partitions in a rebalance, which clears all pauses, like in aiokafka."""
         given = sorted(set(partitions))
         self.paused.clear()
         for partition in given:
@@ -106,7 +106,7 @@ class FakeConsumer:
         await self._listener.on_partitions_assigned(set(given))
 
     async def take(self, partitions: Iterable[Partition]) -> None:
-        """A rebalance takes partitions away."""
+        """Revoke partitions in a rebalance."""
         taken = set(partitions)
         await self._listener.on_partitions_revoked(taken)
         self.paused.clear()
@@ -145,7 +145,7 @@ class FakeConsumer:
         return batches
 
     async def commit(self, offsets: Mapping[Any, int]) -> None:
-        assert set(offsets) <= set(self._positions), "a partition that is not ours"
+        assert set(offsets) <= set(self._positions), "commit of a partition that is not assigned"
         self.broker.commits.append(dict(offsets))
         self.broker.committed.update(offsets)
 

@@ -1,4 +1,4 @@
-"""`ServiceWorker` on a broker in memory."""
+"""`ServiceWorker` on an in-memory broker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.fake_consumer import FakeBroker, FakeConsumer
 
 
 class FakePublisher(EventPublisher):
-    """Puts messages into a broker in memory."""
+    """Publishes messages to an in-memory broker."""
 
     def __init__(self, broker: FakeBroker, limit: int = 1_000_000) -> None:
         super().__init__(KafkaSettings())
@@ -36,7 +36,7 @@ class FakePublisher(EventPublisher):
 
 
 class RunningWorker:
-    """A worker under way, with what it works on."""
+    """A running worker with its broker and consumer."""
 
     def __init__(self, worker: ServiceWorker, broker: FakeBroker, consumer: FakeConsumer) -> None:
         self.worker = worker
@@ -45,18 +45,18 @@ class RunningWorker:
         self.task = asyncio.create_task(worker.run())
 
     async def until(self, condition: Callable[[], bool], seconds: float = 3_600) -> None:
-        """Wait, in virtual time."""
+        """Wait for `condition`, in virtual time."""
         async with asyncio.timeout(seconds):
             while not condition():
                 assert not self.task.done(), self.task
                 await asyncio.sleep(0.05)
 
     async def crash(self) -> None:
-        """It is gone without a word, as far as the broker is concerned."""
-        doomed = {self.task, *self.worker._pipeline.tasks}
-        for task in doomed:
+        """Cancel all tasks, without leaving the group."""
+        tasks = {self.task, *self.worker._pipeline.tasks}
+        for task in tasks:
             task.cancel()
-        await asyncio.wait(doomed)
+        await asyncio.wait(tasks)
 
 
 @asynccontextmanager
@@ -68,7 +68,7 @@ async def running(
     replay: Any = None,
     **service: Any,
 ) -> AsyncIterator[RunningWorker]:
-    """A worker that consumes `broker` until the block is left; then it drains.  `replay`: a `ReplaySettings`."""
+    """Run a worker that consumes `broker`, and drain it at the end of the block.  `replay` is a `ReplaySettings`."""
     consumer = FakeConsumer(broker)
     worker = ServiceWorker(
         "billing",
@@ -79,12 +79,12 @@ async def running(
         replay=replay,
         consumer=lambda settings, group: consumer,
     )
-    under_way = RunningWorker(worker, broker, consumer)
+    running_worker = RunningWorker(worker, broker, consumer)
     try:
-        yield under_way
+        yield running_worker
     finally:
         worker.stop()
-        _, hanging = await asyncio.wait({under_way.task}, timeout=3_600)
-        assert not hanging, "told to stop, it goes on"
-    if not under_way.task.cancelled():
-        under_way.task.result()
+        _, hanging = await asyncio.wait({running_worker.task}, timeout=3_600)
+        assert not hanging, "the worker does not stop"
+    if not running_worker.task.cancelled():
+        running_worker.task.result()

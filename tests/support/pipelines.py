@@ -1,4 +1,4 @@
-"""Workers whose handlers do as they are told, and what must be true when one has come to rest."""
+"""Handlers that tests control, and checks of a worker's pipeline."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ TOPIC = Partition("parcel_sent", 0)
 class ParcelSent(BaseEvent):
     event_type: Literal["parcel_sent"] = "parcel_sent"
     number: int = 0
-    """Which of the test it is."""
+    """Number of the parcel in the test."""
 
 
 @dataclass(slots=True)
 class Depot:
-    """Handles parcels, sees how many are in hand at once, and keeps those back that it is told to."""
+    """Handles parcels, counts concurrent handlers, and blocks those in `held` until their events are set."""
 
     seconds: float = 0.0
     errors: dict[int, list[Exception]] = field(default_factory=dict)
-    """Raised by the first runs of a parcel, one each."""
+    """Errors that the first runs of a parcel raise, one each."""
     held: dict[int, asyncio.Event] = field(default_factory=dict)
-    begun: list[int] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
-    in_hand: int = 0
-    most_in_hand: int = 0
+    running_now: int = 0
+    max_concurrency: int = 0
 
     async def handle(self, event: ParcelSent) -> None:
-        self.begun.append(event.number)
-        self.in_hand += 1
-        self.most_in_hand = max(self.most_in_hand, self.in_hand)
+        self.started.append(event.number)
+        self.running_now += 1
+        self.max_concurrency = max(self.max_concurrency, self.running_now)
         try:
             await self._work(event.number)
         finally:
-            self.in_hand -= 1
+            self.running_now -= 1
         self.done.append(event.number)
 
     async def _work(self, number: int) -> None:
@@ -59,16 +59,16 @@ class Depot:
 
 
 def dispatcher_of(
-    handle: Callable[[ParcelSent], Awaitable[Any]], here: Guarded | None = None, **told: Any
+    handle: Callable[[ParcelSent], Awaitable[Any]], here: Guarded | None = None, **options: Any
 ) -> EventDispatcher:
-    """`told`: options of `router.on`."""
+    """`options` are passed to `router.on`."""
     router = EventRouter()
-    router.on(ParcelSent, name="handle", **told)(handle)
+    router.on(ParcelSent, name="handle", **options)(handle)
     return IdempotentEventDispatcher(router, here.manager) if here else EventDispatcher(router)
 
 
 def parcels(number: int, *, keys: int = 0) -> list[ParcelSent]:
-    """`keys`: how many recipients they go to in turn; no recipient, if not given."""
+    """Return `number` parcels, distributed over `keys` recipients; without a recipient if `keys` is 0."""
     return [
         ParcelSent(number=each, aggregate_id=str(each % keys) if keys else None, event_id=f"parcel-{each}")
         for each in range(number)
@@ -76,7 +76,7 @@ def parcels(number: int, *, keys: int = 0) -> list[ParcelSent]:
 
 
 def sent(number: int, *, keys: int = 0, partitions: int = 1) -> FakeBroker:
-    """A broker that holds `parcels`, in turn on its partitions."""
+    """Return a broker with `parcels`, distributed over its partitions."""
     broker = FakeBroker()
     for each in parcels(number, keys=keys):
         broker.publish(each, partition=each.number % partitions)
@@ -96,10 +96,10 @@ def all_committed(worker: RunningWorker) -> bool:
 
 
 def unfinished(worker: ServiceWorker) -> dict[str, object]:
-    """What its pipeline still holds; nothing once it is at rest."""
+    """Return what the worker's pipeline still holds; empty if it is idle."""
     pipeline, backpressure = worker._pipeline, worker._backpressure
     runners = pipeline._runners
-    here = {
+    state = {
         "tasks": [task for task in pipeline.tasks if not task.done()],
         "ready": list(pipeline._ready),
         "runnable": list(runners._runnable),
@@ -112,18 +112,18 @@ def unfinished(worker: ServiceWorker) -> dict[str, object]:
         "slots taken": worker._service.concurrency - pipeline._slots._free,
         "waiting for slots": [turn for turn in pipeline._slots._waiting if not turn.done()],
     }
-    return {name: left for name, left in here.items() if left}
+    return {name: left for name, left in state.items() if left}
 
 
 async def leases_left(here: Guarded) -> list[str]:
-    """Keys that somebody still holds, once all that is written in the background is written."""
+    """Return the keys that are still reserved after background writes have ended."""
     await here.manager.close()
     held = [record.key async for record in here.store.scan("") if await here.store.count_active(record.key)]
     return held + here.manager.executor.runs.keys()
 
 
-async def remembered(here: Guarded) -> set[int]:
-    """Parcels whose outcome the store knows."""
+async def completed_parcels(here: Guarded) -> set[int]:
+    """Return the numbers of parcels whose records are completed."""
     records = [record async for record in here.store.scan("")]
     return {
         int(record.key.rpartition("parcel-")[2]) for record in records if record.status is IdempotencyStatus.COMPLETED
@@ -135,11 +135,11 @@ __all__ = [
     "Depot",
     "ParcelSent",
     "all_committed",
+    "completed_parcels",
     "dispatcher_of",
     "guarded",
     "leases_left",
     "parcels",
-    "remembered",
     "sent",
     "turns",
     "unfinished",

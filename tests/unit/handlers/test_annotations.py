@@ -1,4 +1,4 @@
-"""The first parameter of a handler takes the event: its annotation is checked when the handler is registered."""
+"""The annotation of a handler's first parameter, the event, is checked when the handler is registered."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ BAD: list[tuple[Function, str]] = [
     (text, "handler text takes event: str, but it is registered for OrderPlaced"),
     (optional, "handler optional takes event: None"),
     (dependency, "handler dependency takes payments: "),
-    (nothing, "handler nothing takes no event"),
-    (keyword, "handler keyword takes no event"),
+    (nothing, "handler nothing has no parameter for the event"),
+    (keyword, "handler keyword has no parameter for the event"),
     (Desk().wrong_method, "handler Desk.wrong_method takes event: str"),
     (Desk(), "handler Desk takes event: OrderPaid"),
     (partial(text), "takes event: str"),
@@ -126,7 +126,7 @@ def test_a_union_covers_all_registered_events() -> None:
         EventRouter().on(OrderPlaced, OrderPaid)(same)  # type: ignore[arg-type]
 
 
-def test_a_class_that_is_local_to_a_function_is_known() -> None:
+def test_a_local_event_class_is_resolved() -> None:
     class Local(BaseEvent):
         event_type: Literal["local"] = "local"
 
@@ -151,6 +151,6 @@ def test_a_batch_handler_takes_a_list_of_events(function: Function) -> None:
 
 
 @pytest.mark.parametrize("function", [same, text, a_list_of_others, a_tuple, nothing], ids=name_of)
-def test_a_batch_handler_that_takes_something_else_is_refused(function: Function) -> None:
-    with pytest.raises(ApplicationError, match=r"write events?: list\[OrderPlaced\]|takes no event"):
+def test_a_batch_handler_without_a_list_of_events_is_refused(function: Function) -> None:
+    with pytest.raises(ApplicationError, match=r"write events?: list\[OrderPlaced\]|has no parameter for the event"):
         EventRouter().on_batch(OrderPlaced)(function)

@@ -1,4 +1,4 @@
-"""Batch handlers: many events in one call, each with its own key, lease and end."""
+"""Batch handlers: several events in one call, each with its own key, lease and outcome."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OrderIndexed(BaseEvent):
 
 
 class Index:
-    """Takes batches, and can be told to fail."""
+    """A batch handler that can fail."""
 
     def __init__(self, size: int = 100, wait: float = 1.0) -> None:
         self.batches: list[list[str]] = []
@@ -75,7 +75,7 @@ async def _attempts(here: Guarded, index: Index, events: Sequence[OrderPlaced]) 
 
 
 @virtual_time
-async def test_events_that_come_together_are_handled_together_and_each_has_its_result() -> None:
+async def test_concurrent_events_are_handled_in_one_batch_and_each_has_its_result() -> None:
     here, index = guarded(), Index()
     assert await _attempts(here, index, _events("a", "b", "c")) == [
         Executed("A", 1),
@@ -87,7 +87,7 @@ async def test_events_that_come_together_are_handled_together_and_each_has_its_r
 
 
 @virtual_time
-async def test_a_batch_is_full_at_its_size_and_goes_at_its_time() -> None:
+async def test_a_batch_starts_at_its_maximum_size_or_after_its_maximum_wait() -> None:
     here, index = guarded(), Index(size=2, wait=5)
     await _attempts(here, index, _events("a", "b", "c"))
     assert index.batches == [["a", "b"], ["c"]]
@@ -104,7 +104,7 @@ async def test_duplicates_never_reach_the_handler() -> None:
 
 
 @virtual_time
-async def test_of_a_batch_some_may_fail_and_the_others_are_done() -> None:
+async def test_a_partial_failure_fails_only_the_events_that_it_names() -> None:
     here, index = guarded(), Index()
     index.fails["b"] = OSError("no")
     outcomes = await _attempts(here, index, _events("a", "b", "c"))
@@ -118,7 +118,7 @@ async def test_of_a_batch_some_may_fail_and_the_others_are_done() -> None:
 
 
 @virtual_time
-async def test_a_batch_that_fails_is_tried_again_one_by_one() -> None:
+async def test_events_of_a_failed_batch_are_retried_individually() -> None:
     here, index = guarded(), Index()
     index.all_fail.append(OSError("all"))
     index.fails["b"] = OSError("no")
@@ -130,7 +130,7 @@ async def test_a_batch_that_fails_is_tried_again_one_by_one() -> None:
 
 
 @virtual_time
-async def test_a_result_for_each_event_is_wanted_or_none() -> None:
+async def test_a_result_that_does_not_match_the_events_fails_all_of_them() -> None:
     router = EventRouter()
 
     @router.on_batch(OrderPlaced)
@@ -142,29 +142,27 @@ async def test_a_result_for_each_event_is_wanted_or_none() -> None:
     outcomes = await asyncio.gather(*(execution.attempt() for execution in executions))
     for outcome in outcomes:
         assert isinstance(outcome, HandlerFailed)
-        assert "was given 2 events and returned list" in str(outcome.error)
+        assert "received 2 events and returned an invalid result of type list" in str(outcome.error)
 
 
 @virtual_time
 @pytest.mark.parametrize(
-    ("told", "why"),
+    ("raised", "why"),
     [
-        (PartialFailureError({2: OSError("no")}), "was given 2 events and says that 2 has failed"),
-        (PartialFailureError({-1: OSError("no")}), "was given 2 events and says that -1 has failed"),
-        (PartialFailureError({"id-b": OSError("no")}), "says that id-b has failed"),  # type: ignore[dict-item]
-        (PartialFailureError({1: "no such product"}), "says that 1 has failed"),  # type: ignore[dict-item]
-        (PartialFailureError({1: OSError}), "says that 1 has failed"),  # type: ignore[dict-item]
-        (PartialFailureError({1: OSError("no")}, ["A"]), "was given 2 events and returned list"),
+        (PartialFailureError({2: OSError("no")}), "received 2 events and raised PartialFailureError"),
+        (PartialFailureError({-1: OSError("no")}), "invalid failures: -1"),
+        (PartialFailureError({"id-b": OSError("no")}), "invalid failures: id-b"),  # type: ignore[dict-item]
+        (PartialFailureError({1: "no such product"}), "invalid failures: 1"),  # type: ignore[dict-item]
+        (PartialFailureError({1: OSError}), "invalid failures: 1"),  # type: ignore[dict-item]
+        (PartialFailureError({1: OSError("no")}, ["A"]), "received 2 events and returned an invalid result"),
     ],
 )
-async def test_failures_that_are_not_named_by_index_and_error_are_those_of_all(
-    told: PartialFailureError, why: str
-) -> None:
+async def test_an_invalid_partial_failure_fails_all_events(raised: PartialFailureError, why: str) -> None:
     router = EventRouter()
 
     @router.on_batch(OrderPlaced)
     async def wrong(events: Sequence[OrderPlaced]) -> None:
-        raise told
+        raise raised
 
     dispatcher = IdempotentEventDispatcher(router, guarded().manager)
     executions = [execution for event in _events("a", "b") for execution in dispatcher.executions(event)]
@@ -176,7 +174,7 @@ async def test_failures_that_are_not_named_by_index_and_error_are_those_of_all(
 
 
 @virtual_time
-async def test_one_that_is_cancelled_leaves_the_others_their_batch() -> None:
+async def test_a_cancelled_event_does_not_affect_the_rest_of_its_batch() -> None:
     here, index = guarded(), Index()
     dispatcher = IdempotentEventDispatcher(index.router, here.manager)
     tasks = [asyncio.create_task(dispatcher.executions(event)[0].attempt()) for event in _events("a", "b", "c")]
@@ -192,7 +190,7 @@ async def test_one_that_is_cancelled_leaves_the_others_their_batch() -> None:
 
 
 @virtual_time
-async def test_a_batch_that_nobody_waits_for_any_more_stops() -> None:
+async def test_a_batch_is_cancelled_when_all_its_events_are() -> None:
     here, ended = guarded(), list[str]()
     router = EventRouter()
 
@@ -214,7 +212,7 @@ async def test_a_batch_that_nobody_waits_for_any_more_stops() -> None:
 
 
 @virtual_time
-async def test_a_plain_service_has_batches_too() -> None:
+async def test_an_unguarded_dispatcher_supports_batches() -> None:
     index = Index()
     dispatcher = EventDispatcher(index.router)
     executions = [execution for event in _events("a", "b") for execution in dispatcher.executions(event)]
@@ -225,25 +223,25 @@ async def test_a_plain_service_has_batches_too() -> None:
     assert index.batches == [["a", "b"]]
 
 
-def test_misuse_is_told() -> None:
+def test_invalid_batch_handlers_are_refused() -> None:
     router = EventRouter()
-    with pytest.raises(ApplicationError, match="is no class of events"):
+    with pytest.raises(ApplicationError, match="is not an event class"):
         router.on_batch(str)  # type: ignore[arg-type]
-    with pytest.raises(ApplicationError, match="at least one event"):
+    with pytest.raises(ApplicationError, match="max_size is 0, but must be at least 1"):
         router.on_batch(OrderPlaced, max_size=0)
-    with pytest.raises(ApplicationError, match="is no async function"):
+    with pytest.raises(ApplicationError, match="is not an async function"):
         router.on_batch(OrderPlaced)(lambda_like)  # type: ignore[type-var]
 
 
 def lambda_like(events: list[OrderPlaced]) -> None:
-    """No async function."""
+    """A plain function."""
 
 
 class Search:
-    """An application's own."""
+    """A dependency of the application."""
 
 
-async def test_a_batch_handler_has_a_scope_with_what_its_events_have_to_themselves() -> None:
+async def test_a_batch_handler_can_inject_dependencies_and_its_batch() -> None:
     router, seen = EventRouter(), list[Any]()
 
     @router.on_batch(OrderPlaced, max_size=2)

@@ -1,4 +1,4 @@
-"""Routers and dispatchers: who is called, in which order, and what is published."""
+"""Routers and dispatchers: calls of handlers, and their outgoing events."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OrderPaid(BaseEvent):
 
 
 class Broker:
-    """A publisher that remembers, and can refuse."""
+    """A publisher that keeps events, and can refuse them."""
 
     def __init__(self, refusals: int = 0) -> None:
         self.published: list[BaseEvent] = []
@@ -62,7 +62,7 @@ class Broker:
 
 
 async def with_outgoing(handler: RegisteredHandler, call: HandlerCall) -> Any:
-    """Handlers of these tests get the whole call."""
+    """Call a handler with its whole `HandlerCall`."""
     return await handler.function(call)
 
 
@@ -76,7 +76,7 @@ async def nothing(event: BaseEvent) -> None:
     pass
 
 
-def test_a_router_keeps_handlers_as_declared() -> None:
+def test_a_router_keeps_handlers_in_the_order_of_registration() -> None:
     router = EventRouter()
 
     router.on(OrderPlaced, OrderPaid)(nothing)
@@ -111,15 +111,15 @@ def test_two_classes_may_not_share_an_event_type() -> None:
         router.on(Impostor, name="other")(nothing)
 
 
-def test_a_handler_of_no_event_or_of_one_without_type_is_refused() -> None:
-    with pytest.raises(ApplicationError, match="at least one event"):
+def test_a_handler_without_events_or_of_an_event_without_a_type_is_refused() -> None:
+    with pytest.raises(ApplicationError, match="at least one event class"):
         EventRouter().on()
     with pytest.raises(ApplicationError, match="does not define event_type"):
         EventRouter().on(BaseEvent)(nothing)
 
 
 @pytest.mark.parametrize("function", [lambda event: nothing(event), functools.partial(nothing)])
-def test_a_function_without_a_name_of_its_own_must_be_given_one(function: Any) -> None:
+def test_a_function_without_a_name_requires_a_name(function: Any) -> None:
     with pytest.raises(ApplicationError, match="name"):
         EventRouter().on(OrderPlaced)(function)
     with pytest.raises(ApplicationError, match="name"):
@@ -130,7 +130,7 @@ def test_a_function_without_a_name_of_its_own_must_be_given_one(function: Any) -
 
 @pytest.mark.scenario(6)
 @virtual_time
-async def test_two_handlers_of_one_event_both_run_and_each_once() -> None:
+async def test_two_handlers_of_one_event_run_once_each() -> None:
     router, calls = EventRouter(), list[str]()
     for name in ("charge", "ship"):
 
@@ -148,7 +148,7 @@ async def test_two_handlers_of_one_event_both_run_and_each_once() -> None:
 
 
 @virtual_time
-async def test_a_plain_dispatcher_runs_a_handler_each_time() -> None:
+async def test_an_unguarded_dispatcher_runs_a_handler_each_time() -> None:
     router, calls = EventRouter(), list[str]()
 
     @router.on(OrderPlaced)
@@ -164,7 +164,7 @@ async def test_a_plain_dispatcher_runs_a_handler_each_time() -> None:
 
 
 @virtual_time
-async def test_a_plain_handling_counts_its_tries_and_gives_up() -> None:
+async def test_an_unguarded_execution_fails_after_its_maximum_attempts() -> None:
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -179,7 +179,7 @@ async def test_a_plain_handling_counts_its_tries_and_gives_up() -> None:
 
 @pytest.mark.parametrize("guard", [False, True])
 @virtual_time
-async def test_a_cancellation_that_nobody_asked_for_is_a_failure_of_the_handler(guard: bool) -> None:
+async def test_a_cancelled_error_raised_by_a_handler_is_a_failure_of_the_handler(guard: bool) -> None:
     here, router = guarded(), EventRouter()
 
     @router.on(OrderPlaced)
@@ -215,7 +215,7 @@ async def test_a_handler_is_stopped_at_its_timeout() -> None:
 
 
 @virtual_time
-async def test_one_handlers_store_error_does_not_leave_the_others_behind() -> None:
+async def test_a_store_error_of_one_handler_does_not_interrupt_the_others() -> None:
     here, router, ends = guarded(), EventRouter(), list[str]()
 
     @router.on(OrderPlaced)
@@ -274,7 +274,7 @@ async def test_a_rerun_publishes_the_same_ids_and_two_handlers_different_ones() 
 
 
 @virtual_time
-async def test_an_id_given_by_the_handler_stays() -> None:
+async def test_an_id_set_by_the_handler_is_kept() -> None:
     broker = Broker()
 
     async def give(call: HandlerCall) -> None:
@@ -286,18 +286,18 @@ async def test_an_id_given_by_the_handler_stays() -> None:
 
 
 @virtual_time
-async def test_outgoing_events_name_their_service_and_follow_the_correlation() -> None:
+async def test_outgoing_events_have_the_service_name_and_the_correlation_id() -> None:
     broker, manager = Broker(), guarded().manager
     incoming = OrderPlaced(metadata=EventMetadata(user_id="bob", service_name="shop"))
 
     await IdempotentEventHandler(pay, manager, invoke=with_outgoing, publisher=broker)(incoming)
 
-    told = broker.published[0].metadata
-    assert (told.service_name, told.correlation_id, told.user_id) == ("billing", incoming.event_id, "bob")
+    metadata = broker.published[0].metadata
+    assert (metadata.service_name, metadata.correlation_id, metadata.user_id) == ("billing", incoming.event_id, "bob")
 
 
 @virtual_time
-async def test_the_patient_wait_for_the_broker_without_a_second_run() -> None:
+async def test_with_wait_for_store_publishing_is_retried_without_a_second_run() -> None:
     here, broker, runs = guarded(), Broker(refusals=20), list[int]()
 
     async def once(call: HandlerCall) -> None:
@@ -317,7 +317,7 @@ async def test_the_patient_wait_for_the_broker_without_a_second_run() -> None:
 
 
 @virtual_time
-async def test_without_patience_a_broker_that_refuses_is_a_failure() -> None:
+async def test_without_wait_for_store_a_publish_error_is_raised() -> None:
     handler = IdempotentEventHandler(pay, guarded().manager, invoke=with_outgoing, publisher=Broker(refusals=1))
 
     with pytest.raises(PublishError):
@@ -326,7 +326,7 @@ async def test_without_patience_a_broker_that_refuses_is_a_failure() -> None:
 
 @pytest.mark.scenario(14)
 @virtual_time
-async def test_the_key_is_made_before_the_handler_can_change_the_event() -> None:
+async def test_the_key_is_computed_before_the_handler_can_modify_the_event() -> None:
     manager, runs = guarded().manager, list[int]()
 
     async def meddle(event: OrderPlaced) -> None:
@@ -341,7 +341,7 @@ async def test_the_key_is_made_before_the_handler_can_change_the_event() -> None
 
 
 @virtual_time
-async def test_a_reused_id_runs_as_other_work_where_the_policy_says_so() -> None:
+async def test_with_on_key_reused_run_a_reused_id_runs_as_other_work() -> None:
     here, broker = guarded(on_key_reused=OnKeyReused.RUN), Broker()
     handler = IdempotentEventHandler(pay, here.manager, invoke=with_outgoing, publisher=broker)
 
@@ -352,7 +352,7 @@ async def test_a_reused_id_runs_as_other_work_where_the_policy_says_so() -> None
 
 
 @virtual_time
-async def test_a_reused_id_with_another_payload_that_fails_is_given_up_some_time() -> None:
+async def test_a_reused_id_with_another_payload_fails_after_its_maximum_attempts() -> None:
     here, router = guarded(on_key_reused=OnKeyReused.RUN, max_attempts=2), EventRouter()
 
     @router.on(OrderPlaced)
@@ -385,7 +385,7 @@ async def test_with_idempotency_runs_a_function_once() -> None:
 
 
 @virtual_time
-async def test_with_idempotency_takes_content_and_custom_keys() -> None:
+async def test_with_idempotency_supports_content_and_custom_keys() -> None:
     manager, runs = guarded().manager, list[str]()
 
     async def charge(event: OrderPlaced) -> None:
@@ -400,7 +400,7 @@ async def test_with_idempotency_takes_content_and_custom_keys() -> None:
         await with_idempotency(OrderPlaced(), charge, manager, key_strategy=KeyStrategy.CONTENT_HASH, fields={"nope"})
 
 
-def test_a_resolver_that_fits_no_event_is_refused_at_start() -> None:
+def test_a_resolver_that_does_not_match_the_events_is_refused_at_startup() -> None:
     router = EventRouter()
     router.on(OrderPlaced)(nothing)
 
@@ -411,7 +411,7 @@ def test_a_resolver_that_fits_no_event_is_refused_at_start() -> None:
 
 
 @virtual_time
-async def test_a_permanent_error_is_given_up_by_plain_dispatchers_too() -> None:
+async def test_a_permanent_error_is_not_retried_by_unguarded_handlers() -> None:
     async def hopeless(event: OrderPlaced) -> None:
         raise PermanentError("no such user")
 

@@ -103,11 +103,11 @@ BOTH = (IdempotencyProvider, KafkaProvider)
 FAULTS: dict[str, tuple[Any, str]] = {
     "a provider of the user's": (
         container(*BOTH, router=direct),
-        "cannot be made: nothing provides Payments, which handler charge asks for. Add a provider of Payments",
+        "cannot be created: nothing provides Payments, which handler charge asks for. Add a provider of Payments",
     ),
     "what a provider of the user's needs": (
         container(*BOTH, LedgerProvider, router=indirect),
-        "cannot be made: nothing provides Payments, which Ledger asks for. Add a provider of Payments",
+        "cannot be created: nothing provides Payments, which Ledger asks for. Add a provider of Payments",
     ),
     "IdempotencyProvider": (
         container(KafkaProvider),
@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "a dispatcher": (
         lambda settings: make_async_container(),
-        "gives no dispatcher: nothing provides EventDispatcher. Add IdempotentDispatcherProvider(router) or",
+        "does not provide a dispatcher: nothing provides EventDispatcher. Add IdempotentDispatcherProvider(router) or",
     ),
     "an import": (
         container(*BOTH, router=unknown),
@@ -135,7 +135,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "a parameter of the factory": (
         without_parameters,
-        "its factory is called with the settings, and without_parameters() does not take them",
+        "its factory is called with the settings, but without_parameters() does not accept them",
     ),
     "a container": (with_await, "the factory of service billing returns an object of type coroutine"),
 }
@@ -167,7 +167,10 @@ async def test_run_graph_and_doctor_say_what_is_missing_in_one_sentence(
 @pytest.mark.parametrize(
     ("factory", "where"),
     [
-        (failing, "the container of service billing cannot be made: RuntimeError: no card reader (raised in failing, "),
+        (
+            failing,
+            "the container of service billing cannot be created: RuntimeError: no card reader (raised in failing, ",
+        ),
         (container(KafkaProvider, BrokenManagerProvider), "(raised in BrokenManagerProvider.manager, "),
     ],
 )

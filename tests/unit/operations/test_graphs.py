@@ -287,7 +287,7 @@ def test_a_missing_dependency_is_reported_with_the_handler_that_needs_it() -> No
         graph_of(container)
 
     result = str(refusal.value)
-    assert "the container of service billing cannot be made:" in result
+    assert "the container of service billing cannot be created:" in result
     assert "Payments" in result
     assert "charge" in result  # the way to it
     assert "Traceback" not in result
@@ -296,8 +296,8 @@ def test_a_missing_dependency_is_reported_with_the_handler_that_needs_it() -> No
 @pytest.mark.parametrize(
     ("container", "why"),
     [
-        (lambda settings: make_async_container(), "gives no dispatcher:"),
-        (lambda settings: 1 / 0, "cannot be made: ZeroDivisionError: division by zero"),
+        (lambda settings: make_async_container(), "does not provide a dispatcher:"),
+        (lambda settings: 1 / 0, "cannot be created: ZeroDivisionError: division by zero"),
     ],
 )
 def test_problems_of_a_container_are_reported(container: Any, why: str) -> None:
@@ -316,7 +316,7 @@ def test_creating_a_dispatcher_times_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("integr8s_idem.operations.graphs.MAKE_SECONDS", 0.05)
 
-    with pytest.raises(ApplicationError, match=r"gives no dispatcher: TimeoutError: no answer within 0.05 s"):
+    with pytest.raises(ApplicationError, match=r"does not provide a dispatcher: TimeoutError: no answer within 0.05 s"):
         graph_of(lambda settings: make_async_container(Hanging()))
 
 

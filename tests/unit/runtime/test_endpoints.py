@@ -1,4 +1,4 @@
-"""`/metrics`, `/healthz` and `/readyz`, asked over HTTP."""
+"""The HTTP endpoints `/metrics`, `/healthz` and `/readyz`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from integr8s_idem.worker.health import Health, ServiceHealth
 
 GOOD = ServiceHealth("billing", live=True, ready=True)
 STARTING = ServiceHealth("audit", live=True, ready=False, reason="has no partitions yet")
-DEAD = ServiceHealth("audit", live=False, ready=False, reason="its loop stands since 40 s")
+DEAD = ServiceHealth("audit", live=False, ready=False, reason="no poll has finished for 40 s")
 
 
 class Process:
-    """What the endpoints tell about."""
+    """Health and metrics that the endpoints serve."""
 
     def __init__(self) -> None:
         self.health = Health((GOOD,))
@@ -51,7 +51,7 @@ async def client(process: Process) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_a_scrape_finds_what_was_counted(process: Process, client: httpx.AsyncClient) -> None:
+async def test_a_scrape_returns_counters(process: Process, client: httpx.AsyncClient) -> None:
     observer = PrometheusObserver("billing", process.registry)
     observer.count(Signal.DUPLICATE_BLOCKED, "order_placed")
     with observer.processing("order_placed", "orders", []):
@@ -66,7 +66,7 @@ async def test_a_scrape_finds_what_was_counted(process: Process, client: httpx.A
     assert f"idempotency_processing_seconds_count{labels} 1.0" in page.text
 
 
-async def test_who_accepts_openmetrics_gets_it(process: Process, client: httpx.AsyncClient) -> None:
+async def test_openmetrics_is_returned_if_the_client_accepts_it(process: Process, client: httpx.AsyncClient) -> None:
     PrometheusObserver("billing", process.registry)
     as_prometheus_asks = "application/openmetrics-text;version=1.0.0;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 
@@ -80,7 +80,7 @@ async def test_who_accepts_openmetrics_gets_it(process: Process, client: httpx.A
 @pytest.mark.parametrize(
     "accept", ["", ";;;,,", "application/openmetrics-text;version=x.y", "text/plain;version=", "\u00ff" * 500]
 )
-async def test_a_strange_accept_header_gets_a_page(client: httpx.AsyncClient, accept: str) -> None:
+async def test_an_invalid_accept_header_is_ignored(client: httpx.AsyncClient, accept: str) -> None:
     page = await client.get("/metrics", headers={b"accept": accept.encode("latin-1")})
 
     assert page.status_code == 200
@@ -89,9 +89,9 @@ async def test_a_strange_accept_header_gets_a_page(client: httpx.AsyncClient, ac
 @pytest.mark.parametrize(
     ("services", "live", "ready"),
     [((GOOD,), 200, 200), ((GOOD, STARTING), 200, 503), ((GOOD, DEAD), 503, 503), ((), 200, 503)],
-    ids=["good", "one is starting", "one is dead", "nothing has started"],
+    ids=["healthy", "one starting", "one dead", "none started"],
 )
-async def test_probes_answer_for_all_services_together(
+async def test_probes_report_all_services_of_the_process(
     process: Process, client: httpx.AsyncClient, services: tuple[ServiceHealth, ...], live: int, ready: int
 ) -> None:
     process.health = Health(services)
@@ -101,7 +101,7 @@ async def test_probes_answer_for_all_services_together(
 
 
 @pytest.mark.scenario(76)
-async def test_a_probe_says_which_service_and_why(process: Process, client: httpx.AsyncClient) -> None:
+async def test_a_probe_names_the_service_and_the_reason(process: Process, client: httpx.AsyncClient) -> None:
     process.health = Health((GOOD, STARTING))
 
     answer = await client.get("/readyz")
@@ -116,12 +116,12 @@ async def test_a_probe_says_which_service_and_why(process: Process, client: http
     }
 
 
-async def test_everything_else_is_not_found(client: httpx.AsyncClient) -> None:
+async def test_other_paths_and_methods_are_rejected(client: httpx.AsyncClient) -> None:
     assert (await client.get("/")).status_code == 404
     assert (await client.post("/metrics")).status_code == 405
 
 
-async def test_a_long_page_does_not_hold_up_the_loop(process: Process, client: httpx.AsyncClient) -> None:
+async def test_a_slow_scrape_does_not_block_the_event_loop(process: Process, client: httpx.AsyncClient) -> None:
     probe_answered = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -139,20 +139,22 @@ async def test_a_long_page_does_not_hold_up_the_loop(process: Process, client: h
     assert (await scrape).status_code == 200
 
 
-async def test_a_taken_port_names_its_setting(process: Process) -> None:
+async def test_a_port_in_use_raises_an_error_that_names_its_setting(process: Process) -> None:
     async with process.endpoints() as first:
-        with pytest.raises(SettingsError, match=rf"telemetry\.metrics_port  {first.port} on 127\.0\.0\.1 is taken"):
+        with pytest.raises(
+            SettingsError, match=rf"telemetry\.metrics_port  {first.port} on 127\.0\.0\.1 is already in use"
+        ):
             await process.endpoints(first.port).__aenter__()
 
 
 @pytest.mark.parametrize("host", ["203.0.113.1", "no such host"])
-async def test_a_host_that_is_not_ours_names_its_setting(process: Process, host: str) -> None:
+async def test_an_invalid_host_raises_an_error_that_names_its_setting(process: Process, host: str) -> None:
     with pytest.raises(SettingsError, match=rf'telemetry\.metrics_host  cannot listen on "{host}"'):
         await process.endpoints(host=host).__aenter__()
 
 
-async def test_a_port_is_free_again_at_once(process: Process) -> None:
-    """Although the kernel remembers connections that were closed from this side."""
+async def test_a_port_can_be_reused_immediately(process: Process) -> None:
+    """Closed connections in the state TIME_WAIT do not block the port."""
     async with httpx.AsyncClient(trust_env=False) as client:
         async with process.endpoints() as first:
             await client.get(f"http://127.0.0.1:{first.port}/healthz")
@@ -161,7 +163,7 @@ async def test_a_port_is_free_again_at_once(process: Process) -> None:
             assert second.port == first.port
 
 
-async def test_signals_stay_with_the_process(process: Process) -> None:
+async def test_signal_handlers_are_not_changed(process: Process) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
     async with process.endpoints() as endpoints, httpx.AsyncClient(trust_env=False) as client:
@@ -171,7 +173,7 @@ async def test_signals_stay_with_the_process(process: Process) -> None:
     assert during == before
 
 
-async def test_requests_are_not_logged_and_the_loggers_of_others_stay(
+async def test_requests_are_not_logged_and_other_loggers_are_not_changed(
     process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     access = logging.getLogger("uvicorn.access")
@@ -188,7 +190,7 @@ async def test_requests_are_not_logged_and_the_loggers_of_others_stay(
     access.removeHandler(handler)
 
 
-async def test_a_block_left_at_once_leaves_nothing_listening(process: Process) -> None:
+async def test_an_empty_block_closes_the_socket(process: Process) -> None:
     async with process.endpoints() as endpoints:
         port = endpoints.port
 
@@ -196,7 +198,7 @@ async def test_a_block_left_at_once_leaves_nothing_listening(process: Process) -
         await asyncio.open_connection("127.0.0.1", port)
 
 
-async def test_idle_connections_do_not_hold_up_the_end(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_do_not_delay_closing(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("integr8s_idem.runtime.endpoints.CLOSE_SECONDS", 60)
     async with process.endpoints() as endpoints:
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoints.port)
@@ -208,7 +210,7 @@ async def test_idle_connections_do_not_hold_up_the_end(process: Process, monkeyp
     writer.close()
 
 
-async def test_a_scraper_that_reads_nothing_is_cut_off(process: Process) -> None:
+async def test_the_connection_of_a_scraper_that_reads_nothing_is_aborted(process: Process) -> None:
     for number in range(30):
         PrometheusObserver(f"service-{number}-{'x' * 3_000}", process.registry)
     endpoints = await process.endpoints().__aenter__()
@@ -231,7 +233,7 @@ async def test_a_scraper_that_reads_nothing_is_cut_off(process: Process) -> None
     assert len(read) < len(generate_latest(process.registry))
 
 
-async def test_a_cancelled_end_leaves_nothing_listening(process: Process) -> None:
+async def test_cancelled_closing_closes_the_socket(process: Process) -> None:
     endpoints = await process.endpoints().__aenter__()
     async with httpx.AsyncClient(trust_env=False) as client:
         await client.get(f"http://127.0.0.1:{endpoints.port}/healthz")
@@ -246,7 +248,7 @@ async def test_a_cancelled_end_leaves_nothing_listening(process: Process) -> Non
         await asyncio.open_connection("127.0.0.1", endpoints.port)
 
 
-async def test_endpoints_cancelled_before_they_began_leave_nothing_listening(process: Process) -> None:
+async def test_endpoints_cancelled_before_they_started_close_the_socket(process: Process) -> None:
     endpoints = await process.endpoints().__aenter__()
     endpoints._serving.cancel()
 

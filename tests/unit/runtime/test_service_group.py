@@ -1,4 +1,4 @@
-"""Services side by side: what does not fit together is said at the start."""
+"""Groups of services, and errors of services that cannot start."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ def container(settings: Settings, name: str = "billing", handlers: EventRouter |
 
 
 async def failure_of(service: Service, caplog: pytest.LogCaptureFixture) -> str:
-    """What a group says of a service that cannot start."""
+    """Return the log message about a service that cannot start."""
     with caplog.at_level(logging.ERROR):
         assert await ServiceGroup([service], SETTINGS).run() == 1
     (record,) = [record for record in caplog.records if "failed" in record.message]
-    assert record.exc_info is None, "a sentence, no traceback"
+    assert record.exc_info is None, "the message needs no traceback"
     return record.message
 
 
 async def test_a_service_with_the_container_of_another_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """They would share their keys: each event would be handled by one of them alone."""
-    told = await failure_of(Service("shipping", container=container), caplog)
+    """They would share their keys, so that each event would be handled by only one of them."""
+    message = await failure_of(Service("shipping", container=container), caplog)
 
-    assert "service shipping has the container of billing" in told
-    assert 'ServiceName("shipping")' in told
+    assert "service shipping uses the container of billing" in message
+    assert 'ServiceName("shipping")' in message
 
 
 async def test_a_service_without_handlers_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     def empty(settings: Settings) -> AsyncContainer:
         return container(settings, handlers=EventRouter())
 
-    assert "reads no topic" in await failure_of(Service("billing", container=empty), caplog)
+    assert "has no topics" in await failure_of(Service("billing", container=empty), caplog)
 
 
 async def test_a_container_that_is_not_async_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,7 +83,7 @@ async def test_a_container_that_is_not_async_is_refused(caplog: pytest.LogCaptur
 
 
 @pytest.mark.scenario(99)
-async def test_a_handler_whose_dependency_nobody_provides_is_told_by_the_drawing_alone(
+async def test_a_missing_dependency_of_a_handler_is_reported_without_validation(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Payments: ...
@@ -102,19 +102,19 @@ async def test_a_handler_whose_dependency_nobody_provides_is_told_by_the_drawing
     assert "Payments" in await failure_of(Service("billing", providers=incomplete_providers), caplog)
 
 
-async def test_a_group_says_where_its_metrics_are_served() -> None:
-    heard: list[tuple[str, int]] = []
+async def test_on_metrics_is_called_with_the_address_of_the_endpoint() -> None:
+    addresses: list[tuple[str, int]] = []
     settings = Settings(store={"kind": "memory"}, telemetry={"metrics_host": "127.0.0.1", "metrics_port": 0})
     service = Service("billing", container=lambda settings: make_container())  # type: ignore[arg-type,return-value]
 
-    await ServiceGroup([service], settings, lambda host, port: heard.append((host, port))).run()
+    await ServiceGroup([service], settings, lambda host, port: addresses.append((host, port))).run()
 
-    ((host, port),) = heard
+    ((host, port),) = addresses
     assert host == "127.0.0.1"
     assert port > 0
 
 
-async def test_with_both_servers_down_both_are_named(unused_tcp_port_factory: Callable[[], int]) -> None:
+async def test_if_kafka_and_the_store_are_down_both_are_reported(unused_tcp_port_factory: Callable[[], int]) -> None:
     broker, store = unused_tcp_port_factory(), unused_tcp_port_factory()
     settings = Settings(
         kafka={"bootstrap_servers": f"127.0.0.1:{broker}"},
@@ -130,9 +130,9 @@ async def test_with_both_servers_down_both_are_named(unused_tcp_port_factory: Ca
     await eventually(lambda: f"127.0.0.1:{broker}" in reason() and f"127.0.0.1:{store}" in reason(), state=reason)
     file = StringIO()
     Console(width=400, file=file).print(report_table(group.reports(), 400))
-    told = file.getvalue()
+    message = file.getvalue()
     group.stop()
     await running
 
-    assert f"cannot reach Kafka at 127.0.0.1:{broker}" in told
-    assert f"no connection to Redis: connection refused (Error 111 connecting to 127.0.0.1:{store}" in told
+    assert f"cannot reach Kafka at 127.0.0.1:{broker}" in message
+    assert f"no connection to Redis: connection refused (Error 111 connecting to 127.0.0.1:{store}" in message

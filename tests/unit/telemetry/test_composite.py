@@ -1,4 +1,4 @@
-"""Several observers as one."""
+"""Combined observers."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ TRACE = TraceLink(b"\1" * 16, b"\2" * 8)
 
 
 class Recorder:
-    """Writes down what it is told, as observer and as span."""
+    """Records all calls, as an observer and as a span."""
 
     def __init__(self, name: str, story: list[str], trace: TraceLink | None = None) -> None:
         self.name = name
         self.story = story
         self._trace = trace
 
-    def _tell(self, what: object) -> None:
+    def _record(self, what: object) -> None:
         self.story.append(f"{self.name} {what}")
 
     @contextmanager
     def _span(self, what: str) -> Iterator[Span]:
-        self._tell(f"opens {what}")
+        self._record(f"opens {what}")
         try:
             yield self
         except BaseException as error:
-            self._tell(f"sees {type(error).__name__}")
+            self._record(f"sees {type(error).__name__}")
             raise
         finally:
-            self._tell(f"closes {what}")
+            self._record(f"closes {what}")
 
     def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
         return self._span(f"{event_type} {topic} {len(headers)}")
@@ -46,19 +46,19 @@ class Recorder:
         return self._span(phase.name)
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
-        self._tell(f"{signal.name} {event_type} {amount} {reason}")
+        self._record(f"{signal.name} {event_type} {amount} {reason}")
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
-        self._tell(f"{gauge.name} {value} {part}")
+        self._record(f"{gauge.name} {value} {part}")
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
         headers.append((self.name, b""))
 
     def link(self, trace: TraceLink) -> None:
-        self._tell("links")
+        self._record("links")
 
     def annotate(self, name: str, value: str | int) -> None:
-        self._tell(f"{name}={value}")
+        self._record(f"{name}={value}")
 
     def trace(self) -> TraceLink | None:
         return self._trace
@@ -88,7 +88,7 @@ def test_one_observer_needs_no_wrapper() -> None:
     assert combined() is SILENT
 
 
-def test_every_observer_hears_everything() -> None:
+def test_every_observer_is_called() -> None:
     story: list[str] = []
     both: Observer = combined(Recorder("a", story), Recorder("b", story))
     headers: list[tuple[str, bytes]] = []
@@ -104,7 +104,7 @@ def test_every_observer_hears_everything() -> None:
     assert headers == [("a", b""), ("b", b"")]
 
 
-def test_phases_nest_and_all_see_the_exception() -> None:
+def test_phases_are_nested_and_receive_the_exception() -> None:
     story: list[str] = []
     both = combined(Recorder("a", story), Recorder("b", story))
 
@@ -132,13 +132,13 @@ def test_a_span_of_three_observers_reaches_all_of_them() -> None:
     assert story[3:9] == ["a links", "b links", "c links", "a n=1", "b n=1", "c n=1"]
 
 
-def test_where_all_are_silent_no_object_is_made() -> None:
+def test_silent_observers_create_no_objects() -> None:
     silent = CompositeObserver(SILENT, SILENT)
 
     assert silent.phase(Phase.HANDLE) is SILENT.phase(Phase.HANDLE)
 
 
-def test_the_silent_one_is_not_asked_again() -> None:
+def test_a_silent_observer_is_not_called_when_a_phase_ends() -> None:
     talkative = Recorder("a", [])
     both = CompositeObserver(SILENT, talkative)
 
@@ -146,7 +146,7 @@ def test_the_silent_one_is_not_asked_again() -> None:
         assert span is talkative
 
 
-def test_what_was_opened_is_closed_if_the_second_cannot_open() -> None:
+def test_the_first_phase_is_closed_if_the_second_fails_to_open() -> None:
     story: list[str] = []
     both = combined(Recorder("a", story), BrokenObserver("b", story))
 
@@ -156,7 +156,7 @@ def test_what_was_opened_is_closed_if_the_second_cannot_open() -> None:
     assert story == ["a opens HANDLE", "a sees RuntimeError", "a closes HANDLE"]
 
 
-def test_a_phase_of_many_deliveries_is_one_to_every_observer() -> None:
+def test_a_shared_phase_is_one_phase_for_every_observer() -> None:
     story: list[str] = []
 
     with combined(Recorder("a", story), Recorder("b", story)).together(Phase.RESERVE, ["order", "parcel"]):
@@ -166,7 +166,7 @@ def test_a_phase_of_many_deliveries_is_one_to_every_observer() -> None:
     assert story == opens + closes
 
 
-def test_a_phase_of_many_is_closed_in_the_first_if_the_second_cannot_open() -> None:
+def test_a_shared_phase_is_closed_if_the_second_observer_fails() -> None:
     story: list[str] = []
     both = combined(Recorder("a", story), BrokenObserver("b", story))
 
@@ -194,10 +194,10 @@ def test_a_phase_is_recorded_if_one_of_its_observers_records_it() -> None:
 
 
 class Tracing(SilentObserver):
-    """Leaves the counting to others."""
+    """An observer without `count`."""
 
 
-def test_who_leaves_counting_to_others_is_not_asked_to_count() -> None:
+def test_only_observers_that_override_count_are_called() -> None:
     talkative = Recorder("a", [])
     both = combined(Tracing(), talkative)
 
@@ -207,5 +207,5 @@ def test_who_leaves_counting_to_others_is_not_asked_to_count() -> None:
     assert both.count == talkative.count
 
 
-def test_nobody_needs_to_count() -> None:
+def test_observers_may_all_lack_count() -> None:
     combined(Tracing(), Tracing()).count(Signal.RETRY, "order")

@@ -1,4 +1,4 @@
-"""Metrics: names, labels from closed sets, and series that are there before the first event."""
+"""Metrics: names, bounded labels, and series that exist before the first event."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def labels_in(registry: CollectorRegistry, metric: str, label: str) -> set[str]:
     return {sample.labels[label] for family in registry.collect() for sample in family.samples if sample.name == metric}
 
 
-def test_the_four_metrics_of_the_seeds_are_on_the_page(registry: CollectorRegistry) -> None:
+def test_a_scrape_contains_the_four_original_metrics(registry: CollectorRegistry) -> None:
     observer = PrometheusObserver("billing", registry)
 
     observer.measure(Gauge.KEYS_ACTIVE, 3)
@@ -69,7 +69,7 @@ def test_every_signal_is_counted_by_service_and_event_type(registry: CollectorRe
 
 
 @pytest.mark.parametrize("signal", WITH_REASON)
-def test_what_is_given_up_is_counted_by_reason_too(registry: CollectorRegistry, signal: Signal) -> None:
+def test_signals_with_reasons_are_counted_by_reason(registry: CollectorRegistry, signal: Signal) -> None:
     observer = PrometheusObserver("billing", registry)
 
     observer.count(signal, "order_placed", reason="no_key")
@@ -100,7 +100,7 @@ def test_reasons_never_become_event_types(registry: CollectorRegistry) -> None:
 
 
 @pytest.mark.parametrize("named", [*Signal, *Gauge])
-def test_every_metric_says_what_it_is(named: Signal | Gauge) -> None:
+def test_every_metric_has_a_help_text(named: Signal | Gauge) -> None:
     assert HELP[named].endswith(".")
 
 
@@ -138,13 +138,13 @@ def test_the_first_undecodable_message_is_an_increase_from_zero(registry: Collec
     assert registry.get_sample_value("idempotency_dead_letters_total", labels) == 0
 
 
-def test_a_level_that_nobody_measured_is_absent(registry: CollectorRegistry) -> None:
+def test_a_gauge_is_absent_until_it_is_measured(registry: CollectorRegistry) -> None:
     PrometheusObserver("billing", registry)
 
     assert registry.get_sample_value("idempotency_store_up", {"service": "billing"}) is None
 
 
-def test_the_lag_is_told_by_topic(registry: CollectorRegistry) -> None:
+def test_the_lag_is_exported_by_topic(registry: CollectorRegistry) -> None:
     observer = PrometheusObserver("billing", registry)
 
     observer.measure(Gauge.CONSUMER_LAG, 7, "orders")
@@ -192,18 +192,18 @@ def test_services_of_one_process_share_their_metrics(registry: CollectorRegistry
     assert registry.get_sample_value(name, {"service": "audit", "event_type": "order_placed"}) == 2
 
 
-def test_a_registry_is_forgotten_with_its_last_user() -> None:
+def test_a_registry_can_be_garbage_collected() -> None:
     gc.collect()
-    before = len(prometheus._made)
+    before = len(prometheus._collectors)
 
     PrometheusObserver("billing", CollectorRegistry())
     gc.collect()
 
-    assert len(prometheus._made) == before
+    assert len(prometheus._collectors) == before
 
 
 @pytest.mark.scenario(109)
-def test_event_types_without_end_make_a_bounded_number_of_series(registry: CollectorRegistry) -> None:
+def test_the_number_of_event_types_and_topics_is_bounded(registry: CollectorRegistry) -> None:
     observer = PrometheusObserver("billing", registry)
 
     for number in range(MAX_LABELS + 300):
@@ -223,7 +223,7 @@ def test_event_types_without_end_make_a_bounded_number_of_series(registry: Colle
 
 @pytest.mark.scenario(109)
 @pytest.mark.parametrize("signal", WITH_REASON)
-def test_reasons_without_end_make_a_bounded_number_of_series(registry: CollectorRegistry, signal: Signal) -> None:
+def test_the_number_of_reasons_is_bounded(registry: CollectorRegistry, signal: Signal) -> None:
     observer = PrometheusObserver("billing", registry)
 
     for number in range(MAX_REASONS + 300):
@@ -242,7 +242,7 @@ def test_reasons_without_end_make_a_bounded_number_of_series(registry: Collector
     ["\ud800", "a\nb", "\x00", "x" * 129, "\u202e gnp", "\u2028"],
     ids=["surrogate", "newline", "nul", "long", "right-to-left", "line separator"],
 )
-def test_an_event_type_unfit_for_a_label_is_counted_as_other(registry: CollectorRegistry, hostile: str) -> None:
+def test_an_event_type_that_is_not_a_valid_label_is_counted_as_other(registry: CollectorRegistry, hostile: str) -> None:
     observer = PrometheusObserver("billing", registry)
 
     observer.count(Signal.DELIVERED, hostile)
@@ -265,7 +265,7 @@ def test_quotes_in_an_event_type_are_escaped(registry: CollectorRegistry) -> Non
     assert line in lines_of(registry)
 
 
-def test_counts_and_times_of_several_threads_are_all_on_the_page(registry: CollectorRegistry) -> None:
+def test_a_scrape_contains_counts_and_durations_of_all_threads(registry: CollectorRegistry) -> None:
     observer = PrometheusObserver("billing", registry)
 
     def work() -> None:
@@ -299,7 +299,7 @@ def test_a_phase_that_ends_in_another_thread_is_measured(registry: CollectorRegi
     assert registry.get_sample_value("idempotency_phase_seconds_count", labels) == 1
 
 
-def test_a_duration_is_counted_within_all_bounds_it_does_not_exceed(
+def test_a_duration_is_counted_in_all_buckets_that_it_does_not_exceed(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -323,7 +323,7 @@ def test_a_duration_is_counted_within_all_bounds_it_does_not_exceed(
     assert registry.get_sample_value("idempotency_processing_seconds_sum", labels) == 1000.55
 
 
-def test_a_series_tells_when_it_began_unless_the_process_forbids_it(registry: CollectorRegistry) -> None:
+def test_series_have_creation_times_unless_they_are_disabled(registry: CollectorRegistry) -> None:
     observer = PrometheusObserver("billing", registry)
     before = time()
     with observer.phase(Phase.HANDLE, "order_placed"):
@@ -344,7 +344,7 @@ def test_a_series_tells_when_it_began_unless_the_process_forbids_it(registry: Co
     assert "_created" not in page
 
 
-def test_a_registry_knows_the_names_and_refuses_them_to_others(registry: CollectorRegistry) -> None:
+def test_the_names_of_the_metrics_are_registered(registry: CollectorRegistry) -> None:
     PrometheusObserver("billing", registry)
 
     for taken in ("idempotency_deliveries", "idempotency_phase_seconds", "idempotency_store_up"):
@@ -352,7 +352,7 @@ def test_a_registry_knows_the_names_and_refuses_them_to_others(registry: Collect
             Counter(taken, "Of somebody else.", registry=registry)
 
 
-def test_a_phase_of_many_deliveries_counts_for_each_of_them(registry: CollectorRegistry) -> None:
+def test_a_shared_phase_counts_for_each_delivery(registry: CollectorRegistry) -> None:
     observer = PrometheusObserver("billing", registry)
 
     with observer.together(Phase.RESERVE, ["order_placed", "order_paid", "order_placed"]):

@@ -1,4 +1,4 @@
-"""Deliveries whose trace is not recorded: no span is begun, and those downstream are told all the same."""
+"""Deliveries whose trace is not recorded: no span is started, but the decision is propagated downstream."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOTHING = SILENT.phase(Phase.HANDLE)
 
 
 class Sdk:
-    """An SDK, an observer that uses it, and the spans it got."""
+    """An SDK, an observer that uses it, and the recorded spans."""
 
     def __init__(self, sampler: Sampler, *, drawn: bool = True) -> None:
         self._exporter = InMemorySpanExporter()
@@ -84,8 +84,8 @@ def test_outgoing_messages_of_an_unsampled_delivery_carry_the_decision_of_its_pr
     assert not sdk.spans
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["our ids", "ids of the SDK"])
-def test_what_follows_from_an_unsampled_trace_of_ours_is_not_sampled_either(drawn: bool) -> None:
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn ids", "ids of the SDK"])
+def test_spans_below_an_unsampled_root_are_not_sampled(drawn: bool) -> None:
     sdk = Sdk(none_recorded(), drawn=drawn)
 
     with sdk.observer.processing("order_placed", "orders", []):
@@ -102,7 +102,7 @@ def injected_trace_id(headers: Sequence[tuple[str, bytes]]) -> str:
     return dict(headers)["traceparent"].decode().split("-")[1]
 
 
-def test_all_who_ask_for_the_context_of_an_unsampled_delivery_get_the_same() -> None:
+def test_the_context_of_an_unsampled_delivery_is_created_once() -> None:
     sdk = Sdk(none_recorded())
     found: list[otel.SpanContext] = []
 
@@ -122,7 +122,7 @@ def test_all_who_ask_for_the_context_of_an_unsampled_delivery_get_the_same() -> 
     assert otel.format_trace_id(found[0].trace_id) in repr(span)
 
 
-def test_spans_of_a_handler_are_not_recorded_where_its_delivery_is_not() -> None:
+def test_spans_of_a_handler_are_not_recorded_if_its_delivery_is_not() -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
     with (
@@ -135,15 +135,15 @@ def test_spans_of_a_handler_are_not_recorded_where_its_delivery_is_not() -> None
     assert not sdk.spans
 
 
-def test_phases_of_an_unsampled_delivery_make_nothing() -> None:
+def test_phases_of_an_unsampled_delivery_create_no_objects() -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
     with sdk.observer.processing("order_placed", "orders", NOT_SAMPLED):
         assert sdk.observer.phase(Phase.RESERVE, "order_placed") is NOTHING
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["our ids", "ids of the SDK"])
-def test_phases_below_an_unsampled_span_of_the_application_make_nothing(drawn: bool) -> None:
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn ids", "ids of the SDK"])
+def test_phases_below_an_unsampled_span_of_the_application_create_no_objects(drawn: bool) -> None:
     sdk = Sdk(none_recorded(), drawn=drawn)
 
     with sdk.application.start_as_current_span("request"):
@@ -163,7 +163,7 @@ def test_the_sdk_is_not_asked_for_spans_of_an_unsampled_delivery(monkeypatch: py
     assert begun == []
 
 
-def test_a_trace_that_a_handler_begins_by_itself_is_recorded_with_the_phases_in_it() -> None:
+def test_a_trace_started_by_a_handler_is_recorded_with_its_phases() -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
     with (
@@ -176,7 +176,7 @@ def test_a_trace_that_a_handler_begins_by_itself_is_recorded_with_the_phases_in_
     assert sdk.names == ["idempotency.reserve", "nightly"]
 
 
-def test_after_an_unsampled_delivery_the_context_is_what_it_was() -> None:
+def test_the_context_is_restored_after_an_unsampled_delivery() -> None:
     sdk = Sdk(none_recorded())
     before = otel_context.get_current()
 
@@ -186,7 +186,7 @@ def test_after_an_unsampled_delivery_the_context_is_what_it_was() -> None:
     assert otel_context.get_current() is before
 
 
-def test_baggage_stays_through_an_unsampled_delivery() -> None:
+def test_baggage_is_kept_in_an_unsampled_delivery() -> None:
     sdk = Sdk(none_recorded())
     token = otel_context.attach(baggage.set_baggage("tenant", "7"))
 
@@ -197,7 +197,7 @@ def test_baggage_stays_through_an_unsampled_delivery() -> None:
     assert seen == "7"
 
 
-def test_a_trace_is_recorded_if_and_only_if_its_id_is_in_the_share() -> None:
+def test_a_trace_is_recorded_if_and_only_if_its_id_is_sampled() -> None:
     random.seed(1)
     sdk, bound = Sdk(one_in(10)), TraceIdRatioBased.get_bound_for_rate(0.1)
     others: list[bool] = []
@@ -212,7 +212,7 @@ def test_a_trace_is_recorded_if_and_only_if_its_id_is_in_the_share() -> None:
     assert len({context_of(span).trace_id for span in sdk.spans}) == len(sdk.spans)
 
 
-def test_a_phase_without_a_delivery_is_a_trace_of_its_own_and_recorded_by_its_share() -> None:
+def test_a_phase_without_a_delivery_starts_a_trace_that_may_be_sampled() -> None:
     random.seed(2)
     sdk = Sdk(one_in(10))
 
@@ -239,7 +239,7 @@ def test_a_drawn_id_is_used_once() -> None:
     assert ids.generate_trace_id() != drawn
 
 
-def test_a_drawn_id_is_for_the_thread_that_has_drawn_it() -> None:
+def test_a_drawn_id_is_used_only_by_its_thread() -> None:
     ids, found = DrawnIds(), [0]
     ids.use(5)
 
@@ -252,7 +252,7 @@ def test_a_drawn_id_is_for_the_thread_that_has_drawn_it() -> None:
 
 
 class HandlersOnly(Sampler):
-    """Records each handler, whatever has become of its delivery."""
+    """Records each handler, regardless of its delivery."""
 
     def should_sample(
         self,
@@ -271,7 +271,7 @@ class HandlersOnly(Sampler):
         return "HandlersOnly"
 
 
-class OfItsOwnMind(ParentBased):
+class CustomParentBased(ParentBased):
     should_sample = HandlersOnly.should_sample
 
 
@@ -279,16 +279,14 @@ class OfItsOwnMind(ParentBased):
     "sampler",
     [
         HandlersOnly(),
-        OfItsOwnMind(ALWAYS_OFF),
+        CustomParentBased(ALWAYS_OFF),
         ParentBased(ALWAYS_OFF, local_parent_not_sampled=HandlersOnly()),
         ParentBased(HandlersOnly(), remote_parent_not_sampled=HandlersOnly(), local_parent_not_sampled=HandlersOnly()),
     ],
-    ids=["its own", "a subclass", "below ours", "below all"],
+    ids=["custom", "subclass", "below local parents", "below all parents"],
 )
 @pytest.mark.parametrize("headers", [[], NOT_SAMPLED], ids=["no producer", "producer"])
-def test_a_sampler_of_the_applications_is_asked_about_each_span(
-    sampler: Sampler, headers: Sequence[tuple[str, bytes]]
-) -> None:
+def test_a_custom_sampler_is_asked_about_each_span(sampler: Sampler, headers: Sequence[tuple[str, bytes]]) -> None:
     sdk = Sdk(sampler)
 
     with sdk.observer.processing("order_placed", "orders", headers), sdk.observer.phase(Phase.HANDLE):
@@ -297,7 +295,7 @@ def test_a_sampler_of_the_applications_is_asked_about_each_span(
     assert sdk.names == ["idempotency.handle"]
 
 
-def test_another_sampler_for_traces_that_begin_is_asked_about_them() -> None:
+def test_a_custom_root_sampler_is_asked_about_new_traces() -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
     with sdk.observer.processing("order_placed", "orders", []):
@@ -318,7 +316,7 @@ def test_another_sampler_for_traces_that_begin_is_asked_about_them() -> None:
         f"00-{TRACE_ID}-{SPAN_ID}-00\n\n",
     ],
 )
-def test_a_damaged_traceparent_decides_nothing(traceparent: str) -> None:
+def test_an_invalid_traceparent_is_ignored(traceparent: str) -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
     with sdk.observer.processing("order_placed", "orders", [("traceparent", traceparent.encode())]):
@@ -329,7 +327,7 @@ def test_a_damaged_traceparent_decides_nothing(traceparent: str) -> None:
 
 
 @pytest.mark.parametrize("traceparent", [f" 00-{TRACE_ID}-{SPAN_ID}-00 ", f"cc-{TRACE_ID}-{SPAN_ID}-00-more"])
-def test_an_unusual_traceparent_is_read_by_the_sdk(traceparent: str) -> None:
+def test_an_unusual_traceparent_is_parsed_by_the_sdk(traceparent: str) -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
     with sdk.observer.processing("order_placed", "orders", [("traceparent", traceparent.encode())]):

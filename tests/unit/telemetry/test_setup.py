@@ -1,4 +1,4 @@
-"""From settings to telemetry: where spans go, and how a process stops sending them."""
+"""Setup of telemetry from settings: exporters of spans, and closing them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from integr8s_idem.telemetry.setup import check_exporter, configure_telemetry, o
 
 @pytest.fixture(autouse=True)
 def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nobody had touched OpenTelemetry in this process, nor set its variables."""
+    """Reset OpenTelemetry's global state and environment variables."""
     monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
     monkeypatch.setattr(setup, "_configured", None)
@@ -49,7 +49,7 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Collector:
-    """What a collector has taken."""
+    """Requests that a collector has received."""
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -57,7 +57,7 @@ class Collector:
         self.requests: list[ExportTraceServiceRequest] = []
 
     def spans(self) -> list[tuple[str, str]]:
-        """Service and name of each span."""
+        """Return service and name of each span."""
         return [
             (attribute.value.string_value, span.name)
             for request in self.requests
@@ -82,7 +82,7 @@ def http_collector() -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, *args: object) -> None:
-            """Nobody reads it."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         collector.endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -111,7 +111,7 @@ def grpc_collector() -> Iterator[Collector]:
 
 
 def sent_to(endpoint: str) -> TelemetrySettings:
-    """Settings that nobody has looked at, as a program may make them."""
+    """Return settings that were not validated, as a program may create them."""
     return TelemetrySettings.model_construct(otlp_endpoint=endpoint)
 
 
@@ -140,7 +140,7 @@ async def test_spans_reach_a_collector_over_grpc(grpc_collector: Collector) -> N
     assert grpc_collector.spans() == [("platform", "idempotency.handle")]
 
 
-async def test_spans_on_the_console_are_lines_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_console_spans_are_json_lines_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     async with configure_telemetry(TelemetrySettings(spans="console"), service_name="platform"):
         one_span()
         one_span()
@@ -159,7 +159,7 @@ async def test_a_sample_ratio_of_zero_records_nothing(capsys: pytest.CaptureFixt
     assert not capsys.readouterr().err
 
 
-async def test_without_a_word_about_spans_no_sdk_is_set_up() -> None:
+async def test_without_settings_for_spans_no_sdk_is_set_up() -> None:
     handle = configure_telemetry(TelemetrySettings(), service_name="platform")
 
     assert not handle.sends_spans
@@ -167,14 +167,14 @@ async def test_without_a_word_about_spans_no_sdk_is_set_up() -> None:
     await handle.close()
 
 
-async def test_an_sdk_of_the_application_stays() -> None:
-    theirs = TracerProvider(shutdown_on_exit=False)
-    otel.set_tracer_provider(theirs)
+async def test_an_sdk_of_the_application_is_kept() -> None:
+    provider = TracerProvider(shutdown_on_exit=False)
+    otel.set_tracer_provider(provider)
 
     handle = configure_telemetry(TelemetrySettings(spans="console"), service_name="platform")
 
     assert not handle.sends_spans
-    assert otel.get_tracer_provider() is theirs
+    assert otel.get_tracer_provider() is provider
     await handle.close()
 
 
@@ -188,12 +188,12 @@ async def test_a_process_is_set_up_once(caplog: pytest.LogCaptureFixture) -> Non
 
     assert again is first
     assert other is first
-    assert "other settings" in caplog.text
+    assert "the new settings are ignored" in caplog.text
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-@pytest.mark.parametrize("backlog", [None, 5], ids=["nobody listens", "nobody answers"])
-async def test_a_collector_that_takes_nothing_stalls_neither_the_end_nor_the_loop(
+@pytest.mark.parametrize("backlog", [None, 5], ids=["refuses connections", "does not respond"])
+async def test_an_unavailable_collector_delays_neither_closing_nor_the_event_loop(
     scheme: str, backlog: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) if backlog else socket.socket() as server:
@@ -211,10 +211,10 @@ async def test_a_collector_that_takes_nothing_stalls_neither_the_end_nor_the_loo
         watch.cancel()
         assert took < 5
         assert await watch < 1
-        # Before opentelemetry-sdk 1.40 the exporter does not repeat what was refused over HTTP.
+        # Before opentelemetry-sdk 1.40 the exporter does not retry refused connections over HTTP.
         is_lost_at_once = "Exception while exporting" in caplog.text
         assert is_lost_at_once or took >= 0.3
-        assert is_lost_at_once or "the last spans were not taken within 0.3 s and are lost" in caplog.text
+        assert is_lost_at_once or "the last spans were not exported within 0.3 s and are lost" in caplog.text
     assert not _threads_left("spans-", after_seconds=10)
 
 
@@ -226,7 +226,7 @@ def _threads_left(prefix: str, *, after_seconds: float) -> list[threading.Thread
 
 
 async def _watch_the_loop() -> float:
-    """The longest stand of the event loop, in seconds, once cancelled."""
+    """Return the longest delay of the event loop in seconds, when cancelled."""
     longest = 0.0
     last = monotonic()
     while True:
@@ -238,7 +238,7 @@ async def _watch_the_loop() -> float:
         longest, last = max(longest, now - last), now
 
 
-async def test_closing_twice_is_closing_once(http_collector: Collector) -> None:
+async def test_closing_twice_exports_once(http_collector: Collector) -> None:
     settings = TelemetrySettings(otlp_endpoint=http_collector.endpoint)
     handle = configure_telemetry(settings, service_name="platform")
     one_span()
@@ -264,7 +264,7 @@ async def test_closing_twice_is_closing_once(http_collector: Collector) -> None:
         (TelemetrySettings(spans="off", otlp_endpoint="http://host:4318"), "off"),
     ],
 )
-def test_settings_say_where_spans_go(settings: TelemetrySettings, exporter: str) -> None:
+def test_settings_select_the_exporter(settings: TelemetrySettings, exporter: str) -> None:
     assert setup._exporter_for(settings) == exporter
 
 
@@ -276,19 +276,19 @@ def test_settings_say_where_spans_go(settings: TelemetrySettings, exporter: str)
         ("https://host/otlp/traces", "https://host/otlp/traces"),
     ],
 )
-def test_only_an_endpoint_without_a_path_gets_the_usual_one(endpoint: str, url: str) -> None:
+def test_the_default_path_is_added_only_to_an_endpoint_without_a_path(endpoint: str, url: str) -> None:
     assert setup._traces_url(setup._endpoint_url(endpoint)) == url
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "localhost", "http://", "ftp://host", "http://host:x", ""])
-def test_an_endpoint_that_is_none_is_a_mistake_in_the_settings(endpoint: str) -> None:
+def test_an_invalid_endpoint_is_a_mistake_in_the_settings(endpoint: str) -> None:
     settings = sent_to(endpoint)
 
     with pytest.raises(SettingsError, match=r"telemetry\.otlp_endpoint .* write http://host:4318"):
         configure_telemetry(settings, service_name="platform")
 
 
-def test_a_mistaken_endpoint_with_a_password_is_not_shown() -> None:
+def test_an_invalid_endpoint_with_a_password_is_not_shown() -> None:
     settings = sent_to("ftp://user:secret@host")
 
     with pytest.raises(SettingsError) as raised:
@@ -305,7 +305,7 @@ def remove_exporter(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @EXTRAS
-def test_an_exporter_that_is_not_installed_is_a_mistake_in_the_settings(
+def test_a_missing_exporter_is_a_mistake_in_the_settings(
     protocol: str, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remove_exporter(protocol, monkeypatch)
@@ -321,7 +321,7 @@ def test_an_exporter_that_is_not_installed_is_a_mistake_in_the_settings(
 
 
 @EXTRAS
-def test_settings_check_and_run_report_an_exporter_that_is_not_installed(
+def test_settings_check_and_run_report_a_missing_exporter(
     protocol: str, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "settings.toml"
@@ -340,7 +340,7 @@ def test_settings_check_and_run_report_an_exporter_that_is_not_installed(
 
 
 @EXTRAS
-def test_no_exporter_is_needed_where_spans_go_elsewhere(
+def test_no_exporter_is_needed_if_spans_are_off_or_the_application_has_an_sdk(
     protocol: str, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remove_exporter(protocol, monkeypatch)
@@ -350,14 +350,14 @@ def test_no_exporter_is_needed_where_spans_go_elsewhere(
     check_exporter(sent_to(f"http://host:{port}"))
 
 
-def test_the_same_settings_and_service_give_the_same_observer() -> None:
+def test_the_same_settings_and_service_return_the_same_observer() -> None:
     first = observer_for(TelemetrySettings(), "same-observer")
 
     assert observer_for(TelemetrySettings(), "same-observer") is first
     assert observer_for(TelemetrySettings(), "another") is not first
 
 
-def test_an_observer_counts_unless_metrics_are_switched_off() -> None:
+def test_an_observer_counts_unless_metrics_are_disabled() -> None:
     observer_for(TelemetrySettings(), "counting").count(Signal.RETRY, "order")
     observer_for(TelemetrySettings(metrics_enabled=False), "silent").count(Signal.RETRY, "order")
 
@@ -367,7 +367,7 @@ def test_an_observer_counts_unless_metrics_are_switched_off() -> None:
 
 
 @pytest.mark.parametrize("module", ["integr8s_idem", "integr8s_idem.telemetry", "integr8s_idem.telemetry.setup"])
-def test_nothing_is_imported_before_it_is_asked_for(module: str) -> None:
+def test_telemetry_libraries_are_imported_on_demand(module: str) -> None:
     program = f"import sys, {module}; print(*(sys.modules.keys() & {{'prometheus_client', 'opentelemetry', 'grpc'}}))"
 
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

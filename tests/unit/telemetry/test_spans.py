@@ -1,4 +1,4 @@
-"""Spans, seen by a real SDK."""
+"""Spans, recorded with the OpenTelemetry SDK."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FROM_PRODUCER = [("event_id", b"1"), ("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-0
 
 
 class Recording:
-    """A provider and the spans it got."""
+    """A provider and the recorded spans."""
 
     def __init__(self, sampler: Sampler | None = None) -> None:
         self._exporter = InMemorySpanExporter()
@@ -99,7 +99,7 @@ def test_a_delivery_is_linked_to_its_producer_and_part_of_its_trace(recording: R
 
 
 def test_a_delivery_without_a_producers_context_starts_a_trace(recording: Recording) -> None:
-    """Even inside another span: the worker may have been started in one that never ends."""
+    """This also holds inside another span: the worker may have been started in a span that does not end."""
     with (
         recording.provider.get_tracer("app").start_as_current_span("startup"),
         recording.observer().processing("order_placed", "orders", []),
@@ -111,7 +111,7 @@ def test_a_delivery_without_a_producers_context_starts_a_trace(recording: Record
     assert not delivery.links
 
 
-def test_what_the_producer_did_not_sample_is_not_recorded(recording: Recording) -> None:
+def test_a_delivery_is_not_recorded_if_the_producer_did_not_sample(recording: Recording) -> None:
     headers = [("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-00".encode())]
 
     with recording.observer().processing("order_placed", "orders", headers) as span:
@@ -124,7 +124,7 @@ def test_what_the_producer_did_not_sample_is_not_recorded(recording: Recording) 
     "value",
     [b"", b"\xff\xfe", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01", b"x" * 100_000, "00-ü".encode(), None],
 )
-def test_a_damaged_traceparent_is_none(recording: Recording, value: bytes) -> None:
+def test_a_damaged_traceparent_is_treated_as_missing(recording: Recording, value: bytes) -> None:
     with recording.observer().processing("order_placed", "orders", [("traceparent", value), ("tracestate", b"\xff")]):
         pass
 
@@ -132,7 +132,7 @@ def test_a_damaged_traceparent_is_none(recording: Recording, value: bytes) -> No
     assert not recording.only.links
 
 
-def test_of_two_traceparents_the_last_counts(recording: Recording) -> None:
+def test_the_last_of_two_traceparents_counts(recording: Recording) -> None:
     earlier = ("traceparent", f"00-{'1' * 32}-{'1' * 16}-01".encode())
 
     with recording.observer().processing("order_placed", "orders", [earlier, *FROM_PRODUCER]):
@@ -155,7 +155,7 @@ def test_a_phase_is_a_child_named_after_it(recording: Recording, phase: Phase) -
     assert attributes_of(child) == {"idempotency.service": "billing", "idempotency.event_type": "order_placed"}
 
 
-async def test_deliveries_at_the_same_time_keep_their_phases_apart(recording: Recording) -> None:
+async def test_concurrent_deliveries_have_separate_phases(recording: Recording) -> None:
     observer = recording.observer()
     all_open = asyncio.Barrier(3)
 
@@ -187,7 +187,7 @@ def test_a_duplicate_links_to_the_run_that_did_the_work(recording: Recording) ->
 
 
 @pytest.mark.parametrize("damaged", [TraceLink(b"", b""), TraceLink(bytes(16), bytes(8)), TraceLink(b"\1" * 99, b"\1")])
-def test_a_damaged_trace_link_is_left_out(recording: Recording, damaged: TraceLink) -> None:
+def test_a_damaged_trace_link_is_ignored(recording: Recording, damaged: TraceLink) -> None:
     with recording.observer().phase(Phase.REPLAY) as span:
         span.link(damaged)
 
@@ -203,14 +203,14 @@ def test_no_key_is_in_a_span_by_default(recording: Recording) -> None:
     assert attributes_of(recording.only)["idempotency.attempt"] == 2
 
 
-def test_a_setting_lets_keys_in(recording: Recording) -> None:
+def test_keys_are_in_spans_if_span_keys_is_set(recording: Recording) -> None:
     with recording.observer(span_keys=True).phase(Phase.RESERVE) as span:
         span.annotate(KEY_ATTRIBUTE, "order:1")
 
     assert attributes_of(recording.only)[KEY_ATTRIBUTE] == "order:1"
 
 
-def test_an_exception_marks_the_phase_failed_by_its_type_alone(recording: Recording) -> None:
+def test_an_exception_marks_the_phase_as_failed_without_its_message(recording: Recording) -> None:
     with pytest.raises(LookupError), recording.observer().phase(Phase.HANDLE):
         raise LookupError("password=secret")
 
@@ -221,7 +221,7 @@ def test_an_exception_marks_the_phase_failed_by_its_type_alone(recording: Record
     assert "secret" not in span.to_json()
 
 
-def test_where_keys_may_be_seen_exception_messages_may_too(recording: Recording) -> None:
+def test_exception_messages_are_in_spans_if_span_keys_is_set(recording: Recording) -> None:
     with pytest.raises(LookupError), recording.observer(span_keys=True).phase(Phase.HANDLE):
         raise LookupError("no order 7")
 
@@ -253,7 +253,7 @@ def test_outgoing_messages_carry_the_context_of_the_current_span(recording: Reco
     ]
 
 
-def test_outside_of_a_span_headers_stay_as_they_are(recording: Recording) -> None:
+def test_outside_of_a_span_headers_are_not_changed(recording: Recording) -> None:
     headers = [("event_id", b"2"), ("traceparent", b"of somebody else")]
 
     recording.observer().inject(headers)
@@ -261,7 +261,7 @@ def test_outside_of_a_span_headers_stay_as_they_are(recording: Recording) -> Non
     assert headers == [("event_id", b"2"), ("traceparent", b"of somebody else")]
 
 
-def test_a_span_that_is_not_sampled_gives_no_trace_link() -> None:
+def test_an_unsampled_span_has_no_trace_link() -> None:
     observer = Recording(ParentBased(ALWAYS_OFF)).observer()
 
     with observer.processing("order_placed", "orders", []) as span:
@@ -271,7 +271,7 @@ def test_a_span_that_is_not_sampled_gives_no_trace_link() -> None:
         assert span.trace() is None
 
 
-def test_hostile_text_does_not_spoil_the_batch_of_its_span(recording: Recording) -> None:
+def test_invalid_text_does_not_prevent_exporting_its_span(recording: Recording) -> None:
     with recording.observer(span_keys=True).processing("\ud800", "\udfff", []) as span:
         span.annotate(KEY_ATTRIBUTE, "\ud800" + "x" * 1_000_000)
 
@@ -282,14 +282,14 @@ def test_hostile_text_does_not_spoil_the_batch_of_its_span(recording: Recording)
 
 @pytest.fixture
 def no_sdk(monkeypatch: pytest.MonkeyPatch) -> Callable[[otel.TracerProvider], None]:
-    """A process in which nobody has set a TracerProvider; the answer sets one."""
+    """Remove the global TracerProvider, and return a function that sets one."""
     monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
     return otel.set_tracer_provider
 
 
 @pytest.mark.usefixtures("no_sdk")
-def test_without_an_sdk_no_span_is_made() -> None:
+def test_without_an_sdk_no_span_is_created() -> None:
     observer = OpenTelemetryObserver("billing")
 
     assert observer.processing("order_placed", "orders", FROM_PRODUCER) is SILENT.phase(Phase.HANDLE)
@@ -312,7 +312,7 @@ def test_an_sdk_that_is_set_later_is_found(
     assert recording.only.name == "idempotency.handle"
 
 
-def test_an_sdk_that_is_switched_off_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_disabled_sdk_no_span_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     observer = OpenTelemetryObserver("billing", tracer_provider=TracerProvider(shutdown_on_exit=False))
 

@@ -1,4 +1,4 @@
-"""Numbers that several threads add to."""
+"""Numbers that several threads add to, without a lock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def count(tallies: Tallies[str, str], times: int = 1) -> None:
 
 
 def in_threads(work: Callable[[], None], threads: int = THREADS) -> list[Thread]:
-    """Threads that do `work` and begin it at the same time."""
+    """Run `work` in several threads that start simultaneously."""
     all_there = Barrier(threads)
 
     def begin() -> None:
@@ -41,7 +41,7 @@ def test_no_count_of_any_thread_is_lost() -> None:
     assert tallies.totals().counts == {"orders": {"handled": THREADS * TIMES + 1}}
 
 
-def test_totals_taken_meanwhile_never_fall() -> None:
+def test_totals_never_decrease() -> None:
     tallies: Tallies[str, str] = Tallies()
     seen = [0]
 
@@ -55,7 +55,7 @@ def test_totals_taken_meanwhile_never_fall() -> None:
     assert seen[-1] == THREADS * TIMES
 
 
-def test_times_of_several_threads_are_added_bound_by_bound() -> None:
+def test_durations_of_several_threads_are_added() -> None:
     tallies: Tallies[str, str] = Tallies()
 
     def took_a_second() -> None:
@@ -68,7 +68,7 @@ def test_times_of_several_threads_are_added_bound_by_bound() -> None:
     assert tallies.totals().times == {"orders": {"handle": [3, 1, 93.0]}}
 
 
-def test_threads_without_end_leave_their_numbers_and_nothing_else() -> None:
+def test_cells_of_ended_threads_are_merged() -> None:
     tallies: Tallies[str, str] = Tallies()
 
     for _ in range(50):
@@ -93,7 +93,7 @@ def test_totals_are_a_copy() -> None:
     assert totals.times == {"orders": {"handle": [1, 1.0]}}
 
 
-def test_a_thread_that_runs_keeps_its_cells_when_others_come() -> None:
+def test_a_running_thread_keeps_its_cells_when_others_start() -> None:
     tallies: Tallies[str, str] = Tallies()
     counted, go_on = Event(), Event()
 

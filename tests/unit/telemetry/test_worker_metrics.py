@@ -1,4 +1,4 @@
-"""What a worker's metrics say about messages it gives up."""
+"""Metrics of a worker about dead-lettered messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def refuse(event: OrderPlaced) -> None:
 
 
 @virtual_time
-async def test_a_given_up_message_is_counted_by_its_event_type_and_its_reason() -> None:
+async def test_a_dead_lettered_message_is_counted_by_event_type_and_reason() -> None:
     registry, broker, router = CollectorRegistry(), FakeBroker(), EventRouter()
     router.on(OrderPlaced, name="refuse")(refuse)
     broker.put("order_placed", b"no json")
@@ -43,7 +43,7 @@ async def test_a_given_up_message_is_counted_by_its_event_type_and_its_reason() 
 
 
 def counted(registry: CollectorRegistry, name: str) -> dict[tuple[str, str], float]:
-    """What was counted, by event type and reason."""
+    """Return counts by event type and reason."""
     return {
         (sample.labels["event_type"], sample.labels["reason"]): sample.value
         for family in registry.collect()

@@ -1,4 +1,4 @@
-"""One stretch of time in which a partition is ours: what of it is on its way."""
+"""Running deliveries of an assignment, and the registry of assigned partitions."""
 
 from __future__ import annotations
 
@@ -10,84 +10,84 @@ from tests.support.deliveries import assignment, delivery
 
 
 @virtual_time
-async def test_it_is_idle_once_all_that_began_has_ended_whoever_waits_for_that() -> None:
-    here = assignment()
-    first, second = delivery(here, 0), delivery(here, 1)
-    here.began(first)
-    here.began(second)
-    waits = [here.idle(), here.idle()]
+async def test_an_assignment_is_idle_when_all_its_deliveries_have_ended() -> None:
+    current = assignment()
+    first, second = delivery(current, 0), delivery(current, 1)
+    current.add_running(first)
+    current.add_running(second)
+    waits = [current.idle(), current.idle()]
 
-    here.ended_one(first)
+    current.remove_running(first)
     assert not any(each.done() for each in waits)
-    here.ended_one(second)
+    current.remove_running(second)
 
     assert all(each.done() for each in waits)
-    assert here.idle().done()
+    assert current.idle().done()
 
 
 @virtual_time
-async def test_one_of_which_nothing_has_begun_is_idle() -> None:
-    here = assignment()
+async def test_an_assignment_without_deliveries_is_idle() -> None:
+    current = assignment()
 
-    assert here.idle().done()
-    here.ended_one(delivery(here, 0))
-    assert here.idle().done()
+    assert current.idle().done()
+    current.remove_running(delivery(current, 0))
+    assert current.idle().done()
 
 
 @virtual_time
-async def test_it_is_busy_again_when_something_more_begins() -> None:
-    here = assignment()
+async def test_an_assignment_is_busy_again_when_another_delivery_starts() -> None:
+    current = assignment()
     for number in range(3):
-        one = delivery(here, number)
-        here.began(one)
-        idle = here.idle()
+        one = delivery(current, number)
+        current.add_running(one)
+        idle = current.idle()
         assert not idle.done()
-        here.ended_one(one)
+        current.remove_running(one)
         assert idle.done()
 
 
 @virtual_time
-async def test_closing_waits_for_what_is_on_its_way_as_long_as_it_may() -> None:
-    holdings = PartitionRegistry("billing", drain_seconds=5)
+async def test_closing_waits_for_running_deliveries_up_to_the_drain_timeout() -> None:
+    registry = PartitionRegistry("billing", drain_seconds=5)
     partition = assignment().partition
-    (here,) = holdings.begin([partition])
-    one, other = delivery(here, 0), delivery(here, 1)
-    here.began(one)
-    here.began(other)
+    (current,) = registry.begin([partition])
+    one, other = delivery(current, 0), delivery(current, 1)
+    current.add_running(one)
+    current.add_running(other)
     loop = asyncio.get_running_loop()
-    loop.call_later(1, here.ended_one, one)
+    loop.call_later(1, current.remove_running, one)
 
-    await holdings.close([here])
+    await registry.close([current])
     assert loop.time() == 5
-    here.ended_one(other)
-    await holdings.close([here])
+    current.remove_running(other)
+    await registry.close([current])
 
     assert loop.time() == 5
 
 
 @virtual_time
-async def test_handlers_of_partitions_that_are_gone_stay_in_sight_until_they_end() -> None:
-    holdings = PartitionRegistry("billing", drain_seconds=5)
-    (here,) = holdings.begin([assignment().partition])
-    one = delivery(here, 0)
-    here.began(one)
+async def test_handlers_of_revoked_partitions_are_reported_until_they_end() -> None:
+    registry = PartitionRegistry("billing", drain_seconds=5)
+    (current,) = registry.begin([assignment().partition])
+    one = delivery(current, 0)
+    current.add_running(one)
     task = asyncio.create_task(asyncio.sleep(10))
     one.tasks.add(task)
 
-    holdings.end(here)
-    assert holdings.handlers() == {task}
+    registry.end(current)
+    assert registry.handlers() == {task}
     one.tasks.clear()
-    here.ended_one(one)
+    current.remove_running(one)
 
-    assert holdings.handlers() == set()
+    assert registry.handlers() == set()
     await task
 
 
 @virtual_time
-async def test_all_that_is_ours_can_be_closed_at_once() -> None:
-    holdings = PartitionRegistry("billing", drain_seconds=5)
-    ours = holdings.begin([assignment(partition=0).partition, assignment(partition=1).partition])
+async def test_close_all_closes_every_assignment() -> None:
+    registry = PartitionRegistry("billing", drain_seconds=5)
+    assignments = registry.begin([assignment(partition=0).partition, assignment(partition=1).partition])
 
-    holdings.close_at_once()
+    registry.close_all()
 
-    assert all(each.closed for each in ours)
+    assert all(each.closed for each in assignments)

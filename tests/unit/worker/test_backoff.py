@@ -1,4 +1,4 @@
-"""Pauses before trying again."""
+"""Delays between retries."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from integr8s_idem.worker.backoff import Backoff
 
 
 @given(st.integers(-1, 10**9))
-def test_a_pause_is_never_zero_and_never_longer_than_allowed(tries: int) -> None:
+def test_a_delay_is_never_zero_and_never_exceeds_the_maximum(tries: int) -> None:
     pause = Backoff(initial=0.5, longest=30).pause(tries)
 
     assert 0.005 <= pause <= 30
 
 
-def test_pauses_double_until_the_longest() -> None:
+def test_delays_double_up_to_the_maximum() -> None:
     backoff = Backoff(initial=1, longest=8)
 
     longest = [max(backoff.pause(tries) for _ in range(2_000)) for tries in range(1, 7)]
@@ -23,7 +23,7 @@ def test_pauses_double_until_the_longest() -> None:
     assert [round(pause) for pause in longest] == [1, 2, 4, 8, 8, 8]
 
 
-def test_pauses_are_spread_so_that_many_failures_do_not_come_back_together() -> None:
+def test_delays_have_jitter_so_that_failures_are_not_retried_together() -> None:
     pauses = [Backoff(initial=8, longest=8).pause(1) for _ in range(2_000)]
 
     assert min(pauses) < 1

@@ -1,4 +1,4 @@
-"""Backpressure: which partitions rest."""
+"""Backpressure: which partitions are paused."""
 
 from __future__ import annotations
 
@@ -14,94 +14,94 @@ from tests.support.fake_consumer import FakeBroker, FakeConsumer
 
 def consumer_of(*assignments: Assignment) -> tuple[FakeConsumer, dict[Partition, Assignment]]:
     consumer = FakeConsumer(FakeBroker())
-    for place in assignments:
-        consumer.seek(place.partition, 0)
-    return consumer, {place.partition: place for place in assignments}
+    for each in assignments:
+        consumer.seek(each.partition, 0)
+    return consumer, {each.partition: each for each in assignments}
 
 
-def load(pressure: Backpressure, deliveries: int) -> None:
-    """Let so many be in flight, of a byte each."""
+def load(backpressure: Backpressure, deliveries: int) -> None:
+    """Add or remove deliveries until `deliveries` are in flight."""
     one = delivery(assignment(), 0)
-    while pressure.in_flight < deliveries:
-        pressure.took(one)
-    while pressure.in_flight > deliveries:
-        pressure.left(one)
+    while backpressure.in_flight < deliveries:
+        backpressure.add(one)
+    while backpressure.in_flight > deliveries:
+        backpressure.remove(one)
 
 
 @virtual_time
-async def test_fetching_stops_at_the_limit_and_goes_on_at_half_of_it() -> None:
-    consumer, ours = consumer_of(assignment())
-    pressure, paused = Backpressure(100, 10**9), list[bool]()
+async def test_fetching_pauses_at_the_limit_and_resumes_at_half_of_it() -> None:
+    consumer, assignments = consumer_of(assignment())
+    backpressure, paused = Backpressure(100, 10**9), list[bool]()
 
     for in_flight in (99, 100, 99, 51, 50, 99):
-        load(pressure, in_flight)
-        pressure.apply(consumer, ours, hold=False)
+        load(backpressure, in_flight)
+        backpressure.apply(consumer, assignments, hold=False)
         paused.append(bool(consumer.paused))
 
     assert paused == [False, True, True, True, False, False]
 
 
 @virtual_time
-async def test_bytes_count_like_messages() -> None:
-    consumer, ours = consumer_of(assignment())
-    pressure, paused = Backpressure(100, 1_000), list[bool]()
+async def test_the_limit_in_bytes_works_like_that_in_messages() -> None:
+    consumer, assignments = consumer_of(assignment())
+    backpressure, paused = Backpressure(100, 1_000), list[bool]()
 
     for size in (999, 1_000, 501, 500):
         body = delivery(assignment(), 0, value=b"x" * size)
-        pressure.took(body)
-        pressure.apply(consumer, ours, hold=False)
-        pressure.left(body)
+        backpressure.add(body)
+        backpressure.apply(consumer, assignments, hold=False)
+        backpressure.remove(body)
         paused.append(bool(consumer.paused))
 
     assert paused == [False, True, True, False]
 
 
 @virtual_time
-async def test_a_closed_gate_rests_everything_and_an_open_one_wakes_it() -> None:
-    consumer, ours = consumer_of(assignment(partition=0), assignment(partition=1))
-    pressure = Backpressure(100, 10**9)
+async def test_hold_pauses_all_partitions_until_it_ends() -> None:
+    consumer, assignments = consumer_of(assignment(partition=0), assignment(partition=1))
+    backpressure = Backpressure(100, 10**9)
 
-    pressure.apply(consumer, ours, hold=True)
-    assert consumer.paused == set(ours)
+    backpressure.apply(consumer, assignments, hold=True)
+    assert consumer.paused == set(assignments)
 
-    pressure.apply(consumer, ours, hold=False)
+    backpressure.apply(consumer, assignments, hold=False)
     assert consumer.paused == set()
 
 
 @pytest.mark.scenario(65)
 @virtual_time
 async def test_pauses_that_a_rebalance_cleared_are_set_again() -> None:
-    consumer, ours = consumer_of(assignment())
-    pressure = Backpressure(100, 10**9)
-    load(pressure, 100)
-    pressure.apply(consumer, ours, hold=False)
+    consumer, assignments = consumer_of(assignment())
+    backpressure = Backpressure(100, 10**9)
+    load(backpressure, 100)
+    backpressure.apply(consumer, assignments, hold=False)
 
     consumer.paused.clear()
-    pressure.apply(consumer, ours, hold=False)
+    backpressure.apply(consumer, assignments, hold=False)
 
-    assert consumer.paused == set(ours)
+    assert consumer.paused == set(assignments)
 
 
 @virtual_time
-async def test_one_partition_that_is_stuck_rests_alone() -> None:
+async def test_a_partition_with_too_many_uncommitted_deliveries_is_paused_alone() -> None:
     stuck, other = assignment(partition=0), assignment(partition=1)
-    consumer, ours = consumer_of(stuck, other)
+    consumer, assignments = consumer_of(stuck, other)
     for offset in range(MOST_UNCOMMITTED):
         stuck.progress.deliver(offset)
         other.progress.deliver(offset)
         other.progress.finish(offset)
 
-    Backpressure(10**9, 10**9).apply(consumer, ours, hold=False)
+    Backpressure(10**9, 10**9).apply(consumer, assignments, hold=False)
 
     assert consumer.paused == {stuck.partition}
 
 
 @virtual_time
-async def test_a_closing_partition_rests_and_one_that_is_gone_is_left_alone() -> None:
+async def test_a_closing_partition_is_paused_and_a_revoked_one_is_ignored() -> None:
     closing, gone = assignment(partition=0), assignment(partition=1)
-    consumer, ours = consumer_of(closing)
+    consumer, assignments = consumer_of(closing)
     closing.close()
 
-    Backpressure(100, 10**9).apply(consumer, {**ours, gone.partition: gone}, hold=False)
+    Backpressure(100, 10**9).apply(consumer, {**assignments, gone.partition: gone}, hold=False)
 
     assert consumer.paused == {closing.partition}

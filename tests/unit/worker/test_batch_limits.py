@@ -1,4 +1,4 @@
-"""A worker that cannot fill the batches of its handlers says so when it starts; its broker is in memory."""
+"""A worker warns at startup if its settings keep batches below the handlers' `max_size`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _router() -> EventRouter:
 
 
 async def _warnings(caplog: pytest.LogCaptureFixture, **service: Any) -> list[str]:
-    """What a worker with these settings warns of, from its start until it has handled something."""
+    """Return the warnings of a worker with these settings, from its start until it has handled an event."""
     broker = FakeBroker()
     broker.publish(OrderPlaced())
     with caplog.at_level(logging.WARNING, "integr8s_idem.worker.consumer"):
@@ -48,23 +48,23 @@ async def _warnings(caplog: pytest.LogCaptureFixture, **service: Any) -> list[st
 
 
 @virtual_time
-async def test_the_order_of_partitions_is_warned_of_once_with_what_to_set(caplog: pytest.LogCaptureFixture) -> None:
+async def test_ordering_by_partition_is_warned_about_once_with_a_remedy(caplog: pytest.LogCaptureFixture) -> None:
     assert await _warnings(caplog, ordering="partition", concurrency=100) == [
-        'billing: batch handlers (index) take up to 100 events at once, and services.billing.ordering = "partition" '
-        'gives them one of each partition at a time: set ordering = "key", or "none" if no order matters'
+        'billing: batch handlers (index) accept up to 100 events at once, but services.billing.ordering = "partition" '
+        'passes them one event of each partition at a time: set ordering = "key", or "none" if order does not matter'
     ]
 
 
 @virtual_time
 @pytest.mark.parametrize("setting", ["concurrency", "max_in_flight"])
-async def test_less_at_hand_than_a_batch_holds_is_warned_of(caplog: pytest.LogCaptureFixture, setting: str) -> None:
+async def test_a_limit_below_max_size_is_warned_about(caplog: pytest.LogCaptureFixture, setting: str) -> None:
     assert await _warnings(caplog, **{"ordering": "key", "concurrency": 100, setting: 64}) == [
-        f"billing: batch handlers (index) take up to 100 events at once, and services.billing.{setting} = 64 is less: "
+        f"billing: batch handlers (index) accept up to 100 events at once, but services.billing.{setting} = 64: "
         "raise it to 100, or lower max_size in @router.on_batch(…)"
     ]
 
 
 @virtual_time
 @pytest.mark.parametrize("ordering", ["key", "none"])
-async def test_where_batches_can_be_full_nothing_is_said(caplog: pytest.LogCaptureFixture, ordering: str) -> None:
+async def test_full_batches_cause_no_warning(caplog: pytest.LogCaptureFixture, ordering: str) -> None:
     assert await _warnings(caplog, ordering=ordering, concurrency=100) == []

@@ -1,4 +1,4 @@
-"""What a worker commits where a client's position is past its last message: behind markers and aborted messages."""
+"""Commits of offsets after the last message: transaction markers and aborted messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.fake_worker import RunningWorker, running
 TOPIC = Partition("order_placed", 0)
 OTHER = Partition("order_placed", 1)
 LONG = 20.0
-"""Seconds: many polls and many commits."""
+"""Seconds of many polls and commits."""
 
 
 class OrderPlaced(BaseEvent):
@@ -33,11 +33,11 @@ class Shop:
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
         self.may_end.set()
-        self.began: list[str] = []
+        self.started: list[str] = []
         self.ended: list[str] = []
 
     async def charge(self, event: OrderPlaced) -> None:
-        self.began.append(event.order_id)
+        self.started.append(event.order_id)
         await self.may_end.wait()
         self.ended.append(event.order_id)
 
@@ -73,7 +73,7 @@ async def test_markers_after_the_last_message_are_committed() -> None:
 
 
 @virtual_time
-async def test_a_partition_of_markers_alone_is_committed_and_an_idle_one_is_not_committed_again() -> None:
+async def test_a_partition_with_only_markers_is_committed_and_an_idle_one_is_not_committed_again() -> None:
     broker, shop = FakeBroker(), Shop()
     broker.mark("order_placed", 3)
     broker.mark("order_placed", 2, partition=1)
@@ -87,13 +87,13 @@ async def test_a_partition_of_markers_alone_is_committed_and_an_idle_one_is_not_
 
 
 @virtual_time
-async def test_markers_are_not_committed_before_the_handlers_of_what_precedes_them_have_ended() -> None:
+async def test_markers_are_not_committed_before_handlers_of_earlier_messages_have_ended() -> None:
     broker, shop = FakeBroker(), Shop()
     shop.may_end.clear()
     broker.publish(order(0))
     broker.mark("order_placed", 5)
     async with running(shop.dispatcher, broker, drain_timeout_seconds=5.0) as worker:
-        await worker.until(lambda: shop.began == ["0"], LONG)
+        await worker.until(lambda: shop.started == ["0"], LONG)
         await asyncio.sleep(LONG)
         assert broker.committed == {}
         shop.may_end.set()
@@ -101,14 +101,14 @@ async def test_markers_are_not_committed_before_the_handlers_of_what_precedes_th
 
 
 @virtual_time
-async def test_a_partition_that_arrives_within_a_poll_is_committed_up_to_its_markers() -> None:
+async def test_a_partition_assigned_during_a_poll_is_committed_up_to_its_markers() -> None:
     broker, shop = FakeBroker(), Shop()
     broker.publish(order(0))
     async with running(shop.dispatcher, broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1, LONG)
         broker.committed[OTHER] = 2
         broker.mark("order_placed", 3, partition=1)
-        # The poll that is under way passes the marker before anybody has asked where the partition begins.
+        # The current poll passes the marker before the start of the partition was read.
         await worker.consumer.give([OTHER])
         broker.arrived.set()
         await worker.until(lambda: broker.committed.get(OTHER) == 3, LONG)
@@ -116,12 +116,12 @@ async def test_a_partition_that_arrives_within_a_poll_is_committed_up_to_its_mar
 
 
 @virtual_time
-async def test_what_is_dropped_while_a_worker_drains_is_not_committed() -> None:
+async def test_messages_dropped_while_a_worker_drains_are_not_committed() -> None:
     broker, shop = FakeBroker(), Shop()
     shop.may_end.clear()
     broker.publish(order(0))
     async with running(shop.dispatcher, broker, drain_timeout_seconds=60.0) as worker:
-        await worker.until(lambda: shop.began == ["0"], LONG)
+        await worker.until(lambda: shop.started == ["0"], LONG)
         worker.worker.stop()
         await asyncio.sleep(1)
         broker.publish(order(1))
@@ -129,12 +129,12 @@ async def test_what_is_dropped_while_a_worker_drains_is_not_committed() -> None:
         await asyncio.sleep(LONG)
         shop.may_end.set()
 
-    assert shop.began == ["0"]
+    assert shop.started == ["0"]
     assert broker.committed == {TOPIC: 1}
 
 
-class SlowlyReturning(FakeConsumer):
-    """Its polls move positions some time before they return."""
+class SlowConsumer(FakeConsumer):
+    """A consumer whose polls move positions some time before they return."""
 
     async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int) -> Mapping[Any, Sequence[Any]]:
         batches = await super().getmany(*partitions, timeout_ms=timeout_ms, max_records=max_records)
@@ -144,10 +144,10 @@ class SlowlyReturning(FakeConsumer):
 
 
 @virtual_time
-async def test_a_position_that_moved_within_a_poll_is_not_committed_before_its_messages_are_registered(
+async def test_a_position_that_moved_during_a_poll_is_not_committed_before_its_messages_are_registered(
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr("tests.support.fake_worker.FakeConsumer", SlowlyReturning)
+    monkeypatch.setattr("tests.support.fake_worker.FakeConsumer", SlowConsumer)
     broker, shop = FakeBroker(), Shop()
     broker.mark("order_placed")
     async with running(shop.dispatcher, broker) as worker:
@@ -157,8 +157,8 @@ async def test_a_position_that_moved_within_a_poll_is_not_committed_before_its_m
         await asyncio.sleep(1)
         assert await worker.consumer.position(TOPIC) == 2
         await asyncio.sleep(LONG / 2)
-        assert (shop.began, broker.committed) == ([], {TOPIC: 1})
-        await worker.until(lambda: shop.began == ["0"], LONG)
+        assert (shop.started, broker.committed) == ([], {TOPIC: 1})
+        await worker.until(lambda: shop.started == ["0"], LONG)
         await asyncio.sleep(LONG)
         assert broker.committed == {TOPIC: 1}
         shop.may_end.set()
@@ -172,7 +172,7 @@ async def test_a_poll_that_fails_after_it_moved_positions_loses_nothing() -> Non
     broker.mark("order_placed", 2, partition=1)
     async with running(shop.dispatcher, broker) as worker:
         await worker.until(lambda: broker.committed == {TOPIC: 2, OTHER: 2}, LONG)
-        # As with aiokafka, a poll that meets damage has moved the positions of the partitions before it.
+        # Like in aiokafka, a poll that reaches the damage has already moved the positions of earlier partitions.
         broker.damaged[OTHER] = 2
         for number in range(3):
             broker.publish(order(number))
@@ -182,8 +182,8 @@ async def test_a_poll_that_fails_after_it_moved_positions_loses_nothing() -> Non
         assert broker.committed[OTHER] == 2
 
 
-class MovingOn(FakeConsumer):
-    """As aiokafka with a batch whose length is damaged: it moves on by one at once, and raises in a later poll."""
+class SkippingConsumer(FakeConsumer):
+    """Skips a batch with a damaged length and raises the error in a later poll, like aiokafka."""
 
     broken: Partition | None = None
 
@@ -207,16 +207,16 @@ class MovingOn(FakeConsumer):
 
 
 @virtual_time
-async def test_a_position_that_a_damaged_fetch_has_moved_is_not_committed(monkeypatch: Any) -> None:
-    monkeypatch.setattr("tests.support.fake_worker.FakeConsumer", MovingOn)
+async def test_a_position_moved_by_a_damaged_fetch_is_not_committed(monkeypatch: Any) -> None:
+    monkeypatch.setattr("tests.support.fake_worker.FakeConsumer", SkippingConsumer)
     broker, shop = FakeBroker(), Shop()
     broker.publish(order(0))
     broker.publish(order(100), partition=1)
     async with running(shop.dispatcher, broker) as worker:
         await worker.until(lambda: broker.committed == {TOPIC: 1, OTHER: 1}, LONG)
         client = worker.consumer
-        assert isinstance(client, MovingOn)
-        # Nothing is raised while another partition brings something in each poll, five seconds long.
+        assert isinstance(client, SkippingConsumer)
+        # For five seconds, each poll returns messages of another partition and does not raise the error.
         for number in range(1, 100):
             broker.publish(order(number))
         client.break_next(OTHER)
@@ -226,8 +226,8 @@ async def test_a_position_that_a_damaged_fetch_has_moved_is_not_committed(monkey
     assert sorted(shop.ended, key=int) == [str(number) for number in range(102)]
 
 
-class Unpositioned(FakeConsumer):
-    """Its positions are unknown after the first: it waits for them for ever, or says so."""
+class UnknownPositions(FakeConsumer):
+    """A consumer whose `position` blocks or raises after the first two calls."""
 
     asked = 0
 
@@ -235,14 +235,14 @@ class Unpositioned(FakeConsumer):
         self.asked += 1
         if self.asked > 2:
             if self.asked % 2:
-                raise KafkaError("not known")
+                raise KafkaError("unknown position")
             await asyncio.get_running_loop().create_future()
         return await super().position(partition)
 
 
 @virtual_time
-async def test_a_position_that_is_not_known_at_once_holds_up_no_poll(monkeypatch: Any) -> None:
-    monkeypatch.setattr("tests.support.fake_worker.FakeConsumer", Unpositioned)
+async def test_an_unknown_position_does_not_block_polling(monkeypatch: Any) -> None:
+    monkeypatch.setattr("tests.support.fake_worker.FakeConsumer", UnknownPositions)
     broker, shop = FakeBroker(), Shop()
     broker.mark("order_placed", 0)
     async with running(shop.dispatcher, broker) as worker:

@@ -1,4 +1,4 @@
-"""`ServiceWorker` on a broker in memory: which end of a handler lets an offset move."""
+"""`ServiceWorker` on an in-memory broker: which outcomes of a handler allow its offset to be committed."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class OrderPaid(BaseEvent):
 
 
 class HoldingPublisher(FakePublisher):
-    """One topic takes nothing until it may go on."""
+    """Blocks messages to one topic until `may_continue` is set."""
 
     def __init__(self, broker: FakeBroker, held: str) -> None:
         super().__init__(broker)
         self.held = held
-        self.holding = False
-        self.may_go_on = asyncio.Event()
+        self.is_blocked = False
+        self.may_continue = asyncio.Event()
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
     ) -> None:
         if topic == self.held:
-            self.holding = True
-            await self.may_go_on.wait()
+            self.is_blocked = True
+            await self.may_continue.wait()
         await super().send(topic, key, value, headers)
 
 
-async def nobody(event: BaseEvent) -> None: ...
+async def do_nothing(event: BaseEvent) -> None: ...
 
 
 def dispatcher_of(handle: Callable[[OrderPlaced], Any], here: Guarded | None = None) -> EventDispatcher:
@@ -64,7 +64,7 @@ def dispatcher_of(handle: Callable[[OrderPlaced], Any], here: Guarded | None = N
     return IdempotentEventDispatcher(router, here.manager) if here else EventDispatcher(router)
 
 
-def told(record: FakeRecord) -> dict[str, bytes]:
+def fields_of(record: FakeRecord) -> dict[str, bytes]:
     return {name.removeprefix("idempotency-dlq-"): text for name, text in record.headers}
 
 
@@ -93,7 +93,7 @@ async def test_a_duplicate_is_acknowledged_without_a_second_run() -> None:
     ],
 )
 @virtual_time
-async def test_what_is_given_up_is_dead_lettered_before_its_offset_moves(
+async def test_a_failed_event_is_dead_lettered_before_its_offset_is_committed(
     error: Exception, config: dict[str, Any], attempts: bytes
 ) -> None:
     broker = FakeBroker()
@@ -106,14 +106,14 @@ async def test_what_is_given_up_is_dead_lettered_before_its_offset_moves(
     async with running(dispatcher_of(handle, guarded(**config)), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    (letter,) = broker.values(DEAD)
-    assert letter.value == broker.values("order_placed")[0].value
-    assert (told(letter)["reason"], told(letter)["attempts"]) == (b"handler_failed", attempts)
+    (dead_letter,) = broker.values(DEAD)
+    assert dead_letter.value == broker.values("order_placed")[0].value
+    assert (fields_of(dead_letter)["reason"], fields_of(dead_letter)["attempts"]) == (b"handler_failed", attempts)
 
 
 @pytest.mark.scenario(81)
 @virtual_time
-async def test_an_undecodable_message_is_dead_lettered_as_it_came_and_blocks_nobody() -> None:
+async def test_an_undecodable_message_is_dead_lettered_unchanged_and_does_not_block_others() -> None:
     broker, runs = FakeBroker(), list[str]()
     broker.put("order_placed", b"\xff not json", headers=[("x", b"\xfe")])
     broker.publish(OrderPlaced())
@@ -124,26 +124,26 @@ async def test_an_undecodable_message_is_dead_lettered_as_it_came_and_blocks_nob
     async with running(dispatcher_of(handle, guarded()), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
-    (letter,) = broker.values(DEAD)
-    assert (letter.value, letter.headers[0]) == (b"\xff not json", ("x", b"\xfe"))
-    assert told(letter)["reason"] == b"malformed"
+    (dead_letter,) = broker.values(DEAD)
+    assert (dead_letter.value, dead_letter.headers[0]) == (b"\xff not json", ("x", b"\xfe"))
+    assert fields_of(dead_letter)["reason"] == b"malformed"
     assert runs == ["1"]
 
 
 @virtual_time
-async def test_a_dead_letter_topic_that_takes_nothing_holds_up_no_letters_to_others() -> None:
+async def test_an_unavailable_dead_letter_topic_does_not_block_other_dead_letter_topics() -> None:
     broker, other = FakeBroker(), Partition("order_paid", 0)
     publisher, router = HoldingPublisher(broker, held=DEAD), EventRouter()
-    router.on(OrderPlaced, OrderPaid)(nobody)
+    router.on(OrderPlaced, OrderPaid)(do_nothing)
     broker.logs[other] = []
     broker.put("order_placed", b"not json")
 
     async with running(IdempotentEventDispatcher(router, guarded().manager), broker, publisher) as worker:
-        await worker.until(lambda: publisher.holding)
+        await worker.until(lambda: publisher.is_blocked)
         broker.put("order_paid", b"not json")
         await worker.until(lambda: broker.committed.get(other) == 1)
         assert TOPIC not in broker.committed
-        publisher.may_go_on.set()
+        publisher.may_continue.set()
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
     assert (len(broker.values(DEAD)), len(broker.values("order_paid.dlq"))) == (1, 1)
@@ -151,7 +151,7 @@ async def test_a_dead_letter_topic_that_takes_nothing_holds_up_no_letters_to_oth
 
 @pytest.mark.scenario(73)
 @virtual_time
-async def test_a_message_that_fits_into_no_dead_letter_leaves_its_size_and_hash() -> None:
+async def test_a_message_too_large_for_the_dead_letter_topic_leaves_its_size_and_hash() -> None:
     broker = FakeBroker()
     broker.put("order_placed", b"x" * 5_000)
     publisher = FakePublisher(broker, limit=2_000)
@@ -159,15 +159,15 @@ async def test_a_message_that_fits_into_no_dead_letter_leaves_its_size_and_hash(
     async with running(dispatcher_of(lambda event: asyncio.sleep(0), guarded()), broker, publisher) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    (letter,) = broker.values(DEAD)
-    assert letter.value is None
-    assert (told(letter)["body-bytes"], told(letter)["dropped"]) == (b"5000", b"value")
-    assert told(letter)["body-sha256"].decode() == sha256(b"x" * 5_000).hexdigest()
+    (dead_letter,) = broker.values(DEAD)
+    assert dead_letter.value is None
+    assert (fields_of(dead_letter)["body-bytes"], fields_of(dead_letter)["dropped"]) == (b"5000", b"value")
+    assert fields_of(dead_letter)["body-sha256"].decode() == sha256(b"x" * 5_000).hexdigest()
 
 
 @pytest.mark.scenario(73)
 @virtual_time
-async def test_headers_too_large_for_a_dead_letter_do_not_keep_the_worker_busy_for_ever() -> None:
+async def test_headers_too_large_for_the_dead_letter_topic_are_dropped() -> None:
     broker = FakeBroker()
     broker.put("order_placed", b"no json", headers=[("huge", b"h" * 5_000)])
     publisher = FakePublisher(broker, limit=2_000)
@@ -175,15 +175,15 @@ async def test_headers_too_large_for_a_dead_letter_do_not_keep_the_worker_busy_f
     async with running(dispatcher_of(lambda event: asyncio.sleep(0), guarded()), broker, publisher) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    (letter,) = broker.values(DEAD)
-    assert [name for name, _ in letter.headers if name == "huge"] == []
-    assert [text for name, text in letter.headers if name.endswith("-dropped")] == [b"value", b"headers"]
-    assert told(letter)["reason"] == b"malformed"
+    (dead_letter,) = broker.values(DEAD)
+    assert [name for name, _ in dead_letter.headers if name == "huge"] == []
+    assert [text for name, text in dead_letter.headers if name.endswith("-dropped")] == [b"value", b"headers"]
+    assert fields_of(dead_letter)["reason"] == b"malformed"
 
 
 @pytest.mark.scenario(73)
 @virtual_time
-async def test_a_dead_letter_topic_that_takes_nothing_at_all_makes_its_messages_wait_and_stops_no_service() -> None:
+async def test_messages_wait_for_an_unavailable_dead_letter_topic_and_the_service_goes_on() -> None:
     broker = FakeBroker()
     broker.put("order_placed", b"no json", key=b"k")
     broker.publish(OrderPlaced(), partition=1)
@@ -196,12 +196,12 @@ async def test_a_dead_letter_topic_that_takes_nothing_at_all_makes_its_messages_
         publisher.limit = 2_000
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    assert [told(letter)["reason"] for letter in broker.values(DEAD)] == [b"malformed"]
+    assert [fields_of(dead_letter)["reason"] for dead_letter in broker.values(DEAD)] == [b"malformed"]
 
 
 @pytest.mark.scenario(41)
 @virtual_time
-async def test_an_outage_of_the_store_costs_no_attempt_and_no_dead_letter() -> None:
+async def test_an_outage_of_the_store_causes_no_attempts_and_no_dead_letters() -> None:
     here, broker, attempts = guarded(max_attempts=1), FakeBroker(), list[str]()
     broker.put("order_placed", None)
 
@@ -219,12 +219,12 @@ async def test_an_outage_of_the_store_costs_no_attempt_and_no_dead_letter() -> N
         await worker.until(lambda: broker.committed.get(TOPIC) == 21, 10)
 
     assert sorted(map(int, attempts)) == list(range(20))
-    assert [told(letter)["reason"] for letter in broker.values(DEAD)] == [b"empty"]
+    assert [fields_of(dead_letter)["reason"] for dead_letter in broker.values(DEAD)] == [b"empty"]
 
 
 @pytest.mark.scenario(41)
 @virtual_time
-async def test_an_outage_while_handlers_run_makes_nobody_run_again() -> None:
+async def test_an_outage_while_handlers_run_causes_no_second_run() -> None:
     here, broker, runs = guarded(), FakeBroker(), list[str]()
     broker.publish(*(OrderPlaced(order_id=str(number)) for number in range(20)))
 
@@ -244,7 +244,7 @@ async def test_an_outage_while_handlers_run_makes_nobody_run_again() -> None:
 
 @pytest.mark.parametrize("guard", [True, False])
 @virtual_time
-async def test_a_handler_that_leaks_a_cancellation_is_retried_and_its_partition_goes_on(guard: bool) -> None:
+async def test_a_handler_that_raises_cancelled_error_is_retried_and_its_partition_goes_on(guard: bool) -> None:
     broker, runs = FakeBroker(), list[str]()
     broker.publish(OrderPlaced(order_id="1"), OrderPlaced(order_id="2"))
 
@@ -270,7 +270,7 @@ async def test_a_worker_that_dies_loses_nothing_and_its_successor_sees_attempt_t
 
     async with running(dispatcher_of(handle, here), broker) as first:
         await first.until(lambda: len(attempts) == 1)
-        here.store.down |= {"complete", "release"}  # as for a process that is gone
+        here.store.down |= {"complete", "release"}  # a dead process writes nothing
         await first.crash()
         assert TOPIC not in broker.committed
     here.store.down.clear()
@@ -285,7 +285,7 @@ async def test_a_worker_that_dies_loses_nothing_and_its_successor_sees_attempt_t
 
 @pytest.mark.scenario(12, 38)
 @virtual_time
-async def test_a_completion_after_the_partition_was_taken_moves_no_offset() -> None:
+async def test_a_completion_after_the_partition_was_revoked_commits_no_offset() -> None:
     here, broker, runs = guarded(), FakeBroker(), list[str]()
     broker.publish(OrderPlaced())
 
@@ -305,7 +305,7 @@ async def test_a_completion_after_the_partition_was_taken_moves_no_offset() -> N
 
 
 @virtual_time
-async def test_a_stop_lets_running_handlers_end_and_commits_them() -> None:
+async def test_a_stopped_worker_waits_for_running_handlers_and_commits_them() -> None:
     broker, ends = FakeBroker(), list[str]()
     broker.publish(*(OrderPlaced(order_id=str(number)) for number in range(5)))
 
@@ -323,8 +323,8 @@ async def test_a_stop_lets_running_handlers_end_and_commits_them() -> None:
 
 @pytest.mark.scenario(66, 67)
 @virtual_time
-async def test_a_poll_that_fails_loses_nothing_it_had_taken_from_other_partitions() -> None:
-    """aiokafka drops records that a failing `getmany` has taken already, their positions advanced."""
+async def test_a_failed_poll_loses_no_messages_of_other_partitions() -> None:
+    """When `getmany` fails, aiokafka drops records that it has already read and whose positions it has advanced."""
     broker, runs = FakeBroker(), list[str]()
     for number in range(6):
         broker.publish(OrderPlaced(order_id=str(number)), partition=number % 2)
@@ -345,7 +345,7 @@ async def test_a_poll_that_fails_loses_nothing_it_had_taken_from_other_partition
 
 
 @virtual_time
-async def test_a_worker_stopped_at_once_leaves_no_handler_behind() -> None:
+async def test_a_cancelled_worker_cancels_its_handlers() -> None:
     broker, ends = FakeBroker(), list[str]()
     broker.publish(OrderPlaced())
     started = asyncio.Event()
@@ -360,15 +360,15 @@ async def test_a_worker_stopped_at_once_leaves_no_handler_behind() -> None:
 
     async with running(dispatcher_of(handle, guarded()), broker) as worker:
         await started.wait()
-        worker.task.cancel()  # what a second signal does
+        worker.task.cancel()  # like a second signal
         await asyncio.wait({worker.task})
 
         assert ends == ["cancelled"]
 
 
 @virtual_time
-async def test_a_failed_event_replayed_with_a_generation_is_handled_and_its_history_stays() -> None:
-    """The ancestor's FAILED records swallowed every replay from the dead-letter topic."""
+async def test_a_replayed_event_is_handled_and_its_failed_record_is_kept() -> None:
+    """A FAILED record must not block a replay from the dead-letter topic."""
     broker, here, fixed, runs = FakeBroker(), guarded(max_attempts=1), list[bool](), list[str]()
     event = OrderPlaced()
     broker.publish(event)
@@ -381,7 +381,7 @@ async def test_a_failed_event_replayed_with_a_generation_is_handled_and_its_hist
     async with running(dispatcher_of(handle, here), broker) as worker:
         await worker.until(lambda: len(broker.values(DEAD)) == 1)
         fixed.append(True)
-        broker.publish(event)  # the plain replay stays blocked, and is not silently acknowledged
+        broker.publish(event)  # without a generation it stays blocked, and is dead-lettered again
         await worker.until(lambda: len(broker.values(DEAD)) == 2)
         broker.put("order_placed", encode_event(event), headers=[("idempotency-generation", b"1")])
         broker.put("order_placed", encode_event(event), headers=[("idempotency-generation", b"1")])
@@ -395,7 +395,7 @@ async def test_a_failed_event_replayed_with_a_generation_is_handled_and_its_hist
 
 
 @virtual_time
-async def test_a_trusted_generation_that_is_no_number_is_dead_lettered() -> None:
+async def test_a_trusted_generation_that_is_not_a_number_is_dead_lettered() -> None:
     broker = FakeBroker()
     broker.put("order_placed", encode_event(OrderPlaced()), headers=[("idempotency-generation", b"one")])
 
@@ -404,11 +404,11 @@ async def test_a_trusted_generation_that_is_no_number_is_dead_lettered() -> None
     async with running(dispatcher_of(handle, guarded()), broker, replay=TRUSTED) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    assert told(broker.values(DEAD)[0])["reason"] == b"invalid"
+    assert fields_of(broker.values(DEAD)[0])["reason"] == b"invalid"
 
 
 @virtual_time
-async def test_an_event_with_a_key_of_two_megabytes_is_dead_lettered_whole_and_the_loop_lives() -> None:
+async def test_an_event_with_a_key_of_two_megabytes_is_dead_lettered_unchanged() -> None:
     broker, here = FakeBroker(), guarded(max_attempts=1)
     router = EventRouter()
 
@@ -423,14 +423,14 @@ async def test_an_event_with_a_key_of_two_megabytes_is_dead_lettered_whole_and_t
     async with running(IdempotentEventDispatcher(router, here.manager, resolver=resolver), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
-    assert [letter.value for letter in broker.values(DEAD)] == [
+    assert [dead_letter.value for dead_letter in broker.values(DEAD)] == [
         record.value for record in broker.values("order_placed")
     ]
 
 
 @virtual_time
-async def test_a_worker_told_to_stop_while_it_joins_leaves_its_group() -> None:
-    """A member that is not left keeps its partitions from everybody until its session ends."""
+async def test_a_worker_stopped_while_joining_leaves_its_group() -> None:
+    """A member that does not leave keeps its partitions until its session times out."""
     broker = FakeBroker()
     broker.publish(OrderPlaced())
 
@@ -439,35 +439,35 @@ async def test_a_worker_told_to_stop_while_it_joins_leaves_its_group() -> None:
     async with running(dispatcher_of(handle), broker) as worker:
         start = worker.consumer.start
 
-        async def told_meanwhile() -> None:
+        async def start_and_stop() -> None:
             await start()
             worker.worker.stop()
 
-        worker.consumer.start = told_meanwhile  # type: ignore[method-assign]  # the moment under test
+        worker.consumer.start = start_and_stop  # type: ignore[method-assign]
         await asyncio.wait({worker.task})
 
     assert worker.consumer.assignment() == set()
 
 
 @virtual_time
-async def test_a_worker_told_to_stop_while_its_group_lets_nobody_in_stops() -> None:
+async def test_a_worker_stops_while_its_group_does_not_respond() -> None:
     broker = FakeBroker()
 
     async def handle(event: OrderPlaced) -> None: ...
 
     async with running(dispatcher_of(handle), broker) as worker:
-        worker.consumer.start = asyncio.Event().wait  # type: ignore[assignment]  # a coordinator that is gone
+        worker.consumer.start = asyncio.Event().wait  # type: ignore[assignment]  # an unavailable coordinator
         await asyncio.sleep(1)
         worker.worker.stop()
-        told_at = asyncio.get_running_loop().time()
+        stopped_at = asyncio.get_running_loop().time()
         await asyncio.wait({worker.task})
 
-        assert asyncio.get_running_loop().time() - told_at < 1
+        assert asyncio.get_running_loop().time() - stopped_at < 1
     assert not worker.worker.health().ready
 
 
 @virtual_time
-async def test_a_partition_that_comes_during_a_drain_is_not_begun() -> None:
+async def test_a_partition_assigned_while_draining_is_not_handled() -> None:
     broker, handled = FakeBroker(), list[str]()
     broker.publish(OrderPlaced(order_id="first"))
 
@@ -487,10 +487,10 @@ async def test_a_partition_that_comes_during_a_drain_is_not_begun() -> None:
 
 
 @virtual_time
-async def test_a_worker_that_waits_for_its_store_is_alive_however_long_it_takes(
+async def test_a_worker_that_waits_for_its_store_stays_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To start its process anew would bring no store back."""
+    """A restart of the process would not make the store available."""
     here, loop = guarded(), asyncio.get_running_loop()
     here.store.down.add("ping")
     for module in (consumer, poller):

@@ -1,4 +1,4 @@
-"""Isolation: one suspect at a time has the process for itself, and the others have their share of the time."""
+"""The isolation gate: one run_suspect at a time runs alone, and other handlers get their share of the time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def never() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
 
-async def ordinary(
-    isolation: IsolationGate, seconds: float, log: list[tuple[str, float]], name: str = "ordinary"
+async def run_handler(
+    isolation: IsolationGate, seconds: float, log: list[tuple[str, float]], name: str = "handler"
 ) -> None:
     await isolation.wait_until_open(unless=never())
     isolation.enter()
@@ -33,7 +33,7 @@ async def ordinary(
     isolation.leave()
 
 
-async def suspect(
+async def run_suspect(
     isolation: IsolationGate, seconds: float, log: list[tuple[str, float]], name: str = "suspect", share: float = SHARE
 ) -> bool:
     async with isolation.turn(share, LONGEST, unless=never()) as turn:
@@ -45,13 +45,13 @@ async def suspect(
 
 
 @virtual_time
-async def test_a_suspect_waits_for_those_that_run_and_keeps_others_from_starting() -> None:
+async def test_a_suspect_waits_for_running_handlers_and_blocks_new_ones() -> None:
     isolation, log = IsolationGate(), list[tuple[str, float]]()
-    first = asyncio.create_task(ordinary(isolation, 5, log, "first"))
+    first = asyncio.create_task(run_handler(isolation, 5, log, "first"))
     await asyncio.sleep(1)
-    alone = asyncio.create_task(suspect(isolation, 2, log))
+    alone = asyncio.create_task(run_suspect(isolation, 2, log))
     await asyncio.sleep(1)
-    second = asyncio.create_task(ordinary(isolation, 1, log, "second"))
+    second = asyncio.create_task(run_handler(isolation, 1, log, "second"))
     await asyncio.gather(first, alone, second)
 
     assert alone.result()
@@ -66,10 +66,10 @@ async def test_a_suspect_waits_for_those_that_run_and_keeps_others_from_starting
 
 
 @virtual_time
-async def test_the_others_have_their_share_of_the_time_between_two_turns() -> None:
+async def test_other_handlers_get_their_share_of_the_time_between_two_turns() -> None:
     isolation, log = IsolationGate(), list[tuple[str, float]]()
 
-    ends = await asyncio.gather(*(suspect(isolation, 3, log, share=0.25) for _ in range(3)))
+    ends = await asyncio.gather(*(run_suspect(isolation, 3, log, share=0.25) for _ in range(3)))
 
     assert ends == [True] * 3
     assert [at for what, at in log if what == "suspect starts"] == [0, 12, 24]
@@ -77,51 +77,51 @@ async def test_the_others_have_their_share_of_the_time_between_two_turns() -> No
 
 
 @virtual_time
-async def test_with_the_whole_share_suspects_run_one_after_the_other() -> None:
+async def test_with_a_share_of_one_suspects_run_one_after_another() -> None:
     isolation, log = IsolationGate(), list[tuple[str, float]]()
 
-    await asyncio.gather(*(suspect(isolation, 3, log, share=1) for _ in range(3)))
+    await asyncio.gather(*(run_suspect(isolation, 3, log, share=1) for _ in range(3)))
 
     assert [at for what, at in log if what == "suspect starts"] == [0, 3, 6]
 
 
 @virtual_time
-async def test_a_turn_ends_after_a_while_though_its_handler_goes_on() -> None:
+async def test_a_turn_ends_at_its_maximum_even_if_its_handler_runs_on() -> None:
     isolation, log = IsolationGate(), list[tuple[str, float]]()
-    alone = asyncio.create_task(suspect(isolation, 100, log))
+    alone = asyncio.create_task(run_suspect(isolation, 100, log))
     await asyncio.sleep(1)
-    other = asyncio.create_task(ordinary(isolation, 1, log))
+    other = asyncio.create_task(run_handler(isolation, 1, log))
     await asyncio.gather(alone, other)
 
-    assert ("ordinary starts", LONGEST) in log
+    assert ("handler starts", LONGEST) in log
     assert ("suspect ends", 100) in log
 
 
 @virtual_time
-async def test_beside_a_suspect_that_outlives_its_turn_nobody_is_made_to_wait_for_another() -> None:
+async def test_while_a_suspect_outlives_its_turn_other_suspects_run_with_the_others() -> None:
     isolation, log = IsolationGate(), list[tuple[str, float]]()
-    first = asyncio.create_task(suspect(isolation, 200, log, "first"))
+    first = asyncio.create_task(run_suspect(isolation, 200, log, "first"))
     await asyncio.sleep(LONGEST + 1)
-    second = asyncio.create_task(suspect(isolation, 1, log, "second"))
-    await asyncio.sleep(LONGEST + 1)  # its rest is over
+    second = asyncio.create_task(run_suspect(isolation, 1, log, "second"))
+    await asyncio.sleep(LONGEST + 1)  # the pause after its turn is over
     opened_at = now() if not isolation.is_closed else None
-    beside = await second
+    is_alone = await second
     await first
-    third = await suspect(isolation, 1, log, "third")
+    third = await run_suspect(isolation, 1, log, "third")
 
-    assert not beside
+    assert not is_alone
     assert opened_at == pytest.approx(2 * LONGEST + 2)
     assert third, "once that has ended, the next is alone again"
 
 
 @virtual_time
-async def test_a_suspect_that_cannot_be_alone_in_time_does_not_keep_the_others_waiting() -> None:
+async def test_a_suspect_that_cannot_run_alone_in_time_does_not_block_the_others() -> None:
     isolation, log = IsolationGate(), list[tuple[str, float]]()
-    long = asyncio.create_task(ordinary(isolation, 500, log, "long"))
+    long = asyncio.create_task(run_handler(isolation, 500, log, "long"))
     await asyncio.sleep(1)
-    denied = asyncio.create_task(suspect(isolation, 1, log))
+    denied = asyncio.create_task(run_suspect(isolation, 1, log))
     await asyncio.sleep(1)
-    other = asyncio.create_task(ordinary(isolation, 1, log, "other"))
+    other = asyncio.create_task(run_handler(isolation, 1, log, "other"))
     await asyncio.gather(denied, other)
 
     assert not denied.result()
@@ -132,13 +132,13 @@ async def test_a_suspect_that_cannot_be_alone_in_time_does_not_keep_the_others_w
 @pytest.mark.parametrize("moment", ["queued", "resting", "waiting for others"])
 @pytest.mark.parametrize("how", ["released", "cancelled"])
 @virtual_time
-async def test_a_suspect_that_is_released_or_cancelled_leaves_the_process_to_the_others(moment: str, how: str) -> None:
+async def test_a_suspect_that_is_released_or_cancelled_opens_the_gate(moment: str, how: str) -> None:
     isolation, log, closing = IsolationGate(), list[tuple[str, float]](), never()
     busy: list[asyncio.Task[object]] = []
     if moment == "waiting for others":
-        busy.append(asyncio.create_task(ordinary(isolation, 10, log)))
+        busy.append(asyncio.create_task(run_handler(isolation, 10, log)))
     else:
-        busy.append(asyncio.create_task(suspect(isolation, 10, log, "first")))
+        busy.append(asyncio.create_task(run_suspect(isolation, 10, log, "first")))
     await asyncio.sleep(1 if moment != "resting" else 12)
 
     async def one() -> bool:
@@ -156,29 +156,29 @@ async def test_a_suspect_that_is_released_or_cancelled_leaves_the_process_to_the
     await asyncio.gather(*busy)
 
     assert not isolation.is_closed
-    assert await suspect(isolation, 1, log, "last"), "the next has its turn"
+    assert await run_suspect(isolation, 1, log, "last"), "the next has its turn"
 
 
 @virtual_time
-async def test_any_suspect_may_be_the_first_one() -> None:
-    """One that kills its process must not always come after the same others, which would be tried again each time."""
+async def test_any_suspect_may_be_the_first_to_run() -> None:
+    """A suspect that crashes the process must not always run after the same others, which then rerun each time."""
     firsts = set()
     for seed in range(30):
         random.seed(seed)
         isolation, log = IsolationGate(), list[tuple[str, float]]()
-        await asyncio.gather(*(suspect(isolation, 1, log, str(number), share=1) for number in range(4)))
+        await asyncio.gather(*(run_suspect(isolation, 1, log, str(number), share=1) for number in range(4)))
         firsts.add(log[0][0])
 
     assert firsts == {"0 starts", "1 starts", "2 starts", "3 starts"}
 
 
 @virtual_time
-async def test_everybody_is_told_when_handlers_may_start_again() -> None:
+async def test_callbacks_run_when_handlers_may_start_again() -> None:
     isolation, log = IsolationGate(), list[tuple[str, float]]()
     opened = list[float]()
     isolation.when_opened.append(lambda: opened.append(now()))
 
-    await suspect(isolation, 2, log)
+    await run_suspect(isolation, 2, log)
 
     await asyncio.sleep(1)
     assert opened == [2]

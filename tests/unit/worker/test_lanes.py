@@ -1,4 +1,4 @@
-"""Lanes: in order within, beside each other otherwise."""
+"""Lanes: deliveries of one lane run in order, lanes run concurrently."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.support.deliveries import assignment, delivery
 
 
 def turns(lanes: Lanes, deliveries: list[Delivery]) -> list[list[int]]:
-    """Whose turn it is together, by offset, where each turn ends before the next begins."""
+    """Return the offsets that run concurrently, if each turn ends before the next starts."""
     now = [each for each in deliveries if lanes.enter(each)]
     found = []
     while now:
         found.append([each.record.offset for each in now])
-        now = [following for each in now if (following := lanes.leave(each)) is not None]
+        now = [successor for each in now if (successor := lanes.leave(each)) is not None]
     return found
 
 
@@ -29,7 +29,7 @@ def turns(lanes: Lanes, deliveries: list[Delivery]) -> list[list[int]]:
         ("none", [[0, 1, 2, 3, 4, 5]]),
     ],
 )
-async def test_an_ordering_says_whose_turn_it_is_together(
+async def test_the_ordering_decides_which_deliveries_run_concurrently(
     ordering: Literal["partition", "key", "none"], together: list[list[int]]
 ) -> None:
     here, lanes = assignment(), Lanes(ordering)
@@ -52,13 +52,13 @@ async def test_partitions_do_not_wait_for_each_other() -> None:
     assert turns(lanes, [delivery(one, 0), delivery(other, 10)]) == [[0, 10]]
 
 
-async def test_a_partition_that_comes_back_does_not_wait_for_its_earlier_assignment() -> None:
+async def test_a_reassigned_partition_does_not_wait_for_its_earlier_assignment() -> None:
     before, after, lanes = assignment(), assignment(), Lanes("partition")
 
     assert turns(lanes, [delivery(before, 0), delivery(after, 0)]) == [[0, 0]]
 
 
-async def test_an_idle_lane_leaves_nothing_behind_and_starts_again() -> None:
+async def test_an_idle_lane_is_removed_and_can_start_again() -> None:
     here, lanes = assignment(), Lanes("key")
 
     for number in range(2):

@@ -1,4 +1,4 @@
-"""The contiguous watermark, against a naive model."""
+"""The watermark, compared with a simple model."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_nothing_is_committed_before_something_is_finished() -> None:
     assert progress.to_commit == 10
 
 
-def test_what_was_delivered_before_is_not_delivered_again() -> None:
+def test_an_offset_is_delivered_once() -> None:
     progress = Progress()
 
     answers = [progress.deliver(offset) for offset in (5, 6, 5, 6, 8, 7)]
@@ -118,7 +118,7 @@ def test_a_watermark_is_committed_once() -> None:
     assert progress.to_commit is None
 
 
-def test_a_position_behind_markers_is_committed_once_everything_before_it_is_finished() -> None:
+def test_a_position_after_markers_is_committed_when_everything_before_it_is_finished() -> None:
     progress = Progress()
     progress.deliver(5)
     progress.fetched_to(9, 5)
@@ -129,7 +129,7 @@ def test_a_position_behind_markers_is_committed_once_everything_before_it_is_fin
     assert (before, progress.to_commit, progress.next_offset) == (None, 9, 9)
 
 
-def test_a_position_behind_markers_alone_is_committed() -> None:
+def test_a_position_after_only_markers_is_committed() -> None:
     progress = Progress()
 
     found = []
@@ -140,7 +140,7 @@ def test_a_position_behind_markers_alone_is_committed() -> None:
     assert found == [(None, None), (7, 7)]
 
 
-def test_a_position_before_what_was_delivered_changes_nothing() -> None:
+def test_a_position_before_a_delivered_offset_changes_nothing() -> None:
     progress = Progress()
     progress.deliver(5)
     progress.finish(5)

@@ -1,4 +1,4 @@
-"""The crew: what goes together, what beside each other, what in order, and how deliveries come to their end."""
+"""The pipeline: batches, concurrency, ordering, and how deliveries are settled."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tests.support.pipelines import (
     Depot,
     ParcelSent,
     all_committed,
+    completed_parcels,
     dispatcher_of,
     leases_left,
     parcels,
-    remembered,
     sent,
     turns,
     unfinished,
@@ -44,14 +44,14 @@ EVERY_ORDERING = pytest.mark.parametrize("ordering", ["partition", "key", "none"
 
 
 class CountedStore(FlakyStore):
-    """Knows how many were asked for together."""
+    """Records the sizes of `reserve` requests."""
 
     def __init__(self) -> None:
         super().__init__(virtual_store())
-        self.together: list[int] = []
+        self.batch_sizes: list[int] = []
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        self.together.append(len(requests))
+        self.batch_sizes.append(len(requests))
         return await super().reserve(requests)
 
 
@@ -60,7 +60,7 @@ def key_of(here: Guarded, parcel: int) -> str:
 
 
 class LoopTurns:
-    """Counts the turns of the event loop, from the first to the last look at it."""
+    """Counts iterations of the event loop within a `with` block."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -79,8 +79,8 @@ class LoopTurns:
         self._next = asyncio.get_running_loop().call_soon(self._turn)
 
 
-async def test_handlers_that_block_leave_the_event_loop_several_turns_between_two_of_them() -> None:
-    """Leases of events that wait are renewed in these turns, however many wait."""
+async def test_blocking_handlers_leave_the_event_loop_several_iterations_between_them() -> None:
+    """Leases of waiting events are renewed in these iterations."""
     seen, router, broker = list[int](), EventRouter(), sent(30)
     here = guarded(FlakyStore(MemoryIdempotencyRepository()))
 
@@ -98,7 +98,7 @@ async def test_handlers_that_block_leave_the_event_loop_several_turns_between_tw
     assert min(later - earlier for earlier, later in pairwise(seen)) > GRACE_TURNS
 
 
-async def test_work_that_keeps_the_event_loop_busy_without_end_does_not_hold_up_a_worker() -> None:
+async def test_work_that_keeps_the_event_loop_busy_does_not_block_a_worker() -> None:
     seen, router, broker = list[int](), EventRouter(), sent(10)
     here = guarded(FlakyStore(MemoryIdempotencyRepository()))
 
@@ -120,28 +120,28 @@ async def test_work_that_keeps_the_event_loop_busy_without_end_does_not_hold_up_
         assert len(seen) == 10
 
 
-# Together.
+# Batches.
 
 
 @virtual_time
-async def test_one_round_trip_reserves_as_many_as_are_ready_and_one_remembers_them() -> None:
+async def test_events_are_reserved_in_batches_and_completed_in_batches() -> None:
     store, depot, broker = CountedStore(), Depot(), sent(600)
     here = guarded(store)
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none", concurrency=1_000) as worker:
         await worker.until(lambda: all_committed(worker))
 
-        assert max(store.together) == 250
-        assert sum(store.together) == 600
+        assert max(store.batch_sizes) == 250
+        assert sum(store.batch_sizes) == 600
         assert store.calls["reserve"] <= 4
         assert store.calls["complete"] <= 6
         assert unfinished(worker.worker) == {}
     assert depot.done == list(range(600))
-    assert await remembered(here) == set(range(600))
+    assert await completed_parcels(here) == set(range(600))
 
 
 @virtual_time
-async def test_while_the_store_answers_one_wave_another_is_reserved_and_no_third() -> None:
+async def test_two_batches_are_reserved_concurrently_but_not_a_third() -> None:
     store, depot, broker = CountedStore(), Depot(), sent(1_000)
     store.held["reserve"] = asyncio.Event()
     dispatcher = dispatcher_of(depot.handle, guarded(store))
@@ -149,7 +149,7 @@ async def test_while_the_store_answers_one_wave_another_is_reserved_and_no_third
         await worker.until(lambda: worker.worker.report().in_flight == 1_000)
         await asyncio.sleep(1)
 
-        assert store.together == [250, 250]
+        assert store.batch_sizes == [250, 250]
         store.held["reserve"].set()
         await worker.until(lambda: all_committed(worker))
 
@@ -167,13 +167,13 @@ async def test_duplicates_that_are_ready_together_are_handled_once() -> None:
     assert (tally.handled, tally.duplicates) == (5, 15)
 
 
-# In order, and beside each other.
+# Ordering and concurrency.
 
 
 @EVERY_ORDERING
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 @virtual_time
-async def test_the_order_of_a_lane_holds_though_some_are_tried_again(ordering: str, seconds: float) -> None:
+async def test_a_lane_keeps_its_order_when_handlers_are_retried(ordering: str, seconds: float) -> None:
     depot = Depot(seconds=seconds, errors={number: [OSError("later")] for number in (0, 3, 4, 11)})
     broker = sent(24, keys=3, partitions=1)
 
@@ -188,23 +188,21 @@ async def test_the_order_of_a_lane_holds_though_some_are_tried_again(ordering: s
     assert sorted(depot.done) == list(range(24))
 
 
-@pytest.mark.parametrize(("ordering", "beside"), [("partition", 2), ("key", 6), ("none", 24)])
+@pytest.mark.parametrize(("ordering", "concurrent"), [("partition", 2), ("key", 6), ("none", 24)])
 @virtual_time
-async def test_lanes_run_beside_each_other(ordering: str, beside: int) -> None:
+async def test_lanes_run_concurrently(ordering: str, concurrent: int) -> None:
     depot, broker = Depot(seconds=0.1), sent(24, keys=6, partitions=2)
 
     async with running(dispatcher_of(depot.handle, guarded()), broker, ordering=ordering) as worker:
         await worker.until(lambda: all_committed(worker))
 
-    assert depot.most_in_hand == beside
+    assert depot.max_concurrency == concurrent
 
 
 @pytest.mark.parametrize("guard", [True, False])
 @pytest.mark.parametrize("concurrency", [1, 3])
 @virtual_time
-async def test_no_more_handlers_run_at_once_than_are_allowed_though_some_are_tried_again(
-    concurrency: int, guard: bool
-) -> None:
+async def test_retries_count_toward_the_concurrency_limit(concurrency: int, guard: bool) -> None:
     depot, broker = Depot(seconds=0.3, errors={each: [OSError("later")] * 2 for each in range(0, 30, 4)}), sent(30)
     dispatcher = dispatcher_of(depot.handle, guarded() if guard else None)
 
@@ -212,12 +210,12 @@ async def test_no_more_handlers_run_at_once_than_are_allowed_though_some_are_tri
         await worker.until(lambda: all_committed(worker))
         assert unfinished(worker.worker) == {}
 
-    assert depot.most_in_hand == concurrency
+    assert depot.max_concurrency == concurrency
     assert sorted(depot.done) == list(range(30))
 
 
 @virtual_time
-async def test_a_handler_that_waits_holds_up_none_of_the_others() -> None:
+async def test_a_waiting_handler_does_not_block_the_others() -> None:
     depot, broker = Depot(held={0: asyncio.Event(), 7: asyncio.Event()}), sent(30)
 
     async with running(dispatcher_of(depot.handle, guarded()), broker, ordering="none") as worker:
@@ -230,28 +228,28 @@ async def test_a_handler_that_waits_holds_up_none_of_the_others() -> None:
 
 
 @virtual_time
-async def test_handlers_that_never_wait_leave_the_event_loop_its_turns() -> None:
-    depot, broker, looks = Depot(), sent(240), list[int]()
+async def test_handlers_that_never_await_do_not_starve_the_event_loop() -> None:
+    depot, broker, progress = Depot(), sent(240), list[int]()
 
-    async def look_on() -> None:
+    async def watch() -> None:
         while len(depot.done) < 240:
-            looks.append(len(depot.done))
+            progress.append(len(depot.done))
             await asyncio.sleep(0)
 
     dispatcher = dispatcher_of(depot.handle, guarded())
     async with running(dispatcher, broker, ordering="none", concurrency=240) as worker:
-        watching = asyncio.create_task(look_on())
+        watching = asyncio.create_task(watch())
         await worker.until(lambda: all_committed(worker))
         await watching
 
-    assert max(after - before for before, after in pairwise(looks)) <= 100
+    assert max(after - before for before, after in pairwise(progress)) <= 100
 
 
-# A way of their own.
+# Several handlers, batch handlers, and recorded deliveries.
 
 
 @virtual_time
-async def test_an_event_of_several_handlers_is_settled_by_each_of_them() -> None:
+async def test_an_event_with_several_handlers_is_settled_when_each_has_succeeded() -> None:
     here, first, second, broker = guarded(), Depot(), Depot(errors={2: [OSError("later")]}), sent(6)
     router = EventRouter()
     router.on(ParcelSent, name="first")(first.handle)
@@ -265,7 +263,7 @@ async def test_an_event_of_several_handlers_is_settled_by_each_of_them() -> None
 
 
 @virtual_time
-async def test_a_batch_handler_gets_together_what_was_reserved_together() -> None:
+async def test_a_batch_handler_gets_events_that_were_reserved_in_one_batch() -> None:
     here, broker, batches = guarded(), sent(20), list[int]()
     router = EventRouter()
 
@@ -281,7 +279,7 @@ async def test_a_batch_handler_gets_together_what_was_reserved_together() -> Non
 
 
 class Recorded(SilentObserver):
-    """Records deliveries, and tells which phases it saw in them."""
+    """An observer that notes the phases of recorded deliveries."""
 
     def __init__(self, *, recorded: bool = True) -> None:
         self.seen: list[Phase] = []
@@ -292,7 +290,7 @@ class Recorded(SilentObserver):
         return RecordedSpan(self, self._recorded)
 
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
-        assert self.open, "outside of every delivery"
+        assert self.open, "a phase outside of a delivery"
         self.seen.append(phase)
         return super().phase(phase, event_type)
 
@@ -312,7 +310,7 @@ class RecordedSpan(AbstractContextManager[Span]):
 
 
 @virtual_time
-async def test_deliveries_that_are_recorded_have_all_their_phases_in_their_own_span() -> None:
+async def test_recorded_deliveries_have_all_their_phases_in_their_own_span() -> None:
     here, depot, broker, observer = guarded(), Depot(), sent(5), Recorded()
     here.manager.observer = here.manager.executor.observer = observer
 
@@ -324,7 +322,7 @@ async def test_deliveries_that_are_recorded_have_all_their_phases_in_their_own_s
 
 
 @virtual_time
-async def test_every_delivery_is_measured_once_those_of_duplicates_too() -> None:
+async def test_every_delivery_is_measured_once_including_duplicates() -> None:
     broker, observer = sent(5), Recorded(recorded=False)
     here = guarded(local_memory_keys=2)
     here.manager.observer = here.manager.executor.observer = observer
@@ -337,15 +335,15 @@ async def test_every_delivery_is_measured_once_those_of_duplicates_too() -> None
 
     assert (observer.open, observer.opened) == (0, 10)
     assert observer.seen.count(Phase.HANDLE) == 5
-    assert observer.seen.count(Phase.REPLAY) == 3, "of two the process knew without asking"
+    assert observer.seen.count(Phase.REPLAY) == 3, "two were found in local memory"
 
 
-# A store that fails.
+# Failures of the store.
 
 
 @pytest.mark.parametrize("verb", ["reserve", "complete"])
 @virtual_time
-async def test_a_store_that_is_down_for_a_while_costs_no_event_and_no_attempt(verb: str) -> None:
+async def test_an_outage_of_the_store_loses_no_event_and_costs_no_attempt(verb: str) -> None:
     here, depot, broker = guarded(), Depot(), sent(20)
     here.store.down.add(verb)
 
@@ -364,7 +362,7 @@ async def test_a_store_that_is_down_for_a_while_costs_no_event_and_no_attempt(ve
 
 @pytest.mark.parametrize("verb", ["reserve", "complete"])
 @virtual_time
-async def test_an_answer_that_was_lost_leads_to_no_second_run(verb: str) -> None:
+async def test_a_lost_response_of_the_store_causes_no_second_run(verb: str) -> None:
     here, depot, broker = guarded(), Depot(), sent(20)
     here.store.lose_answers[verb] = 1
 
@@ -376,7 +374,7 @@ async def test_an_answer_that_was_lost_leads_to_no_second_run(verb: str) -> None
 
 
 @virtual_time
-async def test_an_outcome_whose_record_has_vanished_is_remembered_all_the_same() -> None:
+async def test_an_outcome_is_recorded_even_if_its_reservation_has_vanished() -> None:
     here, broker, runs = guarded(), sent(10), list[int]()
 
     async def handle(event: ParcelSent) -> None:
@@ -388,26 +386,26 @@ async def test_an_outcome_whose_record_has_vanished_is_remembered_all_the_same()
         assert unfinished(worker.worker) == {}
 
     assert sorted(runs) == list(range(10))
-    assert await remembered(here) == set(range(10))
+    assert await completed_parcels(here) == set(range(10))
     assert here.observer.counts[Signal.RECORD_VANISHED] == 5
 
 
 @virtual_time
-async def test_an_event_whose_key_somebody_else_has_by_now_waits_for_what_comes_of_that() -> None:
+async def test_an_event_whose_key_was_taken_over_waits_for_the_outcome_of_the_other_run() -> None:
     here, depot, broker = guarded(), Depot(), sent(1)
-    theirs: list[Reserved] = []
+    elsewhere: list[Reserved] = []
 
     async def handle(event: ParcelSent) -> None:
         await depot.handle(event)
         await here.store.delete([key_of(here, 0)])
-        theirs.extend(await reserved_by_another(here, 0, timedelta(hours=1)))
+        elsewhere.extend(await reserved_by_another(here, 0, timedelta(hours=1)))
 
     async with running(dispatcher_of(handle, here), broker) as worker:
-        await worker.until(lambda: bool(theirs))
+        await worker.until(lambda: bool(elsewhere))
         await asyncio.sleep(5)
         assert broker.committed == {}
 
-        assert await here.store.complete([Completion(reservation=theirs[0], ttl=timedelta(hours=1))]) == [True]
+        assert await here.store.complete([Completion(reservation=elsewhere[0], ttl=timedelta(hours=1))]) == [True]
         await worker.until(lambda: all_committed(worker))
         assert worker.worker.report().tally.leases_lost == 1
 
@@ -429,7 +427,7 @@ async def reserved_by_another(here: Guarded, parcel: int, lease: timedelta, *, a
 
 
 @virtual_time
-async def test_without_the_store_where_a_setting_says_so_nothing_waits_for_it() -> None:
+async def test_with_on_store_error_open_handlers_run_without_the_store() -> None:
     here, depot, broker = guarded(on_store_error=OnStoreError.OPEN), Depot(), sent(12)
     here.store.down.update({"reserve", "complete", "release"})
 
@@ -438,15 +436,15 @@ async def test_without_the_store_where_a_setting_says_so_nothing_waits_for_it() 
         assert unfinished(worker.worker) == {}
 
     assert sorted(depot.done) == list(range(12))
-    assert depot.most_in_hand <= 4
+    assert depot.max_concurrency <= 4
     assert here.observer.counts[Signal.UNGUARDED] == 12
 
 
 @virtual_time
-async def test_an_event_that_crashes_its_process_too_often_is_dead_lettered_and_its_neighbours_are_handled() -> None:
+async def test_an_event_that_crashes_its_process_too_often_is_dead_lettered_and_others_are_handled() -> None:
     here, depot, broker = guarded(max_attempts=2), Depot(), sent(5)
     for _ in range(2):
-        # What a process leaves behind that died within its handler.
+        # The record of a process that died while its handler ran.
         await reserved_by_another(here, 2, timedelta(seconds=LEASE), alone=True)
         await asyncio.sleep(LEASE + 1)
 
@@ -455,15 +453,15 @@ async def test_an_event_that_crashes_its_process_too_often_is_dead_lettered_and_
         assert unfinished(worker.worker) == {}
 
     assert sorted(depot.done) == [0, 1, 3, 4]
-    (letter,) = broker.values("parcel_sent.dlq")
-    assert dict(letter.headers)["idempotency-dlq-reason"] == b"handler_failed"
+    (dead_letter,) = broker.values("parcel_sent.dlq")
+    assert dict(dead_letter.headers)["idempotency-dlq-reason"] == b"handler_failed"
     (record,) = await here.store.get([key_of(here, 2)])
     assert record is not None
     assert record.status is IdempotencyStatus.FAILED
 
 
 @virtual_time
-async def test_a_worker_that_stops_waits_for_what_is_being_remembered() -> None:
+async def test_a_stopping_worker_waits_for_outcomes_that_are_being_recorded() -> None:
     here, depot, broker = guarded(), Depot(), sent(4)
     here.store.held["complete"] = asyncio.Event()
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:

@@ -1,4 +1,4 @@
-"""The crew while partitions come and go and clients are replaced: nothing is lost, or acknowledged early."""
+"""The pipeline during rebalances and replacements of clients: no event is lost or acknowledged early."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.support.pipelines import (
     TOPIC,
     Depot,
     all_committed,
+    completed_parcels,
     dispatcher_of,
     leases_left,
-    remembered,
     sent,
     turns,
     unfinished,
@@ -27,25 +27,25 @@ from tests.support.pipelines import (
 EVERY_ORDERING = pytest.mark.parametrize("ordering", ["partition", "key", "none"])
 
 
-async def taken_and_given_back(worker: RunningWorker) -> None:
+async def revoke_and_reassign(worker: RunningWorker) -> None:
     await worker.consumer.take([TOPIC])
     await worker.consumer.give([TOPIC])
 
 
 def break_client(worker: RunningWorker) -> None:
-    """As one that fetches no more: another takes its place."""
+    """Mark the client broken, so that it is replaced."""
     poller = worker.worker._poller
     if poller is not None and not poller.broken.done():
-        poller.broken.set_result("as the test wants it")
+        poller.broken.set_result("broken by the test")
 
 
 def acknowledged(worker: RunningWorker) -> set[int]:
-    """Parcels that do not come again."""
+    """Return the parcels whose offsets are committed."""
     return set(range(worker.broker.committed.get(TOPIC, 0)))
 
 
-async def at_the_end(worker: RunningWorker, here: Guarded, depot: Depot) -> None:
-    """It goes on to the end, where nothing is left of anything."""
+async def finish(worker: RunningWorker, here: Guarded, depot: Depot) -> None:
+    """Wait until everything is committed, and check that nothing is left."""
     await worker.until(lambda: all_committed(worker))
     await worker.until(lambda: not unfinished(worker.worker))
     assert await leases_left(here) == []
@@ -55,58 +55,58 @@ async def at_the_end(worker: RunningWorker, here: Guarded, depot: Depot) -> None
 @EVERY_ORDERING
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 @virtual_time
-async def test_a_partition_taken_away_at_any_step_is_let_go_and_comes_again(ordering: str, seconds: float) -> None:
+async def test_a_partition_revoked_at_any_step_is_released_and_redelivered(ordering: str, seconds: float) -> None:
     for step in range(60):
         here, depot = guarded(), Depot(seconds=seconds)
         broker = sent(20, keys=3)
         async with running(dispatcher_of(depot.handle, here), broker, ordering=ordering, concurrency=4) as worker:
             await turns(step)
             await worker.until(lambda worker=worker: TOPIC in worker.consumer.assignment())  # type: ignore[misc]
-            await taken_and_given_back(worker)
+            await revoke_and_reassign(worker)
             assert acknowledged(worker) <= set(depot.done)
 
-            await at_the_end(worker, here, depot)
+            await finish(worker, here, depot)
             assert len(depot.done) == 20, "each was handled once"
 
 
 @pytest.mark.parametrize("verb", ["reserve", "complete"])
 @virtual_time
-async def test_a_partition_taken_away_while_the_store_is_asked_waits_for_the_answer_a_while(verb: str) -> None:
+async def test_revoking_a_partition_waits_for_the_store_up_to_the_drain_timeout(verb: str) -> None:
     here, depot, broker = guarded(), Depot(), sent(20)
     here.store.held[verb] = asyncio.Event()
     options = {"drain_timeout_seconds": 2}
     async with running(dispatcher_of(depot.handle, here), broker, None, ordering="none", **options) as worker:
         await worker.until(lambda: here.store.calls[verb] > 0)
-        await taken_and_given_back(worker)
+        await revoke_and_reassign(worker)
         assert broker.committed == {}
 
         here.store.held[verb].set()
-        await at_the_end(worker, here, depot)
+        await finish(worker, here, depot)
 
     assert len(depot.done) == 20
 
 
 @virtual_time
-async def test_what_waits_in_its_lane_when_the_partition_goes_is_never_begun() -> None:
+async def test_deliveries_that_wait_in_a_lane_are_not_started_after_a_revocation() -> None:
     here, depot, broker = guarded(), Depot(held={0: asyncio.Event()}), sent(10)
     async with running(dispatcher_of(depot.handle, here), broker, drain_timeout_seconds=1) as worker:
-        await worker.until(lambda: depot.begun == [0])
+        await worker.until(lambda: depot.started == [0])
         await worker.consumer.take([TOPIC])
         depot.held[0].set()
         await worker.until(lambda: not unfinished(worker.worker))
 
-        assert depot.begun == depot.done == [0]
+        assert depot.started == depot.done == [0]
         assert broker.committed == {}
         assert worker.worker.report().tally.stale == 1
         await worker.consumer.give([TOPIC])
-        await at_the_end(worker, here, depot)
+        await finish(worker, here, depot)
 
     assert len(depot.done) == 10
 
 
 @EVERY_ORDERING
 @virtual_time
-async def test_a_client_that_is_replaced_at_any_step_leaves_an_exact_pressure(ordering: str) -> None:
+async def test_replacing_a_client_at_any_step_keeps_the_backpressure_counts_exact(ordering: str) -> None:
     for step in range(0, 60, 2):
         here, depot = guarded(), Depot(seconds=0.1)
         broker = sent(20, keys=3)
@@ -114,29 +114,29 @@ async def test_a_client_that_is_replaced_at_any_step_leaves_an_exact_pressure(or
             await turns(step)
             await worker.until(lambda worker=worker: worker.worker._poller is not None)  # type: ignore[misc]
             break_client(worker)
-            await at_the_end(worker, here, depot)
+            await finish(worker, here, depot)
             assert len(depot.done) == 20
 
 
 @virtual_time
-async def test_a_client_that_is_replaced_cancels_handlers_that_take_too_long_and_their_events_come_again() -> None:
+async def test_replacing_a_client_cancels_slow_handlers_and_their_events_are_redelivered() -> None:
     here, depot, broker = guarded(), Depot(held={3: asyncio.Event(), 5: asyncio.Event()}), sent(10)
     options = {"ordering": "none", "drain_timeout_seconds": 1}
     async with running(dispatcher_of(depot.handle, here), broker, None, **options) as worker:
         await worker.until(lambda: len(depot.done) == 8)
         break_client(worker)
-        await worker.until(lambda: depot.begun.count(3) == 2)
+        await worker.until(lambda: depot.started.count(3) == 2)
         assert worker.worker.report().in_flight == 2  # the others are duplicates
         for each in depot.held.values():
             each.set()
 
-        await at_the_end(worker, here, depot)
+        await finish(worker, here, depot)
 
     assert len(depot.done) == 10
 
 
 class Interleaving:
-    """What happens to a worker, as drawn: steps, rebalances, broken clients, outages, cancelled tasks, time."""
+    """A random sequence of rebalances, broken clients, outages, and waits."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -145,26 +145,26 @@ class Interleaving:
         self.depot.errors = {number: [OSError("later")] for number in self.chance.sample(range(40), 6)}
         self.ordering = self.chance.choice(["partition", "key", "none"])
         self.concurrency = self.chance.choice([1, 3, 8, 60])
-        self.cut_off = False
-        """For a while the store took no outcomes: what a replaced client had done by then may be done again."""
+        self.outcomes_refused = False
+        """Whether the store refused outcomes for a while, so that events may run again after a client was replaced."""
 
     async def run(self) -> None:
         broker, dispatcher = sent(40, keys=5), dispatcher_of(self.depot.handle, self.here)
         options = {"ordering": self.ordering, "concurrency": self.concurrency, "drain_timeout_seconds": 1}
         async with running(dispatcher, broker, None, **options) as worker:
             for _ in range(self.chance.randrange(1, 12)):
-                await self._happens(worker)
-                assert acknowledged(worker) <= await remembered(self.here)
-                assert self.depot.most_in_hand <= self.concurrency
+                await self._do_something(worker)
+                assert acknowledged(worker) <= await completed_parcels(self.here)
+                assert self.depot.max_concurrency <= self.concurrency
             self.here.store.down.clear()
-            await self._given(worker)
+            await self._reassign(worker)
             await worker.until(lambda: all_committed(worker))
             await worker.until(lambda: not unfinished(worker.worker))
         assert await leases_left(self.here) == []
-        assert await remembered(self.here) == set(self.depot.done) == set(range(40))
-        assert len(self.depot.done) == 40 or self.cut_off, "each was handled once"
+        assert await completed_parcels(self.here) == set(self.depot.done) == set(range(40))
+        assert len(self.depot.done) == 40 or self.outcomes_refused, "each was handled once"
 
-    async def _happens(self, worker: RunningWorker) -> None:
+    async def _do_something(self, worker: RunningWorker) -> None:
         match self.chance.randrange(7):
             case 0:
                 await turns(self.chance.randrange(30))
@@ -173,21 +173,21 @@ class Interleaving:
             case 2 if TOPIC in worker.consumer.assignment():
                 await worker.consumer.take([TOPIC])
             case 3:
-                await self._given(worker)
+                await self._reassign(worker)
             case 4:
                 break_client(worker)
             case 5:
                 self.here.store.down ^= {self.chance.choice(["reserve", "complete", "release"])}
-                self.cut_off |= "complete" in self.here.store.down
+                self.outcomes_refused |= "complete" in self.here.store.down
             case 6:
                 self.here.store.lose_answers[self.chance.choice(["reserve", "complete"])] = 1
 
-    async def _given(self, worker: RunningWorker) -> None:
+    async def _reassign(self, worker: RunningWorker) -> None:
         if worker.worker._joined and TOPIC not in worker.consumer.assignment():
             await worker.consumer.give([TOPIC])
 
 
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_happens_each_event_is_handled_once_and_acknowledged_when_it_is_remembered(seed: int) -> None:
+def test_in_any_interleaving_each_event_is_handled_once_and_committed_after_its_record(seed: int) -> None:
     run_virtual(Interleaving(seed).run())

@@ -1,4 +1,4 @@
-"""The crew when something ends before its time: a worker, a client, an assignment, a store, a task of ours."""
+"""The pipeline when workers or tasks are cancelled, stores misbehave, or the library has a bug."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from tests.support.pipelines import (
     Depot,
     ParcelSent,
     all_committed,
+    completed_parcels,
     dispatcher_of,
     leases_left,
     parcels,
-    remembered,
     sent,
     turns,
     unfinished,
 )
 
 
-async def stopped_at_once(worker: RunningWorker) -> None:
+async def cancel(worker: RunningWorker) -> None:
     worker.task.cancel()
     await asyncio.wait({worker.task}, timeout=3_600)
 
 
 async def failure_of(dispatcher: EventDispatcher, broker: FakeBroker, **service: Any) -> tuple[ServiceWorker, str]:
-    """A worker that stops by itself, and why."""
+    """Run a worker until it fails, and return it with the error's text."""
     try:
         async with running(dispatcher, broker, **service) as worker:
             await asyncio.wait({worker.task}, timeout=3_600)
     except (RuntimeError, ValueError) as error:
         return worker.worker, str(error)
-    raise AssertionError("it goes on")
+    raise AssertionError("the worker did not fail")
 
 
 @pytest.mark.parametrize("ordering", ["partition", "key", "none"])
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 @virtual_time
-async def test_a_worker_cancelled_at_any_step_leaves_nothing_behind_and_loses_no_outcome(
+async def test_a_worker_cancelled_at_any_step_releases_everything_and_loses_no_outcome(
     ordering: str, seconds: float
 ) -> None:
     for step in range(100):
@@ -61,14 +61,14 @@ async def test_a_worker_cancelled_at_any_step_leaves_nothing_behind_and_loses_no
         broker = sent(30, keys=3)
         async with running(dispatcher_of(depot.handle, here), broker, ordering=ordering, concurrency=5) as worker:
             await turns(step)
-            await stopped_at_once(worker)
-            begun = list(depot.begun)
+            await cancel(worker)
+            started = list(depot.started)
             await asyncio.sleep(10)
 
-            assert depot.begun == begun, "nothing is begun once it has ended"
+            assert depot.started == started, "a handler started after the worker had ended"
             assert unfinished(worker.worker) == {}
             assert await leases_left(here) == []
-            assert await remembered(here) == set(depot.done)
+            assert await completed_parcels(here) == set(depot.done)
             assert broker.committed.get(TOPIC, 0) <= len(depot.done)
 
 
@@ -81,23 +81,23 @@ async def test_a_worker_cancelled_while_the_store_is_slow_loses_no_outcome() -> 
             while not here.store.calls["complete"]:
                 await turns(1)
             await turns(step)
-            await stopped_at_once(worker)
+            await cancel(worker)
             here.store.held["complete"].set()
             await asyncio.sleep(10)
 
             assert unfinished(worker.worker) == {}
             assert await leases_left(here) == []
-            assert await remembered(here) == set(depot.done)
+            assert await completed_parcels(here) == set(depot.done)
 
 
 @virtual_time
-async def test_a_new_client_goes_on_though_tasks_were_cancelled_before_they_began() -> None:
+async def test_a_worker_continues_after_tasks_were_cancelled_before_their_first_step() -> None:
     here, depot, broker = guarded(), Depot(), sent(20, keys=5)
     async with running(dispatcher_of(depot.handle, here), broker, ordering="key", concurrency=5) as worker:
-        crew = worker.worker._pipeline
+        pipeline = worker.worker._pipeline
         for _ in range(60):
-            # As the end of a client cancels what it finds.
-            for task in crew.tasks:
+            # Replacing a client cancels all tasks as well.
+            for task in pipeline.tasks:
                 task.cancel()
             await asyncio.sleep(0)
         broker.publish(*parcels(30)[20:])
@@ -105,11 +105,11 @@ async def test_a_new_client_goes_on_though_tasks_were_cancelled_before_they_bega
         await worker.until(lambda: unfinished(worker.worker) == {})
 
     assert await leases_left(here) == []
-    assert await remembered(here) == set(depot.done)
+    assert await completed_parcels(here) == set(depot.done)
 
 
 @virtual_time
-async def test_a_retry_that_ignores_its_cancellation_keeps_its_worker_in_sight() -> None:
+async def test_a_worker_whose_retry_ignores_cancellation_is_stuck() -> None:
     depot, broker = Depot(errors={0: [OSError("not yet")]}), sent(1)
     may_end = asyncio.Event()
 
@@ -123,7 +123,7 @@ async def test_a_retry_that_ignores_its_cancellation_keeps_its_worker_in_sight()
 
     async with running(dispatcher_of(stubborn, guarded()), broker) as worker:
         await worker.until(lambda: depot.done == [0])
-        await stopped_at_once(worker)
+        await cancel(worker)
 
         stuck = worker.worker.stuck
         may_end.set()
@@ -135,7 +135,7 @@ async def test_a_retry_that_ignores_its_cancellation_keeps_its_worker_in_sight()
 
 @pytest.mark.parametrize("verb", ["reserve", "complete"])
 @virtual_time
-async def test_an_answer_that_makes_no_sense_stops_the_service_and_loses_nothing(verb: str) -> None:
+async def test_a_bug_in_the_store_stops_the_service_and_loses_nothing(verb: str) -> None:
     here, depot, broker = guarded(), Depot(), sent(10, keys=5)
     dispatcher = dispatcher_of(depot.handle, here)
 
@@ -151,12 +151,12 @@ async def test_an_answer_that_makes_no_sense_stops_the_service_and_loses_nothing
 
 
 @virtual_time
-async def test_a_store_that_answers_too_few_stops_the_service_and_loses_nothing() -> None:
+async def test_a_store_that_returns_too_few_verdicts_stops_the_service_and_loses_nothing() -> None:
     here, depot, broker = guarded(), Depot(), sent(10, keys=5)
-    right = here.store.reserve
+    original = here.store.reserve
 
     async def too_few(requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        return (await right(requests))[:-1]
+        return (await original(requests))[:-1]
 
     with mock.patch.object(here.store, "reserve", too_few):
         worker, why = await failure_of(dispatcher_of(depot.handle, here), broker, ordering="key")
@@ -169,12 +169,12 @@ async def test_a_store_that_answers_too_few_stops_the_service_and_loses_nothing(
 @virtual_time
 async def test_a_bug_in_decoding_a_delivery_stops_the_service_and_loses_nothing() -> None:
     here, depot, broker = guarded(), Depot(), sent(10, keys=5)
-    dispatcher, right = dispatcher_of(depot.handle, here), DeliveryProcessor.decode
+    dispatcher, original = dispatcher_of(depot.handle, here), DeliveryProcessor.decode
 
     def decode(self: DeliveryProcessor, delivery: Any) -> Any:
         if delivery.record.offset == 3:
             raise RuntimeError("a bug")
-        return right(self, delivery)
+        return original(self, delivery)
 
     with mock.patch.object(DeliveryProcessor, "decode", decode):
         worker, why = await failure_of(dispatcher, broker, ordering="none")
@@ -189,7 +189,7 @@ async def test_a_bug_in_decoding_a_delivery_stops_the_service_and_loses_nothing(
 
 
 @virtual_time
-async def test_a_bug_in_a_task_of_the_crew_stops_the_service() -> None:
+async def test_a_bug_in_a_task_of_the_pipeline_stops_the_service() -> None:
     broker = sent(3)
 
     with mock.patch.object(Pipeline, "_reserved", side_effect=RuntimeError("a bug")):
@@ -200,50 +200,50 @@ async def test_a_bug_in_a_task_of_the_crew_stops_the_service() -> None:
 
 
 @virtual_time
-async def test_runs_of_a_reused_key_take_slots_too() -> None:
+async def test_runs_of_a_reused_key_use_slots() -> None:
     here, depot, broker = guarded(on_key_reused=OnKeyReused.RUN), Depot(seconds=1), FakeBroker()
-    # One id, many contents: all but the first are other work under the same key.
+    # One id with different contents: all but the first reuse the key for other work.
     broker.publish(*(ParcelSent(number=each, event_id="one") for each in range(12)))
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none", concurrency=2) as worker:
         await worker.until(lambda: all_committed(worker))
 
     assert sorted(depot.done) == list(range(12))
-    assert depot.most_in_hand == 2
+    assert depot.max_concurrency == 2
 
 
-WHOSE: ContextVar[str] = ContextVar("whose")
+OWNER: ContextVar[str] = ContextVar("owner")
 
 
 @pytest.mark.parametrize("ordering", ["partition", "key", "none"])
 @virtual_time
-async def test_what_a_handler_puts_into_its_context_is_not_seen_by_others(ordering: str) -> None:
-    depot, seen, set_before = Depot(errors={4: [OSError("once more")]}), list[tuple[str, int]](), WHOSE.set("service")
+async def test_context_variables_set_by_a_handler_are_not_visible_to_others(ordering: str) -> None:
+    depot, seen, set_before = Depot(errors={4: [OSError("once more")]}), list[tuple[str, int]](), OWNER.set("service")
 
     async def handle(event: ParcelSent) -> None:
-        seen.append((WHOSE.get(), event.number))
-        WHOSE.set(str(event.number))
+        seen.append((OWNER.get(), event.number))
+        OWNER.set(str(event.number))
         if event.number % 2:
             await asyncio.sleep(0)
         await depot.handle(event)
-        assert WHOSE.get() == str(event.number)
+        assert OWNER.get() == str(event.number)
 
     broker = sent(12, keys=3)
     async with running(dispatcher_of(handle, guarded()), broker, ordering=ordering) as worker:
         await worker.until(lambda: all_committed(worker))
-    WHOSE.reset(set_before)
+    OWNER.reset(set_before)
 
     assert sorted(seen, key=lambda each: each[1]) == [("service", each) for each in (*range(5), *range(4, 12))]
 
 
 @virtual_time
-async def test_a_cancelled_remembering_leaves_no_run_that_others_would_wait_for() -> None:
+async def test_a_cancelled_recording_leaves_no_active_run() -> None:
     here, depot, broker = guarded(), Depot(), sent(1)
     here.store.held["complete"] = asyncio.Event()
     async with running(dispatcher_of(depot.handle, here), broker) as worker:
         await worker.until(lambda: here.store.calls["complete"] == 1)
-        await stopped_at_once(worker)
+        await cancel(worker)
 
         assert here.manager.executor.runs.keys() == []
         here.store.held["complete"].set()
 
-    assert await remembered(here) == {0}
+    assert await completed_parcels(here) == {0}

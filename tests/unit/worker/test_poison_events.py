@@ -1,4 +1,4 @@
-"""A worker and the events that may be what crashes it: they run alone, and nothing else is held against them."""
+"""Events that may have leave_crashes workers run alone, and only crashes during such runs count against them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.poison_events import PoisonEventRunner
-from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.guarded import LEASE, Guarded, guarded
 from tests.support.pipelines import Depot, ParcelSent, all_committed, dispatcher_of, leases_left, sent, unfinished
@@ -27,8 +26,8 @@ def key_of(here: Guarded, parcel: int) -> str:
     return f"{here.manager.space.root}handle:parcel_sent:id:parcel-{parcel}"
 
 
-async def crashed(here: Guarded, *parcels: int, times: int, alone: bool = False) -> None:
-    """What processes leave behind that died while they handled these parcels."""
+async def leave_crashes(here: Guarded, *parcels: int, times: int, alone: bool = False) -> None:
+    """Leave records of processes that died while they handled `parcels`."""
     for _ in range(times):
         lease, retention = timedelta(seconds=LEASE), timedelta(hours=2)
         requests = [
@@ -45,19 +44,15 @@ async def record_of(here: Guarded, parcel: int) -> IdempotencyRecord:
     return record
 
 
-def reasons(broker: FakeBroker) -> list[bytes]:
-    return [dict(letter.headers)["idempotency-dlq-error-class"] for letter in broker.values("parcel_sent.dlq")]
-
-
 @virtual_time
-async def test_an_event_beside_which_workers_crashed_runs_alone_and_is_handled() -> None:
+async def test_a_suspect_that_does_not_crash_the_worker_runs_alone_and_is_handled() -> None:
     here, depot, broker = guarded(max_attempts=2), Depot(seconds=3), sent(6)
-    await crashed(here, 2, 4, times=9)
+    await leave_crashes(here, 2, 4, times=9)
 
-    beside: dict[int, int] = {}
+    concurrent: dict[int, int] = {}
 
     async def handle(event: ParcelSent) -> None:
-        beside[event.number] = depot.in_hand
+        concurrent[event.number] = depot.running_now
         await depot.handle(event)
 
     async with running(dispatcher_of(handle, here), broker, ordering="none", isolation_share=1) as worker:
@@ -65,38 +60,38 @@ async def test_an_event_beside_which_workers_crashed_runs_alone_and_is_handled()
         assert unfinished(worker.worker) == {}
 
     assert sorted(depot.done) == list(range(6))
-    assert (beside[2], beside[4]) == (0, 0)
-    assert depot.most_in_hand > 1, "the others run side by side"
-    assert broker.logs.keys() == {next(iter(broker.logs))}, "there is no dead letter"
+    assert (concurrent[2], concurrent[4]) == (0, 0)
+    assert depot.max_concurrency > 1, "the others run concurrently"
+    assert broker.logs.keys() == {next(iter(broker.logs))}, "nothing was dead-lettered"
     assert here.observer.counts[Signal.ISOLATED] == 2
 
 
 @virtual_time
 async def test_after_one_crash_nothing_runs_alone() -> None:
     here, depot, broker = guarded(), Depot(seconds=3), sent(6)
-    await crashed(here, *range(6), times=1)
+    await leave_crashes(here, *range(6), times=1)
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
         await worker.until(lambda: all_committed(worker))
 
-    assert depot.most_in_hand == 6
+    assert depot.max_concurrency == 6
     assert here.observer.counts[Signal.ISOLATED] == 0
 
 
 @virtual_time
-async def test_its_record_says_that_it_runs_alone_until_its_turn_ends() -> None:
+async def test_the_record_of_a_suspect_is_marked_alone_until_its_turn_ends() -> None:
     here, depot, broker = guarded(), Depot(seconds=50), sent(2)
-    await crashed(here, 0, times=2)
+    await leave_crashes(here, 0, times=2)
 
     async with running(
         dispatcher_of(depot.handle, here), broker, ordering="none", isolation_seconds=20, concurrency=2
     ) as worker:
-        await worker.until(lambda: 0 in depot.begun)
+        await worker.until(lambda: 0 in depot.started)
         first = await record_of(here, 0)
-        others = list(depot.begun)
+        others = list(depot.started)
         await asyncio.sleep(25)
         later = await record_of(here, 0)
-        assert 1 in depot.begun
+        assert 1 in depot.started
         await worker.until(lambda: all_committed(worker))
 
     assert (first.attempt, first.lapsed, first.lapsed_alone, first.alone) == (3, 2, 0, True)
@@ -109,7 +104,7 @@ async def test_its_record_says_that_it_runs_alone_until_its_turn_ends() -> None:
 @virtual_time
 async def test_without_isolation_each_crash_counts(settings: dict[str, Any], attempts: int) -> None:
     here, depot, broker = guarded(max_attempts=attempts), Depot(), sent(3)
-    await crashed(here, 1, times=attempts)
+    await leave_crashes(here, 1, times=attempts)
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none", **settings) as worker:
         await worker.until(lambda: all_committed(worker))
@@ -119,68 +114,68 @@ async def test_without_isolation_each_crash_counts(settings: dict[str, Any], att
 
 
 @virtual_time
-async def test_crashes_beside_others_are_not_held_against_an_event_that_fails() -> None:
+async def test_crashes_of_concurrent_runs_do_not_count_as_failed_attempts() -> None:
     here, depot, broker = guarded(max_attempts=3), Depot(errors={0: [OSError("no"), OSError("no")]}), sent(1)
-    await crashed(here, 0, times=7)
+    await leave_crashes(here, 0, times=7)
 
     async with running(dispatcher_of(depot.handle, here), broker, retry_initial_seconds=0.1) as worker:
         await worker.until(lambda: all_committed(worker))
 
-    assert depot.begun == [0, 0, 0]
+    assert depot.started == [0, 0, 0]
     assert depot.done == [0]
 
 
 @virtual_time
-async def test_an_event_that_can_never_run_alone_is_given_up_after_ten_times_as_many_crashes() -> None:
+async def test_an_event_that_never_runs_alone_fails_after_ten_times_as_many_crashes() -> None:
     here, depot, broker = guarded(max_attempts=2), Depot(), sent(1)
-    await crashed(here, 0, times=20)
+    await leave_crashes(here, 0, times=20)
 
     async with running(dispatcher_of(depot.handle, here), broker) as worker:
         await worker.until(lambda: all_committed(worker))
 
-    assert depot.begun == []
+    assert depot.started == []
     assert (await record_of(here, 0)).status is IdempotencyStatus.FAILED
-    [letter] = broker.values("parcel_sent.dlq")
-    assert dict(letter.headers)["idempotency-dlq-attempts"] == b"21", "20 runs, and the reservation that gave it up"
+    [dead_letter] = broker.values("parcel_sent.dlq")
+    assert dict(dead_letter.headers)["idempotency-dlq-attempts"] == b"21", "20 runs, and the one that failed it"
 
 
 @virtual_time
-async def test_a_worker_that_drains_releases_suspects_that_wait_for_their_turn() -> None:
+async def test_a_draining_worker_releases_suspects_that_wait_for_their_turn() -> None:
     here, depot, broker = guarded(), Depot(seconds=10), sent(5)
-    await crashed(here, *range(5), times=2)
+    await leave_crashes(here, *range(5), times=2)
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none", drain_timeout_seconds=60) as worker:
-        await worker.until(lambda: bool(depot.begun))
+        await worker.until(lambda: bool(depot.started))
         worker.worker.stop()
         await worker.until(lambda: worker.task.done() or worker.worker.report().in_flight == 0)
 
     (only,) = depot.done
-    assert depot.begun == [only]
+    assert depot.started == [only]
     assert await leases_left(here) == []
     waiting = [await record_of(here, each) for each in range(5) if each != only]
     assert [(each.lapsed, each.lease_until, each.alone) for each in waiting] == [(2, None, False)] * 4
 
 
 @virtual_time
-async def test_suspects_keep_their_leases_while_they_wait_longer_than_a_lease() -> None:
+async def test_leases_of_waiting_suspects_are_renewed() -> None:
     here, depot, broker = guarded(), Depot(seconds=LEASE), sent(4)
-    await crashed(here, *range(4), times=2)
+    await leave_crashes(here, *range(4), times=2)
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
         await worker.until(lambda: all_committed(worker))
 
     assert sorted(depot.done) == list(range(4))
-    assert depot.most_in_hand == 1
-    assert here.observer.counts[Signal.TAKEOVER] == 4, "each was taken over once, from the process that died"
+    assert depot.max_concurrency == 1
+    assert here.observer.counts[Signal.TAKEOVER] == 4, "each was taken over once, from the dead process"
 
 
 @virtual_time
-async def test_events_reserved_before_an_isolated_run_are_released_when_their_partition_is_given_up() -> None:
+async def test_events_reserved_before_an_isolated_run_are_released_when_their_partition_is_revoked() -> None:
     here, depot, broker = guarded(), Depot(seconds=25), sent(6)
-    await crashed(here, 0, times=2)
+    await leave_crashes(here, 0, times=2)
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none", drain_timeout_seconds=60) as worker:
-        await worker.until(lambda: 0 in depot.begun)
+        await worker.until(lambda: 0 in depot.started)
         held = [each.delivery for each in worker.worker._pipeline._runners._runnable]
         for delivery in held:
             delivery.assignment.close()
@@ -191,9 +186,9 @@ async def test_events_reserved_before_an_isolated_run_are_released_when_their_pa
 
 
 @virtual_time
-async def test_a_suspect_that_is_cancelled_before_its_try_releases_its_lease() -> None:
+async def test_a_suspect_that_is_cancelled_before_its_attempt_releases_its_lease() -> None:
     here = guarded()
-    await crashed(here, 0, times=2)
+    await leave_crashes(here, 0, times=2)
     handler = dispatcher_of(Depot().handle, here)
     execution = handler.executions(ParcelSent(number=0, event_id="parcel-0"))[0]
     assert isinstance(execution, GuardedExecution)
@@ -201,7 +196,7 @@ async def test_a_suspect_that_is_cancelled_before_its_try_releases_its_lease() -
     suspect = await execution.attempt_or_suspect(wait_for_store=never_down)
     assert isinstance(suspect, Run)
     isolation = IsolationGate()
-    isolation._overdue = 1  # nobody can be alone
+    isolation._overdue = 1  # another suspect is still running
     runner = PoisonEventRunner(isolation, 0.5, 30, here.observer)
 
     async def cancelled(_: object) -> Outcome[object]:
@@ -214,31 +209,31 @@ async def test_a_suspect_that_is_cancelled_before_its_try_releases_its_lease() -
 
 
 @virtual_time
-async def test_the_log_says_why_a_suspect_runs_beside_others_without_blaming_a_handler(
+async def test_the_log_states_why_a_suspect_does_not_run_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     here = guarded()
-    await crashed(here, 0, times=2)
+    await leave_crashes(here, 0, times=2)
     [execution] = dispatcher_of(Depot().handle, here).executions(ParcelSent(number=0, event_id="parcel-0"))
     assert isinstance(execution, GuardedExecution)
     execution.isolate()
     suspect = await execution.attempt_or_suspect(wait_for_store=never_down)
     assert isinstance(suspect, Run)
     isolation = IsolationGate()
-    isolation.enter()  # an event whose handler has returned while the store is down is still being handled
+    isolation.enter()  # another event is still being handled
 
-    async def beside_others(_: object) -> Outcome[object]:
+    async def with_others(_: object) -> Outcome[object]:
         return Executed(None, 1)
 
     runner = PoisonEventRunner(isolation, 0.5, 30, here.observer)
-    await runner.run(execution, suspect, asyncio.get_running_loop().create_future(), never_down, beside_others)
+    await runner.run(execution, suspect, asyncio.get_running_loop().create_future(), never_down, with_others)
 
-    [said] = [each.getMessage() for each in caplog.records if "attempts have lapsed" in each.getMessage()]
-    assert said.endswith(
-        "2 attempts have lapsed; it runs beside others, since another event has been handled for more than 30 s: its "
-        "handler is still running, or its outcome waits for the store"
+    [logged] = [each.getMessage() for each in caplog.records if "attempts have lapsed" in each.getMessage()]
+    assert logged.endswith(
+        "2 attempts have lapsed; it runs concurrently with others, because a handler has been running for more than "
+        "30 s, or its outcome is waiting for the store"
     )
 
 
 async def never_down(error: Exception) -> None:
-    raise AssertionError("the store answers") from error
+    raise AssertionError("the store is available") from error

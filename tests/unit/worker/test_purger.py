@@ -1,4 +1,4 @@
-"""The worker's clean-up, on a clock that jumps."""
+"""Purging expired records, in virtual time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOWN = StoreUnavailableError("purge", "connection refused")
 
 
 class Store(MemoryIdempotencyRepository):
-    """Has `expired` records to take away, and takes `seconds` for each batch."""
+    """A store with `expired` records that takes `seconds` to purge each batch."""
 
     def __init__(self, expired: int = 0, *, every: float = 60.0, seconds: float = 0.0) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ async def purging(store: MemoryIdempotencyRepository) -> AsyncIterator[tuple[Cou
 
 
 @virtual_time
-async def test_what_has_expired_goes_in_batches_until_nothing_is_left() -> None:
+async def test_expired_records_are_purged_in_batches_until_none_is_left() -> None:
     store = Store(expired=3 * BATCH + 7)
 
     async with purging(store) as (observer, _):
@@ -70,7 +70,7 @@ async def test_what_has_expired_goes_in_batches_until_nothing_is_left() -> None:
 
 
 @virtual_time
-async def test_most_of_the_time_belongs_to_the_work() -> None:
+async def test_pauses_between_batches_are_longer_than_the_batches() -> None:
     store = Store(expired=10 * BATCH, seconds=0.2)
 
     async with purging(store):
@@ -81,7 +81,7 @@ async def test_most_of_the_time_belongs_to_the_work() -> None:
 
 
 @virtual_time
-async def test_a_hundred_workers_do_not_purge_at_one_moment() -> None:
+async def test_a_hundred_workers_do_not_purge_simultaneously() -> None:
     stores = [Store() for _ in range(100)]
     observer = CountingObserver()
     purgers = [Purger("billing", store, StoreCircuit(store.ping, observer), observer) for store in stores]
@@ -98,7 +98,7 @@ async def test_a_hundred_workers_do_not_purge_at_one_moment() -> None:
 
 
 @virtual_time
-async def test_nothing_is_asked_of_a_store_that_is_down() -> None:
+async def test_an_unavailable_store_is_not_purged() -> None:
     store = Store(expired=10 * BATCH, seconds=0.2)
 
     async with purging(store) as (_, circuit):
@@ -117,7 +117,7 @@ async def never() -> Any:
 
 @virtual_time
 @pytest.mark.parametrize("error", [DOWN, KeyError("a bug of the store")])
-async def test_an_error_is_counted_and_told_and_purging_goes_on(
+async def test_an_error_is_counted_and_logged_and_purging_continues(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(expired=3)
@@ -136,8 +136,10 @@ async def test_an_error_is_counted_and_told_and_purging_goes_on(
 
 
 @virtual_time
-@pytest.mark.parametrize("store", [Store(expired=9, every=0), MemoryIdempotencyRepository()], ids=["off", "by itself"])
-async def test_a_store_that_is_not_to_be_purged_is_left_alone(store: MemoryIdempotencyRepository) -> None:
+@pytest.mark.parametrize(
+    "store", [Store(expired=9, every=0), MemoryIdempotencyRepository()], ids=["disabled", "unsupported"]
+)
+async def test_a_store_without_purging_is_not_purged(store: MemoryIdempotencyRepository) -> None:
     async with purging(store):
         await asyncio.sleep(3_600)
 
@@ -145,7 +147,7 @@ async def test_a_store_that_is_not_to_be_purged_is_left_alone(store: MemoryIdemp
 
 
 @virtual_time
-async def test_a_call_that_is_under_way_ends_with_the_worker() -> None:
+async def test_stopping_cancels_a_running_purge() -> None:
     store = Store(expired=9, seconds=1_000)
 
     async with purging(store) as (observer, _):

@@ -1,4 +1,4 @@
-"""Settings compared with those of topics, without a broker."""
+"""Comparison of the settings with those of topics, without a broker."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ KAFKA = KafkaSettings()
 
 def findings(
     topic: dict[str, str] | None = None,
-    letters: dict[str, str] | None = None,
+    dead_letters: dict[str, str] | None = None,
     *,
     ttl: float | None = WEEK + 1,
     kafka: KafkaSettings = KAFKA,
 ) -> list[Finding]:
-    """About `orders` and its dead letters, which differ from a broker's defaults by these."""
+    """Return findings about `orders` and its dead-letter topic; the arguments override a broker's defaults."""
     facts = BrokerFacts(
         {
             "orders": topic_settings("orders", DEFAULTS | (topic or {})),
-            "orders.dlq": topic_settings("orders.dlq", DEFAULTS | (letters or {})),
+            "orders.dlq": topic_settings("orders.dlq", DEFAULTS | (dead_letters or {})),
         }
     )
     return retention_findings(kafka, [Reading(("orders",), ttl)], facts)
@@ -43,13 +43,13 @@ def codes(found: list[Finding]) -> list[str]:
     return [finding.code.value for finding in found]
 
 
-def test_a_ttl_beyond_the_retention_fits_the_defaults_of_brokers() -> None:
+def test_a_ttl_above_the_retention_matches_the_defaults_of_brokers() -> None:
     assert findings() == []
 
 
 @pytest.mark.scenario(98)
 @pytest.mark.parametrize("ttl", [3600, WEEK])
-def test_a_ttl_that_does_not_outlast_the_retention_is_found_with_both_numbers(ttl: float) -> None:
+def test_a_ttl_that_does_not_exceed_the_retention_is_reported_with_both_numbers(ttl: float) -> None:
     (only,) = findings(ttl=ttl)
 
     assert only.code.value == "retention-longer-than-ttl"
@@ -58,12 +58,12 @@ def test_a_ttl_that_does_not_outlast_the_retention_is_found_with_both_numbers(tt
     assert "above 604800" in only.remedy
 
 
-def test_the_ttl_of_a_dispatcher_is_named_as_what_it_is() -> None:
+def test_the_ttl_of_a_dispatcher_is_named_in_the_finding() -> None:
     facts = BrokerFacts({"orders": topic_settings("orders", DEFAULTS)})
 
     (only,) = retention_findings(KAFKA, [Reading(("orders",), 60, "the ttl of its dispatcher")], facts)
 
-    assert "the ttl of its dispatcher = 60 remembers them for 1 minute" in only.what
+    assert "the ttl of its dispatcher = 60 keeps records for 1 minute" in only.what
 
 
 def test_unguarded_handlers_have_no_ttl_to_compare() -> None:
@@ -71,7 +71,7 @@ def test_unguarded_handlers_have_no_ttl_to_compare() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topic", "letters", "code"),
+    ("topic", "dead_letters", "code"),
     [
         ({"retention.ms": "-1"}, {"retention.ms": "-1"}, "retention-endless"),
         ({"cleanup.policy": "compact"}, {}, "retention-endless"),
@@ -83,15 +83,15 @@ def test_unguarded_handlers_have_no_ttl_to_compare() -> None:
         ({}, {"cleanup.policy": "compact,delete"}, "dead-letter-topic-compacted"),
     ],
 )
-def test_what_does_not_fit_is_found(topic: dict[str, str], letters: dict[str, str], code: str) -> None:
-    assert codes(findings(topic, letters)) == [code]
+def test_a_mismatch_is_reported(topic: dict[str, str], dead_letters: dict[str, str], code: str) -> None:
+    assert codes(findings(topic, dead_letters)) == [code]
 
 
-def test_a_topic_that_compacts_and_deletes_keeps_nothing_for_ever() -> None:
+def test_a_topic_that_compacts_and_deletes_does_not_keep_events_forever() -> None:
     assert findings({"cleanup.policy": "compact, delete"}) == []
 
 
-def test_a_service_remembers_for_the_ttl_of_its_dispatcher() -> None:
+def test_a_service_keeps_records_for_the_ttl_of_its_dispatcher() -> None:
     manager = IdempotencyManager(IdempotencyConfig(), MemoryIdempotencyRepository(), scope="billing")
     plain = EventDispatcher(EventRouter())
     guarded = IdempotentEventDispatcher(EventRouter(), manager)
@@ -103,8 +103,8 @@ def test_a_service_remembers_for_the_ttl_of_its_dispatcher() -> None:
     assert [reading.ttl_setting for reading in readings[1:]] == [TTL, "the ttl of its dispatcher"]
 
 
-def test_a_broker_that_forbids_to_look_is_heard() -> None:
-    """As brokers answer DescribeConfigs: code, message, kind (2 a topic, 4 a broker), name, settings."""
+def test_errors_of_describe_configs_are_reported() -> None:
+    """Responses to DescribeConfigs contain code, message, kind (2: topic, 4: broker), name and settings."""
     facts = facts_of(
         [
             (29, None, 2, "orders", []),
@@ -117,13 +117,13 @@ def test_a_broker_that_forbids_to_look_is_heard() -> None:
     assert facts.unseen == {
         "orders": "TopicAuthorizationFailedError",
         "": "not yours",
-        "bills": "the broker does not tell them",
+        "bills": "the broker does not return them",
     }
     assert facts.missing == {"orders.dlq"}
     assert (facts.creates_topics, facts.session_bounds) == (None, None)
 
 
-def test_two_services_of_one_topic_are_told_of_its_limits_once() -> None:
+def test_a_finding_about_a_topic_of_two_services_is_reported_once() -> None:
     facts = BrokerFacts({"orders": topic_settings("orders", DEFAULTS | {"max.message.bytes": "1000"})})
 
     found = retention_findings(KAFKA, [Reading(("orders",), None), Reading(("orders",), None)], facts)
@@ -131,7 +131,7 @@ def test_two_services_of_one_topic_are_told_of_its_limits_once() -> None:
     assert codes(found) == ["event-limit-above-topic"]
 
 
-def test_a_topic_that_may_not_be_looked_at_is_said() -> None:
+def test_a_topic_whose_settings_cannot_be_read_is_reported() -> None:
     facts = BrokerFacts(unseen={"orders": "TopicAuthorizationFailedError"})
 
     (only,) = retention_findings(KAFKA, [Reading(("orders",), 60)], facts)
@@ -141,36 +141,36 @@ def test_a_topic_that_may_not_be_looked_at_is_said() -> None:
 
 
 @pytest.mark.parametrize(("creates", "severity"), [(True, "warning"), (False, "error"), (None, "error")])
-def test_a_missing_topic_is_worse_where_nobody_makes_it(creates: bool | None, severity: str) -> None:
+def test_a_missing_topic_is_an_error_if_brokers_do_not_create_it(creates: bool | None, severity: str) -> None:
     facts = BrokerFacts(missing=frozenset({"orders", "orders.dlq"}), creates_topics=creates)
 
     found = broker_findings(KAFKA, [Reading(("orders",), 60)], facts)
 
-    told = {finding.code.value: finding.severity.value for finding in found}
-    assert told["topic-missing"] == told["dead-letter-topic-missing"] == severity
+    severities = {finding.code.value: finding.severity.value for finding in found}
+    assert severities["topic-missing"] == severities["dead-letter-topic-missing"] == severity
 
 
 @pytest.mark.parametrize(("bounds", "found"), [((6.0, 30.0), True), ((46.0, 60.0), True), ((45.0, 45.0), False)])
-def test_a_session_timeout_must_be_one_that_brokers_allow(bounds: tuple[float, float], found: bool) -> None:
-    told = broker_findings(KAFKA, [], BrokerFacts(session_bounds=bounds))
+def test_a_session_timeout_outside_the_brokers_bounds_is_reported(bounds: tuple[float, float], found: bool) -> None:
+    reported = broker_findings(KAFKA, [], BrokerFacts(session_bounds=bounds))
 
-    assert ("session-timeout-out-of-bounds" in codes(told)) is found
+    assert ("session-timeout-out-of-bounds" in codes(reported)) is found
 
 
-def test_brokers_that_do_not_tell_their_own_settings_are_no_warning() -> None:
-    told: list[Any] = broker_findings(KAFKA, [], BrokerFacts(unseen={"": "ClusterAuthorizationFailedError"}))
+def test_unreadable_broker_settings_are_not_a_warning() -> None:
+    reported: list[Any] = broker_findings(KAFKA, [], BrokerFacts(unseen={"": "ClusterAuthorizationFailedError"}))
 
-    assert {finding.severity.value for finding in told} == {"info"}
+    assert {finding.severity.value for finding in reported} == {"info"}
 
 
 def codec_findings(
-    topic: str | None, letters: str | None = "producer", *, unreadable: tuple[str, ...]
+    topic: str | None, dead_letters: str | None = "producer", *, unreadable: tuple[str, ...]
 ) -> list[Finding]:
-    """About the codecs of `orders` and its dead-letter topic, for a client that cannot read `unreadable`."""
+    """Return findings about codecs of `orders` and its dead-letter topic for a client that cannot read `unreadable`."""
     facts = BrokerFacts(
         {
             name: topic_settings(name, DEFAULTS | ({"compression.type": codec} if codec else {}))
-            for name, codec in (("orders", topic), ("orders.dlq", letters))
+            for name, codec in (("orders", topic), ("orders.dlq", dead_letters))
         }
     )
     found = broker_findings(KAFKA, [Reading(("orders",), WEEK + 1)], facts, unreadable)
@@ -178,15 +178,15 @@ def codec_findings(
 
 
 @pytest.mark.parametrize("codec", ["producer", "uncompressed", "gzip", "snappy", "lz4", "zstd", None])
-def test_nothing_is_found_about_codecs_that_the_client_can_read(codec: str | None) -> None:
+def test_codecs_that_the_client_can_read_cause_no_findings(codec: str | None) -> None:
     assert codec_findings(codec, codec, unreadable=()) == []
 
 
 @pytest.mark.parametrize("codec", ["uncompressed", "gzip", None])
-def test_codecs_without_a_package_of_their_own_need_none(codec: str | None) -> None:
+def test_codecs_that_need_no_package_cause_no_findings(codec: str | None) -> None:
     found = codec_findings(codec, unreadable=("snappy", "lz4", "zstd"))
 
-    # A broker that does not report the setting leaves the choice to producers, as Kafka does by default.
+    # If a broker does not report the setting, producers choose the codec, which is Kafka's default.
     assert [one.severity for one in found] == ([] if codec else [Severity.WARNING])
 
 
@@ -197,7 +197,7 @@ def test_a_topic_whose_codec_the_client_cannot_read_is_an_error() -> None:
     assert only.what == "compression.type = lz4, and the installed Kafka client cannot read lz4"
 
 
-def test_where_producers_choose_a_codec_that_could_not_be_read_is_a_warning() -> None:
+def test_a_topic_whose_producers_may_choose_an_unreadable_codec_is_a_warning() -> None:
     (only,) = codec_findings("producer", unreadable=("snappy", "lz4", "zstd"))
 
     assert (only.severity, only.where) == (Severity.WARNING, "topic orders")

@@ -1,4 +1,4 @@
-"""Slots: as many at once as there are, in the order of asking, none lost to a cancellation."""
+"""Slots: the limit holds, waiters are served in order, and cancellations lose no slot."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from integr8s_idem.worker.slots import Slots
 
 
 @virtual_time
-async def test_a_slot_is_taken_at_once_while_there_is_one() -> None:
+async def test_a_free_slot_is_acquired_without_waiting() -> None:
     slots = Slots(2)
 
-    assert [slots.take(), slots.take(), slots.take()] == [True, True, False]
-    slots.give()
-    assert slots.take()
+    assert [slots.try_acquire(), slots.try_acquire(), slots.try_acquire()] == [True, True, False]
+    slots.release()
+    assert slots.try_acquire()
 
 
 @virtual_time
-async def test_those_who_wait_are_woken_in_their_order_and_nobody_comes_in_between() -> None:
+async def test_waiters_are_served_in_order_and_cannot_be_overtaken() -> None:
     slots, order = Slots(1), list[int]()
 
     async def work(number: int) -> None:
@@ -34,7 +34,7 @@ async def test_those_who_wait_are_woken_in_their_order_and_nobody_comes_in_betwe
     tasks = [asyncio.create_task(work(number)) for number in range(4)]
     await asyncio.sleep(0.5)
     while not all(task.done() for task in tasks[:-1]):
-        assert not slots.take(), "somebody waits for it"
+        assert not slots.try_acquire(), "the slot belongs to a waiter"
         await asyncio.sleep(0.5)
     await asyncio.wait(tasks)
 
@@ -42,9 +42,9 @@ async def test_those_who_wait_are_woken_in_their_order_and_nobody_comes_in_betwe
 
 
 @virtual_time
-async def test_a_free_slot_is_told_only_where_nobody_waits_for_it() -> None:
-    slots, told = Slots(1), list[float]()
-    slots.when_free = lambda: told.append(asyncio.get_running_loop().time())
+async def test_when_free_is_called_only_if_nobody_waits() -> None:
+    slots, times = Slots(1), list[float]()
+    slots.when_free = lambda: times.append(asyncio.get_running_loop().time())
 
     async def work() -> None:
         async with slots:
@@ -52,29 +52,29 @@ async def test_a_free_slot_is_told_only_where_nobody_waits_for_it() -> None:
 
     await asyncio.gather(work(), work())
 
-    assert told == [2.0]
+    assert times == [2.0]
 
 
 @virtual_time
-async def test_who_hears_of_a_free_slot_may_take_it_at_once() -> None:
-    slots, taken = Slots(1), list[bool]()
-    slots.when_free = lambda: taken.append(slots.take())
-    slots.take()
+async def test_when_free_may_acquire_the_slot() -> None:
+    slots, acquired = Slots(1), list[bool]()
+    slots.when_free = lambda: acquired.append(slots.try_acquire())
+    slots.try_acquire()
 
-    slots.give()
+    slots.release()
 
-    assert taken == [True]
-    assert not slots.take()
+    assert acquired == [True]
+    assert not slots.try_acquire()
 
 
 @virtual_time
-async def test_one_who_is_cancelled_in_the_moment_of_its_turn_hands_it_on() -> None:
+async def test_a_waiter_cancelled_when_it_gets_a_slot_passes_it_on() -> None:
     slots = Slots(1)
-    slots.take()
+    slots.try_acquire()
     first, second = (asyncio.create_task(slots.__aenter__()) for _ in range(2))
     await asyncio.sleep(0)
 
-    slots.give()
+    slots.release()
     first.cancel()
     await asyncio.wait({first})
     await asyncio.sleep(0)
@@ -85,9 +85,7 @@ async def test_one_who_is_cancelled_in_the_moment_of_its_turn_hands_it_on() -> N
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), number=st.integers(1, 5))
-def test_whoever_is_cancelled_when_all_are_free_in_the_end_and_never_too_many_are_in_use(
-    seed: int, number: int
-) -> None:
+def test_random_cancellations_neither_lose_slots_nor_exceed_the_limit(seed: int, number: int) -> None:
     chance = random.Random(seed)
 
     async def main() -> None:
@@ -97,11 +95,11 @@ def test_whoever_is_cancelled_when_all_are_free_in_the_end_and_never_too_many_ar
             nonlocal in_use
             await asyncio.sleep(chance.choice([0, 0, 1]))
             if chance.random() < 0.3:
-                if not slots.take():
+                if not slots.try_acquire():
                     return
                 in_use += 1
                 await holding()
-                slots.give()
+                slots.release()
             else:
                 async with slots:
                     in_use += 1
@@ -110,7 +108,7 @@ def test_whoever_is_cancelled_when_all_are_free_in_the_end_and_never_too_many_ar
         async def holding() -> None:
             nonlocal in_use
             assert in_use <= number
-            with suppress(asyncio.CancelledError):  # it goes on to give it back
+            with suppress(asyncio.CancelledError):  # releases the slot nevertheless
                 await asyncio.sleep(chance.choice([0, 0, 1]))
             in_use -= 1
 
@@ -120,6 +118,6 @@ def test_whoever_is_cancelled_when_all_are_free_in_the_end_and_never_too_many_ar
             task.cancel()
         await asyncio.wait(tasks)
         assert not [task.exception() for task in tasks if not task.cancelled() and task.exception()]
-        assert [slots.take() for _ in range(number + 1)] == [True] * number + [False]
+        assert [slots.try_acquire() for _ in range(number + 1)] == [True] * number + [False]
 
     run_virtual(main())

@@ -1,4 +1,4 @@
-"""The store's circuit."""
+"""The store circuit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOWN = StoreUnavailableError("reserve", "connection refused")
 
 
 class Store:
-    """Answers a ping, or does not."""
+    """A store whose `ping` can fail."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -48,7 +48,7 @@ def never() -> asyncio.Future[None]:
 
 
 @virtual_time
-async def test_an_open_gate_holds_nobody() -> None:
+async def test_waiting_returns_immediately_while_the_store_is_available() -> None:
     circuit = StoreCircuit(Store().ping, CountingObserver())
 
     await circuit.wait(unless=never())
@@ -58,7 +58,7 @@ async def test_an_open_gate_holds_nobody() -> None:
 
 
 @virtual_time
-async def test_a_closed_gate_opens_for_all_within_two_seconds_of_the_stores_return() -> None:
+async def test_all_waiters_continue_within_two_seconds_after_the_store_is_available_again() -> None:
     store, observer = Store(), CountingObserver()
     circuit, store.error = StoreCircuit(store.ping, observer), DOWN
     circuit.mark_unavailable(DOWN)
@@ -77,7 +77,7 @@ async def test_a_closed_gate_opens_for_all_within_two_seconds_of_the_stores_retu
 
 
 @virtual_time
-async def test_a_closing_assignment_lets_its_deliveries_go() -> None:
+async def test_waiting_ends_when_the_assignment_closes() -> None:
     store, closing = Store(), never()
     circuit, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
     circuit.mark_unavailable(DOWN)
@@ -92,7 +92,7 @@ async def test_a_closing_assignment_lets_its_deliveries_go() -> None:
 
 
 @virtual_time
-async def test_a_bug_in_ping_does_not_keep_the_gate_closed_for_ever() -> None:
+async def test_a_bug_in_ping_does_not_keep_the_store_unavailable_forever() -> None:
     store = Store()
     circuit, store.error = StoreCircuit(store.ping, CountingObserver()), ZeroDivisionError()
     circuit.mark_unavailable(DOWN)
@@ -106,7 +106,7 @@ async def test_a_bug_in_ping_does_not_keep_the_gate_closed_for_ever() -> None:
 
 
 @virtual_time
-async def test_many_who_close_it_start_one_probe() -> None:
+async def test_many_errors_start_one_probe() -> None:
     store = Store()
     circuit, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
 
@@ -119,7 +119,7 @@ async def test_many_who_close_it_start_one_probe() -> None:
 
 
 @virtual_time
-async def test_work_that_is_done_waits_out_the_outage() -> None:
+async def test_wait_out_returns_when_the_store_is_available_again() -> None:
     store = Store()
     circuit, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
     asyncio.get_running_loop().call_later(60, setattr, store, "error", None)
@@ -130,7 +130,7 @@ async def test_work_that_is_done_waits_out_the_outage() -> None:
 
 
 @virtual_time
-async def test_a_gate_without_a_store_never_closes() -> None:
+async def test_a_circuit_without_a_store_is_always_available() -> None:
     circuit = StoreCircuit(None, CountingObserver())
 
     circuit.mark_unavailable(DOWN)
@@ -140,7 +140,7 @@ async def test_a_gate_without_a_store_never_closes() -> None:
 
 
 @virtual_time
-async def test_a_check_tells_what_the_store_says() -> None:
+async def test_a_check_raises_errors_of_the_store() -> None:
     store = Store()
     circuit, store.error = StoreCircuit(store.ping, CountingObserver()), StoreConfigurationError("ping", "NOAUTH")
 
@@ -149,7 +149,7 @@ async def test_a_check_tells_what_the_store_says() -> None:
 
 
 @virtual_time
-async def test_a_stopped_gate_looks_no_longer() -> None:
+async def test_a_stopped_circuit_does_not_probe() -> None:
     store = Store()
     circuit, store.error = StoreCircuit(store.ping, CountingObserver()), DOWN
     circuit.mark_unavailable(DOWN)
@@ -163,7 +163,7 @@ async def test_a_stopped_gate_looks_no_longer() -> None:
 
 @pytest.mark.scenario(46)
 @virtual_time
-async def test_a_store_that_lost_its_data_is_noticed_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_store_that_lost_its_data_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     store, observer = Store(), CountingObserver()
     circuit, store.identity = StoreCircuit(store.ping, observer), "first"
     await circuit.check()
@@ -189,10 +189,10 @@ async def test_a_store_that_lost_its_data_is_noticed_counted_and_named_once(capl
         ("data", ("b", "a"), "second", False, Signal.STORE_FAILOVER),
         ("others", ("b", "a"), "second", False, Signal.STORE_DATA_LOST),
     ],
-    ids=["its last second", "nothing", "it does not say", "what the replica lacked", "all"],
+    ids=["restarted", "restarted without loss", "start unknown", "failed over", "replaced"],
 )
 @virtual_time
-async def test_a_start_anew_is_counted_once_as_the_worst_that_it_may_have_cost(
+async def test_a_restart_is_counted_once_as_the_worst_case(
     identity: str, lineage: tuple[str, str], start: str, keeps_all: bool, counted: Signal | None
 ) -> None:
     store, observer = Store(), CountingObserver()
@@ -209,7 +209,7 @@ async def test_a_start_anew_is_counted_once_as_the_worst_that_it_may_have_cost(
 
 
 @virtual_time
-async def test_data_lost_in_an_outage_are_noticed_at_its_end() -> None:
+async def test_data_loss_during_an_outage_is_detected_at_its_end() -> None:
     store, observer = Store(), CountingObserver()
     circuit, store.identity = StoreCircuit(store.ping, observer), "first"
     await circuit.check()
@@ -225,7 +225,7 @@ async def test_data_lost_in_an_outage_are_noticed_at_its_end() -> None:
 
 
 @virtual_time
-async def test_a_store_that_is_silent_to_the_watch_closes_nothing_and_is_told() -> None:
+async def test_a_failed_periodic_check_is_reported_but_does_not_pause_the_service() -> None:
     store, observer = Store(), CountingObserver()
     circuit, store.identity = StoreCircuit(store.ping, observer), "first"
     await circuit.check()
@@ -241,7 +241,7 @@ async def test_a_store_that_is_silent_to_the_watch_closes_nothing_and_is_told() 
 
 
 @virtual_time
-async def test_a_store_that_cannot_tell_is_not_watched() -> None:
+async def test_a_store_without_an_identity_is_not_checked_periodically() -> None:
     store = Store()
     circuit = StoreCircuit(store.ping, CountingObserver())
 
@@ -252,7 +252,7 @@ async def test_a_store_that_cannot_tell_is_not_watched() -> None:
 
 
 @virtual_time
-async def test_a_bug_in_ping_does_not_end_the_watch_over_a_stores_data() -> None:
+async def test_a_bug_in_ping_does_not_end_the_periodic_checks() -> None:
     store, observer = Store(), CountingObserver()
     store.identity = "before"
     circuit = StoreCircuit(store.ping, observer)

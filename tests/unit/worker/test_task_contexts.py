@@ -1,4 +1,4 @@
-"""Work of one task in contexts of its own."""
+"""Coroutines of one task in separate contexts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME: ContextVar[str] = ContextVar("name", default="nobody")
 
 
 @virtual_time
-async def test_what_work_sets_stays_in_its_context_through_all_that_it_waits_for() -> None:
+async def test_context_variables_set_by_work_stay_in_its_context() -> None:
     async def work(name: str) -> tuple[str, str]:
         before = NAME.get()
         NAME.set(name)
@@ -36,7 +36,7 @@ async def test_what_work_sets_stays_in_its_context_through_all_that_it_waits_for
 
 
 @virtual_time
-async def test_errors_and_cancellations_go_through_it() -> None:
+async def test_errors_and_cancellations_are_propagated() -> None:
     seen: list[str] = []
 
     async def fails() -> None:
@@ -54,7 +54,7 @@ async def test_errors_and_cancellations_go_through_it() -> None:
 
     with pytest.raises(ValueError, match="mine"):
         await in_context(copy_context(), fails())
-    task = asyncio.create_task(in_context_of_its_own(cleans_up))
+    task = asyncio.create_task(run_in_context(cleans_up))
     await asyncio.sleep(1)
     task.cancel()
     await asyncio.wait({task})
@@ -63,13 +63,13 @@ async def test_errors_and_cancellations_go_through_it() -> None:
     assert seen == ["mine", "clean"]
 
 
-async def in_context_of_its_own(work: object) -> None:
+async def run_in_context(work: object) -> None:
     assert callable(work)
     await in_context(copy_context(), work())
 
 
 @virtual_time
-async def test_work_may_swallow_its_cancellation_and_has_timeouts_of_its_own() -> None:
+async def test_work_may_use_timeouts() -> None:
     async def swallows() -> str:
         try:
             async with asyncio.timeout(1):
