@@ -336,7 +336,7 @@ async def test_a_client_that_goes_in_the_midst_of_its_body_has_asked_for_nothing
 
 def test_a_stored_result_that_is_no_response_is_told_and_not_done_again(caplog: pytest.LogCaptureFixture) -> None:
     done = Completed(key="k", attempt=1, completed_at=datetime.now(UTC), result=StoredResult(b"{}"))
-    assert Problems().again(done).status == 409
+    assert Problems().for_outcome(done).status == 409
     assert "the response stored for k cannot be read" in caplog.text
 
 
