@@ -282,8 +282,8 @@ class IdempotencyKeyMiddleware:
             return
         if "dishka_container" in (scope.get("state") or {}):
             raise ApplicationError(
-                "IdempotencyKeyMiddleware is inside Dishka's middleware and would store a response before its scope has "
-                "committed: add it to the application, not to a route, and after setup_dishka(container, app); in "
+                "IdempotencyKeyMiddleware is inside Dishka's middleware and would store a response before its scope "
+                "has committed: add it to the application, not to a route, and after setup_dishka(container, app); in "
                 "Litestar write app.asgi_handler = IdempotencyKeyMiddleware(app.asgi_handler, manager)"
             )
         connection = HTTPConnection(scope)

@@ -337,7 +337,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             raise
 
     async def publish_scope(self, call_next: Callable[[Any], Awaitable[Any]], cmd: Any) -> Any:
-        """Give each published message an event id that is the same in every run, so that consumers detect duplicates."""
+        """Give each published message the same event id in every run, so that consumers detect duplicates."""
         if not self._is_guarded:
             return await call_next(cmd)
         # Messages of one batch share their headers, and must not share an id.

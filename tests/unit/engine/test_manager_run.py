@@ -92,7 +92,7 @@ async def test_two_scopes_never_share_a_record() -> None:
 
 @pytest.mark.scenario(5)
 @virtual_time
-async def test_another_payload_under_the_same_key_is_refused() -> None:
+async def test_a_key_reused_with_another_payload_is_rejected() -> None:
     here, job = guarded(), Job()
     await here.manager.run("order:1", job, fingerprint=ONE)
 

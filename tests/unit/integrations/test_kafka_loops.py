@@ -116,7 +116,7 @@ def test_a_coroutine_returned_by_a_plain_function_is_closed_and_the_record_not_c
         return made[-1]
 
     delivery = _in_a_thread(manager)
-    with pytest.raises(ApplicationError, match="make returned an awaitable \(coroutine\), which is not awaited here"):
+    with pytest.raises(ApplicationError, match=r"make returned an awaitable \(coroutine\), which is not awaited here"):
         delivery.run(make)
 
     assert made[0].cr_frame is None  # closed
