@@ -33,7 +33,7 @@ LONGEST_PAUSE: Final = 5.0
 """Seconds between retries if the server sends no `Retry-After`; the pause doubles up to the longest."""
 
 LONGEST_HELD: Final = 1_048_576
-"""Largest response, in bytes, that is read completely before it is returned; if it is cut off, the request is retried."""
+"""Size limit in bytes for buffered responses; if one is cut off, the request is retried."""
 
 _TRY_AGAIN: Final = frozenset({408, 409, 425, 429, 502, 503, 504})
 """Status codes after which the outcome is unknown or the request was not processed, so that a retry is safe."""

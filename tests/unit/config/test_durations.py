@@ -136,7 +136,7 @@ async def test_the_result_of_a_call_in_place_of_the_function_is_refused_before_a
     async def charge() -> None:
         ran.append("charged")
 
-    with pytest.raises(ApplicationError, match=r"hand over the function itself, as in manager.run\(key, function\)"):
+    with pytest.raises(ApplicationError, match=r"pass the function itself, as in manager.run\(key, function\)"):
         await here.manager.run("order:1", cast(Any, charge()))
 
     assert ran == []
@@ -150,7 +150,7 @@ async def test_a_function_that_returns_what_cannot_be_awaited_leaves_its_key_rel
     def charge() -> str:
         return "receipt"
 
-    with pytest.raises(ApplicationError, match=r"charge is no async function: it returned str, .* key is released"):
+    with pytest.raises(ApplicationError, match=r"charge is not an async function: it returned str, .* key is released"):
         await manager.run("order:1", cast(Any, charge), on_failure=on_failure)
 
     assert await manager.run("order:1", work) == "receipt"

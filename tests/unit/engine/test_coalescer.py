@@ -1,4 +1,4 @@
-"""The coalescer: many single questions, few calls, and each caller gets its own answer."""
+"""The coalescer combines single requests into few calls and returns each caller its own answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
 
 
 class Backend:
-    """Answers the square of each question, after a second."""
+    """Answers each request with its square, after a second."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -216,8 +216,8 @@ def test_in_any_interleaving_each_caller_gets_its_own_answer_or_it_is_abandoned(
     assert len(answered) >= callers - callers // 3
 
 
-async def had_alone(coalescer: Coalescer[int, int]) -> None:
-    """After a question without company the next is sent by its asker."""
+async def send_single_request(coalescer: Coalescer[int, int]) -> None:
+    """Send a single request; after it, the next requester makes the call itself."""
     await coalescer.answer(0)
 
 
@@ -230,7 +230,7 @@ async def test_a_lone_question_is_sent_by_its_asker_and_its_error_is_raised_as_i
         return await backend(questions)
 
     coalescer = Coalescer(call)
-    await had_alone(coalescer)
+    await send_single_request(coalescer)
     assert await coalescer.answer(3) == 9
     backend.error = StoreUnavailableError("reserve", "down")
     with pytest.raises(StoreUnavailableError) as raised:
@@ -244,7 +244,7 @@ async def test_a_lone_question_is_sent_by_its_asker_and_its_error_is_raised_as_i
 async def test_those_who_ask_beside_a_lone_question_go_together_after_it() -> None:
     backend = Backend()
     coalescer = Coalescer(backend)
-    await had_alone(coalescer)
+    await send_single_request(coalescer)
 
     answers = await asyncio.gather(*(coalescer.answer(number) for number in range(1, 6)))
     more = await asyncio.gather(*(coalescer.answer(number) for number in range(6, 9)))
@@ -257,7 +257,7 @@ async def test_those_who_ask_beside_a_lone_question_go_together_after_it() -> No
 async def test_a_lone_question_whose_asker_is_cancelled_is_asked_again_and_abandoned() -> None:
     backend, abandoned = Backend(), list[tuple[int, int]]()
     coalescer = Coalescer(backend, abandoned=lambda question, answer: abandoned.append((question, answer)))
-    await had_alone(coalescer)
+    await send_single_request(coalescer)
     asking = asyncio.create_task(coalescer.answer(3))
     await asyncio.sleep(0.5)
     beside = asyncio.create_task(coalescer.answer(4))
@@ -277,7 +277,7 @@ async def test_a_lone_question_whose_asker_is_cancelled_is_asked_again_and_aband
 @virtual_time
 async def test_settled_waits_for_a_lone_question_and_for_what_came_behind_it() -> None:
     coalescer = Coalescer(Backend())
-    await had_alone(coalescer)
+    await send_single_request(coalescer)
     first = asyncio.create_task(coalescer.answer(1))
     await asyncio.sleep(0.5)
     second = coalescer.ask(2)
@@ -296,7 +296,7 @@ async def test_a_lone_question_with_too_many_answers_is_an_error() -> None:
         return answers.pop(0)
 
     coalescer = Coalescer(backend)
-    await had_alone(coalescer)
+    await send_single_request(coalescer)
 
-    with pytest.raises(RuntimeError, match="1 questions, 2 answers"):
+    with pytest.raises(RuntimeError, match="2 answers to 1 requests"):
         await coalescer.answer(1)

@@ -1,4 +1,4 @@
-"""Many reserved, performed and remembered together: no reservation is left behind, no outcome is lost."""
+"""Batches of the executor: no reservation is left behind, and no outcome is lost."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ async def test_a_run_that_fails_or_is_cancelled_is_over_and_gives_its_key_back()
 
     failed = await executor.reserved(first, one, 0.0, PATIENT).call(fails)
     waiting = asyncio.create_task(executor.reserved(second, two, 0.0, PATIENT).call(waits))
-    await asyncio.sleep(LEASE * 2)  # it is renewed meanwhile
+    await asyncio.sleep(LEASE * 2)  # the lease is renewed in the meantime
     waiting.cancel()
     await asyncio.wait({waiting})
 

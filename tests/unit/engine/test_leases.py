@@ -1,4 +1,4 @@
-"""Leases: renewed in batches for hours, given up before they end."""
+"""Leases are renewed in batches, and handlers are cancelled before their lease ends."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_a_record_that_vanishes_while_its_handler_runs_is_reserved_anew_an
 
 @virtual_time
 async def test_a_key_that_somebody_had_and_gave_back_is_not_taken_for_a_vanished_one() -> None:
-    """Their run may have had effects: ours must not go on as if nothing had been."""
+    """The run of the other worker may have had side effects, so this handler must not continue."""
     here, job = guarded(), Job(seconds=1_000)
     other = guarded(here.store, owner="billing-7")
     running = asyncio.create_task(here.manager.run("order:1", job))
@@ -238,7 +238,7 @@ def test_a_manager_survives_its_event_loop_and_renews_on_the_next_one() -> None:
         await here.manager.run("first", Job(seconds=1))
 
     async def long() -> None:
-        await asyncio.sleep(100)  # both loops begin at 0: let the timer of the first lie in the past
+        await asyncio.sleep(100)  # both loops start at 0: put the timer of the first into the past
         assert await here.manager.run("second", Job(seconds=LEASE * 3)) == "receipt-1"
 
     here = guarded()
@@ -254,13 +254,13 @@ def test_the_margin_is_a_tenth_of_the_lease_and_a_second_at_most(lease: float, m
 
 
 async def test_a_handler_goes_no_further_after_a_stall_beyond_its_lease() -> None:
-    """Its timer and the end of its lease are both late when the event loop goes on: the lease comes first."""
+    """When the event loop continues, the handler's timer and the end of its lease are both due: the lease comes first."""
     lease, steps = 0.5, list[str]()
     manager = plain_manager(processing_timeout_seconds=lease)
 
     async def charge() -> None:
         steps.append("before")
-        asyncio.get_running_loop().call_soon(time.sleep, 2 * lease)  # as a process that is stopped
+        asyncio.get_running_loop().call_soon(time.sleep, 2 * lease)  # like a process that is stopped
         await asyncio.sleep(lease / 2)
         steps.append("after")
 

@@ -1,4 +1,4 @@
-"""What a process has completed itself it knows without the store, where a setting says so."""
+"""The local cache answers duplicates of work that this process has completed."""
 
 from __future__ import annotations
 
@@ -71,33 +71,33 @@ async def test_a_failure_is_not_known_here() -> None:
 def test_it_ends_before_the_record_does(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("integr8s_idem.engine.local_cache.monotonic", lambda: now)
-    memory = LocalCache(10)
-    memory.keep(done("a"), None, begun=95.0, ttl=timedelta(seconds=10))
-    assert memory.look("a", None) is not None
+    cache = LocalCache(10)
+    cache.keep(done("a"), None, begun=95.0, ttl=timedelta(seconds=10))
+    assert cache.look("a", None) is not None
 
     now = 105.0
 
-    assert memory.look("a", None) is None
+    assert cache.look("a", None) is None
 
 
 def test_it_keeps_the_last_keys_up_to_a_number() -> None:
-    memory = LocalCache(2)
+    cache = LocalCache(2)
     for key in "abc":
-        memory.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
+        cache.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
 
-    assert [memory.look(key, None) is not None for key in "abc"] == [False, True, True]
+    assert [cache.look(key, None) is not None for key in "abc"] == [False, True, True]
 
 
 def test_what_is_kept_anew_stands_last_and_puts_out_nobody() -> None:
-    memory = LocalCache(2)
+    cache = LocalCache(2)
     for key in "abaca":
-        memory.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
+        cache.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
 
-    assert [memory.look(key, None) is not None for key in "abc"] == [True, False, True]
+    assert [cache.look(key, None) is not None for key in "abc"] == [True, False, True]
 
 
 def test_a_large_result_is_left_to_the_store() -> None:
-    memory = LocalCache(2)
-    memory.keep(done("a", b"x" * (LARGEST + 1)), None, begun=0.0, ttl=timedelta(days=36_500))
+    cache = LocalCache(2)
+    cache.keep(done("a", b"x" * (LARGEST + 1)), None, begun=0.0, ttl=timedelta(days=36_500))
 
-    assert memory.look("a", None) is None
+    assert cache.look("a", None) is None

@@ -1,4 +1,4 @@
-"""Cancellation: nothing is left behind, and no outcome changes its sign."""
+"""Cancellation leaves no reservation behind and does not change outcomes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ async def turns(number: int) -> None:
 
 
 async def stored(here: Guarded) -> None:
-    """Return in the step in which the store holds a reservation, before its answer is read."""
+    """Return as soon as the store holds a reservation, before its answer is read."""
     while not await here.store.inner.count_active("idempotency:"):
         await turns(1)
 
 
 async def is_free(here: Guarded, key: str = "order:1") -> bool:
-    """Whether nobody holds the key; background writes may end first."""
+    """Whether the key is free, after pending background writes."""
     await here.manager.close()
     return await here.store.count_active(here.manager.space.full(Key.of(key))) == 0
 
@@ -54,7 +54,9 @@ async def test_a_cancelled_run_gives_its_key_back() -> None:
 @virtual_time
 async def test_closing_waits_for_what_was_reserved_for_nobody_and_gives_it_back() -> None:
     here, job = guarded(), Job()
-    await here.manager.run("order:0", job)  # alone: the next caller makes its call itself, and asks again if cancelled
+    await here.manager.run(
+        "order:0", job
+    )  # a single request: the next caller makes its call itself and repeats it if cancelled
     here.store.held["reserve"] = asyncio.Event()
     running = asyncio.create_task(here.manager.run("order:1", job))
     await turns(5)

@@ -1,4 +1,4 @@
-"""`IdempotencyManager.run`: once per key, and the same answer for everybody."""
+"""`IdempotencyManager.run` runs work once per key and returns the same result to every caller."""
 
 from __future__ import annotations
 
@@ -232,28 +232,28 @@ async def test_waiting_calls_take_over_when_the_first_one_fails() -> None:
     assert job.runs == 2
 
 
-async def in_a_task_of_its_own(work: Coroutine[Any, Any, object]) -> object:
+async def in_new_task(work: Coroutine[Any, Any, object]) -> object:
     return await asyncio.create_task(work)
 
 
-async def in_this_task(work: Coroutine[Any, Any, object]) -> object:
+async def in_current_task(work: Coroutine[Any, Any, object]) -> object:
     return await work
 
 
 @pytest.mark.scenario(16)
-@pytest.mark.parametrize("where", [in_this_task, in_a_task_of_its_own])
+@pytest.mark.parametrize("run_inner", [in_current_task, in_new_task])
 @pytest.mark.parametrize("policy", [OnInProgress.WAIT, OnInProgress.RAISE])
 @virtual_time
-async def test_a_run_that_asks_for_its_own_key_is_told_so_at_once(where: Any, policy: OnInProgress) -> None:
+async def test_a_run_that_asks_for_its_own_key_is_told_so_at_once(run_inner: Any, policy: OnInProgress) -> None:
     here = guarded(on_in_progress=policy)
 
     async def inner() -> None:
         await here.manager.run("order:2", recursive)
 
     async def recursive() -> None:
-        await where(here.manager.run("order:1", inner))
+        await run_inner(here.manager.run("order:1", inner))
 
-    with pytest.raises(ApplicationError, match=r"order:1 was asked for within its own run \(attempt 1\)"):
+    with pytest.raises(ApplicationError, match=r"order:1 was requested within its own run \(attempt 1\)"):
         await here.manager.run("order:1", inner)
 
     assert asyncio.get_running_loop().time() == 0

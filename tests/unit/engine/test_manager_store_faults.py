@@ -1,4 +1,4 @@
-"""The store is silent, loses an answer, refuses us or forgets: at every verb, with patience and without."""
+"""Store faults at every operation: outages, lost answers, rejected requests and lost records."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def work(key: str = "order:1") -> Work:
 
 
 async def soon(error: StoreError) -> None:
-    """Patience: ask again in a while."""
+    """Wait before the next attempt to reach the store."""
     await asyncio.sleep(0.5)
 
 
 async def later(seconds: float, here: Guarded, *verbs: str) -> None:
-    """The store answers again after a while."""
+    """Make the store available again after `seconds`."""
     await asyncio.sleep(seconds)
     here.store.down -= set(verbs)
 

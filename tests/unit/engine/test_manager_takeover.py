@@ -1,4 +1,4 @@
-"""Other workers: crashes, zombies, attempts that count."""
+"""Takeover of keys from crashed and stalled workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.guarded import LEASE, Guarded, Job, guarded, virtual_store
 
 
 async def crash(here: Guarded, key: str = "order:1") -> None:
-    """A worker that reserves and is never heard of again."""
+    """Reserve a key and crash."""
     assert isinstance(await here.manager.reserve(key), Reserved)
     await asyncio.sleep(LEASE)
 
@@ -128,7 +128,7 @@ async def test_a_zombie_does_not_overwrite_the_outcome_of_its_successor() -> Non
 
 
 async def stall(here: Guarded, job: Job) -> asyncio.Task[object]:
-    """A run whose process does not renew, and whose own clock does not stop it: as after SIGSTOP."""
+    """Start a run whose process neither renews its lease nor cancels it, as after SIGSTOP."""
     here.manager._leases.take = lambda lease: lease.reschedule(None)  # type: ignore[method-assign]
     running = asyncio.create_task(here.manager.execute(Work(Key.of("order:1")), job.with_attempt))
     await job.started.wait()

@@ -1,4 +1,4 @@
-"""What people get wrong, refused where they did it, in one sentence."""
+"""Common mistakes are rejected where they are made, with one sentence."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_strategy_given_as_text_is_the_strategy_and_an_unknown_one_is_refused(
 
 
 async def test_a_function_of_run_that_is_not_async_says_so() -> None:
-    with pytest.raises(ApplicationError, match="no async function"):
+    with pytest.raises(ApplicationError, match="not an async function"):
         await guarded().manager.run("order:1", cast(Any, lambda: "receipt"))
 
 

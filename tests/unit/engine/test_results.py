@@ -1,4 +1,4 @@
-"""What handlers return, to bytes and back."""
+"""Serializing and restoring the results of handlers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Order(BaseModel):
     receipts: list[Receipt] = Field(default_factory=list)
 
 
-class Colour(Enum):
+class Color(Enum):
     RED = "red"
 
 
@@ -52,7 +52,7 @@ RECEIPT = Receipt(1, Decimal("3.50"))
 ORDER = Order(order_id=UUID(int=7), receipts=[RECEIPT])
 
 
-def back(value: object, expected: object = Any) -> Any:
+def round_trip(value: object, expected: object = Any) -> Any:
     return decode_result("order:1", encode_result(value), expected)
 
 
@@ -60,7 +60,7 @@ def back(value: object, expected: object = Any) -> Any:
     "value", [None, 0, "", False, [], {}, b"", b"\xff\x00", 2**80, -0.0, 1e300, "é😀\0", [1, [None]]]
 )
 def test_plain_values_come_back_as_what_they_are(value: object) -> None:
-    again = back(value)
+    again = round_trip(value)
 
     assert again == value
     assert type(again) is type(value)
@@ -78,25 +78,25 @@ def test_plain_values_come_back_as_what_they_are(value: object) -> None:
         ((1, "a"), tuple[int, str]),
         ({1, 2}, set[int]),
         (datetime(2030, 1, 1, tzinfo=UTC), datetime),
-        (Colour.RED, Colour),
+        (Color.RED, Color),
         ({1: b"a"}, dict[int, bytes]),
         (5, Annotated[int, Field(gt=1)]),
     ],
     ids=str,
 )
 def test_typed_values_come_back_in_the_type_of_the_annotation(value: object, expected: object) -> None:
-    assert back(value, expected) == value
+    assert round_trip(value, expected) == value
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 def test_infinity_comes_back(value: float) -> None:
-    assert back(value) == value
-    assert back(value, float) == value
+    assert round_trip(value) == value
+    assert round_trip(value, float) == value
 
 
 def test_not_a_number_comes_back() -> None:
-    assert math.isnan(back(math.nan))
-    assert math.isnan(back([math.nan], list[float])[0])
+    assert math.isnan(round_trip(math.nan))
+    assert math.isnan(round_trip([math.nan], list[float])[0])
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -104,7 +104,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 
 @given(st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))
 def test_any_json_value_comes_back(value: object) -> None:
-    assert back(value) == value
+    assert round_trip(value) == value
 
 
 CYCLE: list[object] = []
@@ -219,7 +219,7 @@ def test_bytes_that_are_no_result_are_a_decode_error(stored: StoredResult, expec
 
 
 class Opaque:
-    """Nothing that pydantic knows."""
+    """A type that pydantic does not support."""
 
 
 @pytest.mark.scenario(95)
@@ -235,7 +235,7 @@ def test_an_error_about_a_result_with_endless_names_stays_short() -> None:
 @pytest.mark.parametrize("expected", [Opaque, Annotated[int, []]])
 def test_a_type_that_cannot_be_checked_is_a_decode_error_or_checked_all_the_same(expected: object) -> None:
     try:
-        value = back(1, expected)
+        value = round_trip(1, expected)
     except ResultDecodeError:
         return
 
@@ -278,11 +278,11 @@ async def wrapped(*args: object) -> Any:
 )
 def test_the_return_type_is_found_wherever_it_stands(function: Callable[..., object], expected: object) -> None:
     assert return_type_of(function) is expected
-    assert return_type_of(function) is expected, "asked again"
+    assert return_type_of(function) is expected, "second call"
 
 
 def test_a_return_type_that_comes_into_being_later_is_found_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    def paid() -> Later: ...  # type: ignore[name-defined]  # noqa: F821  # that is the question
+    def paid() -> Later: ...  # type: ignore[name-defined]  # noqa: F821  # defined later
 
     assert return_type_of(paid) is Any
 
@@ -311,6 +311,6 @@ async def test_a_result_that_is_dropped_is_told_once_with_its_key_and_the_reason
     for key in ("order:1", "order:2"):
         await here.manager.run(key, Job(result="x" * 30))
 
-    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "order:1 is not kept" in told
-    assert "larger than max_result_size_bytes (10)" in told
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "order:1 is not stored" in message
+    assert "larger than max_result_size_bytes (10)" in message

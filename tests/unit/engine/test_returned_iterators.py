@@ -1,4 +1,4 @@
-"""Work that returns an iterator: it is read within the run, and its first caller and every duplicate get the same."""
+"""Returned iterators are read within the run, and all callers get the same collection."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lazily(items: list[int], effect: Callable[[int], object]) -> Iterator[int]:
 
 
 class Countdown:
-    """An iterator of one's own."""
+    """A custom iterator."""
 
     def __init__(self) -> None:
         self.left = 2
@@ -85,7 +85,7 @@ class Countdown:
 
 
 class Wrapper:
-    """Hands everything on to a file, as the wrappers of `tempfile` do."""
+    """Delegates everything to a file, like the wrappers of `tempfile`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(io.BytesIO(b"x"), name)
@@ -109,12 +109,12 @@ READ_ONCE: list[tuple[Callable[[], Any], str]] = [
     (pages, "an async iterator"),
     (lambda: io.BytesIO(b"x"), "its content, as bytes"),
     (lambda: Wrapper(), "its content, as bytes"),
-    (lambda: {"rows": numbers()}, r"holds an iterator \(generator\) at \['rows'\]\."),
-    (lambda: [{"rows": [map(str, [1])]}], r"holds an iterator \(map\) at \[0\]\['rows'\]\[0\]\."),
-    (lambda: Page(rows=iter([1])), r"holds an iterator \(\w+\) at \.rows\."),
-    (lambda: Table(iter([1])), r"holds an iterator \(\w+\) at \.rows\."),
+    (lambda: {"rows": numbers()}, r"contains an iterator \(generator\) at \['rows'\]\."),
+    (lambda: [{"rows": [map(str, [1])]}], r"contains an iterator \(map\) at \[0\]\['rows'\]\[0\]\."),
+    (lambda: Page(rows=iter([1])), r"contains an iterator \(\w+\) at \.rows\."),
+    (lambda: Table(iter([1])), r"contains an iterator \(\w+\) at \.rows\."),
     (lambda: {"file": io.StringIO("x")}, "a file object"),
-    (lambda: itertools.groupby([1]), r"holds an iterator \(_grouper\) at \[0\]\[1\]\."),
+    (lambda: itertools.groupby([1]), r"contains an iterator \(_grouper\) at \[0\]\[1\]\."),
 ]
 
 
@@ -167,10 +167,10 @@ async def test_what_a_lazy_iterator_raises_is_the_failure_of_the_run() -> None:
     assert (await here.record()).attempt == 2
 
 
-@pytest.mark.parametrize(("make", "told"), READ_ONCE)
-async def test_what_cannot_be_read_twice_is_the_failure_of_the_run(make: Callable[[], Any], told: str) -> None:
+@pytest.mark.parametrize(("make", "message"), READ_ONCE)
+async def test_what_cannot_be_read_twice_is_the_failure_of_the_run(make: Callable[[], Any], message: str) -> None:
     here = guarded()
-    with pytest.raises(ApplicationError, match=told) as error:
+    with pytest.raises(ApplicationError, match=message) as error:
         await here.manager.run("order:1", _returning(make))
     assert str(error.value).startswith("order:1 returned ")
     assert (await here.record()).status is not IdempotencyStatus.COMPLETED
@@ -224,7 +224,7 @@ async def test_items_of_a_duplicate_have_the_type_that_the_annotation_names() ->
 
 
 class Numbers(RootModel[list[int]]):
-    """A list with a name."""
+    """A named list type."""
 
 
 COLLECTIONS: list[tuple[Any, Any]] = [
@@ -397,32 +397,32 @@ class _Callable:
 async def test_generator_functions_are_refused_before_anything_is_reserved(function: Any) -> None:
     here = guarded()
     manager = here.manager
-    told = pytest.raises(ApplicationError, match="is a generator, which returns before its work is done")
-    with told:
+    rejected = pytest.raises(ApplicationError, match="is a generator, which returns before its work is done")
+    with rejected:
         await manager.run("order:1", function)
-    with told:
+    with rejected:
         idempotent(key=lambda: "order:1", manager=manager)(function)
-    with told:
+    with rejected:
         EventRouter().on(Ordered, name="ordered")(function)
-    with told:
+    with rejected:
         EventRouter().on_batch(Ordered, name="ordered")(function)
-    with told:
+    with rejected:
         await with_idempotency(Ordered(), function, manager, name="ordered")
     for delivery in (_aiokafka(manager), _confluent(manager)):
-        with told:
+        with rejected:
             running = delivery.run(function)
             if asyncio.iscoroutine(running):
                 await running
     assert [record async for record in here.store.scan("")] == []
 
     async def unit() -> None:
-        with told:
+        with rejected:
             await manager.steps().run("step", function)
 
     await manager.run("order:1", unit)
 
 
-# Other entries.
+# Other entry points.
 
 
 async def test_a_step_gives_the_list_to_its_own_run_and_to_a_later_one() -> None:
@@ -503,7 +503,7 @@ async def test_a_handler_reads_it_before_what_it_publishes_goes_out() -> None:
 
 
 class Session:
-    """Stands for a database session that a scope closes."""
+    """A database session that is closed with its scope."""
 
     def __init__(self) -> None:
         self.open = True
@@ -587,7 +587,7 @@ async def test_results_beside_failures_may_be_an_iterator() -> None:
     assert good.value == [8]
 
 
-# Verbs that take a result.
+# Methods that take a result.
 
 
 async def _reserved(here: Guarded) -> Reserved:
@@ -608,22 +608,22 @@ async def _confirm(manager: IdempotencyManager, reserved: Reserved, result: Any)
     return await manager.confirm_batch({reserved: result})
 
 
-@pytest.mark.parametrize("verb", [_complete, _completion, _confirm])
-async def test_verbs_leave_an_iterator_of_their_caller_alone(verb: Any) -> None:
+@pytest.mark.parametrize("method", [_complete, _completion, _confirm])
+async def test_verbs_leave_an_iterator_of_their_caller_alone(method: Any) -> None:
     here = guarded()
     reserved = await _reserved(here)
     for make, _ in [*ITERATORS, *READ_ONCE]:
         with pytest.raises(ApplicationError, match="order:1 returned"):
-            await verb(here.manager, reserved, make())
+            await method(here.manager, reserved, make())
     given = numbers()
     with pytest.raises(ApplicationError):
-        await verb(here.manager, reserved, {"rows": given})
+        await method(here.manager, reserved, {"rows": given})
     assert (await here.record()).status is IdempotencyStatus.PROCESSING
     assert list(given) == [1, 2]
-    assert await verb(here.manager, reserved, [1, 2]) in (True, [True])
+    assert await method(here.manager, reserved, [1, 2]) in (True, [True])
 
 
-# What is no iterator stays as it is.
+# Other results are unchanged.
 
 
 class Line(BaseModel):
@@ -665,7 +665,7 @@ def test_a_field_that_is_not_written_may_hold_an_iterator() -> None:
 
 def test_extra_fields_are_looked_at() -> None:
     order = Order.model_validate({"lines": [], "rows": numbers()})
-    with pytest.raises(ApplicationError, match=r"holds an iterator \(\w+\) at \.rows\."):
+    with pytest.raises(ApplicationError, match=r"contains an iterator \(\w+\) at \.rows\."):
         refuse_iterator(order, "order:1")
 
 

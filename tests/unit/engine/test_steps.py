@@ -1,4 +1,4 @@
-"""Steps: what an earlier run has done is not done again, and a later run goes on where it stopped."""
+"""Steps: completed steps are not repeated, and a later run continues where the previous one stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reservation:
 
 
 class Effects:
-    """What has happened outside, in order."""
+    """Side effects in order."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -52,7 +52,7 @@ VERBS = ("reserve", "renew", "complete", "fail", "release", "get")
 
 
 class Process:
-    """A worker process on a store that others share.  Once dead, nothing of it reaches the store any more."""
+    """A worker process on a shared store.  After its death none of its calls reach the store."""
 
     def __init__(self, store: FlakyStore, **config: Any) -> None:
         self.here = guarded(FlakyStore(store.inner), **config)
@@ -67,7 +67,7 @@ class Process:
         return await self.here.manager.run(key, unit)
 
     async def die(self, *_: object) -> None:
-        """The process is killed: it goes no further, and tells nobody."""
+        """Kill the process: it stops without notice."""
         self.here.store.held = {verb: asyncio.Event() for verb in VERBS}
         self.died.set()
         await asyncio.Event().wait()
@@ -280,7 +280,7 @@ async def test_a_run_that_was_taken_over_begins_no_more_steps() -> None:
     async def stalling(steps: Steps) -> None:
         reservation = await steps.run("reserve", effects.reserve, "1")
         zombie.here.store.held = {"renew": asyncio.Event()}
-        # As a process does that is stopped as a whole: no clock of its own ends it.
+        # Like a suspended process: its own clock does not end it.
         lease = zombie.here.manager.executor.runs.current().lease  # type: ignore[union-attr]
         lease.reschedule(None)  # type: ignore[union-attr]
         stalled.set()
@@ -304,7 +304,7 @@ async def test_a_run_that_was_taken_over_begins_no_more_steps() -> None:
 async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
     store, seen = guarded().store, []
     zombie, other = Process(store), Process(store)
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     async def slow() -> str:
         seen.append("slow")
@@ -312,7 +312,7 @@ async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
         outer = zombie.here.manager._leases._held
         for lease in outer:
             lease.reschedule(None)
-        begun.set()
+        started.set()
         await asyncio.sleep(35)
         return "done by the zombie"
 
@@ -320,9 +320,9 @@ async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
         return await steps.run("one", slow)
 
     asleep = asyncio.ensure_future(zombie.unit(unit))
-    await begun.wait()
+    await started.wait()
     await asyncio.sleep(31)
-    # Its lease has ended as well, so the step is taken over rather than waited for without end.
+    # Its lease has ended as well, so the step is taken over instead of being waited for.
     assert await other.unit(unit) == "done by the zombie"
     assert seen == ["slow", "slow"]
     with pytest.raises(LeaseLostError):
@@ -331,7 +331,7 @@ async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
 
 @virtual_time
 async def test_a_step_left_behind_by_a_run_that_failed_does_not_begin_any_more() -> None:
-    """`gather` goes on with the others when one raises: here with one that waits for the lease of a dead process."""
+    """`gather` continues with the other steps if one raises; here one that waits for the lease of a dead process."""
     store, seen = guarded().store, []
     first, second = Process(store), Process(store)
 
@@ -342,7 +342,7 @@ async def test_a_step_left_behind_by_a_run_that_failed_does_not_begin_any_more()
         raise PermanentError("no such card")
 
     async def dying(steps: Steps) -> None:
-        await asyncio.sleep(LEASE * 0.6)  # so that the lease of the step ends well behind that of the unit
+        await asyncio.sleep(LEASE * 0.6)  # so that the lease of the step ends well after that of the unit
         await steps.run("book", first.die)
 
     async def failing(steps: Steps) -> None:
@@ -371,7 +371,7 @@ async def test_a_step_that_the_code_knows_no_more_is_reported(caplog: pytest.Log
     await first.runs_until_it_dies(dying)
     with caplog.at_level(logging.WARNING):
         await second.unit(renamed)
-    assert "without asking for what an earlier run has done as step reserve" in caplog.text
+    assert "without requesting step reserve, which an earlier run completed" in caplog.text
     assert second.here.observer.counts[Signal.STEP_ORPHANED] == 1
 
 
@@ -387,7 +387,7 @@ async def test_nothing_is_reported_where_all_is_asked_for(caplog: pytest.LogCapt
     with pytest.raises(OSError, match="the end"):
         await process.unit(unit)
     await process.unit(unit)
-    assert "without asking" not in caplog.text
+    assert "without requesting" not in caplog.text
 
 
 @virtual_time
@@ -480,15 +480,15 @@ async def test_misuse_is_told() -> None:
 
     with pytest.raises(ApplicationError, match="two steps of order:1 are named reserve"):
         await process.unit(twice)
-    with pytest.raises(ApplicationError, match="has 1 to 100 characters"):
+    with pytest.raises(ApplicationError, match="must have 1 to 100 characters"):
         await process.unit(lambda steps: steps.run("", effects.reserve, "1"), "order:2")
-    with pytest.raises(ApplicationError, match="is no async function"):
+    with pytest.raises(ApplicationError, match="is not an async function"):
         await process.unit(lambda steps: steps.run("plain", plain, "1"), "order:3")  # type: ignore[arg-type]
     with pytest.raises(ApplicationError, match="once is 'at_least_once' or 'at_most_once', not 'twice'"):
         await process.unit(lambda steps: steps.run("x", effects.reserve, "1", once="twice"), "order:4")  # type: ignore[arg-type]
-    with pytest.raises(ApplicationError, match="hand over the function itself, as in"):
+    with pytest.raises(ApplicationError, match="pass the function itself, as in"):
         await process.unit(lambda steps: steps.run("x", effects.reserve("1")), "order:5")  # type: ignore[arg-type]
-    with pytest.raises(ApplicationError, match="guards is under way here"):
+    with pytest.raises(ApplicationError, match="is running here"):
         process.here.manager.steps()
 
 

@@ -281,7 +281,7 @@ async def test_a_call_that_requests_its_own_key_fails_instead_of_waiting() -> No
     async def work(name: str) -> None:
         await work(name)
 
-    with pytest.raises(ApplicationError, match="x was asked for within its own run"):
+    with pytest.raises(ApplicationError, match="x was requested within its own run"):
         await work("x")
 
 
@@ -375,5 +375,5 @@ async def test_a_function_can_get_its_attempt(scope: str | None) -> None:
     await refund(1)
 
     assert seen == [("note:1", 1), ("refund:1", 1), ("refund:1", 2)]
-    with pytest.raises(ApplicationError, match="under way here"):
+    with pytest.raises(ApplicationError, match="is running here"):
         manager.attempt()

@@ -101,9 +101,9 @@ class Shop:
 @pytest.mark.parametrize(
     ("how", "events"),
     [
-        ("dishka", ["handler", "answered 201", "commit", "left 201"]),
-        ("request", ["handler", "answered 201", "commit", "left 201"]),
-        ("function", ["handler", "commit", "answered 201", "left 201"]),
+        ("dishka", ["handler", "responded 201", "commit", "sent 201"]),
+        ("request", ["handler", "responded 201", "commit", "sent 201"]),
+        ("function", ["handler", "commit", "responded 201", "sent 201"]),
     ],
 )
 async def test_the_response_is_sent_after_the_commit(how: str, events: list[str]) -> None:
@@ -122,4 +122,4 @@ async def test_without_a_key_the_response_is_sent_before_the_commit(how: str) ->
     async with shop.opened() as client:
         await client.post("/orders")
 
-    assert shop.events[-2:] == ["left 201", "commit"]
+    assert shop.events[-2:] == ["sent 201", "commit"]
