@@ -389,7 +389,7 @@ def inner(clock: ManualClock) -> MemoryIdempotencyRepository:
 
 
 @BY_EVERY_ENTRY
-async def test_work_whose_lease_is_late_and_still_ours_starts_as_the_same_attempt(
+async def test_work_with_a_late_lease_that_is_still_held_starts_as_the_same_attempt(
     kind: type[Entry], clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = kind(clock, inner)
@@ -408,7 +408,7 @@ async def test_work_whose_lease_is_late_and_still_ours_starts_as_the_same_attemp
 
 
 @BY_EVERY_ENTRY
-async def test_work_that_another_process_has_completed_meanwhile_is_answered_as_a_duplicate(
+async def test_work_completed_by_another_process_is_answered_as_a_duplicate(
     kind: type[Entry], clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry, other = kind(clock, inner), kind(clock, inner)
@@ -433,7 +433,7 @@ async def test_work_that_another_process_has_completed_meanwhile_is_answered_as_
 
 
 @BY_EVERY_ENTRY
-async def test_while_the_store_does_not_answer_nothing_starts_on_a_lease_that_is_late(
+async def test_nothing_starts_on_a_late_lease_while_the_store_does_not_answer(
     kind: type[Entry], clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = kind(clock, inner)
@@ -602,7 +602,7 @@ def stall_after_reserve(
     return reserved
 
 
-async def test_a_transactional_handler_whose_lease_is_late_and_still_ours_starts_as_the_same_attempt(
+async def test_a_transactional_handler_with_a_late_lease_still_held_starts_as_the_same_attempt(
     clock: ManualClock, stores: Callable[[], SqlIdempotencyRepository], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stores()
@@ -621,7 +621,7 @@ async def test_a_transactional_handler_whose_lease_is_late_and_still_ours_starts
     assert entry.prevented == 1
 
 
-async def test_a_transactional_handler_that_another_process_has_completed_meanwhile_does_not_start(
+async def test_a_transactional_handler_completed_by_another_process_does_not_start(
     clock: ManualClock, stores: Callable[[], SqlIdempotencyRepository], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, theirs = stores(), stores()
@@ -669,7 +669,7 @@ async def test_a_transactional_handler_does_not_start_on_a_late_lease_while_its_
 # Batches.
 
 
-async def test_a_batch_handler_is_called_without_the_event_whose_lease_is_late(
+async def test_a_batch_handler_is_called_without_events_whose_lease_is_late(
     clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = Run(clock, inner)
@@ -725,7 +725,7 @@ class FastStreamBatch(Run):
             await asyncio.create_task(broker.publish_batch(*orders, topic="orders"))
 
 
-async def test_a_batch_of_faststream_whose_leases_are_late_is_reserved_again_as_the_same_attempts(
+async def test_a_faststream_batch_with_late_leases_is_reserved_again_as_the_same_attempts(
     clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = FastStreamBatch(clock, inner)
@@ -744,7 +744,7 @@ async def test_a_batch_of_faststream_whose_leases_are_late_is_reserved_again_as_
     assert entry.prevented == 2
 
 
-async def test_a_batch_of_faststream_leaves_out_what_another_process_has_completed_meanwhile(
+async def test_a_faststream_batch_omits_messages_completed_by_another_process(
     clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry, other = FastStreamBatch(clock, inner), FastStreamBatch(clock, inner)
@@ -761,7 +761,7 @@ async def test_a_batch_of_faststream_leaves_out_what_another_process_has_complet
     assert (other.given, entry.given) == ([["1"]], [["2"]])
 
 
-async def test_a_batch_of_faststream_does_not_start_on_late_leases_while_the_store_does_not_answer(
+async def test_a_faststream_batch_does_not_start_on_late_leases_while_the_store_does_not_answer(
     clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = FastStreamBatch(clock, inner)
@@ -814,7 +814,7 @@ async def test_may_start_renews_all_late_leases_of_its_batch_in_one_call(
     assert {record.attempt async for record in inner.scan("")} == {1}
 
 
-async def test_may_start_is_false_for_what_another_process_has_taken_over(
+async def test_may_start_is_false_for_keys_taken_over_by_another_process(
     clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry, other = Run(clock, inner), Run(clock, inner)
@@ -827,9 +827,7 @@ async def test_may_start_is_false_for_what_another_process_has_taken_over(
     assert await entry.manager.confirm_batch([lost, kept]) == [False, True]
 
 
-async def test_may_start_renews_a_reservation_that_it_does_not_know(
-    clock: ManualClock, inner: MemoryIdempotencyRepository
-) -> None:
+async def test_may_start_renews_an_unknown_reservation(clock: ManualClock, inner: MemoryIdempotencyRepository) -> None:
     entry, other = Run(clock, inner), Run(clock, inner)
     [reserved] = await acquired(other, "1")
 
@@ -854,7 +852,7 @@ async def test_may_start_raises_while_the_store_does_not_answer(
     assert await entry.manager.may_start(reserved)
 
 
-async def test_renewing_a_batch_by_hand_gives_its_starts_a_new_lease(
+async def test_renewing_a_batch_manually_gives_its_starts_a_new_lease(
     clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = Run(clock, inner)
@@ -867,7 +865,7 @@ async def test_renewing_a_batch_by_hand_gives_its_starts_a_new_lease(
     assert entry.store.calls["renew"] == 1
 
 
-async def test_a_run_whose_lease_has_ended_is_not_started_again_by_what_it_calls(
+async def test_a_run_with_an_expired_lease_is_not_restarted_by_nested_runs(
     clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     """Its side effects have happened, so a late start of a nested run must not look as if it had not started."""
@@ -888,7 +886,7 @@ async def test_a_run_whose_lease_has_ended_is_not_started_again_by_what_it_calls
     assert charges == [1]
 
 
-async def test_functions_that_do_not_await_leave_the_event_loop_its_turns() -> None:
+async def test_functions_that_do_not_await_let_the_event_loop_run_between_them() -> None:
     """Outcomes and renewals are written between functions that do not await."""
     here = guarded()
     started, completed = list[int](), list[int]()

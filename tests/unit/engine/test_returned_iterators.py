@@ -151,7 +151,7 @@ async def test_a_lazy_iterator_runs_while_the_lease_is_held(caching: bool) -> No
     assert seen == [1]
 
 
-async def test_what_a_lazy_iterator_raises_is_the_failure_of_the_run() -> None:
+async def test_an_error_of_a_lazy_iterator_fails_the_run() -> None:
     here, errors = guarded(), [OSError("the bank is away")]
 
     def failing() -> Iterator[str]:
@@ -168,7 +168,7 @@ async def test_what_a_lazy_iterator_raises_is_the_failure_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), READ_ONCE)
-async def test_what_cannot_be_read_twice_is_the_failure_of_the_run(make: Callable[[], Any], message: str) -> None:
+async def test_a_result_that_can_be_read_only_once_fails_the_run(make: Callable[[], Any], message: str) -> None:
     here = guarded()
     with pytest.raises(ApplicationError, match=message) as error:
         await here.manager.run("order:1", _returning(make))
@@ -178,7 +178,7 @@ async def test_what_cannot_be_read_twice_is_the_failure_of_the_run(make: Callabl
     assert await here.manager.run("order:1", _returning(lambda: "receipt")) == "receipt"
 
 
-async def test_a_run_without_the_store_reads_iterators_too() -> None:
+async def test_a_run_without_the_store_reads_iterators_as_well() -> None:
     here = guarded(on_store_error="open")
     here.store.down.add("reserve")
     assert await here.manager.run("order:1", _returning(numbers)) == [1, 2]
@@ -197,7 +197,7 @@ RETURN_TYPES = [
 
 
 @pytest.mark.parametrize("promised", RETURN_TYPES)
-async def test_a_duplicate_gets_a_list_whatever_the_annotation_calls_it(promised: Any) -> None:
+async def test_a_duplicate_gets_a_list_for_every_iterator_annotation(promised: Any) -> None:
     async def work() -> Any:
         return numbers()
 
@@ -208,7 +208,7 @@ async def test_a_duplicate_gets_a_list_whatever_the_annotation_calls_it(promised
     assert [await decorated() for _ in range(2)] == [[1, 2], [1, 2]]
 
 
-async def test_items_of_a_duplicate_have_the_type_that_the_annotation_names() -> None:
+async def test_a_duplicate_gets_items_of_the_annotated_type() -> None:
     class Row(BaseModel):
         number: int
 
@@ -317,7 +317,7 @@ async def _by_loop_of_confluent_kafka(manager: IdempotencyManager, work: Any) ->
     ],
 )
 @pytest.mark.parametrize(("promised", "expected"), COLLECTIONS)
-async def test_the_first_caller_and_a_duplicate_get_the_type_that_the_annotation_names(
+async def test_the_first_caller_and_a_duplicate_get_the_annotated_type(
     ask_twice: Callable[..., Awaitable[list[Any]]], promised: Any, expected: Any
 ) -> None:
     async def work() -> Any:
@@ -331,7 +331,7 @@ async def test_the_first_caller_and_a_duplicate_get_the_type_that_the_annotation
     assert type(first) is type(second) is type(expected)
 
 
-async def test_items_of_the_first_caller_have_the_type_that_the_annotation_names() -> None:
+async def test_the_first_caller_gets_items_of_the_annotated_type() -> None:
     async def work() -> Any:
         return ({"number": number} for number in (1, 2))
 
@@ -341,7 +341,7 @@ async def test_items_of_the_first_caller_have_the_type_that_the_annotation_names
     assert [await manager.run("order:1", work) for _ in range(2)] == [(Line(number=1), Line(number=2))] * 2
 
 
-async def test_items_that_do_not_fit_the_annotation_are_the_first_callers_as_they_are() -> None:
+async def test_items_that_do_not_match_the_annotation_reach_the_first_caller_unchanged() -> None:
     async def work() -> Any:
         return iter(["one"])
 
@@ -354,7 +354,7 @@ async def test_items_that_do_not_fit_the_annotation_are_the_first_callers_as_the
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-async def test_a_handler_in_a_scope_gives_the_type_that_its_annotation_names(is_guarded: bool) -> None:
+async def test_a_handler_in_a_scope_returns_the_annotated_type(is_guarded: bool) -> None:
     router = EventRouter()
 
     @router.on(Ordered)
@@ -394,7 +394,7 @@ class _Callable:
 
 
 @pytest.mark.parametrize("function", [_async_generator, _generator, partial(_generator), _Callable()])
-async def test_generator_functions_are_refused_before_anything_is_reserved(function: Any) -> None:
+async def test_generator_functions_are_rejected_before_reserving(function: Any) -> None:
     here = guarded()
     manager = here.manager
     rejected = pytest.raises(ApplicationError, match="is a generator, which returns before its work is done")
@@ -425,7 +425,7 @@ async def test_generator_functions_are_refused_before_anything_is_reserved(funct
 # Other entry points.
 
 
-async def test_a_step_gives_the_list_to_its_own_run_and_to_a_later_one() -> None:
+async def test_a_step_returns_the_list_to_its_own_run_and_to_a_later_one() -> None:
     manager, seen = guarded().manager, list[Any]()
 
     async def unit() -> None:
@@ -461,7 +461,7 @@ def test_a_plain_function_reads_its_iterator_in_its_own_thread() -> None:
     assert threads == [threading.get_ident()] * 2
 
 
-def test_a_loop_of_confluent_kafka_reads_it_in_its_own_thread() -> None:
+def test_a_confluent_loop_reads_the_iterator_in_its_own_thread() -> None:
     threads: list[int] = []
 
     def work(_: object) -> Any:
@@ -472,7 +472,7 @@ def test_a_loop_of_confluent_kafka_reads_it_in_its_own_thread() -> None:
     assert threads == [threading.get_ident()] * 2
 
 
-async def test_a_loop_of_aiokafka_gives_the_list() -> None:
+async def test_an_aiokafka_loop_returns_the_list() -> None:
     async def work(_: object) -> Any:
         return numbers()
 
@@ -480,7 +480,7 @@ async def test_a_loop_of_aiokafka_gives_the_list() -> None:
     assert [await _aiokafka(manager).run(work) for _ in range(2)] == [[1, 2], [1, 2]]
 
 
-async def test_a_handler_reads_it_before_what_it_publishes_goes_out() -> None:
+async def test_a_handlers_iterator_is_read_before_its_events_are_published() -> None:
     router, published = EventRouter(), list[int]()
 
     class Publisher:
@@ -529,7 +529,7 @@ async def _handled(dispatcher: EventDispatcher) -> Any:
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-async def test_a_handler_reads_it_while_its_scope_is_open(is_guarded: bool) -> None:
+async def test_a_handlers_iterator_is_read_while_its_scope_is_open(is_guarded: bool) -> None:
     router = EventRouter()
 
     @router.on(Ordered)
@@ -568,7 +568,7 @@ async def test_a_batch_handler_may_return_an_iterator_of_results() -> None:
     assert [outcome.value for [outcome] in outcomes if isinstance(outcome, Executed)] == [7, 8]
 
 
-async def test_only_the_event_whose_result_cannot_be_read_twice_has_failed() -> None:
+async def test_only_the_event_with_an_unreadable_result_fails() -> None:
     dispatcher = _batches(lambda events: [pages() if event.number == 8 else numbers() for event in events])
     [[good], [bad]] = await asyncio.gather(*map(dispatcher.dispatch, [Ordered(number=7), Ordered(number=8)]))
     assert isinstance(good, Executed)
@@ -577,7 +577,7 @@ async def test_only_the_event_whose_result_cannot_be_read_twice_has_failed() -> 
     assert isinstance(bad.error, ApplicationError)
 
 
-async def test_results_beside_failures_may_be_an_iterator() -> None:
+async def test_results_next_to_failures_may_be_an_iterator() -> None:
     def handle(events: Sequence[Ordered]) -> Any:
         raise PartialFailureError({0: OSError("no")}, (iter([event.number]) for event in events))
 
@@ -609,7 +609,7 @@ async def _confirm(manager: IdempotencyManager, reserved: Reserved, result: Any)
 
 
 @pytest.mark.parametrize("method", [_complete, _completion, _confirm])
-async def test_verbs_leave_an_iterator_of_their_caller_alone(method: Any) -> None:
+async def test_rejected_iterators_of_the_caller_are_not_consumed(method: Any) -> None:
     here = guarded()
     reserved = await _reserved(here)
     for make, _ in [*ITERATORS, *READ_ONCE]:
@@ -636,7 +636,7 @@ class Order(BaseModel):
     source: Any = Field(default=None, exclude=True)
 
 
-def test_what_can_be_read_again_stays_as_it_is() -> None:
+def test_repeatable_results_are_unchanged() -> None:
     cyclic: list[Any] = [[]]
     cyclic.append(cyclic)
     whole = [{"lines": (1, {2}, frozenset({3}))}, Order(lines=[Line(number=1)]), Table(typing.cast("Any", [1]))]
@@ -658,12 +658,12 @@ def test_what_can_be_read_again_stays_as_it_is() -> None:
         assert repeatable(value, "order:1") is value
 
 
-def test_a_field_that_is_not_written_may_hold_an_iterator() -> None:
+def test_an_excluded_field_may_contain_an_iterator() -> None:
     order = Order(lines=[], source=numbers())
     assert repeatable(order, "order:1") is order
 
 
-def test_extra_fields_are_looked_at() -> None:
+def test_extra_fields_are_checked() -> None:
     order = Order.model_validate({"lines": [], "rows": numbers()})
     with pytest.raises(ApplicationError, match=r"contains an iterator \(\w+\) at \.rows\."):
         refuse_iterator(order, "order:1")
