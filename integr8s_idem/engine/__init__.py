@@ -1,1 +1,1 @@
-"""The decision whether work is done, waited for, answered or refused, and what follows from it."""
+"""Run work once per key: reservation, lease, execution and outcome."""

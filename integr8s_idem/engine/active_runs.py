@@ -1,4 +1,4 @@
-"""Runs that are under way in this process: which one the current code is part of, and who waits for which."""
+"""The runs in progress in this process: which one the current code belongs to, and waiting for their end."""
 
 from __future__ import annotations
 
@@ -14,110 +14,110 @@ from integr8s_idem.records import InProgress
 
 
 class ActiveRun:
-    """One run of some work that is under way."""
+    """A run in progress."""
 
     __slots__ = ("_ended", "among", "at_end", "attempt", "commits_itself", "is_over", "lease", "outer", "steps", "work")
     attempt: Attempt
-    """Set when it starts."""
+    """Set when the run starts."""
 
     def __init__(self, among: ActiveRuns, work: Work, lease: HeldLease | None, commits_itself: bool) -> None:
         """
         Args:
-            lease: `None` in a transaction of the caller, which holds the record itself, and without a reservation.
-            commits_itself: Whether its outcome commits with a transaction of the application.
+            lease: `None` for a run in the caller's transaction, which holds the record, or without a reservation.
+            commits_itself: Whether the outcome commits with a transaction of the application.
         """
         self.among = among
         self.work = work
         self.lease = lease
         self.commits_itself = commits_itself
         self.outer: ActiveRun | None = None
-        """The run that it is part of."""
+        """The run that started this one, if any."""
         self.at_end: Sequence[Callable[[], None]] = ()
-        """Called when the work has returned."""
+        """Functions to call when the work has returned."""
         self.steps: object = None
-        """Its steps, once it has asked for them."""
+        """The `Steps` of the run, once requested."""
         self.is_over = False
-        """The work has returned or raised; what it began beside itself may still be running."""
+        """Whether the work has returned or raised; tasks that it started may still be running."""
         self._ended: asyncio.Future[None] | None = None
 
     def ended(self) -> asyncio.Future[None]:
-        """Done when it is over.  Made for the first caller: hardly any run is waited for."""
+        """Return a future that is done when the run is over.  It is made on demand, because few runs have waiters."""
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
         return self._ended
 
     def end(self) -> None:
-        """Mark the run as over and wake those who wait for it."""
+        """Mark the run as over and wake its waiters."""
         self.is_over = True
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
 
-_RUN: ContextVar[ActiveRun | None] = ContextVar("the innermost run that the current code is part of", default=None)
-"""Tasks inherit it from the code that begins them."""
+_RUN: ContextVar[ActiveRun | None] = ContextVar("innermost run of the current code", default=None)
+"""Inherited by tasks."""
 
 
 def run_of(attempt: Attempt) -> ActiveRun | None:
-    """Return the run of `attempt`, if it has a lease and the current code is the innermost part of it."""
+    """Return the run of `attempt` if it is the innermost run of the current code, otherwise `None`."""
     run = _RUN.get()
     return run if run is not None and run.attempt is attempt else None
 
 
 def check_start(run: ActiveRun | None) -> None:
-    """Refuse to call the function of `run` if too little of its lease is left.  Call it immediately before the call.
+    """Check that enough of the lease of `run` is left.  Call it immediately before the function of the run.
 
     Raises:
-        LateStartError: The lease has ended or is about to: the work is to be reserved again.
+        LateStartError: The lease has expired or is about to: reserve the work again.
     """
     if run is not None and run.lease is not None and run.lease.is_late():
         raise LateStartError(run.lease)
 
 
 class ActiveRuns:
-    """Those of one manager."""
+    """The runs in progress of one manager."""
 
     def __init__(self) -> None:
-        self._of_keys: dict[str, ActiveRun] = {}
+        self._by_key: dict[str, ActiveRun] = {}
 
     def of(self, key: str) -> ActiveRun | None:
-        """The run of a key, if it is under way here."""
-        return self._of_keys.get(key)
+        """Return the run of `key` in this process, or `None`."""
+        return self._by_key.get(key)
 
     def keys(self) -> list[str]:
-        """Those that are worked on here."""
-        return list(self._of_keys)
+        """Return the keys of all runs in progress."""
+        return list(self._by_key)
 
     def current(self) -> ActiveRun | None:
-        """The innermost run that the current code is part of, if it is one of these."""
+        """Return the innermost run of the current code if it belongs to this manager."""
         run = _RUN.get()
         return run if run is not None and run.among is self else None
 
     def add(self, run: ActiveRun) -> None:
-        """Let others in this process who ask for the key of `run` wait for it."""
+        """Register `run`, so that other callers in this process can wait for it."""
         run.outer = _RUN.get()
-        self._of_keys[run.attempt.key] = run
+        self._by_key[run.attempt.key] = run
 
     def enter(self, run: ActiveRun) -> None:
-        """Add `run`; the current code is part of it until `leave`."""
+        """Register `run` and make it the innermost run of the current code until `leave`."""
         run.outer = _RUN.get()
-        self._of_keys[run.attempt.key] = run
+        self._by_key[run.attempt.key] = run
         _RUN.set(run)
 
     def leave(self, run: ActiveRun) -> None:
-        """The current code, which entered `run`, is no longer part of it."""
+        """Restore the run that was innermost before `enter`."""
         _RUN.set(run.outer)
 
     def remove(self, run: ActiveRun) -> None:
-        """The run is settled, or will be by another owner."""
-        if self._of_keys.get(run.attempt.key) is run:
-            del self._of_keys[run.attempt.key]
+        """Remove a run that is settled, or whose key has another owner."""
+        if self._by_key.get(run.attempt.key) is run:
+            del self._by_key[run.attempt.key]
         run.end()
-        # The key may have been reserved anew under it: the next run needs a reservation of its own.
+        # The key may have been reserved again under this token, and the next run needs its own reservation.
         run.work.token = b""
 
     @contextmanager
     def within(self, run: ActiveRun) -> Iterator[None]:
-        """The code in the block is part of `run`, which is under way."""
+        """Make `run` the innermost run of the block."""
         outer = _RUN.get()
         _RUN.set(run)
         try:
@@ -126,16 +126,16 @@ class ActiveRuns:
             _RUN.set(outer)
 
     def refuse_to_wait_for_itself(self, found: InProgress, work: Work) -> None:
-        """Refuse a run that waits for its own key, directly or in a task that it began.
+        """Check that the current code does not wait for a run that it is part of, directly or in a task.
 
         Raises:
-            ApplicationError: It would wait for itself.
+            ApplicationError: The run would wait for itself.
         """
-        running, around = self._of_keys.get(found.key), _RUN.get()
+        running, around = self._by_key.get(found.key), _RUN.get()
         while around is not None and around is not running:
             around = around.outer
         if around is not None:
             raise ApplicationError(
-                f"{work.key.label} was asked for within its own run (attempt {found.attempt}), which would wait for "
-                "itself: give the inner work a key of its own"
+                f"{work.key.label} was requested within its own run (attempt {found.attempt}), which would wait for "
+                "itself: use another key for the inner work"
             )

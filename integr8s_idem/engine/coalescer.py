@@ -1,13 +1,13 @@
-"""Many single questions, few batch calls: group commit without a timer.
+"""Combines concurrent single requests into batch calls: group commit without a timer.
 
-While one call is under way later questions gather, and they leave together when it returns.
-A lone question leaves at once, so nobody waits for company.
+While a call is in progress, later requests queue up and are sent together when it returns.  A single request is sent
+immediately.
 
-Of many, half leave: while the store answers these, this process works on what the others were told.  All in one call
-would make both of them wait for each other in turn.
+Of many waiting requests only half are sent: while the store processes them, this process works on the answers of the
+other half.  With all of them in one call, the store and this process would wait for each other in turn.
 
-Where the question before was alone, too, its asker makes the call itself: a task and a future for a single
-caller cost as much as sending it.  Where it had company, all that is asked in one turn of the event loop goes together.
+If the previous call had a single request, the next requester makes the call itself, because a task and a future cost
+as much as the call.  Otherwise all requests of one event loop iteration are sent together.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Generic, TypeVar
 
-Question = TypeVar("Question")
+Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 FEW: Final = 8
-"""Questions that are not worth two calls."""
+"""Up to this many requests are sent in one call."""
 
 
-class Coalescer(Generic[Question, Answer]):
-    """Gathers concurrent questions into calls of at most `max_batch`, one at a time."""
+class Coalescer(Generic[Request, Answer]):
+    """Combines concurrent requests into calls of at most `max_batch` requests, one call at a time."""
 
     def __init__(
         self,
-        call: Callable[[list[Question]], Awaitable[Sequence[Answer]]],
+        call: Callable[[list[Request]], Awaitable[Sequence[Answer]]],
         *,
         max_batch: int = 500,
-        abandoned: Callable[[Question, Answer], None] | None = None,
+        abandoned: Callable[[Request, Answer], None] | None = None,
     ) -> None:
-        """`abandoned` receives the answers nobody waits for any more, because the caller was cancelled."""
+        """`abandoned` receives the answers whose caller was cancelled."""
         self._call = call
         self._max_batch = max_batch
         self._abandoned = abandoned
-        self._waiting: deque[tuple[Question, asyncio.Future[Answer]]] = deque()
+        self._waiting: deque[tuple[Request, asyncio.Future[Answer]]] = deque()
         self._sender: asyncio.Task[None] | None = None
         self._last_size = 0
-        """Questions of the last call that a sender made; 0 before the first."""
+        """Number of requests in the last call by a sender task; 0 before the first."""
         self._alone = False
-        """An asker makes the call itself now."""
+        """Whether a requester is making a call itself."""
         self._alone_ends: asyncio.Future[None] | None = None
-        """For those who wait for that; usually nobody does."""
+        """Resolved at the end of that call; made only if there is a waiter."""
 
-    def ask(self, question: Question) -> asyncio.Future[Answer]:
-        """Await it for the answer.  Cancelling it does not recall the question."""
+    def ask(self, request: Request) -> asyncio.Future[Answer]:
+        """Queue a request and return a future of its answer.  Cancelling the future does not withdraw the request."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.append((question, answer))
+        self._waiting.append((request, answer))
         if not self.busy:
             self._begin_sending()
         return answer
 
-    async def answer(self, question: Question) -> Answer:
-        """The answer.  A caller who is cancelled before it has that has abandoned it; the question is not recalled."""
+    async def answer(self, request: Request) -> Answer:
+        """Return the answer to a request.  If the caller is cancelled, the answer is passed to `abandoned`."""
         if self._last_size == 1 and not self._waiting and not self.busy:
-            return await self._answer_alone(question)
-        waiting = self.ask(question)
+            return await self._answer_alone(request)
+        waiting = self.ask(request)
         try:
             return await waiting
         except asyncio.CancelledError:
             came = waiting.done() and not waiting.cancelled() and waiting.exception() is None
             if came and self._abandoned is not None:
-                self._abandoned(question, waiting.result())
+                self._abandoned(request, waiting.result())
             raise
 
     async def settled(self) -> None:
-        """Return once every question asked so far has its answer."""
+        """Wait until every request so far has its answer."""
         if self._alone:
             if self._alone_ends is None:
                 self._alone_ends = asyncio.get_running_loop().create_future()
@@ -80,19 +80,19 @@ class Coalescer(Generic[Question, Answer]):
 
     @property
     def busy(self) -> bool:
-        """Whether somebody's question has no answer yet."""
+        """Whether a request has no answer yet."""
         return self._alone or (self._sender is not None and not self._sender.done())
 
     def _begin_sending(self) -> None:
         self._sender = asyncio.get_running_loop().create_task(self._send_all())
 
-    async def _answer_alone(self, question: Question) -> Answer:
+    async def _answer_alone(self, request: Request) -> Answer:
         self._alone = True
         try:
-            return _all_answers(await self._call([question]), 1)[0]
+            return _all_answers(await self._call([request]), 1)[0]
         except asyncio.CancelledError:
-            # It may have been executed, or not: asked again, it is, and nobody waits for what comes of it.
-            self.ask(question).cancel()
+            # The request may or may not have been executed: repeat it, and pass its answer to `abandoned`.
+            self.ask(request).cancel()
             raise
         finally:
             self._alone = False
@@ -109,46 +109,46 @@ class Coalescer(Generic[Question, Answer]):
                 await self._send([self._waiting.popleft() for _ in range(size)])
         finally:
             self._sender = None
-            for _, answer in self._waiting:  # only left over if we were cancelled
+            for _, answer in self._waiting:  # only if this task was cancelled
                 answer.cancel()
             self._waiting.clear()
 
     def _next_size(self) -> int:
-        """Of the call that is made now: half of those who ask, as far as the last call and this one tell."""
+        """Return the size of the next call: half of the requests, estimated by the last call and the queue."""
         waiting = len(self._waiting)
         half = (self._last_size + waiting + 1) // 2
         return min(waiting, max(half, FEW), self._max_batch)
 
-    async def _send(self, batch: list[tuple[Question, asyncio.Future[Answer]]]) -> None:
+    async def _send(self, batch: list[tuple[Request, asyncio.Future[Answer]]]) -> None:
         try:
-            answers = _all_answers(await self._call([question for question, _ in batch]), len(batch))
-        except Exception as error:  # noqa: BLE001  # handed to everyone who asked
+            answers = _all_answers(await self._call([request for request, _ in batch]), len(batch))
+        except Exception as error:  # noqa: BLE001  # raised to every caller
             for _, waiting in batch:
                 if not waiting.done():
-                    waiting.set_exception(_one_of_its_own(error))
+                    waiting.set_exception(_copy_of(error))
             return
         except BaseException:
             for _, waiting in batch:
                 waiting.cancel()
             raise
-        for (question, waiting), answer in zip(batch, answers, strict=True):
+        for (request, waiting), answer in zip(batch, answers, strict=True):
             if not waiting.done():
                 waiting.set_result(answer)
             elif self._abandoned is not None:
-                self._abandoned(question, answer)
+                self._abandoned(request, answer)
 
 
 def _all_answers(answers: Sequence[Answer], asked: int) -> Sequence[Answer]:
     if len(answers) != asked:
-        raise RuntimeError(f"{asked} questions, {len(answers)} answers: which is whose nobody knows")
+        raise RuntimeError(f"the store returned {len(answers)} answers to {asked} requests, which cannot be matched")
     return answers
 
 
-def _one_of_its_own(error: Exception) -> Exception:
-    """A copy for each caller: one exception raised in many tasks would mix up their tracebacks."""
+def _copy_of(error: Exception) -> Exception:
+    """Copy an exception for one caller; raising one exception in many tasks would mix up their tracebacks."""
     try:
-        twin = copy.copy(error)
-    except Exception:  # noqa: BLE001  # some exceptions cannot be copied: then all share it
+        copied = copy.copy(error)
+    except Exception:  # noqa: BLE001  # some exceptions cannot be copied; then all callers share it
         return error
-    twin.__cause__ = error.__cause__ or error
-    return twin
+    copied.__cause__ = error.__cause__ or error
+    return copied

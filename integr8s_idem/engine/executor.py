@@ -1,4 +1,4 @@
-"""Takes work from its reservation to its outcome: one piece of work, or a batch in one round trip."""
+"""Executes work from reservation to outcome, individually or in batches."""
 
 from __future__ import annotations
 
@@ -50,31 +50,31 @@ T = TypeVar("T")
 P = TypeVar("P")
 
 Declined: TypeAlias = InProgress | Completed | Failed | KeyReused | Corrupt
-"""A verdict that lets no run with a reservation begin."""
+"""A verdict without a reservation."""
 
 ONCE: Final = RunOptions()
 """For callers that do not wait for the store."""
 
 FIRST_LOOK: Final = 0.05
 LONGEST_LOOK: Final = 1.0
-"""Seconds between two looks at a key that another process works on, growing from the first to the longest."""
+"""Seconds between checks of a key that another process holds; the pause doubles up to the longest."""
 
 
 class Executor(RunServices):
-    """Executes work on behalf of one manager, and knows which runs are under way in this process."""
+    """Executes work for one manager and tracks its runs in this process."""
 
     def __init__(self, config: IdempotencyConfig, client: StoreClient, leases: LeaseKeeper, observer: Observer) -> None:
         super().__init__(config, client, observer)
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The event loop that work was last awaited in."""
+        """The event loop in which work was last awaited."""
         self._leases = leases
 
     def known_here(
         self, key: Key, fingerprint: bytes | None, event_type: str = "", *, looked: bool = False
     ) -> Completed | None:
-        """The outcome of `key`, if this process has completed it and still knows that; counted as a duplicate.
+        """Return the outcome of `key` from the local cache, or `None`; a hit is counted as a duplicate.
 
-        `looked`: whether the store was asked for it before, so that it is counted as a hit already.
+        `looked`: whether the store was asked before, so that the hit has been counted already.
         """
         if self.cache is None:
             return None
@@ -85,15 +85,15 @@ class Executor(RunServices):
             self.observer.count(Signal.DUPLICATE_BLOCKED, event_type)
         return done
 
-    # One piece of work.
+    # Single units of work.
 
     async def open(self, work: Work, options: RunOptions = ONCE) -> Run | Outcome[Any]:
-        """Reserve `work`: a run that may begin, or the outcome that makes one unnecessary.
+        """Reserve `work` and return its run, or the existing outcome.
 
         Never waits for another run.
 
         Raises:
-            StoreError: The store gave no verdict; nothing was done.
+            StoreError: The store did not answer; nothing was done.
         """
         known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
         if known is not None:
@@ -107,7 +107,7 @@ class Executor(RunServices):
                     span.annotate("idempotency.attempt", verdict.attempt)
                 span.annotate("idempotency.verdict", type(verdict).__name__)
         except asyncio.CancelledError:
-            # It is given back under this token: the next try must not find it and run into that.
+            # The reservation is released under this token, so the next attempt must use another one.
             work.token = b""
             raise
         except StoreUnavailableError:
@@ -124,7 +124,7 @@ class Executor(RunServices):
         return run
 
     def reserved(self, work: Work, verdict: Reserved, asked_at: float, options: RunOptions = ONCE) -> Run:
-        """The run of a reservation that was asked for at `asked_at`, by the lease clock.  It holds the lease."""
+        """Return the run of a reservation requested at `asked_at`, by the lease clock.  It holds the lease."""
         lease = self._leases.hold(
             verdict,
             asked_at,
@@ -134,18 +134,18 @@ class Executor(RunServices):
         return Run(self, work, lease, options)
 
     def unreserved(self, work: Work, options: RunOptions) -> Run | None:
-        """The run of work for which the store did not answer; `None` if it must not run then."""
+        """Return a run without a reservation after the store did not answer; `None` if the policy forbids it."""
         self.observer.count(Signal.STORE_ERROR, work.event_type)
         if self.config.on_store_error is OnStoreError.CLOSED:
             return None
         return self._unguarded(work, self.client.space.full(work.key), options)
 
     def declined(self, work: Work, verdict: Declined, options: RunOptions = ONCE) -> Run | Declined:
-        """What follows from a verdict that lets no run with a reservation begin."""
+        """Handle a verdict without a reservation: return it, or an unguarded run if the policy allows one."""
         self.blocked(work, verdict)
         on_key_reused = work.on_key_reused or self.config.on_key_reused
         if isinstance(verdict, KeyReused) and on_key_reused is OnKeyReused.RUN:
-            # Downstream it is other work: with the same key, what it publishes would be dropped there.
+            # Downstream services must treat it as other work: with the same key they would drop its messages.
             return self._unguarded(work, downstream_key(verdict.key, verdict.offered.hex()), options)
         return verdict
 
@@ -157,18 +157,18 @@ class Executor(RunServices):
         `function` does the work; its ordinary exceptions become `HandlerFailed`.
 
         Raises:
-            StoreError: The store gave no verdict; nothing was done.
-            ResultNotStoredError: Only without `wait_for_store`: the work is done, and the store does not know.
-            LeaseLostError: The reservation was lost on the way.
+            StoreError: The store did not answer; nothing was done.
+            ResultNotStoredError: Only without `wait_for_store`: the work is done, but the outcome is not recorded.
+            LeaseLostError: The reservation was lost during the run.
             CancelledError: The caller was cancelled; the key has been released.
         """
-        # Nobody isolates it, so that no run is returned.
+        # Without isolation no run is returned.
         return cast("Coroutine[Any, Any, Outcome[T]]", self._execute(work, function, options))
 
     def execute_or_suspect(
         self, work: Work, function: Callable[[Attempt], Awaitable[T]], options: RunOptions
     ) -> Coroutine[Any, Any, Outcome[T] | Run]:
-        """As `execute`, for work whose isolation may be pending: a run that is suspect is returned and not started."""
+        """Execute work whose isolation may be pending: a suspect run is returned without being started."""
         return self._execute(work, function, options)
 
     def execute_writing(
@@ -177,9 +177,9 @@ class Executor(RunServices):
         function: Callable[[Attempt, OutcomeWriter], Awaitable[T]],
         wait_for_store: WaitForStore | None = None,
     ) -> Coroutine[Any, Any, Outcome[T] | Run]:
-        """As `execute_or_suspect`, for a function that records its outcome itself, in a transaction of its own.
+        """Execute a function that records its outcome in its own transaction.  See `execute_or_suspect`.
 
-        What it writes and its outcome commit together, or neither does.
+        The writes of the function and its outcome are committed together.
         """
         return self._execute(work, function, RunOptions(wait_for_store, writes_outcome=True))
 
@@ -194,16 +194,16 @@ class Executor(RunServices):
             outcome = await opened.perform(function if opened.writer is None else _writing(function, opened.writer))
             if not isinstance(outcome, NotStarted):
                 return outcome
-            # What lies between the reservation and the start may take longer than the lease each time.
+            # The delay between the reservation and the start may exceed the lease every time.
             await asyncio.sleep(min(FIRST_LOOK * 2**late_starts, LONGEST_LOOK) if late_starts else 0)
             late_starts += 1
 
     async def execute_joined(
         self, records: JoinedRepository, work: Work, function: Callable[[Attempt], Awaitable[T]]
     ) -> Outcome[T]:
-        """As `execute`, in a transaction of the caller's; what `function` raises is raised."""
+        """Execute `work` in a transaction of the caller.  Errors of `function` are raised."""
 
-        async def under_way(attempt: Attempt) -> T:
+        async def tracked(attempt: Attempt) -> T:
             run = ActiveRun(self.runs, work, None, commits_itself=True)
             run.attempt = attempt
             self.runs.enter(run)
@@ -215,7 +215,7 @@ class Executor(RunServices):
                 self.runs.leave(run)
                 self.runs.remove(run)
 
-        outcome = await run_joined(self.client, records, work, under_way)
+        outcome = await run_joined(self.client, records, work, tracked)
         if isinstance(outcome, Executed):
             return outcome
         assert not isinstance(outcome, Reserved)
@@ -223,7 +223,7 @@ class Executor(RunServices):
         if not isinstance(declined, Run):
             return declined
         executed = await declined.perform(function)
-        assert not isinstance(executed, NotStarted), "it has no lease that could be late"
+        assert not isinstance(executed, NotStarted), "a run without a lease cannot be late"
         return executed
 
     async def await_outcome(
@@ -234,23 +234,23 @@ class Executor(RunServices):
         on_in_progress: OnInProgress,
         wait_timeout: timedelta | None = None,
     ) -> P | InProgress:
-        """Make passes until one finds no other run in progress.  `InProgress` only where the policy is to skip.
+        """Repeat `one_pass` until it finds no other run in progress.  `InProgress` only under the skip policy.
 
         Args:
-            one_pass: Reserves `work` once, and may run it.
-            wait_timeout: Longest wait for another run; `None`: without a limit.
+            one_pass: Tries to reserve `work` once, and may run it.
+            wait_timeout: How long to wait for another run; `None` for no limit.
 
         Raises:
-            InProgressError: Another run is under way, and the policy is not to wait, or the wait was too long
+            InProgressError: Another run is in progress, and the policy is not to wait; or the wait took too long
                 (`IdempotencyConflictError`).
-            ApplicationError: It was asked for within its own run.
+            ApplicationError: The work was requested within its own run.
         """
         loop = self.loop = asyncio.get_running_loop()
         began_at, looks = loop.time(), 0
         while True:
             outcome: P | InProgress = await one_pass()
             if work.forgotten and isinstance(outcome, Completed):
-                outcome = _about_to_vanish(outcome)
+                outcome = _about_to_expire(outcome)
             if not isinstance(outcome, InProgress):
                 return outcome
             if on_in_progress is OnInProgress.SKIP:
@@ -267,10 +267,9 @@ class Executor(RunServices):
             looks += 1
 
     async def wait_for_change(self, found: InProgress, *, at_most: float = float("inf"), looks: int = 0) -> None:
-        """Return when it is worth asking again: the run in this process ended, or a while has passed.
+        """Wait before the next check of a key: until its run in this process ends, or for a pause.
 
-        `looks`: how often the caller has looked before; the pauses grow from 50 ms to a second, never
-        past the end of the lease.
+        `looks`: number of previous checks; the pauses grow from 50 ms to a second, but not past the end of the lease.
         """
         seconds, ended = self.next_look(found, looks=looks)
         with self.observer.phase(Phase.WAIT):
@@ -280,27 +279,27 @@ class Executor(RunServices):
                 await asyncio.sleep(min(seconds, at_most))
 
     def next_look(self, found: InProgress, *, looks: int = 0) -> tuple[float, asyncio.Future[None] | None]:
-        """When it is worth asking again: after so many seconds, or when the run in this process has ended."""
+        """Return when to check again: the seconds to wait, and a future for the end of the run in this process."""
         pause = min(FIRST_LOOK * 2 ** min(looks, 10), LONGEST_LOOK, found.retry_after.total_seconds() + 0.01)
-        pause *= random.uniform(0.75, 1.25)  # noqa: S311  # jitter, no secret
+        pause *= random.uniform(0.75, 1.25)  # noqa: S311  # jitter
         if looks == 0:
             self.observer.count(Signal.WAITED)
         if (running := self.runs.of(found.key)) is not None:
-            # Our own process reports it; the lease is the limit in case it goes on and on.
+            # The run in this process signals its end, so check the store less often.
             return max(pause, LONGEST_LOOK), running.ended()
         return pause, None
 
-    # Many at once.
+    # Batches.
 
     def now(self) -> float:
-        """The time by the lease clock, in seconds: to be read before the store is asked for a lease."""
+        """Return the time by the lease clock, in seconds.  Read it before requesting a lease."""
         return self._leases.now()
 
     async def reserve_together(self, works: Sequence[Work]) -> list[Verdict]:
-        """As each of them is reserved by `execute`, in one round trip, and in no span.
+        """Reserve works in one round trip, without a span for each.
 
         Raises:
-            StoreError: As for every verb; nothing was done.
+            StoreError: The store did not answer; nothing was done.
         """
         with self.observer.together(Phase.RESERVE, [work.event_type for work in works]):
             verdicts = await self.client.reserve_together(list(map(self.client.request, works)))
@@ -309,10 +308,10 @@ class Executor(RunServices):
         return verdicts
 
     async def complete_together(self, returned: Sequence[Returned[Any]]) -> list[bool]:
-        """Record many outcomes in one round trip.  `False`: `Run.complete` finds out what is wrong.
+        """Record outcomes in one round trip.  `False`: not recorded; call `Run.complete` to handle the cause.
 
         Raises:
-            StoreError: As for every verb; it may have been done.
+            StoreError: The store did not answer; the outcomes may have been recorded.
         """
         began_at = monotonic()
         try:
@@ -320,7 +319,7 @@ class Executor(RunServices):
                 completions = [each.completion for each in returned if each.completion is not None]
                 written = await self.client.complete_together(completions)
         except StoreError:
-            raise  # completed one by one
+            raise  # the caller completes them individually
         except BaseException:
             for each in returned:
                 self.runs.remove(each.run)
@@ -332,22 +331,22 @@ class Executor(RunServices):
                 self.runs.remove(each.run)
         return written
 
-    # Inside and beside.
+    # Runs in progress.
 
     def no_longer_alone(self, work: Work) -> None:
-        """Let the record of `work`, which is under way, say that it runs alone no longer; without waiting."""
+        """Clear the mark of isolation in the record of running work, in the background."""
         run = self.runs.of(self.client.space.full(work.key))
         if run is None or run.work is not work or run.lease is None or run.commits_itself:
-            return  # where the handler's transaction is open, its record is nobody else's to write
+            return  # only the handler's transaction may write the record
         work.isolation = Isolation.WAIVED
         self.client.unmark_later(work, run.lease.reservation)
 
     def renew_late(self, lease: HeldLease) -> Coroutine[Any, Any, bool]:
-        """Renew a lease that is late; whether it is ours still."""
+        """Renew a late lease; return whether it is still held."""
         return self._leases.renew_late(lease)
 
     def blocked(self, work: Work, verdict: InProgress | Completed | Failed | KeyReused | Corrupt) -> None:
-        """Tell that `verdict` lets no run begin."""
+        """Report that `verdict` prevents a run."""
         match verdict:
             case Completed() | Failed():
                 self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
@@ -362,7 +361,7 @@ class Executor(RunServices):
                 pass
 
     def _unguarded(self, work: Work, key: str, options: RunOptions) -> Run:
-        """A run without a reservation, because a policy says so."""
+        """Return a run without a reservation, as configured by a policy."""
         self.observer.count(Signal.UNGUARDED, work.event_type)
         work.unguarded_runs += 1
         run = Run(self, work, None, options)
@@ -370,7 +369,7 @@ class Executor(RunServices):
         return run
 
     def _count_verdict(self, work: Work, verdict: Verdict) -> None:
-        """Count the answer of the store."""
+        """Report the verdict of the store."""
         reserved = isinstance(verdict, Reserved)
         if reserved:
             work.token = b""
@@ -387,19 +386,19 @@ class Executor(RunServices):
 def _writing(
     function: Callable[[Attempt, OutcomeWriter], Awaitable[T]], writer: OutcomeWriter
 ) -> Callable[[Attempt], Awaitable[T]]:
-    """`function`, checked to have written its outcome."""
+    """Wrap `function` to check that it has written its outcome."""
 
     async def writing(attempt: Attempt) -> T:
         value = await function(attempt, writer)
         if not writer.written:
-            raise ApplicationError(f"{attempt.label} has returned without writing its outcome")
+            raise ApplicationError(f"the function of {attempt.label} returned without writing its outcome")
         return value
 
     return writing
 
 
-def _about_to_vanish(done: Completed) -> InProgress:
-    """Work that is not remembered has just ended: its record goes within a moment, unless others keep theirs."""
+def _about_to_expire(done: Completed) -> InProgress:
+    """Treat the record of work whose outcome is not kept as in progress; it expires within a moment."""
     return InProgress(
         key=done.key, attempt=done.attempt, retry_after=timedelta(seconds=1), owner="a run that has just ended"
     )

@@ -1,7 +1,7 @@
 """Detects the use of a manager in a child of the process that used it first.
 
-A child made by `os.fork` has a copy of the manager, but not the thread that ran its event loop.  It shares the open
-connections of the store with its parent: each would read the answers meant for the other.
+A child made by `os.fork` has a copy of the manager, but not the thread that ran its event loop.  It shares the store's
+open connections with its parent, so that each would read answers meant for the other.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if sys.platform != "win32":
 
 
 class ForkGuard:
-    """The process in which a manager was used first."""
+    """Remembers the process in which a manager was first used."""
 
     def __init__(self, scope: str) -> None:
         self._scope = scope
         self._forks: int | None = None
 
     def check(self) -> None:
-        """Note that the manager is used in this process.
+        """Check that the manager is used in its own process; the first call determines that process.
 
         Raises:
             ApplicationError: It was used before this process was forked.

@@ -1,9 +1,9 @@
-"""Leases of this process: checked before each start, renewed in batches, given up before they end.
+"""The leases held by this process: checked before each start, renewed in batches, released before they expire.
 
-No handler starts with too little of its lease left: `HeldLease.is_late` is asked immediately before each call, by a
-clock that advances while the event loop is blocked.  A handler whose lease could not be renewed is cancelled a little
-before the lease ends: by the time another worker may start, this one has stopped.  The store's token covers what no
-clock of this process can see, such as a process that is stopped between the check and the call.
+No handler starts with too little of its lease left: `HeldLease.is_late` is checked immediately before each call, with
+a clock that advances while the event loop is blocked.  A handler whose lease could not be renewed is cancelled shortly
+before the lease ends, so that it has stopped before another worker may start.  Cases that no local clock can detect,
+such as a process that is suspended between the check and the call, are covered by the store's token.
 """
 
 from __future__ import annotations
@@ -23,38 +23,37 @@ from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer, Signal
 
 RENEW_AFTER: Final = 1 / 3
-"""Share of the lease after which it is renewed: two renewals may be lost before the third is too late."""
+"""Fraction of the lease after which it is renewed; two renewals may fail before the third is too late."""
 
 RETRY_AFTER: Final = 1 / 12
-"""Share of the lease after which a renewal that got no answer is tried again."""
-
+"""Fraction of the lease after which a renewal without an answer is retried."""
 
 FORGET_AFTER_LEASES: Final = 10
-"""Leases after which a reservation of a batch that nobody has settled is forgotten."""
+"""Number of leases after which an unsettled reservation of a batch is no longer tracked."""
 
 
 class LateStartError(Exception):
-    """Too little of a lease was left to start its handler.  Never leaves its run: the work is reserved again."""
+    """Too little of a lease was left to start its handler.  Caught by the run, which reserves the work again."""
 
     def __init__(self, lease: HeldLease) -> None:
         super().__init__()
         self.lease = lease
-        """Whose handler does not start."""
+        """The late lease."""
 
 
 ReserveAnew: TypeAlias = Callable[[], Awaitable[Reserved | None]]
 
 
 def fence_margin(lease: float) -> float:
-    """Seconds before the end of a lease at which its handler is cancelled: a tenth, at most one second."""
+    """Return how many seconds before the end of a lease its handler is cancelled: a tenth, at most one second."""
     return min(lease / 10, 1.0)
 
 
 class HeldLease(Deadline):
-    """One lease, from its reservation to the end of its handler.
+    """A lease, from its reservation to the end of its handler.
 
-    It is renewed from the beginning.  Entering it begins the handler's time: as a deadline it ends a little before the
-    lease does, and moves on with every renewal.  Leaving the block raises `LeaseLostError` if it was cut short.
+    It is renewed from the beginning.  Entering it starts the handler's deadline, which is shortly before the end of the
+    lease and moves with every renewal.  Exiting the block raises `LeaseLostError` if the handler was cancelled.
     """
 
     __slots__ = ("_keeper", "_now", "deadline", "renew_at", "reservation", "reserve_anew", "start_before", "withdrawn")
@@ -66,30 +65,30 @@ class HeldLease(Deadline):
         self.reserve_anew = reserve_anew
         self.reservation = reservation
         self.withdrawn = False
-        """Whether the store has answered a renewal that it holds it as ours no more."""
+        """Whether the store has rejected a renewal because this process no longer holds the key."""
         self.deadline: float
-        """When the lease ends at the earliest, by the event loop's clock."""
+        """The earliest end of the lease, by the event loop's clock."""
         self.renew_at: float
-        """When it is renewed, by the event loop's clock."""
+        """The time of the next renewal, by the event loop's clock."""
         self.start_before: float
-        """Until when its handler may start, by the lease clock."""
+        """The latest time to start the handler, by the lease clock."""
         self.when = self._count_from(asked_at, reservation.lease)
 
     def is_late(self) -> bool:
-        """Whether too little of it is left to start its handler now.  May be asked in any thread."""
+        """Whether too little of the lease is left to start its handler now.  Thread-safe."""
         return self._now() >= self.start_before
 
     @property
     def lost(self) -> bool:
-        """Whether the handler was cancelled for the lease's sake."""
+        """Whether the handler was cancelled because of the lease."""
         return self.expired
 
     def renewed(self, asked_at: float, lease: timedelta) -> None:
-        """The store has answered yes to a renewal asked for at `asked_at`, by the lease clock."""
+        """Extend the lease after a successful renewal that was requested at `asked_at`, by the lease clock."""
         self.reschedule(self._count_from(asked_at, lease))
 
     def lose(self) -> None:
-        """The store has answered no: cancel the handler now, or do not start it."""
+        """Cancel the handler, or prevent its start, after the store has rejected a renewal."""
         self.withdrawn = True
         self.start_before = float("-inf")
         self.reschedule(asyncio.get_running_loop().time())
@@ -97,21 +96,21 @@ class HeldLease(Deadline):
             self.drop()
 
     def has_grace(self, now: float) -> bool:
-        """Only before the lease ends: after that another worker may have started."""
+        """Whether the handler may finish after its cancellation: only until the lease ends."""
         return now < self.deadline
 
     @property
     def is_held(self) -> bool:
-        """Whether it is renewed."""
+        """Whether the lease is being renewed."""
         return self._keeper.holds(self)
 
     def drop(self) -> None:
-        """Renew it no longer: its handler does not start."""
+        """Stop renewing the lease of a handler that does not start."""
         self._keeper.drop(self)
 
     def _count_from(self, asked_at: float, lease: timedelta) -> float:
-        """When the handler is cancelled unless the lease is renewed, by the event loop's clock."""
-        # From the asking, not from the answer: the store's lease began somewhere between the two.
+        """Set the times of the lease; return when to cancel the handler, by the event loop's clock."""
+        # Count from the request and not from the answer: the store's lease began between the two.
         seconds, until_margin, until_renewal = self._keeper.times_of(lease)
         self.start_before = asked_at + until_margin
         began = asyncio.get_running_loop().time() - (self._now() - asked_at)
@@ -141,7 +140,7 @@ class HeldLease(Deadline):
 
 
 class LeaseKeeper:
-    """Renews every lease of one manager with as few calls as possible.  Costs one timer while nothing is due."""
+    """Renews the leases of one manager with as few calls as possible, using a single timer."""
 
     def __init__(
         self, repository: IdempotencyRepository, scope: str, observer: Observer = SILENT, clock: Clock | None = None
@@ -150,26 +149,26 @@ class LeaseKeeper:
         self.scope = scope
         self._given_clock = clock
         self.now: Clock = clock or self._read_first
-        """The time by the lease clock, in seconds.  The first time it is asked in the thread of the event loop."""
+        """Returns the time by the lease clock, in seconds.  The first call must be made in the event loop's thread."""
         self._lease: timedelta | None = None
         self._times = (0.0, 0.0, 0.0)
         self._repository = repository
         self._observer = observer
         self._held: dict[HeldLease, None] = {}
-        """In the order in which they were taken, which is that of a renewal."""
+        """In the order in which the leases were taken, which is the order of renewals."""
         self._timer: asyncio.Handle | None = None
         self._wakes_at = 0.0
-        """When the timer fires.  It cannot be asked: for what is due at once, uvloop gives a handle without a time."""
+        """When the timer fires.  uvloop's handle has no time if the timer is due immediately."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._renewal: asyncio.Task[None] | None = None
 
     def _read_first(self) -> float:
-        # Which clock it is depends on the event loop that the leases are held in.
+        # The clock depends on the event loop in which the leases are held.
         self.now = clock_of(asyncio.get_running_loop())
         return self.now()
 
     def times_of(self, lease: timedelta) -> tuple[float, float, float]:
-        """Seconds of a lease, until its margin, and until it is renewed.  All leases of a manager are of one length."""
+        """Return the seconds of a lease, until its margin, and until its renewal.  Cached: all leases have one length."""
         if lease is not self._lease:
             seconds = lease.total_seconds()
             self._lease, self._times = lease, (seconds, seconds - fence_margin(seconds), seconds * RENEW_AFTER)
@@ -178,13 +177,13 @@ class LeaseKeeper:
     def hold(
         self, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, *, renewed: bool = True
     ) -> HeldLease:
-        """Hold a lease from now on: `with` it around the work, or `drop` it.
+        """Start to renew a lease.  Use it as a context manager around the work, or `drop` it.
 
         Args:
-            asked_at: The lease clock before `reserve` was sent.
-            reserve_anew: Asked when the store no longer knows the reservation: a new one if the record
-                is merely gone, `None` if somebody else had the key since.
-            renewed: Whether it lasts as long as the work does; otherwise the work has this one lease.
+            asked_at: The time by the lease clock before `reserve` was sent.
+            reserve_anew: Called if the store no longer knows the reservation: returns a new one if the record was
+                lost, `None` if another worker has had the key.
+            renewed: Whether to renew the lease while the work runs; otherwise the work must finish within one lease.
         """
         lease = HeldLease(self, reservation, asked_at, reserve_anew)
         if renewed:
@@ -192,23 +191,23 @@ class LeaseKeeper:
         return lease
 
     def take(self, lease: HeldLease) -> None:
-        """Look after `lease` from now on."""
+        """Start renewing `lease`."""
         self._held[lease] = None
         self._wake_at(lease.renew_at)
 
     def drop(self, lease: HeldLease) -> None:
-        """Look after `lease` no longer."""
+        """Stop renewing `lease`."""
         self._held.pop(lease, None)
 
     def holds(self, lease: HeldLease) -> bool:
-        """Whether `lease` is looked after."""
+        """Whether `lease` is being renewed."""
         return lease in self._held
 
     def __len__(self) -> int:
         return len(self._held)
 
     def close(self) -> None:
-        """Stop renewing.  Whatever still runs will be cancelled when its lease ends."""
+        """Stop renewing.  Handlers that still run are cancelled when their leases end."""
         self._held.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -231,12 +230,12 @@ class LeaseKeeper:
         self._timer = None
         if self._renewal is None or self._renewal.done():
             self._renewal = asyncio.get_running_loop().create_task(self._renew_due())
-        # Otherwise a renewal still waits for its answer; it looks at the rest when it has it.
+        # Otherwise a renewal is waiting for its answer and will schedule the rest afterwards.
 
     async def _renew_due(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            # A little ahead, so that leases taken one after the other share a call.
+            # Renew slightly early, so that leases taken one after the other share a call.
             due = [
                 lease
                 for lease in self._held
@@ -252,36 +251,36 @@ class LeaseKeeper:
 
     async def _renew(self, duration: timedelta, leases: list[HeldLease]) -> None:
         asked_at, next_try = self.now(), asyncio.get_running_loop().time() + duration.total_seconds() * RETRY_AFTER
-        for lease in leases:  # until the answer says more: whatever goes wrong, the pace stays decent
+        for lease in leases:  # limits the rate of renewals if the call fails
             lease.renew_at = next_try
         try:
             answers: Iterable[bool] = await self._repository.renew([lease.reservation for lease in leases], duration)
         except StoreError:
             self._observer.count(Signal.STORE_ERROR)
             return
-        for lease, still_ours in zip(leases, answers, strict=True):
+        for lease, still_held in zip(leases, answers, strict=True):
             if lease not in self._held:
                 continue
-            if still_ours:
+            if still_held:
                 lease.renewed(asked_at, duration)
             else:
-                await self._find_out(lease)
+                await self._resolve_rejected(lease)
 
     async def renew_late(self, lease: HeldLease) -> bool:
-        """Renew one lease at once; whether it is ours still and enough of it is left.
+        """Renew one lease immediately; return whether it is still held with enough time left.
 
         Raises:
-            StoreError: As for every verb.
+            StoreError: The store did not answer.
         """
         asked_at = self.now()
         duration = lease.reservation.lease
-        [still_ours] = await self._repository.renew([lease.reservation], duration)
-        if still_ours:
+        [still_held] = await self._repository.renew([lease.reservation], duration)
+        if still_held:
             lease.renewed(asked_at, duration)
-        return still_ours and not lease.is_late()
+        return still_held and not lease.is_late()
 
-    async def _find_out(self, lease: HeldLease) -> None:
-        """Our record is gone, or somebody else's: go on in the first case, stop in the second."""
+    async def _resolve_rejected(self, lease: HeldLease) -> None:
+        """Handle a rejected renewal: continue if the record was merely lost, stop if the key has another owner."""
         asked_at = self.now()
         try:
             again = await lease.reserve_anew()
@@ -299,10 +298,10 @@ class LeaseKeeper:
 
 
 class BatchLeases:
-    """What is known of leases whose holder settles them in batches and renews them by itself.
+    """Tracks leases whose holder settles and renews them in batches.
 
-    Until when each may be started, by the lease clock, and which batch it belongs to.  Those that nobody settles are
-    forgotten after a while.
+    It knows until when the work of each may start, by the lease clock, and which batch it belongs to.  Unsettled leases
+    are dropped after a while.
     """
 
     def __init__(self) -> None:
@@ -311,15 +310,15 @@ class BatchLeases:
         self._last_batch = 0
 
     def add(self, reservations: Iterable[Reserved], asked_at: float) -> None:
-        """Know the leases of one batch, which were asked for at `asked_at`."""
-        self._forget_lapsed(asked_at)
+        """Track the leases of a batch that was requested at `asked_at`."""
+        self._drop_lapsed(asked_at)
         self._last_batch += 1
         for each in reservations:
             self._start_before[each] = _start_before(each, asked_at)
             self._batches[each] = self._last_batch
 
     def renewed(self, reservations: Iterable[Reserved], asked_at: float) -> None:
-        """Leases that were renewed begin anew at `asked_at`."""
+        """Restart leases that were renewed by a request at `asked_at`."""
         for each in reservations:
             if each not in self._batches:
                 self._last_batch += 1
@@ -327,22 +326,22 @@ class BatchLeases:
             self._start_before[each] = _start_before(each, asked_at)
 
     def settle(self, reservations: Iterable[Reserved]) -> None:
-        """Forget reservations that are settled or lost."""
+        """Stop tracking reservations that are settled or lost."""
         for each in reservations:
             self._start_before.pop(each, None)
             self._batches.pop(each, None)
 
     def may_start(self, reservation: Reserved, now: float) -> bool:
-        """Whether enough is left of the lease of `reservation`; not if it is not known."""
+        """Whether enough of the lease of `reservation` is left; `False` if it is not tracked."""
         return now < self._start_before.get(reservation, float("-inf"))
 
     def late_beside(self, reservation: Reserved, now: float) -> list[Reserved]:
-        """`reservation`, and those of its batch that may not be started now either."""
+        """Return `reservation` and the other reservations of its batch that are late."""
         batch = self._batches.get(reservation)
         late = [each for each, until in self._start_before.items() if now >= until and self._batches[each] == batch]
         return list(dict.fromkeys([reservation, *late]))
 
-    def _forget_lapsed(self, now: float) -> None:
+    def _drop_lapsed(self, now: float) -> None:
         gone = [
             each
             for each, until in self._start_before.items()

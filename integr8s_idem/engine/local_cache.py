@@ -1,8 +1,8 @@
-"""Work that this process has completed itself: its duplicates need not be told apart by the store.
+"""In-process cache of completed work, which answers duplicates without asking the store.
 
-Off unless a setting says how many keys to keep.  What is kept here ends before its record does, but for the time that
-the machine is suspended, which its clock does not count.  A record that somebody else deletes on purpose is known here
-until then.
+Disabled unless a setting gives the number of keys.  An entry expires before its record does, except for time that the
+machine is suspended, which its clock does not count.  A record that another process deletes stays in this cache until
+then.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from typing import Final
 from integr8s_idem.records import Completed
 
 LARGEST: Final = 1_024
-"""Bytes of a result that is kept here; duplicates of work with a larger one ask the store."""
+"""Maximum size of a cached result in bytes; duplicates of work with a larger result ask the store."""
 
 
 class LocalCache:
-    """The last keys that were completed, up to a number of them."""
+    """A bounded cache of the keys completed last."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: dict[str, tuple[float, bytes | None, Completed]] = {}
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._entries: dict[str, tuple[float, bytes | None, Completed]] = {}
 
     def keep(self, done: Completed, fingerprint: bytes | None, begun: float, ttl: timedelta) -> None:
-        """`begun`: before the outcome was sent to the store, by this process's monotonic clock (`time.monotonic()`)."""
+        """Cache an outcome.  `begun`: the time by `time.monotonic()` before the outcome was sent to the store."""
         if done.result is not None and len(done.result.body) > LARGEST:
             return
-        self._kept.pop(done.key, None)  # what is kept anew stands last
-        if len(self._kept) >= self._most:
-            self._kept.pop(next(iter(self._kept)), None)
-        self._kept[done.key] = (begun + ttl.total_seconds(), fingerprint, done)
+        self._entries.pop(done.key, None)  # move the key to the end
+        if len(self._entries) >= self._max_keys:
+            self._entries.pop(next(iter(self._entries)), None)
+        self._entries[done.key] = (begun + ttl.total_seconds(), fingerprint, done)
 
     def look(self, key: str, fingerprint: bytes | None) -> Completed | None:
-        """The outcome of `key`, if it is known here, and is that of this payload."""
-        found = self._kept.get(key)
-        if found is None:
+        """Return the cached outcome of `key` if it belongs to this payload."""
+        entry = self._entries.get(key)
+        if entry is None:
             return None
-        until, kept, done = found
+        until, cached, done = entry
         if monotonic() >= until:
-            self._kept.pop(key, None)
+            self._entries.pop(key, None)
             return None
-        same = fingerprint is None or kept is None or kept == fingerprint
+        same = fingerprint is None or cached is None or cached == fingerprint
         return done if same else None
 
     def forget(self, key: str) -> None:
-        """It is to be done again."""
-        self._kept.pop(key, None)
+        """Remove `key` from the cache."""
+        self._entries.pop(key, None)

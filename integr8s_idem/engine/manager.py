@@ -1,7 +1,7 @@
-"""`IdempotencyManager`: the decision whether work is done, waited for, answered or refused.
+"""`IdempotencyManager`: run work once per key, or wait for it, replay its result or reject it.
 
-No driver, no Kafka, no Dishka.  `run` is for callers who want a value; `execute` makes one pass and
-says what came of it, for those who settle deliveries.
+Independent of drivers, Kafka and Dishka.  `run` returns a value; `execute` makes one attempt and returns its outcome,
+for code that settles deliveries.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ T = TypeVar("T")
 K = TypeVar("K", bound="str | Key")
 
 _JOINED: ContextVar[tuple[IdempotencyManager, JoinedRepository] | None] = ContextVar(
-    "the transaction that the current code has joined", default=None
+    "transaction joined by the current context", default=None
 )
 
 
 class IdempotencyManager:
-    """Does work once per key: in this process and in all that share the store and the scope.
+    """Runs work once per key, across all processes that share the store and the scope.
 
-    It belongs to the process that uses it first.  In a child made by `os.fork` after that, its methods raise
-    `ApplicationError`: make a manager and a store in each child.
+    An instance belongs to the process that uses it first.  In a child that `os.fork` makes after that, its methods
+    raise `ApplicationError`: make a manager and a store in each child.
     """
 
     def __init__(
@@ -74,23 +74,23 @@ class IdempotencyManager:
         owner: str | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Opens nothing.
+        """Create a manager without opening a connection.
 
         Args:
-            scope: Who does the work, usually the service.
-            owner: How messages name this process.
-            clock: Returns the seconds by which leases are measured before each start; `lease_clock.system_clock`, or
-                the time of the event loop where that is simulated, if not given.
+            scope: Namespace of the keys, usually the service's name.
+            owner: Name of this process in messages.
+            clock: Returns the seconds by which leases are measured before each start.  The default is
+                `lease_clock.system_clock`, or the time of the event loop if that is simulated.
 
         Raises:
-            ApplicationError: There is no repository or no scope.
+            ApplicationError: The repository or the scope is missing.
         """
         if repository is None:
             raise ApplicationError(
                 "a manager needs a repository: RedisIdempotencyRepository, or MemoryIdempotencyRepository to try it"
             )
         if not scope:
-            raise ApplicationError("a manager needs a scope: who does the work, usually the service's name")
+            raise ApplicationError("a manager needs a scope, usually the service's name")
         self.config = config or IdempotencyConfig()
         self.checked_ttl(self.config.ttl)
         self._wait_timeout = self.config.wait_timeout
@@ -104,16 +104,16 @@ class IdempotencyManager:
         self._batch_leases = BatchLeases()
         self._store_client = StoreClient(self.config, repository, observer, scope, self.owner)
         self.executor = Executor(self.config, self._store_client, self._leases, observer)
-        """What makes one pass over some work: for those who settle deliveries."""
+        """Executes single attempts, for code that settles deliveries."""
 
     @property
     def space(self) -> KeySpace:
-        """Where its keys live in the store."""
+        """The namespace of its keys in the store."""
         return self._store_client.space
 
     @property
     def running_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that it works in, if it has begun to and the loop still runs.
+        """The event loop in which it was used, if that is still running.
 
         Raises:
             ApplicationError: It was used before this process was forked.
@@ -121,17 +121,17 @@ class IdempotencyManager:
         loop = self.executor.loop
         if loop is None:
             return None
-        self._store_client.home.check()  # a loop of the parent's says that it runs, but its thread is not here
+        self._store_client.home.check()  # the parent's loop claims to run, but its thread does not exist in a child
         return loop if loop.is_running() else None
 
     @property
     def _store(self) -> IdempotencyRepository:
-        """The repository, to be used now."""
+        """The repository, after the check for forks."""
         self._store_client.home.check()
         return self.repository
 
     def in_scope(self, scope: str) -> IdempotencyManager:
-        """The same manager for the work of another scope; closed together with this one."""
+        """Return a manager for another scope with the same configuration; it is closed together with this one."""
         if scope == self.scope:
             return self
         if scope not in self._in_scopes:
@@ -141,29 +141,28 @@ class IdempotencyManager:
         return self._in_scopes[scope]
 
     def checked_ttl(self, ttl: Duration) -> timedelta:
-        """`ttl`, if outcomes kept for so long protect anything.
+        """Validate `ttl` and return it as a `timedelta`.
 
         Raises:
-            ApplicationError: It is shorter than the lease: a duplicate of a running event would come too late.  Or it
-                is not a duration.
+            ApplicationError: `ttl` is not a duration, or is shorter than the lease.
         """
         ttl = duration(ttl, "ttl")
         if ttl < self.config.lease:
             raise ApplicationError(
                 f"a ttl of {ttl.total_seconds():g} s is shorter than the lease of "
-                f"{self.config.processing_timeout_seconds:g} s: outcomes would be forgotten before their twins come. "
+                f"{self.config.processing_timeout_seconds:g} s: outcomes would be forgotten before duplicates arrive. "
                 "Raise the ttl, or lower [idempotency] processing_timeout_seconds"
             )
         return ttl
 
-    # The verbs of the store, for one key or many.
+    # Store operations, for one key or many.
 
     async def reserve(self, key: str | Key, *, fingerprint: bytes | None = None) -> Verdict:
-        """Ask to do the work of `key`.
+        """Reserve `key` and return the verdict of the store.
 
         Raises:
-            CorruptRecordError: Its record cannot be read.
-            StoreError: As for every verb.
+            CorruptRecordError: The record cannot be read.
+            StoreError: The store did not answer.
         """
         verdict = await self._store_client.reserve(self._store_client.request(Work(self.space.key(key), fingerprint)))
         if isinstance(verdict, Corrupt):
@@ -171,16 +170,16 @@ class IdempotencyManager:
         return verdict
 
     async def reserve_many(self, keys: Sequence[str | Key]) -> list[Verdict]:
-        """Ask for many keys in one round trip: a verdict for each, in their order.
+        """Reserve many keys in one round trip and return their verdicts in order.
 
-        An unreadable record is `Corrupt` in its place.
+        The verdict of an unreadable record is `Corrupt`.
         """
         return await self._store.reserve([self._store_client.request(Work(self.space.key(key))) for key in keys])
 
     async def renew(self, *reservations: Reserved) -> list[bool]:
-        """Let their leases begin anew, with the configured length; an answer for each, in their order.
+        """Renew leases with the configured length and return an answer for each, in order.
 
-        `False`: the reservation is no longer ours.
+        `False`: the reservation is no longer held by this process.
         """
         asked_at = self._leases.now()
         answers = await self._store.renew(reservations, self.config.lease)
@@ -188,48 +187,48 @@ class IdempotencyManager:
         return answers
 
     async def complete(self, reserved: Reserved, result: object = None, *, ttl: Duration | None = None) -> bool:
-        """Remember that the work is done.  `False`: the reservation is no longer ours.
+        """Record that the work is done.  `False`: the reservation is no longer held by this process.
 
         Raises:
-            ApplicationError: As `completion`.
+            ApplicationError: The result cannot be stored; see `completion`.
         """
         self._batch_leases.settle([reserved])
         return await self._store_client.complete(self.completion(reserved, result, ttl))
 
     async def complete_many(self, completions: Sequence[Completion]) -> list[bool]:
-        """As `complete`, many in one round trip, an answer for each, in their order; `completion` makes them."""
+        """Complete many reservations in one round trip and return an answer for each, in order; see `completion`."""
         self._batch_leases.settle(each.reservation for each in completions)
         return await self._store.complete(completions)
 
     async def fail(self, reserved: Reserved, error: str, *, ttl: Duration | None = None) -> bool:
-        """Remember that the work was given up.  `False`: the reservation is no longer ours."""
+        """Record that the work is given up.  `False`: the reservation is no longer held by this process."""
         self._store_client.home.check()
         self._batch_leases.settle([reserved])
         return await self._store_client.fail(self._store_client.failure(reserved, error, duration(ttl, "ttl")))
 
     async def release(self, *reservations: Reserved) -> list[bool]:
-        """Give keys back undone, in one round trip; the attempts stay counted.  An answer for each, in their order."""
+        """Release reservations in one round trip; their attempts stay counted.  Return an answer for each, in order."""
         self._store_client.home.check()
         self._batch_leases.settle(reservations)
         return await self._store_client.release_together(reservations)
 
     async def get(self, key: str | Key) -> IdempotencyRecord | None:
-        """The record of `key`, if there is one."""
+        """Return the record of `key`, or `None`."""
         return (await self._store.get([self.space.full(self.space.key(key))]))[0]
 
     async def history(self, key: str | Key) -> dict[int, IdempotencyRecord]:
-        """The records of `key` by generation, as far as the store still has them: what became of each replay.
+        """Return the records of `key` by generation, with one for each replay that the store still has.
 
         Raises:
-            CorruptRecordError: One of them cannot be read.
+            CorruptRecordError: A record cannot be read.
         """
         return await self.history_of(self.space.full(self.space.key(key).in_generation(0)))
 
     async def history_of(self, record_key: str) -> dict[int, IdempotencyRecord]:
-        """As `history`, by the full key of the first generation, as dead letters and records tell it.
+        """Return the records by generation for the full key of the first generation, as found in dead letters.
 
-        All generations there can be are asked for, since earlier ones may have expired: a thousand small
-        reads, for people and tools rather than for each event.
+        This reads all possible generations, because earlier ones may have expired: a thousand small reads, so use it
+        in tools and not for each event.
         """
         generations = range(LAST_GENERATION + 1)
         names = [generation_key(record_key, generation) for generation in generations]
@@ -237,7 +236,7 @@ class IdempotencyManager:
         return {generation: record for generation, record in found if record is not None}
 
     async def delete(self, key: str | Key) -> bool:
-        """Forget `key`, whatever its state: the next caller does the work again."""
+        """Delete the record of `key` in any state: the next caller runs the work again."""
         record_key = self.space.full(self.space.key(key))
         deleted = await self._store.delete([record_key]) == 1
         if self.executor.cache is not None:
@@ -245,55 +244,57 @@ class IdempotencyManager:
         return deleted
 
     async def count_active(self) -> int:
-        """How many keys of this scope hold a lease now."""
+        """Return how many keys of this scope are currently leased."""
         return await self._store.count_active(self.space.root)
 
-    # Batches: for those who have many pieces of work in hand and settle them one by one.
+    # Batches: reserve many keys together, and settle them individually.
 
     async def acquire_batch(
         self, keys: Iterable[K], *, fingerprint: Callable[[K], bytes | None] | None = None
     ) -> dict[K, Verdict]:
-        """Ask to do the work of many keys, in one round trip.  A key that is given twice is asked for once.
+        """Reserve many keys in one round trip.  Repeated keys are reserved once.
 
-        The leases are not renewed by themselves: settle within `processing_timeout_seconds`, or `renew` before that.
-        Ask `may_start` immediately before you do the work of each.
+        The leases are not renewed automatically: settle within `processing_timeout_seconds`, or call `renew` before.
+        Call `may_start` immediately before you do the work of each key.
 
         Args:
-            keys: In the order in which the verdicts are given back.
-            fingerprint: 16 bytes that name the payload of a key.
+            keys: The keys; the verdicts are returned in the same order.
+            fingerprint: Returns the fingerprint of a key's payload, 16 bytes.
 
         Returns:
-            The verdict for each key.  Do those that are `Reserved`, with the attempt and the fence in it, and hand
-            it to `confirm_batch` or `release_batch`.  `InProgress` is somebody else's, with unknown outcome: do not
-            acknowledge it.  An unreadable record is `Corrupt` in its place.
+            The verdict for each key.  Do the work of those that are `Reserved`, and pass the reservation to
+            `confirm_batch` or `release_batch`.  `InProgress` means that another worker is doing the work, with unknown
+            outcome: do not acknowledge it.  The verdict of an unreadable record is `Corrupt`.
 
         Raises:
-            StoreError: As for every verb.  What was reserved nevertheless is free when its lease ends.
-            ApplicationError: It is a single key.
+            StoreError: The store did not answer.  Keys that were reserved nevertheless are free after their lease.
+            ApplicationError: `keys` is a single key.
         """
         if isinstance(keys, str | Key):
-            raise ApplicationError("acquire_batch takes many keys, as in acquire_batch([key]); reserve takes one")
-        asked = list(dict.fromkeys(keys))
-        works = [Work(self.space.key(key), fingerprint(key) if fingerprint else None) for key in asked]
+            raise ApplicationError(
+                "acquire_batch takes several keys: write acquire_batch([key]), or use reserve for one key"
+            )
+        unique = list(dict.fromkeys(keys))
+        works = [Work(self.space.key(key), fingerprint(key) if fingerprint else None) for key in unique]
         asked_at = self._leases.now()
         verdicts = await self._store_client.reserve_together(list(map(self._store_client.request, works)))
         self._batch_leases.add((verdict for verdict in verdicts if isinstance(verdict, Reserved)), asked_at)
-        return dict(zip(asked, verdicts, strict=True))
+        return dict(zip(unique, verdicts, strict=True))
 
     async def may_start(self, reserved: Reserved) -> bool:
-        """Whether you may do the work of `reserved`, which `acquire_batch` returned.  Ask immediately before the work.
+        """Whether you may do the work of `reserved`, returned by `acquire_batch`.  Call it immediately before the work.
 
-        Costs no round trip while enough of the lease is left.  Otherwise all reservations of its batch that are
-        short of time are renewed in one call, which counts no attempt.
+        It needs no round trip while enough of the lease is left.  Otherwise it renews all reservations of the batch
+        that are short of time in one call, which does not count as an attempt.
 
         Returns:
-            `False`: the reservation is no longer ours.  Do not do the work, and leave it out of `confirm_batch`;
-            to learn what became of it, acquire its key again.
+            `False`: the reservation is no longer held by this process.  Do not do the work, and do not pass the
+            reservation to `confirm_batch`.  To find out what became of it, acquire its key again.
 
         Raises:
-            StoreError: As for every verb.  Do not do the work.
+            StoreError: The store did not answer.  Do not do the work.
         """
-        _refuse_what_is_not_ours("may_start", [reserved])
+        _require_reservations("may_start", [reserved])
         while not self._batch_leases.may_start(reserved, self._leases.now()):
             self.observer.count(Signal.STALE_START_PREVENTED)
             if not await self._renew_late(reserved):
@@ -301,7 +302,7 @@ class IdempotencyManager:
         return True
 
     async def _renew_late(self, reserved: Reserved) -> bool:
-        """Renew all leases of batches that are late; whether that of `reserved` is ours still."""
+        """Renew all late leases of the batch; return whether `reserved` is still held by this process."""
         asked_at = self._leases.now()
         late = self._batch_leases.late_beside(reserved, asked_at)
         answers = await self._store.renew(late, self.config.lease)
@@ -313,16 +314,18 @@ class IdempotencyManager:
     async def confirm_batch(
         self, done: Iterable[Reserved] | Mapping[Reserved, object], *, ttl: Duration | None = None
     ) -> list[bool]:
-        """Remember that work is done, in one round trip.  `False`: the reservation is no longer ours.
+        """Record in one round trip that work is done.  `False`: the reservation is no longer held by this process.
 
-        `done`: any part of what was acquired; as a mapping, with what each returned.
+        Args:
+            done: Any of the acquired reservations; or a mapping from reservations to their results.
+            ttl: How long the outcomes are kept; as configured if `None`.
 
         Raises:
-            StoreError: As for every verb.  Confirming again does no harm.
-            ApplicationError: As `completion`; nothing is confirmed then.
+            StoreError: The store did not answer.  You may confirm again.
+            ApplicationError: A result cannot be stored, see `completion`; nothing is confirmed.
         """
         results: Mapping[Reserved, object] = done if isinstance(done, Mapping) else dict.fromkeys(done)
-        _refuse_what_is_not_ours("confirm_batch", results)
+        _require_reservations("confirm_batch", results)
         if ttl is not None:
             self.checked_ttl(ttl)
         completions = [self.completion(reserved, result, ttl) for reserved, result in results.items()]
@@ -331,72 +334,72 @@ class IdempotencyManager:
         return written
 
     async def release_batch(self, rest: Iterable[Reserved]) -> list[bool]:
-        """Give work back undone, in one round trip; the attempts stay counted.
+        """Release reservations in one round trip without doing their work; the attempts stay counted.
 
-        An answer for each, in their order.  `False`: it is no longer ours.
+        Returns an answer for each, in order.  `False`: the reservation is no longer held by this process.
 
         Raises:
-            StoreError: As for every verb.  What was not given back is free when its lease ends.
+            StoreError: The store did not answer.  Keys that were not released are free after their lease.
         """
-        given = list(rest)
-        _refuse_what_is_not_ours("release_batch", given)
-        self._batch_leases.settle(given)
-        return await self.release(*given)
+        reservations = list(rest)
+        _require_reservations("release_batch", reservations)
+        self._batch_leases.settle(reservations)
+        return await self.release(*reservations)
 
     def completion(self, reserved: Reserved, result: object = None, ttl: Duration | None = None) -> Completion:
-        """What to hand to `complete_many`.  A result that is too large or cannot be written is dropped and counted.
+        """Make an argument for `complete_many`.  A result that is too large or not serializable is dropped and counted.
 
         Raises:
-            ApplicationError: The result is an iterator or a file, or holds an iterator, which storing it would use up.
+            ApplicationError: The result is an iterator or a file, or contains an iterator, which storing would consume.
         """
         self._store_client.home.check()
         refuse_iterator(result, reserved.key)
         return self._store_client.completion(reserved, result, duration(ttl, "ttl"))
 
-    # Doing work once.
+    # Running work once.
 
     def attempt(self) -> Attempt:
-        """The run that calls this: its number, its fence, and keys for what it does downstream.
+        """Return the current attempt: its number, its fence, and keys for downstream calls.
 
-        For work that is not handed it: a decorated function, an endpoint, FastStream's handlers.
+        Use it in code that does not receive the attempt: decorated functions, endpoints, FastStream handlers.
 
         Raises:
-            ApplicationError: Nothing of this manager's is under way here.  In a batch of FastStream's several things
-                are, and none of them is meant.
+            ApplicationError: The calling code is not part of a run of this manager.  This includes FastStream handlers
+                of a batch, which belong to several runs.
         """
-        return self._under_way()[1].attempt
+        return self._current_run()[1].attempt
 
     def steps(self) -> Steps:
-        """The steps of the run that calls this: parts of its work that a later run does not repeat.
+        """Return the steps of the current run: parts of its work that a later run does not repeat.
 
         Raises:
-            ApplicationError: Nothing of this manager's is under way here.
+            ApplicationError: The calling code is not part of a run of this manager.
         """
-        manager, run = self._under_way()
+        manager, run = self._current_run()
         if run.steps is None:
             run.steps = Steps(manager.space, manager.executor, manager.repository, run)
         assert isinstance(run.steps, Steps)
         return run.steps
 
-    def _under_way(self) -> tuple[IdempotencyManager, ActiveRun]:
-        """The run that calls, and whose it is: ours, or that of the same manager in another scope."""
+    def _current_run(self) -> tuple[IdempotencyManager, ActiveRun]:
+        """Return the current run and its manager: this one, or the same manager in another scope."""
         for manager in (self, *self._in_scopes.values()):
             if (run := manager.executor.runs.current()) is not None:
                 return manager, run
         raise ApplicationError(
-            f"nothing that the manager of {self.scope} guards is under way here: ask within manager.run(…), or within "
-            "whatever else it guards"
+            f"no work of the manager of {self.scope} is running here: call this within manager.run(…), or within a "
+            "guarded function, endpoint or handler"
         )
 
     @asynccontextmanager
     async def in_transaction(self, held: Any) -> AsyncIterator[None]:
-        """Within the block, `run` reserves and completes in the transaction of `held`: it commits with what you write.
+        """Make `run` reserve and complete in the transaction of `held`, so that it commits together with your writes.
 
             async with session.begin(), manager.in_transaction(session):
                 receipt = await manager.run(f"refund:{order_id}", refund)
 
-        The transaction is yours: if it is rolled back, nothing was reserved or done.  Needs a store in the same
-        SQL database.  A transaction that the database has given up (`TransactionAbortedError`) is to be begun anew.
+        You control the transaction: if it is rolled back, nothing was reserved or done.  The store must be in the same
+        SQL database.  If the database aborts the transaction (`TransactionAbortedError`), start a new one.
 
         Args:
             held: SQLAlchemy's `AsyncSession` or `AsyncConnection`.
@@ -405,7 +408,7 @@ class IdempotencyManager:
             ApplicationError: The store is not in a SQL database.
         """
         if not isinstance(self.repository, JoiningRepository):
-            raise ApplicationError(f"{type(self.repository).__name__} cannot join a transaction: use a store in SQL")
+            raise ApplicationError(f"{type(self.repository).__name__} cannot join a transaction: use a SQL store")
         token = _JOINED.set((self, self.repository.joined(held)))
         try:
             yield
@@ -423,50 +426,50 @@ class IdempotencyManager:
         wait_timeout: Duration | None = None,
         on_failure: OnFailure | Literal["retry", "block"] | None = None,
     ) -> T:
-        """Do the work of `key` once; every other caller gets the first one's result.
+        """Run the work of `key` once; every other caller gets the result of the first run.
 
         Args:
-            key: Names the work within the scope; compared byte for byte.
-            function: Does it.  Its return annotation gives a replayed result its type.
-            fingerprint: 16 bytes that name the payload; a second use of the key must bring the same.
-            ttl: How long the outcome is remembered, by the store's clock: a `timedelta`, or seconds.
-            on_in_progress: What to do while somebody else does it; as configured if `None`.
+            key: Identifies the work within the scope; compared byte for byte.
+            function: Async function that does the work.  A replayed result has the type of its return annotation.
+            fingerprint: Fingerprint of the payload, 16 bytes; a later use of the key must have the same.
+            ttl: How long the outcome is kept, by the store's clock: a `timedelta`, or seconds.
+            on_in_progress: What to do while another caller runs the work; as configured if `None`.
                 `skip` returns `None`: the outcome is unknown.
-            wait_timeout: Longest wait for a running twin; as configured if `None`.
+            wait_timeout: How long to wait for a concurrent duplicate; as configured if `None`.
             on_failure: What a failed run means for the next caller; as configured if `None`.
 
         Raises:
-            InProgressError: Somebody else is at it, and a wait was not wanted; as `IdempotencyConflictError`
-                if it was too long.
-            ApplicationError: Asked from within the run of this very key, which would wait for itself.  Or `function` is
-                what a call of it returned, or returns what cannot be awaited.
-            KeyReusedError: The key is known with another payload.
-            PreviouslyFailedError: It was given up earlier.
-            LeaseLostError: It could not be finished within the lease; its effects may have happened.
-            ResultDroppedError: It is done, but its result was too large to keep.
-            ResultDecodeError: It is done, but its result does not fit the return annotation.
-            StoreError: As for every verb; nothing was done, except for `ResultNotStoredError`.
-            Exception: Whatever `function` raises, unchanged.
+            InProgressError: Another caller runs the work, and the policy is not to wait; after a wait that took too
+                long, `IdempotencyConflictError`.
+            ApplicationError: The call is made from within the run of the same key, which would wait for itself; or
+                `function` is not callable, or does not return an awaitable.
+            KeyReusedError: The key was used with another payload.
+            PreviouslyFailedError: An earlier run was given up.
+            LeaseLostError: The lease expired during the run; its side effects may have happened.
+            ResultDroppedError: The work is done, but its result was too large to store.
+            ResultDecodeError: The work is done, but its result does not match the return annotation.
+            StoreError: The store did not answer; nothing was done, except with `ResultNotStoredError`.
+            Exception: Any error of `function`, unchanged.
         """
         refuse_call(function, "manager.run(key, function)")
         refuse_generator(function)
         longest_wait = duration(wait_timeout, "wait_timeout")
-        checked = None if ttl is None else self.checked_ttl(ttl)
+        checked_ttl = None if ttl is None else self.checked_ttl(ttl)
         block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
         wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
-        of = self.space.key(key)
-        if (known := self.executor.known_here(of, fingerprint)) is not None:
-            return replayed_value(of.label, known, function)  # type: ignore[no-any-return]
-        work = Work(of, fingerprint, checked, on_failure=block)
+        work_key = self.space.key(key)
+        if (known := self.executor.known_here(work_key, fingerprint)) is not None:
+            return replayed_value(work_key.label, known, function)  # type: ignore[no-any-return]
+        work = Work(work_key, fingerprint, checked_ttl, on_failure=block)
 
-        async def ignoring_the_attempt(_: Attempt) -> T:
+        async def without_attempt(_: Attempt) -> T:
             running = function()
             if not inspect.isawaitable(running):
                 raise _not_awaitable(work, function, running)
             return await running
 
         return await self.run_work(
-            work, ignoring_the_attempt, returns=function, on_in_progress=wait, wait_timeout=longest_wait
+            work, without_attempt, returns=function, on_in_progress=wait, wait_timeout=longest_wait
         )
 
     def run_work(
@@ -478,7 +481,7 @@ class IdempotencyManager:
         on_in_progress: OnInProgress | None = None,
         wait_timeout: timedelta | None = None,
     ) -> Coroutine[Any, Any, T]:
-        """As `run`, for a function that wants its `Attempt`; the annotation of `returns` types its result."""
+        """Run a function that receives its `Attempt`.  Replayed results have the return type of `returns`."""
         work.returns = returns
         joined = _JOINED.get()
         one_pass: Callable[[], Awaitable[Outcome[T]]]
@@ -497,7 +500,7 @@ class IdempotencyManager:
         on_in_progress: OnInProgress | None = None,
         wait_timeout: timedelta | None = None,
     ) -> T:
-        """The value of `work`, by as many passes as it takes.  Raises as `run` does."""
+        """Call `one_pass` until the work is settled, and return its value.  Raises the errors of `run`."""
         outcome = await self.outcome(work, one_pass, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
         return outcome.value if type(outcome) is Executed else self._value_of(outcome, work, returns)
 
@@ -509,11 +512,11 @@ class IdempotencyManager:
         on_in_progress: OnInProgress | None = None,
         wait_timeout: timedelta | None = None,
     ) -> Coroutine[Any, Any, Outcome[T]]:
-        """What comes of `work`, by as many passes as it takes.  `InProgress` only where the policy is to skip.
+        """Call `one_pass` until the work is settled, and return the outcome.  `InProgress` only under the skip policy.
 
         Raises:
-            InProgressError: Somebody else is at it, and a wait was not wanted, or too long.
-            LeaseLostError, StoreError, ApplicationError: As `run`.
+            InProgressError: Another caller runs the work, and the policy is not to wait, or the wait took too long.
+            LeaseLostError, StoreError, ApplicationError: See `run`.
         """
         return self.executor.await_outcome(
             work,
@@ -529,11 +532,11 @@ class IdempotencyManager:
         *,
         wait_for_store: WaitForStore | None = None,
     ) -> Outcome[T]:
-        """One pass of `work`, as `Executor.execute` makes it: for those who settle deliveries."""
+        """Make one attempt at `work` and return its outcome, for code that settles deliveries."""
         return await self.executor.execute(work, function, RunOptions(wait_for_store))
 
     async def close(self) -> None:
-        """Let writes that are under way end, and stop renewing."""
+        """Wait for pending writes, and stop renewing leases."""
         for sibling in self._in_scopes.values():
             await sibling.close()
         await self._store_client.close()
@@ -546,36 +549,36 @@ class IdempotencyManager:
             case Completed():
                 return replayed_value(work.key.label, outcome, function)  # type: ignore[no-any-return]
             case InProgress():
-                return None  # type: ignore[return-value]  # what `skip` asks for
+                return None  # type: ignore[return-value]  # the policy is `skip`
         error = error_of(work.key.label, outcome)
         assert error is not None, "the work is not done"
         raise error
 
 
 def _not_awaitable(work: Work, function: Callable[..., object], returned: object) -> ApplicationError:
-    work.on_failure = OnFailure.RETRY  # a mistake of the program is not an outcome: the key is released
+    work.on_failure = OnFailure.RETRY  # a programming error is not an outcome: release the key
     return ApplicationError(
-        f"{getattr(function, '__qualname__', repr(function))} is no async function: it returned "
+        f"{getattr(function, '__qualname__', repr(function))} is not an async function: it returned "
         f"{type(returned).__name__}, which cannot be awaited. Its side effects have happened, and the key is released. "
         "Write it as async def"
     )
 
 
-def _refuse_what_is_not_ours(verb: str, given: Iterable[object]) -> None:
-    for each in given:
+def _require_reservations(method: str, values: Iterable[object]) -> None:
+    for each in values:
         if not isinstance(each, Reserved):
             raise ApplicationError(
-                f"{verb} takes what acquire_batch has Reserved for us, and {type(each).__name__} is none of that: "
+                f"{method} takes the Reserved verdicts of acquire_batch, not {type(each).__name__}: "
                 "write [verdict for verdict in verdicts.values() if isinstance(verdict, Reserved)]"
             )
 
 
 def replayed_value(label: str, completed: Completed, function: Callable[..., object] | None) -> Any:
-    """What the first run of `function` returned; `None` where a setting says that results are not kept.
+    """Return the result of the first run of `function`; `None` if the settings disable storing results.
 
     Raises:
-        ResultDroppedError: It was too large to keep.
-        ResultDecodeError: It does not fit the return annotation of `function`.
+        ResultDroppedError: The result was too large to store.
+        ResultDecodeError: The result does not match the return annotation of `function`.
     """
     if completed.result is not None:
         return decode_result(label, completed.result, return_type_of(function))

@@ -1,4 +1,4 @@
-"""What an outcome means to a caller who wants the value of the work, or an error."""
+"""Convert outcomes to errors for callers that expect a value."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReu
 
 
 def error_of(label: str, outcome: Outcome[Any]) -> Exception | None:
-    """Return the error that stands for `outcome`; `None` if the work is done.
+    """Return the error for `outcome`, or `None` if the work is done.
 
     Args:
-        label: The key of the work as people read it.
+        label: The readable form of the key.
     """
     match outcome:
         case Executed() | Completed():

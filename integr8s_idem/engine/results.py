@@ -1,11 +1,11 @@
-"""What handlers return, to bytes and back.
+"""Serialize the results of handlers, and restore them for duplicates.
 
-Everything pydantic can write becomes JSON; `bytes` stay as they are.  Coming back, a value has the
-type that the function promises in its return annotation; without one it is plain JSON.
+Results that pydantic can serialize are stored as JSON; `bytes` are stored unchanged.  A restored value has the type of
+the function's return annotation; without one it is plain JSON.
 
-An iterator can be read only once, and writing it as JSON reads it.  So it is read within the run, before its first
-caller has it, into the collection that duplicates get: the type of the return annotation, or a list without one.
-See `repeatable`.
+An iterator can be read only once, and serializing it reads it.  Therefore the run reads it before the first caller gets
+it, into the collection that duplicates also get: the type of the return annotation, or a list without one.  See
+`repeatable`.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from integr8s_idem.records import JSON, StoredResult
 OCTETS: Final = "application/octet-stream"
 
 NOT_KEPT: Final = object()
-"""Stands for a result that nobody holds: larger than any that is kept, or of a kind that is not."""
+"""Marks a result that is not stored, because it is too large or of an unsupported kind."""
 
 _NOTHING: Final = StoredResult(b"null")
-"""What most handlers return."""
+"""The stored form of `None`, the most common result."""
 
 LONGEST_PLACE: Final = 200
-"""Characters of the place in a result that an error names: its names come from the result."""
+"""Maximum number of characters of a place in a result that an error names; the names come from the result."""
 
 
 def encode_result(value: object) -> StoredResult:
-    """`value` as bytes; `None`, `0`, `""` and their kin come back as what they are.
+    """Serialize `value`.  `None`, `0`, `""` and other falsy values are restored unchanged.
 
-    A `StoredResult` stays as it is, for those who read it themselves.
+    A `StoredResult` is returned unchanged, for callers that decode it themselves.
 
     Raises:
-        ValueError: There is no way to write it (pydantic's serialization error is one).
+        ValueError: The value cannot be serialized.  Pydantic's serialization error is a `ValueError`.
     """
     if value is None:
         return _NOTHING
@@ -67,15 +67,15 @@ def encode_result(value: object) -> StoredResult:
         return value
     if isinstance(value, bytes):
         return StoredResult(value, OCTETS)
-    # NaN and infinity as constants: no standard JSON, but they come back as what they were.
+    # NaN and infinity as constants: not standard JSON, but they can be restored.
     return StoredResult(pydantic_core.to_json(value, inf_nan_mode="constants", fallback=_listed), JSON)
 
 
 def _listed(value: object) -> list[object]:
-    """A deque as a list: pydantic before 2.14 does not serialize one that no annotation names.
+    """Convert a deque to a list: pydantic before 2.14 does not serialize a deque without an annotation.
 
     Raises:
-        ValueError: It is none.
+        ValueError: `value` is not a deque.
     """
     if isinstance(value, deque):
         return list(value)
@@ -85,8 +85,8 @@ def _listed(value: object) -> list[object]:
 # Iterators.
 
 _PLAIN, _SEQUENCE, _MAPPING, _FIELDS, _ITERATOR, _ASYNC_ITERATOR, _FILE = range(7)
-"""Kinds of objects, as a serializer sees them.  Everything from `_ITERATOR` on can be read only once.  Plain integers,
-because every result is classified."""
+"""Kinds of objects for serialization.  Kinds from `_ITERATOR` on can be read only once.  They are plain integers for
+speed, because every result is classified."""
 
 _PLAIN_CLASSES: Final = frozenset(
     {
@@ -94,10 +94,10 @@ _PLAIN_CLASSES: Final = frozenset(
         *(Decimal, datetime, date, time, timedelta, UUID),
     }
 )
-"""Exact classes of most results and of most of their parts, which hold nothing else."""
+"""Exact classes of most results and their parts, which contain no other objects."""
 
 _all_plain: Final = _PLAIN_CLASSES.issuperset
-"""Takes the classes of many objects, and is much faster than a loop."""
+"""Called with the classes of many objects; much faster than a loop."""
 
 
 def materialized(value: Any, function: Callable[..., object] | None = None) -> Any:
@@ -107,7 +107,7 @@ def materialized(value: Any, function: Callable[..., object] | None = None) -> A
     Errors of that code are raised.
 
     Args:
-        function: Its return annotation names the type of the collection; a list without one.
+        function: The function whose return annotation is the type of the collection; a list without one.
     """
     if type(value) in _PLAIN_CLASSES or _kind_of(type(value)) != _ITERATOR:
         return value
@@ -115,27 +115,25 @@ def materialized(value: Any, function: Callable[..., object] | None = None) -> A
 
 
 def _collected(items: list[Any], function: Callable[..., object] | None) -> Any:
-    """Return `items` in the type that `decode_result` gives to duplicates; as they are if they do not fit it."""
+    """Convert `items` to the type that `decode_result` restores; unchanged if they do not match it."""
     expected = return_type_of(function)
     if expected is Any or why_unreadable(expected) is not None:
         return items
     try:
         return _adapter_of(expected).validate_python(items)
     except ValidationError:
-        return items  # as with any result that does not fit, duplicates get a ResultDecodeError
+        return items  # duplicates get a ResultDecodeError, as with any result that does not match
 
 
 def repeatable(value: Any, label: str, function: Callable[..., object] | None = None) -> Any:
-    """Return a result that the first caller and every duplicate can get.
-
-    That is `value`, or a collection of its items if it is a synchronous iterator.
+    """Return `value`, or a collection of its items if it is a synchronous iterator, so that duplicates can get it too.
 
     Args:
-        label: Names the work in errors.
-        function: As for `materialized`.
+        label: Name of the work in errors.
+        function: See `materialized`.
 
     Raises:
-        ApplicationError: It is an async iterator or a file, or holds an iterator.
+        ApplicationError: The result is an async iterator or a file, or contains an iterator.
         Exception: Any error of the code that a lazy iterator runs.
     """
     cls = type(value)
@@ -150,10 +148,10 @@ def repeatable(value: Any, label: str, function: Callable[..., object] | None = 
 
 
 def refuse_iterator(value: Any, label: str) -> None:
-    """Refuse a result that can be read only once, because storing it would use it up for its owner.
+    """Reject a result that can be read only once, because storing it would consume it.
 
     Raises:
-        ApplicationError: It is an iterator, an async iterator or a file, or holds one of these.
+        ApplicationError: The result is an iterator, an async iterator or a file, or contains one of these.
     """
     if type(value) not in _PLAIN_CLASSES:
         _refuse(value, _kind_of(type(value)), label)
@@ -163,7 +161,7 @@ def _refuse(value: Any, kind: int, label: str) -> None:
     if kind == _PLAIN:
         if not (hasattr(value, "__next__") and hasattr(value, "read")):
             return
-        kind = _FILE  # a wrapper that delegates to a file, as those of `tempfile` do
+        kind = _FILE  # a wrapper that delegates to a file, such as those of `tempfile`
     if kind >= _ITERATOR:
         noun, advice = _READ_ONCE[kind]
         raise ApplicationError(f"{label} returned {noun} ({type(value).__name__}). {advice}")
@@ -171,7 +169,7 @@ def _refuse(value: Any, kind: int, label: str) -> None:
         place, part = _iterator_in(value)
         noun, advice = _READ_ONCE[_kind_of(type(part))]
         raise ApplicationError(
-            f"{label} returned a result that holds {noun} ({type(part).__name__}) at {place}. {advice}"
+            f"{label} returned a result that contains {noun} ({type(part).__name__}) at {place}. {advice}"
         )
 
 
@@ -183,13 +181,13 @@ _READ_ONCE: Final = {
     ),
     _FILE: ("a file object", "It cannot be stored for duplicates: use its content, as bytes"),
 }
-"""What to call an object of this kind, and what to do instead."""
+"""The name of each kind, and the remedy."""
 
 
 def _find_kind(cls: type) -> int:
     if cls in _PLAIN_CLASSES or issubclass(cls, str | bytes | int | float | Enum):
         return _PLAIN
-    # Models and dataclasses are written by their fields, even if they are iterators.
+    # Models and dataclasses are serialized by their fields, even if they are iterators.
     if issubclass(cls, BaseModel) or dataclasses.is_dataclass(cls):
         return _FIELDS
     if issubclass(cls, dict):
@@ -207,30 +205,30 @@ _kind_of: Final[Callable[[Any], int]] = lru_cache(maxsize=1024)(_find_kind)
 
 
 def _has_iterator(value: Any, kind: int) -> bool:
-    """Whether a container holds an iterator, at any depth."""
+    """Whether a container contains an iterator at any depth."""
     if _is_flat(value, kind):
         return False
     pending, seen = [(value, kind)], {id(value)}
-    for holder, kind in pending:  # which grows
+    for holder, kind in pending:  # grows during the loop
         for part in _parts_of(holder, kind):
             if type(part) in _PLAIN_CLASSES:
                 continue
-            of_part = _kind_of(type(part))
-            if of_part >= _ITERATOR:
+            part_kind = _kind_of(type(part))
+            if part_kind >= _ITERATOR:
                 return True
-            if of_part != _PLAIN and not _is_flat(part, of_part) and id(part) not in seen:
+            if part_kind != _PLAIN and not _is_flat(part, part_kind) and id(part) not in seen:
                 seen.add(id(part))
-                pending.append((part, of_part))
+                pending.append((part, part_kind))
     return False
 
 
 def _is_flat(holder: Any, kind: int) -> bool:
-    """Whether it clearly holds plain objects only."""
+    """Whether a container certainly contains only plain objects."""
     if kind == _MAPPING:
         return _all_plain(map(type, holder.values()))
     if kind == _SEQUENCE:
         return _all_plain(map(type, holder))
-    # This includes more than the fields, such as cached properties; if they are not plain, the fields decide.
+    # This includes more than the fields, such as cached properties; if those are not plain, check the fields.
     state = getattr(holder, "__dict__", None)
     return state is not None and _all_plain(map(type, state.values())) and not getattr(holder, _EXTRA, None)
 
@@ -252,14 +250,14 @@ def _fields_of(holder: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=512)
 def _field_names(cls: Any) -> tuple[str, ...]:
-    """The fields that are written."""
+    """Return the names of the serialized fields."""
     if issubclass(cls, BaseModel):
         return tuple(name for name, field in cls.model_fields.items() if not field.exclude)
     return tuple(field.name for field in dataclasses.fields(cls))
 
 
 def _iterator_in(value: object) -> tuple[str, object]:
-    """Find the first iterator that `value` holds, and its place."""
+    """Find the first iterator in `value`; return its place and the iterator."""
     pending, seen = [("", value)], {id(value)}
     for where, holder in pending:
         for place, part in _places_in(holder):
@@ -286,29 +284,29 @@ _GENERATOR: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 def refuse_call(function: object, instead: str) -> None:
-    """Refuse what a call of a function has returned, in place of the function.
+    """Reject the result of a call that was passed instead of the function.
 
     Args:
-        function: What was handed over.
-        instead: What to write.
+        function: The argument.
+        instead: A correct call, for the error message.
 
     Raises:
-        ApplicationError: It cannot be called.
+        ApplicationError: `function` is not callable.
     """
     if callable(function):
         return
     if inspect.iscoroutine(function):
-        function.close()  # else Python warns that nobody awaited it
+        function.close()  # avoids Python's warning that it was never awaited
     raise ApplicationError(
-        f"hand over the function itself, as in {instead}, not what a call of it returns ({type(function).__name__})"
+        f"pass the function itself, as in {instead}, not the result of calling it ({type(function).__name__})"
     )
 
 
 def refuse_generator(function: Callable[..., object]) -> None:
-    """Refuse a generator function, synchronous or not, because calling it does none of its work.
+    """Reject a generator function, synchronous or async, because calling it does none of its work.
 
     Raises:
-        ApplicationError: It is a generator function.
+        ApplicationError: `function` is a generator function.
     """
     inner = function
     while isinstance(inner, partial):
@@ -318,24 +316,24 @@ def refuse_generator(function: Callable[..., object]) -> None:
     if flags & _GENERATOR and not flags & inspect.CO_ITERABLE_COROUTINE:
         name = getattr(inner, "__qualname__", repr(inner))
         raise ApplicationError(
-            f"{name} is a generator, which returns before its work is done: it cannot be guarded. Collect what it "
-            "yields in a list, and return that"
+            f"{name} is a generator, which returns before its work is done, so it cannot be guarded. Collect the items "
+            "in a list and return the list"
         )
 
 
-# Results that come back.
+# Restoring results.
 
 
 def decode_result(key: str, stored: StoredResult, expected: object = Any) -> Any:
-    """The value in `stored`, as `expected` where that is a type; a list for an iterator or an abstract collection.
+    """Restore the value in `stored` as type `expected`; as a list for an iterator or an abstract collection.
 
     Raises:
-        ResultDecodeError: It does not fit, for example because the class has changed since.
+        ResultDecodeError: The value does not match the type, for example because the class has changed.
     """
     if stored.content_type == OCTETS:
         return stored.body
     if stored.content_type != JSON:
-        raise ResultDecodeError(key, _name(expected), f"its media type {stored.content_type!r} is none of ours")
+        raise ResultDecodeError(key, _name(expected), f"unsupported media type {stored.content_type!r}")
     try:
         if expected is Any:
             return pydantic_core.from_json(stored.body)
@@ -349,24 +347,26 @@ def decode_result(key: str, stored: StoredResult, expected: object = Any) -> Any
 
 
 def return_type_of(function: Callable[..., object] | None) -> object:
-    """What `function` promises to return; `Any` where it says nothing or names what is out of reach, and for `None`."""
+    """Return the return annotation of `function`; `Any` if there is none or it cannot be resolved."""
     if function is None:
         return Any
-    function = getattr(function, "__func__", function)  # of a bound method, which is made anew for each look at it
+    function = getattr(function, "__func__", function)  # a bound method is a new object on every access
     try:
-        return _kept_promise(ref(function)) if isinstance(function, FunctionType) else _promise_of(function)
+        return (
+            _cached_return_type(ref(function)) if isinstance(function, FunctionType) else _resolve_return_type(function)
+        )
     except (NameError, TypeError, AttributeError):
         return Any
 
 
 @lru_cache(maxsize=512)
-def _kept_promise(function: ref[FunctionType]) -> object:
-    # By a weak reference: functions within functions hold what was theirs.
-    return _promise_of(cast("FunctionType", function()))
+def _cached_return_type(function: ref[FunctionType]) -> object:
+    # A weak reference, because closures keep their variables alive.
+    return _resolve_return_type(cast("FunctionType", function()))
 
 
-def _promise_of(function: Callable[..., object]) -> object:
-    # A callable object says it on __call__; functools.partial on the function inside.
+def _resolve_return_type(function: Callable[..., object]) -> object:
+    # A callable object has the annotation on __call__; functools.partial on the inner function.
     inner = inspect.unwrap(getattr(function, "func", function))
     if not inspect.isroutine(inner) and not inspect.isclass(inner):
         inner = type(inner).__call__
@@ -374,7 +374,7 @@ def _promise_of(function: Callable[..., object]) -> object:
 
 
 def why_unreadable(expected: object) -> str | None:
-    """Why no result can ever be read as `expected`; `None` if it may be."""
+    """Return why no result can be restored as `expected`; `None` if it can."""
     try:
         _adapter_of(expected)
     except (TypeError, PydanticSchemaGenerationError, PydanticUserError) as error:
@@ -385,13 +385,13 @@ def why_unreadable(expected: object) -> str | None:
 def _validate(expected: Any) -> Callable[[bytes], Any]:
     try:
         return _validator(expected)
-    except TypeError:  # as below
+    except TypeError:  # see `_adapter_of`
         return TypeAdapter(_readable(expected)).validate_json
 
 
 @lru_cache(maxsize=512)
 def _validator(expected: Any) -> Callable[[bytes], Any]:
-    # Past the adapter, which looks at options that we never give.
+    # Bypass the adapter, which checks options that are not used here.
     validate: Callable[[bytes], Any] = _adapter(expected).validator.validate_json
     return validate
 
@@ -399,7 +399,7 @@ def _validator(expected: Any) -> Callable[[bytes], Any]:
 def _adapter_of(expected: Any) -> TypeAdapter[Any]:
     try:
         return _adapter(expected)
-    except TypeError:  # some types cannot be hashed, and so not be remembered
+    except TypeError:  # some types are not hashable, so they cannot be cached
         return TypeAdapter(_readable(expected))
 
 
@@ -409,17 +409,17 @@ def _adapter(expected: Any) -> TypeAdapter[Any]:
 
 
 _ABSTRACT: Final = frozenset({Iterable, Collection, Container, Reversible})
-"""Types that say nothing about the class of a collection, and that pydantic reads in no way or as an iterator."""
+"""Types that do not name a concrete collection; pydantic does not support them, or restores an iterator."""
 
 _BY_ITEM: Final = _ABSTRACT | {Iterator, Generator, map, filter, zip, reversed}
-"""Types whose first argument is the type of their items."""
+"""Types whose first argument is the type of the items."""
 
 
 def _readable(expected: Any) -> Any:
-    """The type to read a stored result as: `expected`, or a list where that is an iterator or any collection."""
+    """Return the type to restore a result as: a list if `expected` is an iterator or an abstract collection."""
     kind, arguments = typing.get_origin(expected) or expected, typing.get_args(expected)
     if kind in (typing.Union, types.UnionType):
-        return typing.Union[tuple(map(_readable, arguments))]  # noqa: UP007  # of types that are known only here
+        return typing.Union[tuple(map(_readable, arguments))]  # noqa: UP007  # the types are only known at run time
     if not inspect.isclass(kind) or not (kind in _ABSTRACT or _kind_of(kind) == _ITERATOR):
         return expected
     return list[arguments[0] if arguments and kind in _BY_ITEM else Any]  # type: ignore[misc]

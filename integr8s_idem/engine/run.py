@@ -1,9 +1,9 @@
-"""One run of some work: from its reservation to its outcome, or to its release.
+"""A run of a unit of work, from its reservation to its outcome or release.
 
-    opened = await executor.open(work)              # a `Run`, or the outcome that makes one unnecessary
-    outcome = await opened.perform(function)        # calls `function` and records what it returned
+    opened = await executor.open(work)              # a `Run`, or an existing outcome
+    outcome = await opened.perform(function)        # calls `function` and records its outcome
 
-Where the work happens between two calls of a framework:
+If a framework does the work between two callbacks:
 
     opened.start(task)                              # cancels `task` if the lease is lost
     …
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class RunServices:
-    """What all runs of one manager use."""
+    """Objects shared by all runs of one manager."""
 
     def __init__(self, config: IdempotencyConfig, client: StoreClient, observer: Observer) -> None:
         self.config = config
@@ -64,57 +64,57 @@ class RunServices:
         self.observer = observer
         self.runs = ActiveRuns()
         self.cache = LocalCache(config.local_memory_keys) if config.local_memory_keys else None
-        """What this process has completed itself, if a setting says so."""
+        """The work completed by this process, if configured."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How some work is run."""
+    """Options of a run."""
 
     wait_for_store: WaitForStore | None = None
-    """Awaited when the store does not answer after the work is done; then the outcome is written again, as often as it
-    takes.  `None`: until the lease ends."""
+    """Awaited if the store does not answer when the outcome is written; then the write is retried, without limit.
+    `None`: retry until the lease ends."""
     writes_outcome: bool = False
-    """The work records its outcome itself, in a transaction of its own.  Its lease is not renewed then: the record is
-    written by that transaction alone, at any isolation level, and the work has one lease's time."""
+    """Whether the work records its outcome in its own transaction.  Then its lease is not renewed, so that only that
+    transaction writes the record, at any isolation level, and the work must finish within one lease."""
 
 
 @dataclass(slots=True, eq=False)
 class Returned(Generic[T]):
-    """A run whose function has returned, and whose outcome is not recorded yet."""
+    """A run whose function has returned and whose outcome is not recorded yet."""
 
     run: Run
     value: T
     completion: Completion | None
-    """`None` if the function has recorded it itself, or if there is no reservation."""
+    """`None` if the function has recorded its outcome, or if there is no reservation."""
 
 
 class Run(ActiveRun):
-    """One run of some work, with or without a reservation."""
+    """A run of a unit of work, with or without a reservation."""
 
     __slots__ = ("_phase", "_services", "options", "writer")
     _phase: DetachedPhase
     """Set by `start`."""
 
     def __init__(self, services: RunServices, work: Work, lease: HeldLease | None, options: RunOptions) -> None:
-        """`lease`: `None` to run without a reservation, because a policy says so; then the caller sets `attempt`."""
+        """`lease`: `None` to run without a reservation, if a policy allows it; then the caller sets `attempt`."""
         super().__init__(services.runs, work, lease, options.writes_outcome)
         self._services = services
         self.options = options
         self.writer = OutcomeWriter(services.client, work) if options.writes_outcome else None
 
     def is_late(self) -> bool:
-        """Whether too little of its lease is left to start the work now."""
+        """Whether too little of the lease is left to start the work now."""
         return self.lease is not None and self.lease.is_late()
 
     @property
     def is_after_crash(self) -> bool:
-        """Whether the lease of the attempt before has lapsed."""
+        """Whether the lease of the previous attempt has lapsed."""
         return self.lease is not None and self.lease.reservation.previous is Previous.LAPSED
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the work is to run alone, since it may be what crashes its process."""
+        """Whether the work must run alone, because it is suspected of crashing its process."""
         work, lease = self.work, self.lease
         return (
             work.isolation is Isolation.PENDING
@@ -125,17 +125,17 @@ class Run(ActiveRun):
 
     @property
     def has_crashed_too_often(self) -> bool:
-        """Whether it must not start, since too many earlier runs of the work have crashed: `give_up`."""
+        """Whether too many earlier runs have crashed, so that the work must be given up."""
         return self.lease is not None and self._crashed_too_often(self.lease.reservation)
 
     async def give_up(self) -> HandlerFailed:
-        """Record that the work has crashed too often to be tried again."""
+        """Record that the work has crashed too often to be retried."""
         lease = self.lease
-        assert lease is not None, "a run without a reservation has crashed nowhere"
+        assert lease is not None, "a run without a reservation has no recorded crashes"
         lease.drop()
         return await self._record_failure(lease, CrashedTooOftenError(self._crashes(lease.reservation)))
 
-    # The work as a function.
+    # Work as a function.
 
     async def perform(self, function: Callable[[Attempt], Awaitable[T]]) -> Outcome[T] | NotStarted:
         """Call `function` and record its outcome.
@@ -144,9 +144,9 @@ class Run(ActiveRun):
             `NotStarted` if too little of the lease was left: reserve the work again.
 
         Raises:
-            ResultNotStoredError: Only without `wait_for_store`: the work is done, and the store does not know.
-            LeaseLostError: The reservation was lost on the way.
-            StoreError: The function could not record its outcome itself.
+            ResultNotStoredError: Only without `wait_for_store`: the work is done, but the outcome is not recorded.
+            LeaseLostError: The reservation was lost during the run.
+            StoreError: The function could not record its outcome.
             CancelledError: The caller was cancelled; the key has been released.
         """
         try:
@@ -160,9 +160,9 @@ class Run(ActiveRun):
         return await self.complete(returned)
 
     async def call(self, function: Callable[[Attempt], Awaitable[T]]) -> Returned[T] | HandlerFailed | NotStarted:
-        """Call `function`.  What it returned is to be recorded by `complete`, or together with others.
+        """Call `function` without recording its result: pass it to `complete`, or record it together with others.
 
-        Raises: As `perform`.
+        Raises: See `perform`.
         """
         services, work, lease, runs = self._services, self.work, self.lease, self.among
         if lease is None:
@@ -195,10 +195,10 @@ class Run(ActiveRun):
             runs.leave(self)
 
     async def complete(self, returned: Returned[T]) -> Executed[T]:
-        """Record what the function returned.
+        """Record the result of the function.
 
         Raises:
-            LeaseLostError, ResultNotStoredError: As `perform`.
+            LeaseLostError, ResultNotStoredError: See `perform`.
         """
         lease, completion = self.lease, returned.completion
         try:
@@ -214,9 +214,9 @@ class Run(ActiveRun):
         return Executed(returned.value, self.attempt.number)
 
     def keep(self, completion: Completion, began_at: float) -> None:
-        """Let this process answer duplicates by itself from now on, if a setting says so.
+        """Add the outcome to the local cache, if configured.
 
-        `began_at`: when the store was asked to record it, by `time.monotonic`.
+        `began_at`: the time by `time.monotonic` when the store was asked to record it.
         """
         cache, work = self._services.cache, self.work
         if cache is None or work.forgotten:
@@ -232,20 +232,20 @@ class Run(ActiveRun):
         cache.keep(completed, work.fingerprint, began_at, completion.ttl)
 
     def unrecorded(self, returned: Returned[T]) -> Executed[T]:
-        """The outcome of a run that has nothing to record: it has no reservation, or wrote its outcome itself."""
+        """Return the outcome of a run without a reservation, or that wrote its outcome itself, and end the run."""
         self._end()
         return Executed(returned.value, self.attempt.number)
 
     def complete_later(self, returned: Returned[Any]) -> None:
-        """Record what the function returned without waiting: the caller is being cancelled."""
+        """Record the result in the background, because the caller is being cancelled."""
         assert returned.completion is not None
         self._services.client.complete_later(returned.completion)
         self._end()
 
-    # The work between two calls.
+    # Work between two callbacks.
 
     def start(self, owner: asyncio.Task[Any]) -> Attempt:
-        """Begin the time of the work, which must not be late.  `owner` is cancelled if the lease is lost."""
+        """Start the timer of the work, which must not be late.  `owner` is cancelled if the lease is lost."""
         lease = self.lease
         if lease is None:
             return self.attempt
@@ -257,26 +257,26 @@ class Run(ActiveRun):
         return attempt
 
     def within(self) -> AbstractContextManager[None]:
-        """The code in the block is part of the run: it may ask for its steps, and not for its own key."""
+        """Make the block part of the run: it may use its steps, and must not request its own key."""
         return nullcontext() if self.lease is None else self._services.runs.within(self)
 
     def raise_if_lost(self) -> None:
         """Raise if the lease is lost, and withdraw the cancellation of the owner.
 
         Raises:
-            LeaseLostError: It is.
+            LeaseLostError: The lease is lost.
         """
         lease = self.lease
         if lease is not None and not self.is_over and lease.lost:
             self.stop()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the time of the work, which has raised `error`: from now on the owner is not cancelled.
+        """Stop the timer of the work, which has raised `error`: the owner is no longer cancelled.
 
-        `finish` and `fail` begin with it.  Whoever runs them in other tasks calls it before, in the owner.
+        `finish` and `fail` call it first.  To run them in other tasks, call it before in the owner.
 
         Raises:
-            LeaseLostError: The lease has ended before.
+            LeaseLostError: The lease has already expired.
         """
         lease = self.lease
         if lease is None or not lease.entered:
@@ -292,7 +292,7 @@ class Run(ActiveRun):
         """Record that the work is done.
 
         Raises:
-            LeaseLostError, ResultNotStoredError: As `perform`.
+            LeaseLostError, ResultNotStoredError: See `perform`.
         """
         lease = self.lease
         if lease is None:
@@ -324,7 +324,7 @@ class Run(ActiveRun):
         return failed
 
     def release(self) -> None:
-        """Release the key without waiting: nothing comes of the reservation."""
+        """Release the key in the background, without an outcome."""
         lease = self.lease
         if lease is None or self.is_over:
             return
@@ -338,22 +338,22 @@ class Run(ActiveRun):
         self._services.client.release_later(self.work, lease.reservation)
 
     def not_started(self) -> NotStarted:
-        """Do not start on a lease that is late; the work is to be reserved again."""
+        """Abandon the start because the lease is late, and prepare another reservation."""
         self._services.observer.count(Signal.STALE_START_PREVENTED, self.work.event_type)
         self.reserve_again()
         return NotStarted()
 
     def reserve_again(self) -> None:
-        """Let the next reservation of the work, which has not started, ask under the same token.
+        """Make the next reservation of the work, which has not started, use the same token.
 
-        It finds its own reservation, which counts as the same attempt, or learns what has become of the work meanwhile.
+        It finds this reservation, which counts as the same attempt, or gets the current state of the work.
         """
         lease = self.lease
         if lease is not None:
             lease.drop()
             self.work.token = lease.reservation.token
 
-    # Inside.
+    # Internals.
 
     def _begin_attempt(self, lease: HeldLease) -> Attempt:
         reserved, key = lease.reservation, self.work.key
@@ -378,7 +378,7 @@ class Run(ActiveRun):
         try:
             with self._services.observer.phase(Phase.HANDLE, work.event_type):
                 value: T = repeatable(await function(self.attempt), work.key.label, work.returns)
-        except Exception as error:  # noqa: BLE001  # handed on as the outcome
+        except Exception as error:  # noqa: BLE001  # returned as the outcome
             return self._unguarded_failure(error)
         return Returned(self, value, None)
 
@@ -388,11 +388,11 @@ class Run(ActiveRun):
         return HandlerFailed(error, number, self._is_final(error, number))
 
     async def _failed(self, lease: HeldLease, error: Exception) -> HandlerFailed | None:
-        """What comes of a run that has raised `error`; `None` if the work has not failed: raise the error on."""
+        """Handle an error of the work and return its outcome; `None` if the work has not failed: re-raise the error."""
         services, work, writer = self._services, self.work, self.writer
         refused = writer is not None and writer.refused
         if lease.lost and writer is not None and not refused:
-            # It had one lease's time, and was too slow: like any failure, or it would run for ever.
+            # The work took longer than its only lease: count it as a failure, or it would be retried forever.
             slow = services.client.lost(work, lease.reservation)
             slow.__cause__ = error
             return await self._handler_failed(lease, slow)
@@ -424,21 +424,21 @@ class Run(ActiveRun):
             try:
                 await client.settle(work, failure, lease.deadline, self.options.wait_for_store)
             except ResultNotStoredError:
-                # Nothing was done: the caller's answer is the handler's error, and the lease ends by itself.
+                # The failure is not recorded: return the handler's error, and let the lease expire.
                 return HandlerFailed(error, reserved.attempt, given_up=False)
         return HandlerFailed(error, reserved.attempt, given_up=True)
 
     def _is_final(self, error: Exception, attempt: int, reserved: Reserved | None = None) -> bool:
-        """Whether the work is not tried again."""
+        """Whether `error` is permanent or the last allowed attempt has failed."""
         config, work = self._services.config, self.work
         if reserved is not None and work.isolation is not Isolation.NONE:
-            # What crashed beside it is not held against it.
+            # Do not count crashes of attempts that ran beside others.
             attempt -= reserved.lapsed - reserved.lapsed_alone
         if work.forgotten:
-            return False  # nothing is recorded of it, a failure neither
+            return False  # outcomes of this work are not recorded, including failures
         if isinstance(error, TransactionAbortedError):
             work.aborted_runs += 1
-            return False  # no run has failed
+            return False  # the database rolled the run back; it did not fail
         return (
             isinstance(error, PermanentError)
             or (work.on_failure or config.on_failure) is OnFailure.BLOCK
@@ -446,7 +446,7 @@ class Run(ActiveRun):
         )
 
     def _crashed_too_often(self, reserved: Reserved) -> bool:
-        """Whether no more runs of it are begun, since none has come to an end."""
+        """Whether the work is given up, because too many runs have crashed."""
         work = self.work
         if work.forgotten or reserved.previous is not Previous.LAPSED:
             return False
@@ -459,7 +459,7 @@ class Run(ActiveRun):
         )
 
     def _crashes(self, reserved: Reserved) -> int:
-        """How many attempts count as crashed."""
+        """Return how many attempts count as crashed."""
         if self.work.isolation is Isolation.NONE or not reserved.lapsed:
             return reserved.attempt - 1
         alone = reserved.lapsed_alone

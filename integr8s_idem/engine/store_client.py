@@ -1,7 +1,7 @@
-"""The store as one manager uses it: calls gathered, outcomes written until they stand.
+"""Store access for one manager: coalesces calls and retries outcomes until they are durable.
 
-What is done must be remembered though the store is down for a moment, has lost the record, or has been
-asked twice; what is not ours any more must not be touched.
+The outcome of finished work must be recorded even if the store is briefly down, has lost the record, or receives a
+request twice.  Records of other owners must not be changed.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LONGEST_ERROR: Final = 1024
-"""Characters of an error kept in a FAILED record."""
+"""Maximum number of characters of an error in a FAILED record."""
 
 FIRST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
-"""Seconds between two tries to write an outcome, growing from the first to the longest."""
+"""Seconds between attempts to write an outcome; the pause doubles up to the longest."""
 
 AT_ONCE: Final = timedelta(milliseconds=1)
-"""Remembered so long, by the store's clock, is forgotten before the next look."""
+"""The ttl of outcomes that are not kept: they expire before the next request."""
 
 RETENTION_IN_LEASES: Final = 10
-"""A record that nobody settles is kept for this many leases at least, so that attempts of a crashing event count."""
+"""An unsettled record is kept for at least this many leases, so that the attempts of a crashing event are counted."""
 
 
 class StoreClient:
-    """Reserves and settles on behalf of one manager."""
+    """Reserves and settles keys for one manager."""
 
     def __init__(
         self, config: IdempotencyConfig, repository: IdempotencyRepository, observer: Observer, scope: str, owner: str
@@ -72,25 +72,25 @@ class StoreClient:
         self._observer = observer
         self._scope = scope
         self._owner = owner
-        # Asked for at every event, and made anew by the settings each time.
+        # Read for every event; the settings compute them on each access.
         self._lease, self._default_ttl = config.lease, config.ttl
         self._longest_unsettled = RETENTION_IN_LEASES * self._lease
         self._retention = max(self._default_ttl, self._longest_unsettled)
         self.space = KeySpace(config.key_prefix, scope, config.hash_keys)
         self._repository = repository
-        self._reservations = Coalescer(repository.reserve, abandoned=self._give_back)
+        self._reservations = Coalescer(repository.reserve, abandoned=self._release_abandoned)
         self._completions = Coalescer(repository.complete)
         self._failures = Coalescer(repository.fail)
         self._releases = Coalescer(repository.release)
         self.home = ForkGuard(scope)
-        """The process that it works in."""
-        self._told_of_dropping: set[str] = set()
+        """Detects a use after the process was forked."""
+        self._logged_drops: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
     # Single calls.
 
     def request(self, work: Work, trace: TraceLink | None = None) -> ReserveRequest:
-        """What to ask the store for.
+        """Make the reservation request for `work`.
 
         Raises:
             ApplicationError: The manager was used before this process was forked.
@@ -110,7 +110,7 @@ class StoreClient:
         )
 
     def unmark_later(self, work: Work, reserved: Reserved) -> None:
-        """Let a record say that its attempt runs alone no longer; without waiting."""
+        """Clear the mark of an isolated attempt in the record, in the background."""
         request = replace(self.request(replace(work)), token=reserved.token, alone=False)
         self._in_background(self._unmark(work, request, reserved.fence))
 
@@ -118,57 +118,57 @@ class StoreClient:
         try:
             [found] = await self._repository.reserve([request])
         except StoreError as error:
-            logger.warning("%s: its record still says that it runs alone: %s", work.key.label, error)
+            logger.warning("%s: the record still marks the attempt as isolated: %s", work.key.label, error)
             return
         if isinstance(found, Reserved) and found.fence != fence:
-            # It was released meanwhile: this reservation belongs to no run.
+            # The run released the key in the meantime, so this reservation has no run.
             await self.try_to_release(work, found)
 
     def reserve(self, request: ReserveRequest) -> Awaitable[Verdict]:
-        """Ask; if we are cancelled meanwhile, what we get is given back."""
+        """Reserve a key.  If the caller is cancelled, the reservation is released."""
         return self._reservations.answer(request)
 
     async def reserve_together(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        """Ask for all of them in one call; if we are cancelled meanwhile, what we get is given back."""
+        """Reserve keys in one call.  If the caller is cancelled, the reservations are released."""
         if not requests:
             return []
         call = self._in_background(self._repository.reserve(requests))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
-            call.add_done_callback(partial(self._give_all_back, requests))
+            call.add_done_callback(partial(self._release_all_abandoned, requests))
             raise
 
     async def complete_together(self, completions: Sequence[Completion]) -> list[bool]:
-        """Remember all of them in one call, which goes on if we are cancelled."""
+        """Record completions in one call, which continues if the caller is cancelled."""
         if not completions:
             return []
-        return await self._to_its_end(self._repository.complete(completions))
+        return await self._shielded(self._repository.complete(completions))
 
     def complete_later(self, completion: Completion) -> None:
-        """Remember it without waiting, and with many of its kind."""
-        # Cancelled, nobody waits for the answer; it is asked nevertheless.
+        """Record a completion in the background, coalesced with others."""
+        # Cancelling the future drops the answer; the call is made nevertheless.
         self._completions.ask(completion).cancel()
 
     async def release_together(self, reservations: Sequence[Reserved]) -> list[bool]:
-        """Give all of them back in one call, which goes on if we are cancelled."""
+        """Release reservations in one call, which continues if the caller is cancelled."""
         if not reservations:
             return []
-        return await self._to_its_end(self._repository.release(reservations))
+        return await self._shielded(self._repository.release(reservations))
 
-    async def _to_its_end(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _shielded(self, call: Coroutine[Any, Any, T]) -> T:
         task = self._in_background(call)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(_seen)
+            task.add_done_callback(_retrieve_exception)
             raise
 
-    def _give_all_back(self, requests: Sequence[ReserveRequest], call: asyncio.Task[list[Verdict]]) -> None:
+    def _release_all_abandoned(self, requests: Sequence[ReserveRequest], call: asyncio.Task[list[Verdict]]) -> None:
         if call.cancelled() or call.exception() is not None:
             return
         for request, verdict in zip(requests, call.result(), strict=True):
-            self._give_back(request, verdict)
+            self._release_abandoned(request, verdict)
 
     def complete(self, completion: Completion) -> Awaitable[bool]:
         return self._completions.answer(completion)
@@ -177,29 +177,29 @@ class StoreClient:
         return self._failures.answer(failure)
 
     def completion(self, reserved: Reserved, value: object, ttl: timedelta | None, event_type: str = "") -> Completion:
-        """The record of a success.  A result that is too large or cannot be written is dropped and counted."""
+        """Make the record of a success.  A result that is too large or not serializable is dropped and counted."""
         stored, dropped = self._result_to_keep(reserved.key, value, event_type)
         return Completion(reservation=reserved, ttl=self._ttl(ttl), result=stored, result_dropped=dropped)
 
     def outcome_of(self, work: Work, reserved: Reserved, value: object) -> Completion:
-        """The record of `work` that has returned `value`, for as long as it wants to be remembered."""
+        """Make the record of `work` that has returned `value`, with the ttl of the work."""
         if work.forgotten:
             return Completion(reservation=reserved, ttl=AT_ONCE)
         return self.completion(reserved, value, work.ttl, work.event_type)
 
     def failure(self, reserved: Reserved, error: str, ttl: timedelta | None) -> Failure:
-        """The record of work that is given up."""
+        """Make the record of work that is given up."""
         return Failure(reservation=reserved, ttl=self._ttl(ttl), error=error)
 
     async def close(self) -> None:
-        """Return once all calls that are under way have ended, and those that come of them."""
+        """Wait for all pending calls, including those that they cause."""
         calls: Sequence[Coalescer[Any, Any]] = (
             self._reservations,
             self._completions,
             self._failures,
             self._releases,
         )
-        # What was reserved for somebody who was cancelled meanwhile is given back: another call.
+        # A reservation whose caller was cancelled is released, which is another call.
         while self._background or any(each.busy for each in calls):
             for each in calls:
                 await each.settled()
@@ -214,9 +214,9 @@ class StoreClient:
     async def settle(
         self, work: Work, outcome: Completion | Failure, deadline: float, wait_for_store: WaitForStore | None
     ) -> None:
-        """Write the outcome; a store that is down for a moment must not turn a success into a failure.
+        """Write the outcome and retry while the store is down, so that a brief outage does not fail the work.
 
-        `deadline`: when the lease ends, renewals included, by the event loop's clock.
+        `deadline`: the end of the lease, including renewals, by the event loop's clock.
         """
         pause = FIRST_PAUSE
         while True:
@@ -227,7 +227,7 @@ class StoreClient:
             except (StoreUnavailableError, StoreConfigurationError) as error:
                 self._observer.count(Signal.STORE_ERROR, work.event_type)
                 if self._config.on_store_error is OnStoreError.OPEN:
-                    return  # who runs without the store does not wait for it either
+                    return  # the policy is to continue without the store
                 if wait_for_store is not None:
                     await wait_for_store(error)
                     continue
@@ -238,11 +238,10 @@ class StoreClient:
                 pause = min(pause * 2, LONGEST_PAUSE)
 
     async def _reserved_again(self, work: Work, reserved: Reserved) -> Reserved:
-        """The store does not know our token any more: find out why, and take the key if nobody has it.
+        """Reserve a key again after the store has rejected its token.
 
-        A record that was evicted, flushed or lost in a failover is reserved anew, so that the outcome
-        of work that is done is remembered after all.  A key that somebody else holds or has settled
-        is lost to us.
+        A record that was evicted, flushed or lost in a failover is reserved again, so that the outcome of finished
+        work is recorded after all.  If another worker holds or has settled the key, the lease is lost.
         """
         verdict = await self.reserve(self.request(work))
         if isinstance(verdict, Reserved):
@@ -253,9 +252,9 @@ class StoreClient:
         raise self.lost(work, reserved, verdict.owner if isinstance(verdict, InProgress) else "another worker")
 
     async def reserved_anew(self, work: Work) -> Reserved | None:
-        """The reservation again, if the store has merely forgotten it; `None` if somebody else had the key since."""
+        """Reserve a key again if the store has lost its record; return `None` if another worker has had the key."""
         request = self.request(work)
-        # A look first: to reserve what somebody gave back, or an operator ended, would cost an attempt that never runs.
+        # Read first: reserving a key that was released or ended by an operator would count an attempt that never runs.
         [record] = await self._repository.get([request.key])
         if record is not None:
             return None
@@ -269,16 +268,16 @@ class StoreClient:
         return None
 
     def lost(self, work: Work, reserved: Reserved, owner: str = "", *, withdrawn: bool = False) -> LeaseLostError:
-        """The error for a reservation that is no longer ours."""
+        """Make the error for a reservation that this process no longer holds."""
         return LeaseLostError(work.key.label, reserved.attempt, reserved.lease, self._scope, owner, withdrawn=withdrawn)
 
     async def try_to_release(
         self, work: Work, reserved: Reserved, wait_for_store: WaitForStore | None = None, deadline: float = 0.0
     ) -> None:
-        """Give the key back.  If that fails, its lease ends by itself.
+        """Release the key.  If that fails, its lease expires.
 
-        `wait_for_store`: awaited while the store gives no answer; then it is tried again, up to the end of the
-        lease at `deadline`, by the event loop's clock.
+        `wait_for_store`: awaited if the store does not answer; then the release is retried until the end of the lease
+        at `deadline`, by the event loop's clock.
         """
         with self._observer.phase(Phase.RELEASE, work.event_type):
             while True:
@@ -296,11 +295,11 @@ class StoreClient:
             self._observer.count(Signal.RESERVATION_LOST, work.event_type)
 
     def release_later(self, work: Work, reserved: Reserved) -> None:
-        """Give the key back without waiting: we are being cancelled."""
+        """Release the key in the background, because the caller is being cancelled."""
         self._in_background(self.try_to_release(work, reserved))
 
-    def _give_back(self, request: ReserveRequest, verdict: Verdict) -> None:
-        """The caller was cancelled while its reservation was under way."""
+    def _release_abandoned(self, request: ReserveRequest, verdict: Verdict) -> None:
+        """Release a reservation whose caller was cancelled before the answer arrived."""
         if isinstance(verdict, Reserved):
             self.release_later(Work(Key(request.key, request.key)), verdict)
 
@@ -317,29 +316,29 @@ class StoreClient:
         if value is not NOT_KEPT:
             try:
                 stored = encode_result(value)
-            except Exception as error:  # noqa: BLE001  # a serializer is the user's code
-                # The work is done: what cannot be written must not undo that.
+            except Exception as error:  # noqa: BLE001  # user-defined serializers may raise
+                # The work is done, so a result that cannot be serialized must not fail it.
                 why = describe_error(error)
         if stored is not None and len(stored.body) <= self._config.max_result_size_bytes:
             self._observer.count(Signal.RESULT_BYTES, event_type, len(stored.body))
             return stored, False
         self._observer.count(Signal.RESULT_DROPPED, event_type)
-        # Once for each type of event: where all results are too large, that is no news.
-        level = logging.DEBUG if event_type in self._told_of_dropping else logging.WARNING
-        self._told_of_dropping.add(event_type)
-        logger.log(level, "the result of %s is not kept, so that no duplicate will get it: %s", key, why)
+        # Warn once per event type; if all its results are too large, repeating it does not help.
+        level = logging.DEBUG if event_type in self._logged_drops else logging.WARNING
+        self._logged_drops.add(event_type)
+        logger.log(level, "the result of %s is not stored, so duplicates will not get it: %s", key, why)
         return None, True
 
 
-def _seen(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for it any more: an error that nobody has looked at would be logged as a bug."""
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
+    """Retrieve the error of a task without a waiter; asyncio would log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
 def describe_error(error: BaseException) -> str:
-    """One line about `error`, bounded and without credentials: for records, logs and dead letters."""
-    told = text_of(error)
-    # Cut once before, so that looking for credentials is bounded, and far enough behind not to cut one in two.
-    text = redacted(" ".join(f"{type(error).__name__}: {told[: 4 * LONGEST_ERROR]}".split()))
+    """Describe `error` in one line of limited length without credentials, for records, logs and dead letters."""
+    message = text_of(error)
+    # Truncate before redacting to bound its cost, but with a margin so that no credential is cut in two.
+    text = redacted(" ".join(f"{type(error).__name__}: {message[: 4 * LONGEST_ERROR]}".split()))
     return text if len(text) <= LONGEST_ERROR else text[: LONGEST_ERROR - 1] + "…"

@@ -1,4 +1,4 @@
-"""Outcomes that are written inside a transaction of the application's, to commit with it or not at all."""
+"""Outcomes that are written and committed in a transaction of the application."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ T = TypeVar("T")
 
 
 class OutcomeWriter:
-    """Writes the outcome of one run beside what the run has written, before both commit."""
+    """Writes the outcome of one run in the same transaction as the run's own writes."""
 
     def __init__(self, store_client: StoreClient, work: Work) -> None:
         self._client = store_client
         self._work = work
         self.reserved: Reserved | None = None
-        """`None` for a run without a reservation, of which nothing is remembered."""
+        """`None` for a run without a reservation, whose outcome is not recorded."""
         self.written = False
         self.refused = False
-        """The reservation was no longer ours: the transaction must not commit."""
+        """Whether the reservation was no longer held by this process, so that the transaction must not commit."""
         self.store_error: StoreError | None = None
-        """The store could not take it; that is no failure of the run."""
+        """The error of the store, if it could not write the outcome; not a failure of the run."""
 
     async def write(self, value: object, messages: Sequence[Message], transaction: Transaction) -> None:
-        """Write that the run has returned `value`, and what it wants to have sent.
+        """Write the result of the run and its outgoing messages.
 
         Raises:
-            LeaseLostError: The reservation is no longer ours: roll back.
-            StoreError: As for every verb: roll back.
+            LeaseLostError: The reservation is no longer held by this process: roll back.
+            StoreError: The store did not answer: roll back.
         """
         try:
             if messages:
@@ -58,15 +58,15 @@ class OutcomeWriter:
 async def run_joined(
     store_client: StoreClient, records: JoinedRepository, work: Work, function: Callable[[Attempt], Awaitable[T]]
 ) -> Executed[T] | Verdict:
-    """Reserve, run and complete in one transaction of the caller's; nothing of it stays if `function` raises.
+    """Reserve, run and complete in a transaction of the caller; everything is rolled back if `function` raises.
 
-    Nobody else sees the reservation before it is settled, so no lease is kept and no attempt is counted: others
-    who ask for the key wait for the transaction's end, or are told that it is in progress.
+    The reservation is not visible to others before it is settled, so no lease is kept and no attempt is counted.
+    Concurrent requests for the key wait for the end of the transaction, or get `InProgress`.
 
     Raises:
-        TransactionAbortedError: The database gave the transaction up.
-        StoreError: As for every verb.
-        Exception: Whatever `function` raises, unchanged.
+        TransactionAbortedError: The database aborted the transaction.
+        StoreError: The store did not answer.
+        Exception: Any error of `function`, unchanged.
     """
     async with records.savepoint():
         [verdict] = await records.reserve([store_client.request(work)])

@@ -1,4 +1,4 @@
-"""One unit of work on its way through the manager, and what came of it.  Pure data."""
+"""Data classes for a unit of work and its outcome."""
 
 from __future__ import annotations
 
@@ -18,68 +18,68 @@ from integr8s_idem.records import Completed, Completion, Corrupt, Failed, InProg
 T = TypeVar("T")
 
 WaitForStore: TypeAlias = Callable[[StoreError], Awaitable[None]]
-"""Returns when it is worth asking the store again."""
+"""Returns when the store may be available again."""
 
 
 @quick
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One run of some work, as its function sees it."""
+    """One run of a unit of work, as passed to its function."""
 
     key: str
     """The full key."""
     number: int
-    """1 for the first; more means that an earlier run failed, was stopped or crashed."""
+    """1 for the first attempt; higher if earlier runs failed, were stopped or crashed."""
     fence: int
-    """For conditional writes downstream: refuse those with a lower number than the highest seen."""
+    """Fencing token for downstream writes: reject writes with a lower number than the highest seen."""
     deadline: float
-    """When the lease ends unless it is renewed, in seconds of the event loop's clock (`loop.time()`)."""
+    """End of the lease unless it is renewed, in seconds of the event loop's clock (`loop.time()`)."""
     label: str = ""
-    """The key as people read it."""
+    """The readable form of the key."""
     generation: int = 0
-    """How often the work was asked for anew on purpose: 0 but for replays."""
+    """How many times the work was replayed deliberately; 0 for the original."""
 
     def key_for(self, name: str) -> str:
-        """A key for something done downstream, the same at every attempt: hand it to a payment API.
+        """Return a key for a downstream call, such as a payment API.  It is the same for every attempt.
 
-        It is the same in a replay, too: a run that failed may have come that far.  Where a replay is to do
-        it once more, put `generation` into `name`.
+        It is also the same in a replay, because the failed run may have made the call already.  If a replay should
+        make the call again, include `generation` in `name`.
         """
         return downstream_key(first_generation_key(self.key, self.generation), name)
 
 
 class Transaction(Protocol):
-    """A database transaction of the application's, in which an outcome is written beside what the work wrote."""
+    """A database transaction of the application in which an outcome is written."""
 
     async def complete(self, completion: Completion) -> bool:
-        """Remember the outcome, if the transaction commits.  `False`: the reservation is no longer ours."""
+        """Record the outcome if the transaction commits.  `False`: this process no longer holds the reservation."""
         ...
 
     async def remember_nothing(self) -> None:
-        """Let the transaction commit without an outcome: the run had no reservation."""
+        """Let the transaction commit without an outcome, because the run has no reservation."""
         ...
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Have `messages` sent, in this order, if the transaction commits."""
+        """Send `messages` in order if the transaction commits."""
         ...
 
 
 SUSPECT_AFTER: Final = 2
-"""Lapsed attempts from which on work may be what crashes its process.  A single crash isolates nothing."""
+"""Lapsed attempts after which work is suspected of crashing its process.  A single crash does not isolate it."""
 
 CRASHES_IN_COMPANY: Final = 10
-"""Times `max_attempts`: so many crashes end work that could never run alone, or outlived its turns."""
+"""Factor of `max_attempts`: work that crashed so often is given up even if it never ran alone."""
 
 
 def is_crash_limit_reached(attempt: int, lapsed: int, lapsed_alone: int, limit: int, *, isolates: bool) -> bool:
-    """Whether work whose last attempt lapsed is given up before its next run.
+    """Whether to give up work whose last attempt lapsed, instead of running it again.
 
     Args:
         attempt: The number of the next run.
-        lapsed: How many attempts have lapsed, the last one included; 0 if the store does not count them.
+        lapsed: How many attempts have lapsed, including the last one; 0 if the store does not count them.
         lapsed_alone: How many of these ran alone in their process.
         limit: `max_attempts`.
-        isolates: Whether who runs the work can run it alone.
+        isolates: Whether the caller can run the work alone.
     """
     if not isolates or not lapsed:
         return attempt > limit
@@ -87,49 +87,49 @@ def is_crash_limit_reached(attempt: int, lapsed: int, lapsed_alone: int, limit: 
 
 
 class Isolation(Enum):
-    """What happens to work whose earlier attempts lapsed so often that it may be what crashes its process."""
+    """How to run work that is suspected of crashing its process, because earlier attempts have lapsed."""
 
     NONE = "none"
-    """It runs: who asks cannot have it run alone.  Each crash counts toward its limit."""
+    """The caller cannot isolate work: it runs, and every crash counts toward its limit."""
     PENDING = "pending"
-    """It does not run: who asks has it run alone.  Only crashes of such runs count toward its limit."""
+    """The caller isolates suspects: they are not started, and only crashes of isolated runs count toward the limit."""
     ALONE = "alone"
-    """It runs alone in its process, and its record says so."""
+    """The work runs alone in its process, and its record is marked accordingly."""
     WAIVED = "waived"
-    """It runs beside others, since running alone could not be had."""
+    """The work runs beside others, because it could not be isolated."""
 
 
 @dataclass(slots=True)
 class Work:
-    """One unit of work on its way through `execute`; the same object is used for every try."""
+    """One unit of work; the same object is used for all its attempts in this process."""
 
     key: Key
     fingerprint: bytes | None = None
     ttl: timedelta | None = None
-    """How long its outcome is remembered; the configured default if `None`."""
+    """How long the outcome is kept; the configured default if `None`."""
     event_type: str = ""
-    """For metrics: one of a closed set, or empty."""
+    """Label for metrics: one of a closed set, or empty."""
     known: bool = False
-    """Whether the store has answered once: hits and misses are counted by work, not by look."""
+    """Whether the store has answered before; hits and misses are counted once per unit of work."""
     on_failure: OnFailure | None = None
-    """What a failed run means; as configured if `None`."""
+    """What a failed run means for the next one; as configured if `None`."""
     gives_up: bool = True
-    """Whether runs that failed as often as is allowed block the key."""
+    """Whether the key is blocked after the maximum number of failed runs."""
     on_key_reused: OnKeyReused | None = None
-    """What the key with another fingerprint means; as configured if `None`."""
+    """What to do if the key was used with another fingerprint; as configured if `None`."""
     forgotten: bool = False
-    """Not remembered once it is done: others wait for its end, and then run themselves."""
+    """Whether the outcome is not kept: concurrent callers wait for its end, and then run themselves."""
     unguarded_runs: int = 0
-    """Runs without a reservation, counted here because no record does."""
+    """Number of runs without a reservation, which no record counts."""
     aborted_runs: int = 0
-    """Runs that the database has ended and rolled back: they are attempts, but no failures."""
+    """Number of runs that the database rolled back: attempts, but not failures."""
     token: bytes = b""
-    """Kept while `reserve` gets no answer, so that a lost answer finds its reservation; empty: a new one is drawn."""
+    """Reused after a `reserve` without an answer, to find its reservation; if empty, a new token is made."""
     isolation: Isolation = Isolation.NONE
     returns: Callable[..., object] | None = None
-    """The function whose return annotation names the type of its result; unknown if `None`."""
+    """The function whose return annotation is the type of the result; unknown if `None`."""
     fence: int = 0
-    """Of the last reservation: one that is found again is not counted again."""
+    """Fence of the last reservation, so that it is not counted twice if found again."""
 
 
 @quick
@@ -143,18 +143,18 @@ class Executed(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class HandlerFailed:
-    """The function ran and raised, or crashed too often to be tried again."""
+    """The function ran and raised, or crashed too often to be retried."""
 
     error: Exception
     attempt: int
     given_up: bool
-    """The key is FAILED now; otherwise it was released, and the work may be tried again."""
+    """Whether the key is FAILED now; otherwise it was released, and the work may be retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotStarted:
-    """Too little of the lease was left to start the function: the work is to be reserved again."""
+    """Too little of the lease was left to start the function: reserve the work again."""
 
 
 Outcome: TypeAlias = Executed[T] | HandlerFailed | Completed | InProgress | Failed | KeyReused | Corrupt
-"""What came of one pass: the work was done now, was done before, or why it was not done."""
+"""Outcome of one attempt: the work was done now, was done before, or was not done for some reason."""

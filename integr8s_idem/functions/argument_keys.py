@@ -1,12 +1,11 @@
-"""Keys and fingerprints made of the arguments of a call.  Pure.
+"""Make keys and fingerprints from the arguments of a call.  Pure.
 
-    "refund:{order_id}"                a template over the parameters' names
+    "refund:{order_id}"                a template with parameter names
     "refund:{order.id}"                nested: attributes, or the items of a mapping
-    ["order.id", "currency"]           the same without words of one's own: `order.id=7,currency=EUR`
-    lambda order, **_: order.id        whatever a function of the arguments says
+    ["order.id", "currency"]           a list of fields, which makes `order.id=7,currency=EUR`
+    lambda order, **_: order.id        a function of the arguments
 
-What stands in for a name is escaped, so that calls whose arguments differ in their text make different keys.  `7` and
-`"7"` are one text.
+Values are escaped, so that calls whose arguments differ as text have different keys.  `7` and `"7"` are the same text.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.keys import canonical_json, escaped, fingerprint
 
 KeySource: TypeAlias = str | Sequence[str] | Callable[..., str]
-"""How a key is made: a template, dotted fields, or a function of the arguments."""
+"""The source of a key: a template, dotted fields, or a function of the arguments."""
 
 FingerprintSource: TypeAlias = Sequence[str] | Callable[..., object]
-"""What a second use of the key must bring again: dotted fields, or whatever a function of the arguments returns."""
+"""The source of a fingerprint: dotted fields, or a function of the arguments."""
 
-_ALWAYS_KEPT: Final = "-._~@+,/"
-"""What values hold often, and keys show as it is."""
+_COMMON_IN_VALUES: Final = "-._~@+,/"
+"""Punctuation that values often contain; other separators are preferred so that it stays unescaped in keys."""
 
-_PLAIN: Final = (str, int, UUID, Decimal, date, time)
-"""Types whose text is the same wherever the same value comes again."""
+_KEY_TYPES: Final = (str, int, UUID, Decimal, date, time)
+"""Types whose equal values have equal text in every process."""
 
 
 class Arguments:
-    """The arguments of one call, as they were given, and, defaults included, by the names of their parameters.
+    """The arguments of one call, as passed and by parameter name with defaults.
 
-    `injected`: the function has others fill in what it is not given, and is called as it is all the same.
+    `injected`: a framework injects further arguments into the function, so required ones may be missing.
     """
 
     def __init__(
@@ -55,67 +54,67 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """`order.id`: a parameter, and the way from it to a value."""
+    """A dotted field such as `order.id`: a parameter, and the path from it to a value."""
 
     text: str
     parameter: str
-    way: tuple[str, ...]
-    whole: str
-    """What it is a part of: a key or a fingerprint."""
+    path: tuple[str, ...]
+    target: str
+    """Name of the result it is part of: key or fingerprint."""
 
     def value(self, named: Mapping[str, Any]) -> Any:
         if self.parameter not in named:
-            raise InvalidKeyError(f"{self.text} is to be part of a {self.whole}, and the call does not give it")
+            raise InvalidKeyError(f"the {self.target} uses {self.text}, which the call does not pass")
         value = named[self.parameter]
-        for step in self.way:
+        for step in self.path:
             try:
                 value = value[step] if isinstance(value, Mapping) else getattr(value, step)
             except (KeyError, AttributeError):
-                raise InvalidKeyError(f"{self.text} is to be part of a {self.whole}, and {step} is not there") from None
+                raise InvalidKeyError(f"the {self.target} uses {self.text}, and {step} was not found") from None
         return value
 
     def part(self, named: Mapping[str, Any]) -> str:
-        """Its value, escaped."""
+        """Return the escaped value for a key."""
         value = self.value(named)
         if isinstance(value, Enum):
             value = value.value
-        if isinstance(value, bool) or not isinstance(value, _PLAIN):
+        if isinstance(value, bool) or not isinstance(value, _KEY_TYPES):
             raise InvalidKeyError(
-                f"{self.text} is to be part of a key, and is {_told(value)}: keys are made of strings, integers, UUID, "
-                "Decimal, dates, times and enums. Name a field of it, or make the key by a function"
+                f"the key uses {self.text}, which is {_described(value)}: keys are made of strings, integers, UUID, "
+                "Decimal, dates, times and enums. Name a field of it, or pass a function as key"
             )
         if value == "":
-            raise InvalidKeyError(f"{self.text} is to be part of a key, and it is empty")
+            raise InvalidKeyError(f"the key uses {self.text}, which is empty")
         return escaped(str(value))
 
 
-def _told(value: object) -> str:
-    return repr(value) if value is None or isinstance(value, bool) else f"of the type {type(value).__name__}"
+def _described(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, bool) else f"of type {type(value).__name__}"
 
 
 def key_maker(source: KeySource, signature: inspect.Signature, name: str) -> Callable[[Arguments], str]:
-    """What makes the key of a call of the function `name`.
+    """Return a function that makes the key of a call of the function `name`.
 
     Raises:
-        InvalidKeyError: A name in it is none of the function's parameters, nothing of the call is in it, or two
-            different calls could have one key.
+        InvalidKeyError: The key uses an unknown parameter, does not depend on the arguments, or could be the same for
+            different calls.
     """
     if isinstance(source, str):
         return _template(source, signature, name)
     if callable(source):
         return _function_of(source, signature)
     if not source:
-        raise InvalidKeyError(f"no field was named: all calls of {name} would be the same work")
+        raise InvalidKeyError(f"the list of fields is empty: all calls of {name} would have the same key")
     return _template(",".join(f"{text}={{{text}}}" for text in source), signature, name)
 
 
 def fingerprint_maker(
     source: FingerprintSource | None, signature: inspect.Signature, name: str
 ) -> Callable[[Arguments], bytes | None]:
-    """What tells one payload from another under the same key; nothing does without a `source`.
+    """Return a function that makes the fingerprint of a call, or `None` without a `source`.
 
     Raises:
-        InvalidKeyError: A name in it is none of the function's parameters.
+        InvalidKeyError: The fingerprint uses an unknown parameter.
     """
     if source is None:
         return lambda _: None
@@ -123,16 +122,19 @@ def fingerprint_maker(
         make = _function_of(source, signature)
         return lambda call: _fingerprint(make(call))
     if isinstance(source, str):
-        raise InvalidKeyError(f"a fingerprint is made of a list of fields, such as [{source!r}], or by a function")
+        raise InvalidKeyError(f"fingerprint takes a list of fields, such as [{source!r}], or a function")
     fields = [_field(text, signature, name, "fingerprint") for text in source]
     return lambda call: _fingerprint({field.text: field.value(call.named) for field in fields})
 
 
 def _function_of(make: Callable[..., Any], signature: inspect.Signature) -> Callable[[Arguments], Any]:
-    """`make`, called with what its parameters name; if they are no names of the function's, as that is called."""
+    """Return `make` adapted to a call.
+
+    It receives the arguments that its parameters name, or all arguments as passed if it has other parameter names.
+    """
     try:
         wanted = list(inspect.signature(make).parameters.values())
-    except (TypeError, ValueError):  # some that are written in C tell nothing
+    except (TypeError, ValueError):  # some functions written in C have no signature
         wanted = []
     names = [each.name for each in wanted if each.kind in {each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY}]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in wanted)
@@ -145,7 +147,7 @@ def _fingerprint(value: object) -> bytes:
     try:
         plain = pydantic_core.to_jsonable_python(value)
     except pydantic_core.PydanticSerializationError as error:
-        raise InvalidKeyError(f"no fingerprint can be made: {error}") from error
+        raise InvalidKeyError(f"the fingerprint cannot be made: {error}") from error
     return fingerprint(canonical_json(plain))
 
 
@@ -158,13 +160,13 @@ def _template(template: str, signature: inspect.Signature, name: str) -> Callabl
             literals.append("")
     if not fields:
         raise InvalidKeyError(
-            f"the key template {template!r} names no argument: all calls of {name} would be the same work. "
-            'Write one such as "refund:{order_id}"'
+            f"the key template {template!r} contains no parameter: all calls of {name} would have the same key. "
+            'Write a template such as "refund:{order_id}"'
         )
-    marks = "".join(_mark(between, template) for between in literals[1:-1])
+    separators = "".join(_separator(literal, template) for literal in literals[1:-1])
 
     def make(call: Arguments) -> str:
-        parts = (_unmarked(field.part(call.named), marks) for field in fields)
+        parts = (_escape_separators(field.part(call.named), separators) for field in fields)
         return literals[0] + "".join(map(str.__add__, parts, literals[1:]))
 
     return make
@@ -177,30 +179,32 @@ def _parsed(template: str) -> Iterator[tuple[str, str | None]]:
         raise InvalidKeyError(f"the key template {template!r} cannot be read: {error}") from None
     for literal, text, spec, conversion in parts:
         if spec or conversion:
-            raise InvalidKeyError(f"the key template {template!r} takes names only, no formats: {{{text}}}")
+            raise InvalidKeyError(
+                f"the key template {template!r} contains a format or conversion; use names only: {{{text}}}"
+            )
         yield literal, text
 
 
-def _mark(literal: str, template: str) -> str:
-    """A character by which two parts are told apart: what stands in for a name must not hold it."""
-    marks = [each for each in literal if not each.isalnum() and each != "%"]
-    if not marks:
+def _separator(literal: str, template: str) -> str:
+    """Return the character of `literal` that separates two values; it is escaped within values."""
+    separators = [each for each in literal if not each.isalnum() and each != "%"]
+    if not separators:
         raise InvalidKeyError(
-            f"in the key template {template!r} two names follow each other, so that two calls could have one key: "
-            "put a character such as : between them"
+            f"the key template {template!r} has two names without a separator, so different calls could have the same "
+            "key: put a character such as : between them"
         )
-    return min(marks, key=_ALWAYS_KEPT.__contains__)
+    return min(separators, key=_COMMON_IN_VALUES.__contains__)
 
 
-def _unmarked(part: str, marks: str) -> str:
-    for mark in marks:
-        part = part.replace(mark, f"%{ord(mark):02X}")
+def _escape_separators(part: str, separators: str) -> str:
+    for separator in separators:
+        part = part.replace(separator, f"%{ord(separator):02X}")
     return part
 
 
-def _field(text: str, signature: inspect.Signature, name: str, whole: str = "key") -> _Field:
-    parameter, *way = text.split(".")
-    if parameter not in signature.parameters or not all(step.isidentifier() for step in way):
+def _field(text: str, signature: inspect.Signature, name: str, target: str = "key") -> _Field:
+    parameter, *path = text.split(".")
+    if parameter not in signature.parameters or not all(step.isidentifier() for step in path):
         known = ", ".join(signature.parameters) or "none"
-        raise InvalidKeyError(f"{text!r} is to be part of a {whole}, and the parameters of {name} are {known}")
-    return _Field(text, parameter, tuple(way), whole)
+        raise InvalidKeyError(f"the {target} uses {text!r}, and the parameters of {name} are {known}")
+    return _Field(text, parameter, tuple(path), target)

@@ -1,12 +1,12 @@
-"""`@idempotent`: a function that does its work once per key, wherever it is called.
+"""`@idempotent`: run a function once per key, across all processes.
 
     @idempotent(key="refund:{order_id}", ttl=timedelta(days=1), lock_timeout=timedelta(seconds=10))
     async def refund(order_id: str, amount: Decimal) -> Refund: ...
 
-    await refund("7", Decimal("30"))      # does it
-    await refund("7", Decimal("30"))      # the same Refund, and nothing is done
+    await refund("7", Decimal("30"))      # runs the function
+    await refund("7", Decimal("30"))      # returns the same Refund without running it
 
-What stands behind it is `IdempotencyManager.run_work`, as behind every other way in.
+Like the other entry points, it calls `IdempotencyManager.run_work`.
 """
 
 from __future__ import annotations
@@ -46,49 +46,47 @@ def idempotent(
     manager: IdempotencyManager | None = None,
     container: Container | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Do the work of a function once per key; every other caller gets the first one's result.
+    """Run a function once per key; every other caller gets the result of the first run.
 
-    For `async def` and `def`, functions and methods.  A plain `def` runs in the thread that calls it, and that
-    must not be the event loop's.  A result comes back as the type that the function's return annotation names.
+    Decorate functions and methods, `async def` or `def`.  A plain `def` runs in the calling thread, which must not run
+    an event loop.  Stored results are converted to the type of the function's return annotation.
 
-    The manager is that of an argument of the call, if one is an `IdempotencyManager` (as `FromDishka[...]` fills
-    it in); that of the decorator; that of `container`; or that of the container of the event being handled.
+    The manager is, in this order: an argument of the call that is an `IdempotencyManager` (for example injected by
+    `FromDishka[...]`), `manager`, the manager of `container`, or that of the container of the event being handled.
 
     Args:
-        key: Names the work: a template over the parameters (`"refund:{order.id}"`), dotted fields
-            (`["order.id", "currency"]`), or a function, which is given the arguments that its parameters name.
-        ttl: How long the outcome is remembered, by the store's clock: a `timedelta`, or seconds; as configured if
-            `None`.
-        lock_timeout: How long to wait for a running twin, by this process's clock; as configured if `None`.
-        scope: Who does the work, if not the manager's scope.
-        fingerprint: What a second use of the key must bring again: dotted fields, or what a function of the
-            arguments returns.  Without it equal keys mean equal work.
-        re_execute_on_read: Remember no outcome, a failure neither: a later call runs again, but never while another
-            one runs.
+        key: Identifies the work: a template with parameter names (`"refund:{order.id}"`), dotted fields
+            (`["order.id", "currency"]`), or a function, which receives the arguments that its parameters name.
+        ttl: How long the outcome is kept, by the store's clock: a `timedelta`, or seconds; as configured if `None`.
+        lock_timeout: How long to wait for a concurrent duplicate, by this process's clock; as configured if `None`.
+        scope: Scope of the key, instead of the manager's scope.
+        fingerprint: The payload that a later use of the key must match: dotted fields, or a function of the arguments.
+            Without it calls with equal keys are duplicates.
+        re_execute_on_read: Store no outcome, not even a failure: a later call runs again, but never concurrently.
         on_failure: What a failed run means for the next call; as configured if `None`.
-        manager: Guards the function.
-        container: A Dishka `AsyncContainer` that has a manager.
+        manager: The manager that guards the function.
+        container: A Dishka `AsyncContainer` that provides a manager.
 
     Raises:
-        InvalidKeyError: At decoration: the key names what the function does not take.
-        ApplicationError: At decoration: contradicting arguments, a result that can never come back as the return
-            annotation says, or a generator, which returns before its work.
-            At a call: nobody has named a manager, the call asks for the key that it is itself working on, or
-            a plain function is called in the event loop's thread.
-        IdempotencyConflictError: At a call: a twin is running still after `lock_timeout`.
-        IdempotencyError: At a call: as `IdempotencyManager.run`.
+        InvalidKeyError: At decoration: the key uses a parameter that the function does not have.
+        ApplicationError: At decoration: contradictory arguments, a return annotation to which a stored result cannot
+            be converted, or a generator function, which returns before its work is done.
+            At a call: no manager was found, the call requests a key that it is running itself, or a plain function is
+            called in the thread of an event loop.
+        IdempotencyConflictError: At a call: a concurrent duplicate is still running after `lock_timeout`.
+        IdempotencyError: At a call: any error of `IdempotencyManager.run`.
     """
-    kept, longest_wait = duration(ttl, "ttl"), duration(lock_timeout, "lock_timeout")
-    _check_options(manager, container, kept)
+    parsed_ttl, longest_wait = duration(ttl, "ttl"), duration(lock_timeout, "lock_timeout")
+    _check_options(manager, container, parsed_ttl)
     block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
     if re_execute_on_read and (ttl is not None or block is not None):
         raise ApplicationError(
-            "re_execute_on_read remembers no outcome, so that ttl and on_failure mean nothing to it: leave them out"
+            "re_execute_on_read stores no outcome, so ttl and on_failure have no effect: remove them"
         )
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         name = getattr(function, "__qualname__", repr(function))
-        _refuse_what_cannot_be_guarded(function, name)
+        _check_function(function, name)
         signature = inspect.signature(function)
         guard = _Guard(
             function,
@@ -96,7 +94,7 @@ def idempotent(
             signature,
             key_maker(key, signature, name),
             fingerprint_maker(fingerprint, signature, name),
-            kept,
+            parsed_ttl,
             longest_wait,
             scope,
             re_execute_on_read,
@@ -123,24 +121,24 @@ def idempotent(
 
 def _check_options(manager: IdempotencyManager | None, container: Container | None, ttl: timedelta | None) -> None:
     if manager is not None and container is not None:
-        raise ApplicationError("@idempotent takes a manager or a container that has one, not both")
+        raise ApplicationError("@idempotent takes either manager or container, not both")
     if manager is not None and ttl is not None:
         manager.checked_ttl(ttl)
 
 
-def _refuse_what_cannot_be_guarded(function: Callable[..., object], name: str) -> None:
+def _check_function(function: Callable[..., object], name: str) -> None:
     if inspect.isclass(function):
-        raise ApplicationError(f"{name} is a class, and what it makes cannot be given again: guard one of its methods")
+        raise ApplicationError(f"{name} is a class, and its instances cannot be stored: decorate one of its methods")
     if isinstance(function, staticmethod | classmethod):
         raise ApplicationError(f"put @idempotent below @{type(function).__name__} of {name}, nearest to the function")
     refuse_generator(function)
     if (why := why_unreadable(return_type_of(function))) is not None:
-        raise ApplicationError(f"{name} returns what cannot be read again for a second caller: {why}")
+        raise ApplicationError(f"the result of {name} cannot be restored for a later caller: {why}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Guard:
-    """One decorated function and how it is guarded."""
+    """A decorated function and its options."""
 
     function: Callable[..., Any]
     name: str
@@ -166,7 +164,7 @@ class _Guard:
     def run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_a_loop():
             raise ApplicationError(
-                f"{self.name} is a plain function, and its guard would stop the event loop that it is called in: "
+                f"{self.name} is a plain function, and calling it here would block the running event loop: "
                 f"write `await asyncio.to_thread({self.name.rpartition('.')[2]}, …)`, or make it an async def"
             )
         call = self._call(args, kwargs)
@@ -174,7 +172,7 @@ class _Guard:
 
         async def guard(here: Here) -> Any:
             async def work(attempt: Attempt) -> Any:
-                # A lazy iterator runs in the thread of its function, and does not block the event loop.
+                # A lazy iterator is consumed in the function's thread and does not block the event loop.
                 value = await here(lambda: materialized(self.function(*args, **kwargs), self.function), attempt)
                 refuse_awaitable(value, self.function)
                 return value
@@ -184,7 +182,7 @@ class _Guard:
         return wait_for(manager.running_loop or own_loop(), guard)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        # Dishka's frameworks add parameters to the signature of what they inject into, and give some of them.
+        # Dishka's integrations add parameters to the signature of injected functions, and pass only some of them.
         injected = hasattr(self.function, "__dishka_injected__")
         return Arguments(self.signature, args, kwargs, injected=injected)
 
@@ -194,7 +192,7 @@ class _Guard:
         if self.scope is not None:
             manager = manager.in_scope(self.scope)
         ttl = None if self.ttl is None else manager.checked_ttl(self.ttl)
-        asked = Work(
+        request = Work(
             manager.space.key(self.key(call)),
             self.fingerprint(call),
             ttl,
@@ -202,17 +200,17 @@ class _Guard:
             forgotten=self.forgotten,
         )
         return await manager.run_work(
-            asked, work, returns=self.function, on_in_progress=self._policy(manager), wait_timeout=self.lock_timeout
+            request, work, returns=self.function, on_in_progress=self._policy(manager), wait_timeout=self.lock_timeout
         )
 
     def _policy(self, manager: IdempotencyManager) -> OnInProgress:
-        """To skip is no answer here: a caller wants a value of the type that the function names."""
-        asked = self.lock_timeout is not None or manager.config.on_in_progress is OnInProgress.SKIP
-        return OnInProgress.WAIT if asked else manager.config.on_in_progress
+        """Return the policy for a running duplicate.  Skipping is not possible, because the caller expects a result."""
+        must_wait = self.lock_timeout is not None or manager.config.on_in_progress is OnInProgress.SKIP
+        return OnInProgress.WAIT if must_wait else manager.config.on_in_progress
 
     def _known(self, call: Arguments) -> IdempotencyManager | None:
-        given = (value for value in call.named.values() if isinstance(value, IdempotencyManager))
-        return next(given, self.manager)
+        passed = (value for value in call.named.values() if isinstance(value, IdempotencyManager))
+        return next(passed, self.manager)
 
     async def _manager_of(self, call: Arguments) -> IdempotencyManager:
         if (known := self._known(call)) is not None:
@@ -220,7 +218,7 @@ class _Guard:
         container = self.container or CURRENT.get(None)
         if container is None:
             raise ApplicationError(
-                f"nobody has named a manager for {self.name}: write @idempotent(…, manager=manager), or "
+                f"no manager found for {self.name}: write @idempotent(…, manager=manager), or "
                 "container=container, or give the function a parameter of type IdempotencyManager"
             )
         return cast("IdempotencyManager", await container.get(IdempotencyManager))

@@ -1,7 +1,7 @@
-"""Plain functions in threads, and the event loop that guards them.
+"""Run plain functions in their calling thread while an event loop in another thread manages idempotency.
 
-The guard is asynchronous; a plain `def` is not.  Its caller's thread lends itself: the loop, in another thread,
-reserves and settles, and what is guarded runs where it was called, with that thread's locals and locks.
+The manager is asynchronous; a plain `def` is not.  The event loop reserves and completes the key, and the calling
+thread waits and runs the function, so that the function sees that thread's locals and locks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from integr8s_idem.errors import ApplicationError
 T = TypeVar("T")
 
 Here: TypeAlias = Callable[[Callable[[], Any], Attempt], Awaitable[Any]]
-"""Awaited on the loop, it runs a function in the thread that waits for the loop, and gives what it returns.
+"""Called on the event loop: runs a function in the waiting thread and returns its result.
 
-The attempt is that of the function: it is not called on a lease that is late.
+The function is not called if the lease of the attempt is about to expire.
 """
 
 _Job: TypeAlias = Callable[[], None]
 
 
 class _Loop:
-    """One event loop in a thread of ours, begun when the first plain function needs it."""
+    """An event loop in its own thread, started when the first plain function needs it."""
 
     def __init__(self) -> None:
-        self._begin_anew()
-        os.register_at_fork(after_in_child=self._begin_anew)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         # Threads do not survive a fork.
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -51,16 +51,16 @@ class _Loop:
             return self._loop
 
 
-_OURS: Final = _Loop()
+_OWN_LOOP: Final = _Loop()
 
 
 def own_loop() -> asyncio.AbstractEventLoop:
-    """The loop for plain functions of programs that have none."""
-    return _OURS.get()
+    """Return the library's event loop, for programs without one."""
+    return _OWN_LOOP.get()
 
 
 def in_a_loop() -> bool:
-    """Whether this thread runs an event loop, which a call that waits would stop."""
+    """Whether this thread runs an event loop, which a blocking call would stop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -69,44 +69,44 @@ def in_a_loop() -> bool:
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether calling `function` does nothing but make a coroutine; a wrapper may run what it wraps to its end."""
+    """Whether `function` is a coroutine function.  Wrappers are not unwrapped, because they may run the coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def named(function: Callable[..., object]) -> str:
-    """How a function is told of."""
+    """Return the name of a function for messages."""
     return str(getattr(function, "__qualname__", function))
 
 
 def refuse_awaitable(value: object, function: Callable[..., object]) -> None:
-    """Refuse what a plain function has returned instead of doing it.
+    """Reject an awaitable that a plain function returned instead of doing its work.
 
     Raises:
-        ApplicationError: It is something to await.
+        ApplicationError: `value` is awaitable.
     """
     if not inspect.isawaitable(value):
         return
     if inspect.iscoroutine(value):
-        value.close()  # it would be told of a second time, as never awaited
+        value.close()  # avoid a second warning that it was never awaited
     raise ApplicationError(
-        f"{named(function)} has returned {type(value).__name__} to await, which nobody does here, and whose work is "
-        "not done yet: give an async def where one is taken, or a function that does it before it returns"
+        f"{named(function)} returned an awaitable ({type(value).__name__}), which is not awaited here, so its work is "
+        "not done: use an async def where one is accepted, or a function that does its work before it returns"
     )
 
 
 def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[Any, Any, T]]) -> T:
-    """Run `guard` on `loop`, lend it this thread, and return what it returns.
+    """Run `guard` on `loop`, run the functions that it passes back in this thread, and return the result of `guard`.
 
-    If this thread is interrupted, the guard is cancelled, and gives back what it holds.
+    If this thread is interrupted, `guard` is cancelled and releases its reservations.
 
     Raises:
-        ApplicationError: A function that ran here has forked the process, and returned in the child.
+        ApplicationError: A function forked the process and returned in the child.
         BaseException: Any error of `guard`.
     """
     forks = fork_count()
     jobs: SimpleQueue[_Job | None] = SimpleQueue()
     guarding = asyncio.run_coroutine_threadsafe(
-        guard(lambda function, attempt: _hand_over(function, attempt, jobs)), loop
+        guard(lambda function, attempt: _run_in_caller(function, attempt, jobs)), loop
     )
     guarding.add_done_callback(lambda _: jobs.put(None))
     try:
@@ -114,8 +114,8 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
             job()
             if fork_count() != forks:
                 raise ApplicationError(
-                    "a guarded function has forked the process and returned in the child, where no event loop waits "
-                    "for it: end the child within the function, by os._exit"
+                    "a guarded function forked the process and returned in the child, where no event loop is running: "
+                    "end the child within the function with os._exit"
                 )
     except BaseException:
         guarding.cancel()
@@ -129,22 +129,22 @@ def _start(function: Callable[[], Any], attempt: Attempt) -> Any:
     return function()
 
 
-async def _hand_over(function: Callable[[], Any], attempt: Attempt, jobs: SimpleQueue[_Job | None]) -> Any:
+async def _run_in_caller(function: Callable[[], Any], attempt: Attempt, jobs: SimpleQueue[_Job | None]) -> Any:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     context = copy_context()
 
-    def tell(settle: Callable[[Any], None], value: object) -> None:
-        if not done.done():  # the guard may have given up meanwhile
+    def resolve(settle: Callable[[Any], None], value: object) -> None:
+        if not done.done():  # the guard may have been cancelled
             settle(value)
 
     def job() -> None:
         try:
             value = context.run(_start, function, attempt)
-        except Exception as error:  # noqa: BLE001  # raised where it is awaited
-            loop.call_soon_threadsafe(tell, done.set_exception, error)
+        except Exception as error:  # noqa: BLE001  # raised by the awaiting guard
+            loop.call_soon_threadsafe(resolve, done.set_exception, error)
         else:
-            loop.call_soon_threadsafe(tell, done.set_result, value)
+            loop.call_soon_threadsafe(resolve, done.set_result, value)
 
     jobs.put(job)
     return await done

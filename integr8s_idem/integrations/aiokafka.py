@@ -1,12 +1,12 @@
-"""Plain aiokafka loops, each record done once.
+"""aiokafka consumer loops that process each record once.
 
 consumer = AIOKafkaConsumer("orders", group_id="billing", enable_auto_commit=False)
 await consumer.start()
 async with contextlib.aclosing(guarded(consumer, manager, key=by_header("event_id"))) as deliveries:
     async for delivery in deliveries:
-        await delivery.run(charge)          # charge(record), once per key, over all restarts
+        await delivery.run(charge)          # calls charge(record) once per key, across restarts
 
-Closing commits what is done; without it, that comes again and is found done.
+Closing the generator commits the processed records.  Otherwise they are redelivered and recognized as duplicates.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from integr8s_idem.integrations.kafka_loops import (
     by_position,
     end_of,
     pause_after,
-    refuse_plain,
-    refuse_value,
+    require_async,
+    require_awaitable,
     work_of,
 )
 from integr8s_idem.records import InProgress
@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GivenUp = Callable[[ConsumerRecord[Any, Any], Exception], Awaitable[None]]
-"""Takes a record that is given up, for example to a topic of dead letters."""
+"""Called with a record that is given up, for example to send it to a dead-letter topic."""
 
 _POLL: float = 0.5
-_LOOK: float = 0.1
-"""Seconds of one poll, and of one look at a record that somebody else works on."""
+_WAIT_POLL: float = 0.1
+"""Poll timeouts in seconds: normally, and while another worker is processing a record."""
 
 
 async def guarded(
@@ -59,27 +59,27 @@ async def guarded(
     given_up: GivenUp | None = None,
     commit_interval: Duration = COMMIT_INTERVAL,
 ) -> AsyncGenerator[Delivery, None]:
-    """The records of a consumer that was started, one after the other, each to be done by `delivery.run`.
+    """Iterate over the records of a started consumer, one at a time; call `delivery.run` for each.
 
     Args:
-        key: Names the work of a record; see `by_header` and `by_position`.
-        ttl: How long an outcome is remembered, by the store's clock; longer than the topic keeps records.
-        given_up: Takes records whose work has failed for good; they are committed then.  Without it `run` raises, and
-            they are not.
-        commit_interval: How often offsets are committed, by this process's clock.  Not much below a second: a commit
-            in the midst of a rebalance makes aiokafka join anew.
+        key: Returns the key of a record; see `by_header` and `by_position`.
+        ttl: How long an outcome is kept, by the store's clock.  Choose it longer than the retention of the topic.
+        given_up: Async function that accepts records whose work has failed permanently; they are committed afterwards.
+            Without it `run` raises, and they are not committed.
+        commit_interval: How often offsets are committed, by this process's clock.  Avoid values well below a second:
+            a commit during a rebalance makes aiokafka rejoin the group.
 
     Raises:
-        ApplicationError: The consumer commits by itself, or a delivery was neither run nor skipped.
-        KafkaError: As `AIOKafkaConsumer.getmany`.
+        ApplicationError: The consumer has auto-commit enabled, or a delivery was neither run nor skipped.
+        KafkaError: Raised by `AIOKafkaConsumer.getmany`.
     """
     if getattr(consumer, "_enable_auto_commit", False):
         raise ApplicationError(
-            "the consumer commits by itself, records that are not done included: "
-            "make it by AIOKafkaConsumer(enable_auto_commit=False)"
+            "the consumer has auto-commit enabled, which also commits records that are not processed: "
+            "create it with AIOKafkaConsumer(enable_auto_commit=False)"
         )
-    kept = None if ttl is None else manager.checked_ttl(ttl)
-    behind = _Behind(consumer, duration(commit_interval, "commit_interval").total_seconds())
+    checked_ttl = None if ttl is None else manager.checked_ttl(ttl)
+    committer = _Committer(consumer, duration(commit_interval, "commit_interval").total_seconds())
     failures = 0
     try:
         while True:
@@ -87,27 +87,27 @@ async def guarded(
             for partition, records in fetched.items():
                 for record in records:
                     if partition not in consumer.assignment():
-                        break  # its next owner does it
-                    delivery = Delivery(consumer, manager, record, key, kept, given_up)
+                        break  # the partition was revoked; its next owner processes the record
+                    delivery = Delivery(consumer, manager, record, key, checked_ttl, given_up)
                     try:
                         yield delivery
-                    finally:  # the loop may be left with it
+                    finally:  # the caller may break out of the loop
                         if delivery.settled:
-                            behind.settled[partition] = record.offset + 1
+                            committer.settled[partition] = record.offset + 1
                     if not delivery.settled:
                         failures += 1
-                        _go_back(consumer, partition, delivery)
+                        _seek_back(consumer, partition, delivery)
                         await asyncio.sleep(pause_after(failures))
                         break
                     failures = 0
-                    await behind.commit_if_due()
-            await behind.note_positions()
-            await behind.commit_if_due()
+                    await committer.commit_if_due()
+            await committer.note_positions()
+            await committer.commit_if_due()
     finally:
-        await behind.commit()
+        await committer.commit()
 
 
-def _go_back(consumer: AIOKafkaConsumer, partition: TopicPartition, delivery: Delivery) -> None:
+def _seek_back(consumer: AIOKafkaConsumer, partition: TopicPartition, delivery: Delivery) -> None:
     if not delivery.was_run:
         raise ApplicationError(
             f"{by_position(delivery.record)} was neither run nor skipped: write `await delivery.run(function)`, or "
@@ -117,8 +117,8 @@ def _go_back(consumer: AIOKafkaConsumer, partition: TopicPartition, delivery: De
         consumer.seek(partition, delivery.record.offset)
 
 
-class _Behind:
-    """Commits what is settled."""
+class _Committer:
+    """Commits the offsets of settled records."""
 
     def __init__(self, consumer: AIOKafkaConsumer, interval: float) -> None:
         self._consumer = consumer
@@ -128,9 +128,10 @@ class _Behind:
         self.settled: dict[TopicPartition, int] = {}
 
     async def note_positions(self) -> None:
-        """Settle markers and aborted messages as well: they move the position of the consumer without a record.
+        """Settle transaction markers and aborted messages, which advance the consumer's position without a record.
 
-        Only for the end of a pass over what was fetched: each record is settled then, or the position is back at it.
+        Call it only after all fetched records have been processed: each of them is settled, or the consumer has sought
+        back to it.
         """
         now = asyncio.get_running_loop().time()
         if now < self._positions_due:
@@ -141,7 +142,7 @@ class _Behind:
                 self.settled.get(partition, 0), self._committed.get(partition, 0)
             ):
                 continue
-            # The client also moves on past a batch that it cannot take, and says so in a later poll: this one.
+            # The client also skips a batch that it cannot read, and raises only in the next poll: poll once here.
             fetched = await self._consumer.getmany(partition, timeout_ms=0, max_records=1)
             if records := fetched.get(partition):
                 self._consumer.seek(partition, records[0].offset)
@@ -149,7 +150,7 @@ class _Behind:
                 self.settled[partition] = position
 
     async def _position(self, partition: TopicPartition) -> int:
-        """Where the consumer goes on; 0 if that is not known at once."""
+        """Return the consumer's position, or 0 if it is not known immediately."""
         try:
             async with asyncio.timeout(0):
                 return int(await self._consumer.position(partition))
@@ -163,22 +164,22 @@ class _Behind:
             await self.commit()
 
     async def commit(self) -> None:
-        ours = self._consumer.assignment()
-        offsets = {partition: offset for partition, offset in self.settled.items() if partition in ours}
+        assigned = self._consumer.assignment()
+        offsets = {partition: offset for partition, offset in self.settled.items() if partition in assigned}
         self.settled.clear()
         if not offsets:
             return
         try:
             await self._consumer.commit(offsets)
         except KafkaError as error:
-            # They come again, to us or to the next owner, and are found done.
+            # The records are redelivered, here or to the next owner, and recognized as duplicates.
             logger.warning("offsets were not committed: %s", error)
         else:
             self._committed.update(offsets)
 
 
 class Delivery:
-    """One record, to be done once."""
+    """One record, to be processed once."""
 
     def __init__(
         self,
@@ -191,10 +192,10 @@ class Delivery:
     ) -> None:
         self.record = record
         self.settled = False
-        """Whether it may be committed."""
+        """Whether the record may be committed."""
         self.was_run = False
         self.attempt: Attempt | None = None
-        """That of the run, once it has begun."""
+        """The attempt of the run, once it has started."""
         self._consumer = consumer
         self._manager = manager
         self._key = key
@@ -202,24 +203,25 @@ class Delivery:
         self._given_up = given_up
 
     def skip(self) -> None:
-        """There is nothing to do."""
+        """Mark the record as processed without running a function."""
         self.settled = True
 
     async def run(self, function: Callable[[ConsumerRecord[Any, Any]], Awaitable[T]]) -> T:
-        """Have `function` do it, unless it is done; then give what the first run has returned.
+        """Call `function` with the record, or return the stored result if it was processed before.
 
         Raises:
-            ApplicationError: `function` is a plain one.
-            InvalidKeyError: The record offers nothing to make a key of.
-            PreviouslyFailedError, KeyReusedError, CorruptRecordError: It cannot be done, and nobody takes those that
-                are given up.
-            ResultDroppedError, ResultDecodeError: It is done, and what the first run returned cannot be given.
-            LeaseLostError: It took too long; somebody else does it now.
-            StoreError: The store gave no answer; it is fetched again.
-            Exception: Whatever `function` raises, unchanged; it is fetched again.
+            ApplicationError: `function` is not async.
+            InvalidKeyError: No key can be made from the record.
+            PreviouslyFailedError, KeyReusedError, CorruptRecordError: The record cannot be processed, and there is no
+                `given_up` function.
+            ResultDroppedError, ResultDecodeError: The record was processed, but the result of that run is not
+                available.
+            LeaseLostError: The lease expired; another worker may process the record now.
+            StoreError: The store did not answer; the record is fetched again.
+            Exception: Any error of `function`, unchanged; the record is fetched again.
         """
         self.was_run = True
-        refuse_plain(function)
+        require_async(function)
         try:
             work = work_of(self._manager, self.record, self._key, self._ttl, function)
         except InvalidKeyError as error:
@@ -228,9 +230,9 @@ class Delivery:
 
         async def call(attempt: Attempt) -> T:
             self.attempt = attempt
-            doing = function(self.record)
-            refuse_value(doing, function)
-            return await doing
+            awaitable = function(self.record)
+            require_awaitable(awaitable, function)
+            return await awaitable
 
         while isinstance(outcome := await self._manager.execute(work, call), InProgress):
             await self._wait()
@@ -251,11 +253,11 @@ class Delivery:
         self.settled = True
 
     async def _wait(self) -> None:
-        """Wait a moment, and stay in the group by polling meanwhile."""
-        ours = self._consumer.assignment() - self._consumer.paused()
-        self._consumer.pause(*ours)
-        fetched: dict[Any, Any] = await self._consumer.getmany(timeout_ms=int(_LOOK * 1000))
+        """Wait briefly, polling with all partitions paused to stay in the consumer group."""
+        paused = self._consumer.assignment() - self._consumer.paused()
+        self._consumer.pause(*paused)
+        fetched: dict[Any, Any] = await self._consumer.getmany(timeout_ms=int(_WAIT_POLL * 1000))
         for partition, records in fetched.items():
-            # A rebalance clears pauses: what has come by that is to come again.
+            # A rebalance clears pauses, so records may have been fetched: fetch them again later.
             self._consumer.seek(partition, records[0].offset)
-        self._consumer.resume(*(partition for partition in ours if partition in self._consumer.assignment()))
+        self._consumer.resume(*(partition for partition in paused if partition in self._consumer.assignment()))

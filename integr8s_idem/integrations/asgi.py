@@ -2,11 +2,12 @@
 
     app.add_middleware(IdempotencyKeyMiddleware, manager=manager, required=True, identity=user_of)
 
-As draft-ietf-httpapi-idempotency-key-header has it: a retry with the same key gets the first response again, one that
-comes too early gets 409, one with another payload 422, and a key that is missing or malformed 400.
+The middleware implements draft-ietf-httpapi-idempotency-key-header: a retry with the same key gets the first response
+again.  A retry while the first request is in progress gets 409, a key reused with another payload 422, and a missing or
+malformed key 400.
 
-The response leaves once it is remembered, and it is remembered once the application has returned: after the scopes
-that it opened are closed, and what they commit is committed.  So this middleware stands outside of Dishka's.
+The response is sent after it is stored, and it is stored after the application has returned, that is, after the scopes
+that it opened have been closed and committed.  Therefore this middleware must be outside Dishka's middleware.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 Identity: TypeAlias = Callable[[HTTPConnection], str | Awaitable[str]]
-"""Says who asks: keys of two callers never meet."""
+"""Returns the identity of the caller; each caller has separate keys."""
 
 _QUOTED: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
 """A string of RFC 8941, section 3.3.3, without parameters, of which the draft defines none."""
 
 _BARE: Final = re.compile(r"[\x21\x23-\x7e]+")
 
-_LOOKS_AT_A_REFUSAL: Final = 3
-_LOOK_SECONDS: Final = 0.005
-"""The record of a refused request expires after a millisecond of the store's clock."""
+_REJECTION_RETRIES: Final = 3
+_REJECTION_RETRY_SECONDS: Final = 0.005
+"""Pause between retries; the record of a rejected request expires after a millisecond of the store's clock."""
 
-_BODY_ELSEWHERE: Final = frozenset({"http.response.pathsend", "http.response.zerocopysend"})
-"""Extensions by which a body would not come through our hands."""
+_BODY_EXTENSIONS: Final = frozenset({"http.response.pathsend", "http.response.zerocopysend"})
+"""ASGI extensions that would send a body past this middleware."""
 
 
 @overload
@@ -80,12 +81,12 @@ def by_authorization(
 ) -> str | Identity:
     """Identify the caller by the `Authorization` header.
 
-    Write `identity=by_authorization`, or `identity=by_authorization(anonymous="share")`.  The header is not verified
-    here: put your authentication outside.  Where tokens are renewed, a retry with a new token is another caller.
+    Pass `identity=by_authorization` or `identity=by_authorization(anonymous="share")`.  The header is not verified
+    here: put your authentication outside this middleware.  A retry with a renewed token counts as another caller.
 
     Args:
-        connection: The request; the middleware passes it.
-        anonymous: What requests without the header get: `"refuse"` answers them with 401, `"share"` treats all of
+        connection: The request, passed by the middleware.
+        anonymous: How to treat requests without the header: `"refuse"` answers them with 401; `"share"` treats all of
             them as one caller, so that anyone who knows a key and its request gets the stored response.
 
     Raises:
@@ -106,39 +107,39 @@ def _by_authorization_if_any(connection: HTTPConnection) -> str:
     return by_authorization(connection, anonymous="share")
 
 
-def key_of_request(who: str, host: str | None, method: str, path: str, key: str) -> Key:
-    """The key of a request with the `Idempotency-Key` `key`; `host` is `None` where all hosts share keys."""
+def key_of_request(caller: str, host: str | None, method: str, path: str, key: str) -> Key:
+    """Return the store's key for the `Idempotency-Key` of a request; `host` is `None` if all hosts share keys."""
     hosts = () if host is None else (host,)
-    return Key.of_entry(EntryPoint.HTTP, who, *hosts, method, path, key, name=f"{method} {path} {key}")
+    return Key.of_entry(EntryPoint.HTTP, caller, *hosts, method, path, key, name=f"{method} {path} {key}")
 
 
 def anyone(_: HTTPConnection) -> str:
-    """All callers are one: whoever knows a key, and the request that it was used for, is given the response."""
+    """Treat all callers as one: anyone who knows a key and its request gets the stored response."""
     return ""
 
 
 def before_errors(status: int) -> bool:
-    """Whether a response is stored: not if the server failed, refused the caller, knew no route or asks for a retry."""
+    """Whether to store a response: not server errors, authentication errors, unknown routes or requests to retry."""
     return status < 500 and status not in {401, 403, 404, 405, 408, 409, 423, 425, 429}
 
 
 def check_lease() -> None:
-    """Refuse to go on with a guarded request whose lease has ended or is about to.
+    """Abort a guarded request whose lease has expired or is about to.
 
-    Call it in an endpoint or a dependency immediately before an effect.  The guard makes this check itself when it
-    calls the application; a plain `def` endpoint starts later, in a thread.  In a request that is not guarded it does
-    nothing.
+    Call it in an endpoint or a dependency immediately before a side effect.  The middleware makes this check itself
+    when it calls the application, but a plain `def` endpoint starts later, in a thread.  In requests that are not
+    guarded the function does nothing.
 
         @app.post("/charges")
         def charge(order: Order) -> Receipt:
             check_lease()
             return bank.charge(order)
 
-    May be called in any thread, and more than once: before each effect.
+    You may call it in any thread and repeatedly, before each side effect.
 
     Raises:
-        LeaseLostError: Do not catch it.  Whatever the application answers, the client gets 503 with `Retry-After`, and
-            a retry with the same key runs, or gets the response of the process that took over.
+        LeaseLostError: The lease has expired or is about to.  Do not catch it: the client gets 503 with `Retry-After`
+            in any case, and a retry with the same key runs again or gets the response of the process that took over.
     """
     check = _LEASE_CHECK.get()
     if check is not None:
@@ -146,10 +147,10 @@ def check_lease() -> None:
 
 
 def _reported_at_startup(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
-    """A constructor whose errors fail the startup of the application.
+    """Wrap a constructor so that its errors fail the startup of the application.
 
-    Starlette and FastAPI call it when the server starts the application's lifespan, and servers such as uvicorn take an
-    exception there for an application that has no lifespan: they would serve, and each request would fail.
+    Starlette and FastAPI construct middleware when the server starts the lifespan.  Servers such as uvicorn interpret
+    an exception there as missing support for the lifespan protocol: they would serve, and each request would fail.
     """
 
     @wraps(init)
@@ -160,13 +161,15 @@ def _reported_at_startup(init: Callable[Concatenate[Any, P], None]) -> Callable[
             self.app = args[0] if args else options.get("app")
             if not _belongs_to_starlette(self.app):
                 raise
-            self._mistake = error if isinstance(error, ApplicationError) else ApplicationError(f"{error}. {_EXAMPLE}")
+            self._setup_error = (
+                error if isinstance(error, ApplicationError) else ApplicationError(f"{error}. {_EXAMPLE}")
+            )
 
     return cast("Callable[Concatenate[Any, P], None]", construct)
 
 
 def _belongs_to_starlette(app: Any) -> bool:
-    """Whether `app` is what Starlette and FastAPI have within their middleware, as opposed to that of a route."""
+    """Whether `app` is the application inside the middleware of Starlette or FastAPI, and not a route."""
     while app is not None and not isinstance(app, ExceptionMiddleware):
         app = getattr(app, "app", None)
     return app is not None
@@ -176,10 +179,10 @@ _EXAMPLE: Final = "Write app.add_middleware(IdempotencyKeyMiddleware, manager=ma
 
 
 class IdempotencyKeyMiddleware:
-    """Does each request with an `Idempotency-Key` once, and answers its retries with the first response."""
+    """Middleware that processes each request with an `Idempotency-Key` once and answers retries with its response."""
 
-    _mistake: ApplicationError | None = None
-    """Why it guards nothing; known when it was made, and reported at the startup."""
+    _setup_error: ApplicationError | None = None
+    """Error of the constructor, reported at startup."""
 
     @_reported_at_startup
     def __init__(
@@ -205,28 +208,29 @@ class IdempotencyKeyMiddleware:
     ) -> None:
         """
         Args:
-            manager: Guards the requests; its `max_result_size_bytes` bounds the responses that are kept.
-            identity: Who asks, so that nobody is answered with what another caller got: `by_authorization`, `anyone`,
-                or a function of your own, which may refuse by an `HTTPException`.
-            container: A Dishka `AsyncContainer` that has one, instead.
-            required: Whether a request without a key is refused; otherwise it is done unguarded.
-            methods: Those that are guarded.
-            paths: Templates such as `/orders/{order_id}/refund`, as the application's routes have them, if not all
-                are guarded.
+            manager: Guards the requests; its `max_result_size_bytes` limits the size of stored responses.
+            identity: Identifies the caller, so that no caller gets the response of another: `by_authorization`,
+                `anyone`, or your own function, which may reject a request with an `HTTPException`.
+            container: A Dishka `AsyncContainer` that provides the manager, instead of `manager`.
+            required: Whether to reject requests without a key; otherwise they are processed unguarded.
+            methods: The HTTP methods to guard.
+            paths: Path templates to guard, such as `/orders/{order_id}/refund`, in the syntax of the application's
+                routes; all paths if `None`.
             wait: How long a retry waits for the first request before it gets 409; not at all if `None`.
-            ttl: How long a response is remembered, by the store's clock; as configured if `None`.
-            stored: Whether a response with this status is the outcome.  Another one is passed on, and a retry runs.
+            ttl: How long a response is kept, by the store's clock; as configured if `None`.
+            stored: Whether to store a response with this status.  Other responses are passed on, and a retry runs
+                again.
             unstored_headers: Response headers that are not stored, in addition to the defaults (`Set-Cookie`,
-                `Authorization`, `Date`, ...).  Upper and lower case are the same.
-            replace_unstored_headers: Whether `unstored_headers` replaces the defaults.  Headers of one connection,
-                such as `Transfer-Encoding`, are never stored.
-            share_hosts: Whether a key means the same request at every host of this application, as named by the
-                `Host` header.  By default each host has keys of its own.
-            bare_keys: Whether `Idempotency-Key: 8e03978e` will do, without the quotes of the draft.
-            max_request_bytes: A longer body of a guarded request gets 413: it is held in memory.
-            max_open_keys: Most requests with a key that one caller has open in this process; the next one gets 429 with
-                `Retry-After`.  `None` sets no limit.
-            documentation: A URL where your clients read how to use their keys; refusals link to it.
+                `Authorization`, `Date`, ...).  Names are case-insensitive.
+            replace_unstored_headers: Whether `unstored_headers` replaces the defaults.  Hop-by-hop headers such as
+                `Transfer-Encoding` are never stored.
+            share_hosts: Whether a key identifies the same request on every host of this application, as named by the
+                `Host` header.  By default each host has separate keys.
+            bare_keys: Whether to accept `Idempotency-Key: 8e03978e`, without the quotes of the draft.
+            max_request_bytes: Limit for the body of a guarded request, which is held in memory; a longer one gets 413.
+            max_open_keys: Limit for the requests with a key that one caller may have open in this process; further
+                requests get 429 with `Retry-After`.  `None` sets no limit.
+            documentation: URL of a page that explains the keys to your clients; problem responses link to it.
 
         Raises:
             ApplicationError: Neither a manager nor a container is given, or both are; `ttl` is shorter than the
@@ -235,17 +239,17 @@ class IdempotencyKeyMiddleware:
         """
         if (manager is None) == (container is None):
             raise ApplicationError(
-                f"IdempotencyKeyMiddleware needs either a manager or a container that has one. {_EXAMPLE}"
+                f"IdempotencyKeyMiddleware needs either a manager or a container that provides one. {_EXAMPLE}"
             )
         if not callable(identity):
             raise ApplicationError(
-                "IdempotencyKeyMiddleware needs an identity, which says who sends a request: by_authorization, anyone, "
-                f"or a function of yours, and not {identity!r}. {_EXAMPLE}"
+                "IdempotencyKeyMiddleware needs an identity function, which identifies the caller of a request: "
+                f"by_authorization, anyone, or your own function, not {identity!r}. {_EXAMPLE}"
             )
         if isinstance(unstored_headers, str):
-            raise ApplicationError(f"unstored_headers takes several names: write [{unstored_headers!r}]")
+            raise ApplicationError(f"unstored_headers must be a list of names: write [{unstored_headers!r}]")
         if max_open_keys is not None and max_open_keys < 1:
-            raise ApplicationError(f"max_open_keys is at least 1, or None for no limit, not {max_open_keys!r}")
+            raise ApplicationError(f"max_open_keys must be at least 1, or None for no limit, not {max_open_keys!r}")
         if manager is not None and ttl is not None:
             manager.checked_ttl(ttl)
         self.app = app
@@ -254,7 +258,7 @@ class IdempotencyKeyMiddleware:
         self._required = required
         self._identity = identity
         self._methods = frozenset(method.upper() for method in methods)
-        self._paths = None if paths is None else [compile_path(_plain(path))[0] for path in paths]
+        self._paths = None if paths is None else [compile_path(_normalized(path))[0] for path in paths]
         self._wait = duration(wait, "wait")
         self._ttl = duration(ttl, "ttl")
         self._stored = stored
@@ -271,16 +275,16 @@ class IdempotencyKeyMiddleware:
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
             return
-        if self._mistake is not None:
-            raise self._mistake
+        if self._setup_error is not None:
+            raise self._setup_error
         if scope["type"] != "http" or not self._guards(scope):
             await self.app(scope, receive, send)
             return
         if "dishka_container" in (scope.get("state") or {}):
             raise ApplicationError(
-                "IdempotencyKeyMiddleware stands within Dishka's middleware, and would remember a response before its "
-                "scope has committed: for the application, not a route, add it after setup_dishka(container, app); in "
-                "Litestar by app.asgi_handler = IdempotencyKeyMiddleware(app.asgi_handler, manager)"
+                "IdempotencyKeyMiddleware is inside Dishka's middleware and would store a response before its scope "
+                "has committed: add it to the application, not to a route, and after setup_dishka(container, app); in "
+                "Litestar write app.asgi_handler = IdempotencyKeyMiddleware(app.asgi_handler, manager)"
             )
         connection = HTTPConnection(scope)
         given = connection.headers.getlist("idempotency-key")
@@ -291,45 +295,45 @@ class IdempotencyKeyMiddleware:
             await (self._problems.malformed_key() if given else self._problems.missing_key()).send(send)
             return
         try:
-            who = await self._who(connection)
+            caller = await self._caller_of(connection)
         except HTTPException as error:
             await self._problems.not_let_in(error).send(send)
             return
-        if self._max_open_keys is not None and self._open_keys[who] >= self._max_open_keys:
+        if self._max_open_keys is not None and self._open_keys[caller] >= self._max_open_keys:
             await self._problems.too_many(self._max_open_keys).send(send)
             return
-        with self._opened(who):
-            await self._guard(connection, who, key, receive, send)
+        with self._count_open_key(caller):
+            await self._guard(connection, caller, key, receive, send)
 
     @contextmanager
-    def _opened(self, who: str) -> Iterator[None]:
-        """Count one more request that `who` has open."""
-        self._open_keys[who] += 1
+    def _count_open_key(self, caller: str) -> Iterator[None]:
+        """Count an open request of `caller` within the block."""
+        self._open_keys[caller] += 1
         try:
             yield
         finally:
-            self._open_keys[who] -= 1
-            if not self._open_keys[who]:
-                del self._open_keys[who]  # or each caller ever seen would stay in memory
+            self._open_keys[caller] -= 1
+            if not self._open_keys[caller]:
+                del self._open_keys[caller]  # otherwise every caller would stay in memory
 
-    async def _guard(self, connection: HTTPConnection, who: str, key: str, receive: Receive, send: Send) -> None:
+    async def _guard(self, connection: HTTPConnection, caller: str, key: str, receive: Receive, send: Send) -> None:
         body = await _body_of(receive, self._max_request_bytes)
         if body is None:
-            return  # the client has gone before it had said what it wants
+            return  # the client disconnected before it had sent its request
         if len(body) > self._max_request_bytes:
             await self._problems.too_large(self._max_request_bytes).send(send)
             return
         manager = await self._manager_of()
-        request = _Request(self.app, _held_back(connection.scope), receive, send, body)
-        await self._answer(manager, request, self._work(manager, connection, who, key, body))
+        request = _Request(self.app, _without_body_extensions(connection.scope), receive, send, body)
+        await self._answer(manager, request, self._work(manager, connection, caller, key, body))
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the lifespan on to the application, whose startup fails if requests could not be guarded.
+        """Pass the lifespan on to the application, and fail the startup if requests could not be guarded.
 
         Raises:
-            ApplicationError: It fails; the server has been notified.
+            ApplicationError: The startup failed; the server has been notified.
         """
-        failure = self._mistake
+        failure = self._setup_error
         if failure is not None:
             await receive()
         elif self._container is None:
@@ -341,11 +345,11 @@ class IdempotencyKeyMiddleware:
             raise failure
 
     async def _start_with_container(self, scope: Scope, receive: Receive, send: Send) -> ApplicationError | None:
-        """Start the application, then ask the container for its manager: the startup may be what provides it."""
+        """Start the application, then get the manager from the container: the startup may make it available."""
         failures: list[ApplicationError] = []
 
         async def receive_until_failure() -> Message:
-            # The application closes what its startup has opened.
+            # Let the application close the resources that its startup opened.
             return {"type": "lifespan.shutdown"} if failures else await receive()
 
         async def send_until_failure(message: Message) -> None:
@@ -359,7 +363,7 @@ class IdempotencyKeyMiddleware:
         except Exception:
             if not failures:
                 raise
-            logger.exception("the application failed to shut down after its guard had failed to start")
+            logger.exception("the application failed to shut down after IdempotencyKeyMiddleware had failed to start")
         return failures[0] if failures else None
 
     async def _failure_to_start(self) -> ApplicationError | None:
@@ -369,8 +373,8 @@ class IdempotencyKeyMiddleware:
                 manager.checked_ttl(self._ttl)
         except ApplicationError as error:
             return error
-        except Exception as error:  # noqa: BLE001  # of Dishka's, or of a provider
-            failure = ApplicationError(f"the container of IdempotencyKeyMiddleware gives no manager: {error}")
+        except Exception as error:  # noqa: BLE001  # raised by Dishka or by a provider
+            failure = ApplicationError(f"the container of IdempotencyKeyMiddleware cannot provide a manager: {error}")
             failure.__cause__ = error
             return failure
         return None
@@ -378,7 +382,7 @@ class IdempotencyKeyMiddleware:
     def _guards(self, scope: Scope) -> bool:
         if scope["method"] not in self._methods:
             return False
-        return self._paths is None or any(path.match(_plain(_path_within(scope))) for path in self._paths)
+        return self._paths is None or any(path.match(_normalized(_path_within(scope))) for path in self._paths)
 
     def _key_in(self, given: list[str]) -> str | None:
         if len(given) != 1:
@@ -388,14 +392,14 @@ class IdempotencyKeyMiddleware:
             return re.sub(r"\\(.)", r"\1", quoted[1])
         return value if self._bare_keys and len(value) <= LONGEST_KEY and _BARE.fullmatch(value) else None
 
-    async def _who(self, connection: HTTPConnection) -> str:
-        told: object = self._identity(connection)
-        if inspect.isawaitable(told):
-            told = await told
-        if not isinstance(told, str):
-            # Were it made a string here, a caller without a name would be one called "None".
-            raise ApplicationError(f"identity says who asks by a string, and said {type(told).__name__}")
-        return told
+    async def _caller_of(self, connection: HTTPConnection) -> str:
+        caller: object = self._identity(connection)
+        if inspect.isawaitable(caller):
+            caller = await caller
+        if not isinstance(caller, str):
+            # Converting it to a string would turn unidentified callers into one caller named "None".
+            raise ApplicationError(f"identity must return a string, not {type(caller).__name__}")
+        return caller
 
     async def _manager_of(self) -> IdempotencyManager:
         if self._manager is None:
@@ -403,7 +407,9 @@ class IdempotencyKeyMiddleware:
             self._manager = await self._container.get(IdempotencyManager)
         return self._manager
 
-    def _work(self, manager: IdempotencyManager, connection: HTTPConnection, who: str, key: str, body: bytes) -> Work:
+    def _work(
+        self, manager: IdempotencyManager, connection: HTTPConnection, caller: str, key: str, body: bytes
+    ) -> Work:
         scope = connection.scope
         path = scope.get("root_path", "").rstrip("/") + _path_within(scope)
         host = None if self._share_hosts else _host_of(connection)
@@ -411,35 +417,35 @@ class IdempotencyKeyMiddleware:
             (scope.get("query_string", b""), connection.headers.get("content-type", "").encode("latin-1"), body)
         )
         return Work(
-            manager.space.key(key_of_request(who, host, scope["method"], path, key)),
+            manager.space.key(key_of_request(caller, host, scope["method"], path, key)),
             fingerprint(payload),
             None if self._ttl is None else manager.checked_ttl(self._ttl),
             gives_up=False,
         )
 
     async def _answer(self, manager: IdempotencyManager, request: _Request, work: Work) -> None:
-        async def one_pass() -> Outcome[object]:
+        async def execute() -> Outcome[object]:
             return await manager.executor.execute(work, lambda attempt: self._run(request, manager, work, attempt))
 
         policy = OnInProgress.RAISE if self._wait is None else OnInProgress.WAIT
         try:
-            for _ in range(_LOOKS_AT_A_REFUSAL):
-                outcome = await manager.outcome(work, one_pass, on_in_progress=policy, wait_timeout=self._wait)
-                if not _was_refused(outcome, manager):
+            for _ in range(_REJECTION_RETRIES):
+                outcome = await manager.outcome(work, execute, on_in_progress=policy, wait_timeout=self._wait)
+                if not _was_rejected(outcome, manager):
                     break
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_REJECTION_RETRY_SECONDS)
         except InProgressError:
             await self._problems.in_progress().send(request.send)
         except ResultNotStoredError as error:
-            # The caller is told what has happened, and has no reason to try again.
+            # The work is done and the client gets its response, so there is no reason to retry.
             logger.error("%s", error)
             await request.send_held_back()
         except (StoreError, LeaseLostError) as error:
             logger.error("%s", error)
-            if not request.begun:
+            if not request.has_started:
                 await self._problems.unavailable(error).send(request.send)
         else:
-            if _was_refused(outcome, manager):
+            if _was_rejected(outcome, manager):
                 await self._problems.in_progress().send(request.send)
             else:
                 await self._end(request, outcome)
@@ -452,7 +458,7 @@ class IdempotencyKeyMiddleware:
         if not self._stored(captured.status):
             if captured.status >= 500:
                 raise _NoOutcomeError(captured.streams)
-            # A refusal leaves no record: a flood of them must not fill the store.
+            # A rejected request leaves no record, so that a flood of them does not fill the store.
             work.forgotten = True
             return NOT_KEPT
         if captured.response is None or not manager.config.enable_result_caching:
@@ -466,49 +472,49 @@ class IdempotencyKeyMiddleware:
             case HandlerFailed(error=_NoOutcomeError() as error):
                 if error.streams:
                     logger.warning(
-                        "the response to %s %s was not remembered, and a retry does it again: %s",
+                        "the response to %s %s was not stored, so a retry runs again: %s",
                         request.scope["method"],
                         printable(request.scope["path"]),
                         printable(error.streams),
                     )
                 await request.send_held_back()
             case HandlerFailed():
-                if request.answered_by_an_error:
+                if request.answered_with_error:
                     await request.send_held_back()
                 raise outcome.error
             case _:
-                await self._problems.again(outcome).send(request.send)
+                await self._problems.for_outcome(outcome).send(request.send)
 
 
-def _was_refused(outcome: Outcome[object], manager: IdempotencyManager) -> bool:
-    """Whether another request with this key has just been refused, and its record is about to vanish."""
-    # Where responses are kept, only such a record has neither a response nor a note that it was too large.
+def _was_rejected(outcome: Outcome[object], manager: IdempotencyManager) -> bool:
+    """Whether another request with this key has just been rejected, so that its record is about to expire."""
+    # If responses are stored, only such a record has neither a response nor the mark of a dropped one.
     is_bare = isinstance(outcome, Completed) and outcome.result is None and not outcome.result_dropped
     return is_bare and manager.config.enable_result_caching
 
 
 class _LeaseCheck:
-    """The check of one run of the application.  Leaving the block raises its refusal, if there was one."""
+    """The lease check of one run of the application.  If the check failed, exiting the block raises its error."""
 
     def __init__(self, run: ActiveRun | None, scope: str) -> None:
         self._run = run
         self._scope = scope
-        self._refusal: LeaseLostError | None = None
+        self._error: LeaseLostError | None = None
 
     def make(self) -> None:
-        """Look at the lease now.
+        """Check the lease now.
 
         Raises:
-            LeaseLostError: Too little is left of it.
+            LeaseLostError: The lease has expired or is about to.
         """
         run = self._run
         if run is None or run.lease is None:
-            return  # a policy lets it run without a lease
+            return  # the configured policy allows runs without a lease
         if run.is_over or run.lease.is_late():
-            held = run.attempt
+            attempt = run.attempt
             lease = run.lease.reservation.lease
-            self._refusal = LeaseLostError(held.label, held.number, lease, self._scope, late=True)
-            raise self._refusal
+            self._error = LeaseLostError(attempt.label, attempt.number, lease, self._scope, late=True)
+            raise self._error
 
     def __enter__(self) -> None:
         self._token = _LEASE_CHECK.set(self)
@@ -517,28 +523,28 @@ class _LeaseCheck:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _LEASE_CHECK.reset(self._token)
-        # A framework may have made a response of it, or another error; a cancellation goes on.
-        if self._refusal is None or error is self._refusal or not isinstance(error, Exception | None):
+        # A framework may have converted the error to a response or to another error.  Cancellations propagate.
+        if self._error is None or error is self._error or not isinstance(error, Exception | None):
             return
-        raise self._refusal from error
+        raise self._error from error
 
 
-_LEASE_CHECK: ContextVar[_LeaseCheck | None] = ContextVar("the check of the request being answered", default=None)
-"""Threads and tasks of the application inherit it."""
+_LEASE_CHECK: ContextVar[_LeaseCheck | None] = ContextVar("lease check of the current request", default=None)
+"""Inherited by threads and tasks of the application."""
 
 
 class _NoOutcomeError(Exception):
-    """The response is none that is remembered."""
+    """The response is not to be stored."""
 
     def __init__(self, streams: str) -> None:
         super().__init__(streams)
         self.streams = streams
-        """Why it could not be held back, if that is so."""
+        """Why the response was streamed; empty if it was not."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """One request, and the response of the application to it."""
+    """A request and the response of the application."""
 
     app: ASGIApp
     scope: Scope
@@ -548,17 +554,17 @@ class _Request:
     captured: Captured | None = None
 
     @property
-    def begun(self) -> bool:
-        """Whether a response is on its way to the client."""
+    def has_started(self) -> bool:
+        """Whether the response has started to stream to the client."""
         return self.captured is not None and self.captured.passing
 
     @property
-    def answered_by_an_error(self) -> bool:
-        """Whether the response says that the application failed; after any other one it has failed nevertheless."""
+    def answered_with_error(self) -> bool:
+        """Whether the application has sent a complete 5xx response before it raised."""
         return self.captured is not None and self.captured.status is not None and self.captured.status >= 500
 
     async def run(self, longest_body: int) -> Captured:
-        """Have the application answer."""
+        """Call the application and capture its response."""
         first = True
 
         async def receive() -> Message:
@@ -573,13 +579,13 @@ class _Request:
         return self.captured
 
     async def send_held_back(self) -> None:
-        """Let the response leave, if it has not."""
+        """Send the response unless it was streamed."""
         if self.captured is not None and (response := self.captured.response) is not None:
             await response.send(self.send)
 
 
 async def _body_of(receive: Receive, longest: int) -> bytes | None:
-    """The body, or the beginning of one that is longer than that; `None` if the client has gone before its end."""
+    """Return the body, or more than `longest` bytes of a longer one; `None` if the client disconnected."""
     body = bytearray()
     while True:
         message = await receive()
@@ -594,25 +600,25 @@ _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 
 def _host_of(connection: HTTPConnection) -> str:
-    """The host that the client asked for, without the port that its scheme implies."""
+    """Return the requested host without the default port of its scheme."""
     host = ",".join(connection.headers.getlist("host")).strip().lower()
     return host.removesuffix(_DEFAULT_PORTS.get(connection.scope.get("scheme", "http"), ""))
 
 
 def _path_within(scope: Scope) -> str:
-    """The path as the application's routes have it, whether or not the server puts the root path before it."""
+    """Return the path as seen by the application's routes; servers may or may not prepend the root path."""
     root, path = scope.get("root_path", "").rstrip("/"), str(scope["path"])
     return path[len(root) :] if path == root or path.startswith(f"{root}/") else path
 
 
-def _plain(path: str) -> str:
-    """Without the slashes that some routers overlook, so that nobody gets round the guard by them."""
+def _normalized(path: str) -> str:
+    """Remove the extra slashes that some routers ignore; they must not bypass the guard."""
     return "/" + "/".join(part for part in path.split("/") if part)
 
 
-def _held_back(scope: Scope) -> Scope:
-    """`scope` for an application whose response comes to us whole."""
+def _without_body_extensions(scope: Scope) -> Scope:
+    """Return `scope` without the extensions that would send a body past this middleware."""
     offered = scope.get("extensions") or {}
-    if not offered.keys() & _BODY_ELSEWHERE:
+    if not offered.keys() & _BODY_EXTENSIONS:
         return scope
-    return {**scope, "extensions": {name: how for name, how in offered.items() if name not in _BODY_ELSEWHERE}}
+    return {**scope, "extensions": {name: value for name, value in offered.items() if name not in _BODY_EXTENSIONS}}

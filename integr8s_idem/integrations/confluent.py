@@ -1,11 +1,11 @@
-"""Plain confluent-kafka loops, each record done once.
+"""confluent-kafka consumer loops that process each message once.
 
     consumer = Consumer({"bootstrap.servers": …, "group.id": "billing", "enable.auto.commit": False})
     consumer.subscribe(["orders"])
     for delivery in guarded(consumer, manager, key=by_header("event_id")):
-        delivery.run(charge)                    # charge(message), once per key, over all restarts
+        delivery.run(charge)                    # calls charge(message) once per key, across restarts
 
-The loop and the function run in the thread that calls them; the guard runs in an event loop of another thread.
+The loop and the function run in the calling thread; the idempotency manager runs in an event loop of another thread.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GivenUp = Callable[[Message, Exception], None]
-"""Takes a message that is given up, for example to a topic of dead letters."""
+"""Called with a message that is given up, for example to send it to a dead-letter topic."""
 
 _POLL: Final = 0.5
-_LOOK: Final = 0.1
-"""Seconds of one poll, and of one look at a record that somebody else works on."""
+_WAIT_POLL: Final = 0.1
+"""Poll timeouts in seconds: normally, and while another worker is processing a record."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A message as keys are made of it."""
+    """The parts of a message from which keys are made."""
 
     topic: str
     partition: int
@@ -87,89 +87,89 @@ def guarded(
     commit_interval: Duration = COMMIT_INTERVAL,
     stop: threading.Event | None = None,
 ) -> Iterator[Delivery]:
-    """The messages of a consumer that has subscribed, one after the other, each to be done by `delivery.run`.
+    """Iterate over the messages of a subscribed consumer, one at a time; call `delivery.run` for each.
 
-    The consumer must be one with `enable.auto.commit` false; it does not say whether it is.
+    Set `enable.auto.commit` to false: the client does not expose this setting, so it cannot be checked here.
 
     Args:
-        key: Names the work of a message, of which it sees topic, partition, offset, value and headers.
-        ttl: How long an outcome is remembered, by the store's clock; longer than the topic keeps messages.
-        given_up: Takes messages whose work has failed for good; they are committed then.  Without it `run` raises,
-            and they are not.
+        key: Returns the key of a record, which has topic, partition, offset, value and headers.
+        ttl: How long an outcome is kept, by the store's clock.  Choose it longer than the retention of the topic.
+        given_up: Function that accepts messages whose work has failed permanently; they are committed afterwards.
+            Without it `run` raises, and they are not committed.
         commit_interval: How often offsets are committed, by this process's clock.
-        stop: Once it is set, by another thread or a handler of signals, the loop ends, also while no message comes.
+        stop: Ends the loop once it is set by another thread or a signal handler, even if no messages arrive.
 
     Raises:
-        ApplicationError: It is called in an event loop's thread, or a delivery was neither run nor skipped.
-        KafkaException: The consumer has an error that it does not recover from by itself.
+        ApplicationError: The calling thread runs an event loop, or a delivery was neither run nor skipped.
+        KafkaException: The consumer reports a permanent error.
     """
     if in_a_loop():
-        raise ApplicationError("a loop of confluent-kafka would stop the event loop it is called in: use a thread")
-    kept = None if ttl is None else manager.checked_ttl(ttl)
-    behind = _Behind(consumer, duration(commit_interval, "commit_interval").total_seconds())
+        raise ApplicationError("a confluent-kafka loop would block the running event loop: call it in a thread")
+    checked_ttl = None if ttl is None else manager.checked_ttl(ttl)
+    committer = _Committer(consumer, duration(commit_interval, "commit_interval").total_seconds())
     failures = 0
     try:
         while stop is None or not stop.is_set():
             message = consumer.poll(_POLL)
-            behind.commit_if_due()
-            if message is None or _is_told(message.error()):
-                behind.note_end(message)
+            committer.commit_if_due()
+            if message is None or _is_transient(message.error()):
+                committer.note_end(message)
                 continue
-            delivery = Delivery(consumer, manager, message, key, kept, given_up)
+            delivery = Delivery(consumer, manager, message, key, checked_ttl, given_up)
             try:
                 yield delivery
-            finally:  # the loop may be left with it
+            finally:  # the caller may break out of the loop
                 if delivery.settled:
-                    behind.settle(delivery.record)
+                    committer.settle(delivery.record)
             if delivery.settled:
                 failures = 0
             else:
                 failures += 1
-                _go_back(consumer, delivery)
+                _seek_back(consumer, delivery)
                 time.sleep(pause_after(failures))
     finally:
-        behind.commit()
+        committer.commit()
 
 
-_PASSING: Final = frozenset(
+_TRANSIENT: Final = frozenset(
     (KafkaError._MAX_POLL_EXCEEDED, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._TRANSPORT, KafkaError._TIMED_OUT)  # noqa: SLF001
 )
-"""What the consumer goes on after: it joins its group again, and looks again for a topic that is not there yet."""
+"""Errors that the consumer recovers from: it rejoins its group, and looks up a missing topic again."""
 
 
-def _is_told(error: KafkaError | None) -> bool:
-    """Whether what came is no message, but an error that passes.
+def _is_transient(error: KafkaError | None) -> bool:
+    """Whether a poll returned a transient error instead of a message.
 
     Raises:
-        KafkaException: It is one that does not.
+        KafkaException: The error is permanent.
     """
     if error is None:
         return False
     if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
         return True
-    if error.fatal() or not (error.retriable() or error.code() in _PASSING):
+    if error.fatal() or not (error.retriable() or error.code() in _TRANSIENT):
         raise KafkaException(error)
     logger.warning("%s", error)
     return True
 
 
-def _go_back(consumer: Consumer, delivery: Delivery) -> None:
-    place = delivery.record
+def _seek_back(consumer: Consumer, delivery: Delivery) -> None:
+    record = delivery.record
     if not delivery.was_run:
         raise ApplicationError(
-            f"{by_position(place)} was neither run nor skipped: write `delivery.run(function)`, or `delivery.skip()` "
+            f"{by_position(record)} was neither run nor skipped: write `delivery.run(function)`, or `delivery.skip()` "
             "if there is nothing to do"
         )
-    if _is_ours(consumer, place.topic, place.partition):
-        consumer.seek(TopicPartition(place.topic, place.partition, place.offset))
+    if _is_assigned(consumer, record.topic, record.partition):
+        consumer.seek(TopicPartition(record.topic, record.partition, record.offset))
 
 
-def _is_ours(consumer: Consumer, topic: str, partition: int) -> bool:
+def _is_assigned(consumer: Consumer, topic: str, partition: int) -> bool:
     return any((each.topic, each.partition) == (topic, partition) for each in consumer.assignment())
 
 
-class _Behind:
-    """Commits what is settled."""
+class _Committer:
+    """Commits the offsets of settled records."""
 
     def __init__(self, consumer: Consumer, interval: float) -> None:
         self._consumer = consumer
@@ -181,10 +181,10 @@ class _Behind:
         self._settled[record.topic, record.partition] = record.offset + 1
 
     def note_end(self, message: Message | None) -> None:
-        """Settle markers and aborted messages as well, if `message` says that the end of a partition was reached.
+        """Settle transaction markers and aborted messages if `message` reports the end of a partition.
 
-        Every record before that end has been polled; it is settled, or it was sought back to, and then librdkafka
-        drops an end that it has reported meanwhile.
+        Every record before that end has been polled.  Each is settled, or the consumer has sought back to it, and then
+        librdkafka drops its pending end-of-partition reports.
         """
         error = message.error() if message is not None else None
         if message is None or error is None or error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001
@@ -204,17 +204,17 @@ class _Behind:
             offsets = [
                 TopicPartition(topic, partition, offset)
                 for (topic, partition), offset in settled.items()
-                if _is_ours(self._consumer, topic, partition)
+                if _is_assigned(self._consumer, topic, partition)
             ]
             if offsets:
                 self._consumer.commit(offsets=offsets, asynchronous=False)
-        except (KafkaException, RuntimeError) as error:  # the latter where the consumer was closed before the loop
-            # They come again, to us or to the next owner, and are found done.
+        except (KafkaException, RuntimeError) as error:  # RuntimeError if the consumer was closed before the loop ended
+            # The records are redelivered, here or to the next owner, and recognized as duplicates.
             logger.warning("offsets were not committed: %s", error)
 
 
 class Delivery:
-    """One message, to be done once."""
+    """One message, to be processed once."""
 
     def __init__(
         self,
@@ -228,10 +228,10 @@ class Delivery:
         self.message = message
         self.record = _Record.of(message)
         self.settled = False
-        """Whether it may be committed."""
+        """Whether the message may be committed."""
         self.was_run = False
         self.attempt: Attempt | None = None
-        """That of the run, once it has begun."""
+        """The attempt of the run, once it has started."""
         self._consumer = consumer
         self._manager = manager
         self._key = key
@@ -239,21 +239,22 @@ class Delivery:
         self._given_up = given_up
 
     def skip(self) -> None:
-        """There is nothing to do."""
+        """Mark the message as processed without running a function."""
         self.settled = True
 
     def run(self, function: Callable[[Message], T]) -> T:
-        """Have `function` do it, in this thread, unless it is done; then give what the first run has returned.
+        """Call `function` with the message in this thread, or return the stored result if it was processed before.
 
         Raises:
-            ApplicationError: `function` is an async one, or has returned something to await.
-            InvalidKeyError: The message offers nothing to make a key of.
-            PreviouslyFailedError, KeyReusedError, CorruptRecordError: It cannot be done, and nobody takes those that
-                are given up.
-            ResultDroppedError, ResultDecodeError: It is done, and what the first run returned cannot be given.
-            LeaseLostError: It took too long; somebody else does it now.
-            StoreError: The store gave no answer; it is fetched again.
-            Exception: Whatever `function` raises, unchanged; it is fetched again.
+            ApplicationError: `function` is async, or has returned an awaitable.
+            InvalidKeyError: No key can be made from the message.
+            PreviouslyFailedError, KeyReusedError, CorruptRecordError: The message cannot be processed, and there is no
+                `given_up` function.
+            ResultDroppedError, ResultDecodeError: The message was processed, but the result of that run is not
+                available.
+            LeaseLostError: The lease expired; another worker may process the message now.
+            StoreError: The store did not answer; the message is fetched again.
+            Exception: Any error of `function`, unchanged; the message is fetched again.
         """
         self.was_run = True
         refuse_async(function)
@@ -291,13 +292,13 @@ class Delivery:
         self.settled = True
 
     def _wait(self) -> None:
-        """Wait a moment, and stay in the group by polling meanwhile."""
-        ours: list[Any] = self._consumer.assignment()
-        self._consumer.pause(ours)
-        come = self._consumer.poll(_LOOK)
-        if come is not None and come.error() is None:
-            # What has come nevertheless, of a partition that is new, is to come again.
-            place = _Record.of(come)
-            self._consumer.seek(TopicPartition(place.topic, place.partition, place.offset))
-        # Those that a rebalance has taken meanwhile, too: if they come back, they would be paused still.
-        self._consumer.resume(ours)
+        """Wait briefly, polling with all partitions paused to stay in the consumer group."""
+        assigned: list[Any] = self._consumer.assignment()
+        self._consumer.pause(assigned)
+        message = self._consumer.poll(_WAIT_POLL)
+        if message is not None and message.error() is None:
+            # A newly assigned partition is not paused: fetch its message again later.
+            record = _Record.of(message)
+            self._consumer.seek(TopicPartition(record.topic, record.partition, record.offset))
+        # Resume revoked partitions too: if they were assigned again, they would still be paused.
+        self._consumer.resume(assigned)

@@ -1,20 +1,20 @@
-"""Dishka: providers for everything the library has, and handlers with `FromDishka[...]` parameters.
+"""Dishka providers for the library, and handlers with `FromDishka[...]` parameters.
 
     Service(
         "billing",
         providers=[
-            IdempotencyProvider(),                                              # store and guard
+            IdempotencyProvider(),                                              # store and manager
             KafkaProvider(),                                                    # publisher
-            IdempotentDispatcherProvider(router, ttl=timedelta(days=8)),        # who handles what, each event once
-            PaymentsProvider(),                                                 # your own
+            IdempotentDispatcherProvider(router, ttl=timedelta(days=8)),        # runs each handler once per event
+            PaymentsProvider(),                                                 # your own provider
         ],
     )
 
-A `Service` makes its container of these, of a `TelemetryProvider` and of an `EventContextProvider`.  A container that
-you make yourself lists those two as well, and has `Settings` and `ServiceName` in its context.
+A `Service` makes its container from these providers, a `TelemetryProvider` and an `EventContextProvider`.  If you make
+a container yourself, add the latter two, and put `Settings` and `ServiceName` in its context.
 
-The dependencies of handlers are part of the container's graph: a handler with a missing dependency is refused when the
-container is made.
+The dependencies of handlers are part of the container's graph: making a container with a handler whose dependencies are
+missing raises an error.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ServiceName = NewType("ServiceName", str)
-"""The service a container belongs to: its scope in keys, its section in the settings, its name in metrics."""
+"""Name of the service of a container: the scope in keys, the section in the settings, the name in metrics."""
 
 
 class TelemetryProvider(Provider):
-    """The `Observer` of the service: one for its manager, publisher, dispatcher and worker.
+    """Provides the `Observer` that the manager, publisher, dispatcher and worker of a service share.
 
     Needs `Settings` and `ServiceName` in the container's context.
     """
@@ -113,7 +113,7 @@ class TelemetryProvider(Provider):
 
 
 class EventContextProvider(Provider):
-    """What a handler can ask for about its call: `BaseEvent`, `Attempt`, `Outgoing`; or `Batch` if it takes batches."""
+    """Provides the context of a handler call: `BaseEvent`, `Attempt` and `Outgoing`, or `Batch` for batch handlers."""
 
     scope = Scope.REQUEST
     event = from_context(BaseEvent)
@@ -123,7 +123,7 @@ class EventContextProvider(Provider):
 
 
 class IdempotencyProvider(Provider):
-    """The store that the settings name, and the `IdempotencyManager` of the service.  Opened at first use.
+    """Provides the configured store and the `IdempotencyManager` of the service.  Opened at first use.
 
     Needs `Settings` and `ServiceName` in the container's context, and a `TelemetryProvider`.
     """
@@ -153,7 +153,7 @@ class IdempotencyProvider(Provider):
 
 
 class KafkaProvider(Provider):
-    """The `EventPublisher` of the service.  Needs `Settings` in the container's context, and a `TelemetryProvider`."""
+    """Provides the `EventPublisher` of the service.  Needs a `TelemetryProvider`, and `Settings` in the context."""
 
     scope = Scope.APP
 
@@ -165,9 +165,9 @@ class KafkaProvider(Provider):
 
 
 class DispatcherProvider(Provider):
-    """A plain `EventDispatcher`: for handlers that are repeatable by nature.
+    """Provides a plain `EventDispatcher`, for handlers that may safely run more than once.
 
-    Each call of a handler has a REQUEST scope of its own, with what `EventContextProvider` describes.
+    Each handler call has its own REQUEST scope, with the objects of `EventContextProvider`.
     """
 
     scope = Scope.APP
@@ -217,7 +217,7 @@ class DispatcherProvider(Provider):
         )
 
     def invoker(self, container: AsyncContainer) -> Invoke:
-        """Calls handlers in a REQUEST scope of `container`.
+        """Return a function that calls handlers in a REQUEST scope of `container`.
 
         Raises:
             ApplicationError: A handler was registered after this provider was made.
@@ -236,9 +236,9 @@ class DispatcherProvider(Provider):
 
 
 class IdempotentDispatcherProvider(DispatcherProvider):
-    """An `IdempotentEventDispatcher`: each handler runs once per key.  Needs `IdempotencyProvider` beside it.
+    """Provides an `IdempotentEventDispatcher`, which runs each handler once per key.  Needs `IdempotencyProvider`.
 
-    Handlers run in a REQUEST scope that holds their `Steps` besides.
+    The REQUEST scope of a handler also provides `Steps`.
     """
 
     def __init__(
@@ -259,12 +259,12 @@ class IdempotentDispatcherProvider(DispatcherProvider):
         Args:
             router: The handlers.
             key_strategy: How keys are made.
-            fields: For `content_hash`: only these fields count.
-            custom_key: For `custom`: makes the key from the event.
+            fields: For `content_hash`: the fields to hash.
+            custom_key: For `custom`: returns the key of an event.
             ttl: How long outcomes are kept; the settings' ttl if not given.
-            transaction: Makes handlers transactional: what they write by the `AsyncSession` or `AsyncConnection`
-                of their REQUEST scope, their outgoing events and their outcome commit together.  Which of the two
-                it is; its provider commits after its `yield`.  Needs a store in the same SQL database.
+            transaction: `AsyncSession` or `AsyncConnection`, to make handlers transactional: their writes by that
+                object of the REQUEST scope, their outgoing events and their outcome commit together.  Its provider
+                must commit after its `yield`.  Needs a store in the same SQL database.
             codec: How events lie in messages, if the settings have no name for it.
             scope: As for Dishka's `Provider`.
             component: As for Dishka's `Provider`.
@@ -320,7 +320,7 @@ class IdempotentDispatcherProvider(DispatcherProvider):
 
 
 def handler_timeout(settings: Settings, service: str) -> timedelta | None:
-    """The longest run of one handler of `service`; `None` if there is no limit."""
+    """Return the time limit of one handler call of `service`; `None` if there is no limit."""
     seconds = settings.service(service).handler_timeout_seconds
     return timedelta(seconds=seconds) if seconds is not None else None
 
@@ -330,13 +330,14 @@ def _current_container(_args: object, _kwargs: object) -> AsyncContainer:
         return cast("AsyncContainer", CURRENT.get())
     except LookupError:
         raise ApplicationError(
-            "no event is being handled here, whose container could fill in FromDishka[…]: @inject of "
-            "integr8s_idem.integrations.dishka is for what a handler calls; elsewhere use that of your framework"
+            "no event is being handled, so there is no container for FromDishka[…]: use @inject of "
+            "integr8s_idem.integrations.dishka only for functions called by handlers, and elsewhere that of your "
+            "framework"
         ) from None
 
 
 def inject(function: Callable[P, T]) -> Callable[P, T]:
-    """Fill the `FromDishka[...]` parameters of an async function that is called while an event is handled.
+    """Inject the `FromDishka[...]` parameters of an async function that is called while an event is handled.
 
     Handlers of a router do not need it.
     """
@@ -349,12 +350,12 @@ def inject(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None:
-    """Let the handlers of a dispatcher that you made yourself have their dependencies from `container`.
+    """Inject dependencies from `container` into the handlers of a dispatcher that you made yourself.
 
-    Add an `EventContextProvider` to the container if handlers ask for `Attempt`, `Outgoing` or `BaseEvent`.
-    Dependencies are resolved one by one when a handler is called, and not checked before.
+    Add an `EventContextProvider` to the container if handlers use `Attempt`, `Outgoing` or `BaseEvent`.
+    Dependencies are resolved when a handler is called, and not checked earlier.
     """
-    wrapped = {handler.function: _filled(handler.function) for handler in dispatcher.router.handlers}
+    wrapped = {handler.function: _injected(handler.function) for handler in dispatcher.router.handlers}
 
     async def invoke(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
         async with scope_of_a_call(container(context_of(call))) as request:
@@ -368,5 +369,5 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
     dispatcher.invoke_with(invoke)
 
 
-def _filled(function: HandlerFunction) -> HandlerFunction:
+def _injected(function: HandlerFunction) -> HandlerFunction:
     return functools.wraps(function)(inject(function))

@@ -1,4 +1,4 @@
-"""FastStream: subscribers of Kafka whose messages are handled once.  The only file that knows FastStream.
+"""FastStream middleware that makes Kafka subscribers handle each message once.
 
     broker = KafkaBroker(…, middlewares=[IdempotencyMiddleware(manager, key=by_header("event_id"))])
 
@@ -6,18 +6,19 @@
     @broker.publisher("receipts")
     async def charge(order: Order) -> Receipt: ...
 
-A record is completed after the handler, the scope that Dishka has opened for it (the business commit), and what
-`@publisher` sends, and before FastStream acknowledges the message.  A duplicate does not reach the handler: what the
-first run returned is returned again, so that `@publisher` sends again what may be missing.
+The record of a message is completed after the handler has returned, its Dishka scope has closed (the business commit)
+and `@publisher` has sent its messages, and before FastStream acknowledges the message.  A duplicate does not reach the
+handler: the middleware returns the result of the first run, so that `@publisher` sends messages that may be missing.
 
-What `@publisher` sends has a header `event_id`, derived from the key of the message that it answers, if it has none.
-While the broker does not take it, it is sent again and again: the handler has succeeded, and is not run again for that.
+Messages that `@publisher` sends without an `event_id` header get one that is derived from the key of the message they
+answer.  While the broker does not accept them, the middleware keeps retrying: the handler has succeeded and does not
+run again.
 
-A failure is answered by a pause and a negative acknowledgment, so that the message comes again, whatever the policy
-does with errors.  What is given up is acknowledged once `given_up` has taken it; without one it comes again, too, and
-holds up what lies behind it.  With `AckPolicy.ACK_FIRST`, which is FastStream's default for Kafka, messages are
-acknowledged before they are handled: that is refused.  A subscriber without a `group_id` reads what comes while it
-listens, in each process anew, and is left alone.
+After a failure the middleware pauses and rejects the message with a negative acknowledgment, so that it is
+redelivered under every acknowledgment policy.  Messages that are given up are acknowledged once the `given_up` function
+has accepted them; without that function they are redelivered and block their partition.  Subscribers with
+`AckPolicy.ACK_FIRST`, FastStream's default for Kafka, are rejected because it acknowledges messages before they are
+handled.  Subscribers without a `group_id` are not guarded: nothing is redelivered to them.
 """
 
 from __future__ import annotations
@@ -71,25 +72,25 @@ __all__ = ["IdempotencyMiddleware", "SubscriberError", "by_header", "by_position
 logger = logging.getLogger(__name__)
 
 GivenUp = Callable[[Any, Exception], Awaitable[None]]
-"""Takes a record of Kafka's that is given up, for example to a topic of dead letters."""
+"""Called with a Kafka record that is given up, for example to send it to a dead-letter topic."""
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What all messages of a broker are guarded by."""
+    """The options of a middleware and the state that all its messages share."""
 
     manager: IdempotencyManager
     key: KeyOf
     ttl: timedelta | None
     given_up: GivenUp | None
     failures: dict[Any, int] = field(default_factory=dict)
-    """In a row, by subscriber."""
+    """Consecutive failures by subscriber."""
     checked: set[Any] = field(default_factory=set)
-    """Subscribers that can be guarded."""
+    """Subscribers that have passed `check_subscriber`."""
 
 
 class IdempotencyMiddleware:
-    """Guards all subscribers of a broker."""
+    """Middleware that guards all subscribers of a broker."""
 
     def __init__(
         self,
@@ -101,11 +102,11 @@ class IdempotencyMiddleware:
     ) -> None:
         """
         Args:
-            manager: Its scope names the service.
-            key: Names the work of a record; see `by_header` and `by_position`.
-            ttl: How long an outcome is remembered, by the store's clock; longer than the topic keeps messages.
-            given_up: Takes records that cannot be done, or have failed for good; they are acknowledged then.  Without
-                it they are not, and hold up what lies behind them.
+            manager: Guards the messages; its scope names the service.
+            key: Returns the key of a record; see `by_header` and `by_position`.
+            ttl: How long an outcome is kept, by the store's clock.  Choose it longer than the retention of the topic.
+            given_up: Async function that accepts records which cannot be handled or have failed permanently; they are
+                acknowledged afterwards.  Without it they are redelivered and block their partition.
         """
         self._settings = _Settings(manager, key, duration(ttl, "ttl"), given_up)
 
@@ -113,88 +114,87 @@ class IdempotencyMiddleware:
         return _Guard(self._settings, msg, context=context)
 
     def check(self, broker: Any) -> None:
-        """To be called before the broker starts: `app.on_startup(lambda: guard.check(broker))`.
+        """Check all subscribers of a broker.  Call it at startup: `app.on_startup(lambda: guard.check(broker))`.
 
         Raises:
-            SubscriberError: A subscriber acknowledges messages before they are handled, or by itself; it has no name to
-                make keys of, or that of another one of its group.
+            SubscriberError: A subscriber acknowledges messages before they are handled, or manually; or it has no
+                stable name, or the name of another subscriber of its group.
         """
         for subscriber in broker.subscribers:
-            refuse(subscriber, broker)
+            check_subscriber(subscriber, broker)
 
 
 def key_of_message(group: str, subscriber: str, text: str) -> Key:
-    """The key of a message that is named by `text`, for one subscriber."""
+    """Return the key of a message for one subscriber; `text` identifies the message."""
     return Key.of_entry(EntryPoint.FASTSTREAM, group, subscriber, text, name=f"{subscriber} {text}")
 
 
 class SubscriberError(ApplicationError, StopConsume):
-    """A subscriber as it is would lose messages; it is stopped rather than let do so."""
+    """A subscriber is configured in a way that would lose messages.  FastStream stops it."""
 
 
 _SAFE: Final = frozenset({AckPolicy.ACK, AckPolicy.REJECT_ON_ERROR, AckPolicy.NACK_ON_ERROR})
 
 
-def in_a_group(subscriber: Any) -> bool:
-    """Whether somebody remembers how far it is: without a `group_id` it reads what comes, and nothing comes again."""
+def has_group(subscriber: Any) -> bool:
+    """Whether a subscriber has a `group_id`.  Without one no offsets are committed and nothing is redelivered."""
     return bool(getattr(subscriber, "group_id", None))
 
 
-def refuse(subscriber: Any, broker: Any) -> None:
-    """Refuse a subscriber that cannot be guarded; one that reads in no group, or has no function, is left alone.
+def check_subscriber(subscriber: Any, broker: Any) -> None:
+    """Check that a subscriber can be guarded.  Subscribers without a group or without a function are ignored.
 
     Raises:
-        SubscriberError: It acknowledges otherwise than after the record of its message is completed, it has no name to
-            make keys of, or another one of its group has the same.
+        SubscriberError: It may acknowledge a message before the record of the message is completed; or it has no
+            stable name, or the name of another subscriber of its group.
     """
-    if not in_a_group(subscriber) or not subscriber.calls:
+    if not has_group(subscriber) or not subscriber.calls:
         return
-    refuse_policy(subscriber)
+    check_ack_policy(subscriber)
     name, group = name_of(subscriber), subscriber.group_id
     if name is None:
         functions = ", ".join(call.name for call in subscriber.calls)
         raise SubscriberError(
-            f"keys are made of a subscriber's name, and one of the group {group} has none that stays: its functions "
-            f"are {functions}. {_TITLE}"
+            f"a subscriber in group {group} has no stable name for its keys: its functions are {functions}. {_TITLE}"
         )
-    alike = [other for other in broker.subscribers if other.group_id == group and name_of(other) == name]
-    if len(alike) > 1:
+    same_name = [other for other in broker.subscribers if other.group_id == group and name_of(other) == name]
+    if len(same_name) > 1:
         raise SubscriberError(
-            f"the group {group} has {len(alike)} subscribers named {name}, which would share their keys, and miss each "
-            f"other's messages. {_TITLE}"
+            f"group {group} has {len(same_name)} subscribers named {name}; they would share keys and miss each other's "
+            f"messages. {_TITLE}"
         )
 
 
-_TITLE: Final = 'Give each a title of its own: @broker.subscriber(…, title="charge-orders")'
+_TITLE: Final = 'Give each subscriber its own title: @broker.subscriber(…, title="charge-orders")'
 
 
-def refuse_policy(subscriber: Any) -> None:
-    """As `refuse`, of the acknowledgment alone."""
+def check_ack_policy(subscriber: Any) -> None:
+    """Check that a subscriber acknowledges messages only after they are handled."""
     policy = getattr(subscriber, "ack_policy", None)
     if policy not in _SAFE:
-        told = policy.name if isinstance(policy, AckPolicy) else repr(policy)
+        shown = policy.name if isinstance(policy, AckPolicy) else repr(policy)
         raise SubscriberError(
-            f"a subscriber with AckPolicy.{told} acknowledges messages that are not handled yet, and a crash loses "
-            "them: write ack_policy=AckPolicy.NACK_ON_ERROR"
+            f"a subscriber with AckPolicy.{shown} acknowledges messages before they are handled, so a crash loses "
+            "them: set ack_policy=AckPolicy.NACK_ON_ERROR"
         )
 
 
 def name_of(subscriber: Any) -> str | None:
-    """What stands in the keys of a subscriber: its title, or its function's name, if it has one and has but one."""
+    """Return the name of a subscriber in keys: its title, or else the name of its only function."""
     title: str | None = subscriber.specification.config.title_
     names: list[str] = [call.name for call in subscriber.calls]
     own = names[0] if len(names) == 1 and names[0].isidentifier() else None
     return title or own
 
 
-_GIVE_A_TAKER: Final = (
-    "It comes again until somebody takes it: give IdempotencyMiddleware given_up=, an async function that takes such "
-    "messages, for instance to a topic of dead letters."
+_SET_GIVEN_UP: Final = (
+    "It is redelivered until it is accepted: pass IdempotencyMiddleware(given_up=…), an async function that, for "
+    "example, sends such messages to a dead-letter topic."
 )
 
 
 class _Guard(BaseMiddleware[Any, Any]):
-    """One message, or one batch of them, on its way."""
+    """Guards one message or one batch."""
 
     def __init__(self, settings: _Settings, msg: Any, *, context: Any) -> None:
         super().__init__(msg, context=context)
@@ -202,24 +202,24 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._manager = settings.manager
         self._subscriber: Any = context.get_local("handler_")
         self._runs: list[tuple[Run, Any]] = []
-        """What this message has begun, with its records."""
+        """The open runs of this message, each with its Kafka record."""
         self._value: Any = None
         self._unit = ""
-        """The full key of its one unit of work, from which the ids of what it publishes are derived."""
+        """The full key of a single message; the event ids of its published messages are derived from it."""
         self._published = 0
-        self._is_ours = False
-        """Whether what is published answers a message of ours."""
-        self._stays = False
-        """Whether it is not to be acknowledged, whatever becomes of the rest of its batch."""
+        self._is_guarded = False
+        """Whether published messages answer a guarded message."""
+        self._must_redeliver = False
+        """Whether the message must not be acknowledged, even if the rest of its batch succeeds."""
 
     async def consume_scope(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
-        if not in_a_group(self._subscriber):
+        if not has_group(self._subscriber):
             return await call_next(msg)
-        await self._refuse(msg)
-        self._is_ours = True
+        await self._check_subscriber(msg)
+        self._is_guarded = True
         if isinstance(msg.raw_message, tuple | list):
             return await self._consume_batch(call_next, msg)
-        work = self._asked_for(msg.raw_message)
+        work = self._work_or_end(msg.raw_message)
         if isinstance(work, Work):
             self._unit = self._manager.space.full(work.key)
         ended = await self._begin(work, msg.raw_message)
@@ -230,17 +230,17 @@ class _Guard(BaseMiddleware[Any, Any]):
             return _replayed(ended.done)
         if ended is not None:
             await self._give_up(msg.raw_message, ended.error)
-            await self._pass_by()
+            await self._acknowledge()
         self._start()
         self._value = await self._work(call_next, msg)
         return self._value
 
-    async def _refuse(self, msg: StreamMessage[Any]) -> None:
-        """Stop a subscriber that cannot be guarded; its message comes again, whatever its policy does with errors."""
+    async def _check_subscriber(self, msg: StreamMessage[Any]) -> None:
+        """Stop a subscriber that cannot be guarded.  Its message is rejected, so that it is redelivered."""
         if self._subscriber in self._settings.checked:
             return
         try:
-            refuse(self._subscriber, self.context.get_local("broker"))
+            check_subscriber(self._subscriber, self.context.get_local("broker"))
         except SubscriberError as error:
             logger.error("%s", error)
             await msg.nack()
@@ -248,64 +248,66 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._settings.checked.add(self._subscriber)
 
     async def _consume_batch(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
-        """Those of a batch that are not done go on to the handler, each once."""
+        """Pass the records of a batch that are not handled yet to the handler, without duplicates."""
         records: Sequence[Any] = msg.raw_message
-        works = [self._asked_for(record) for record in records]
-        places = _places_of_different_work(works)
-        ends = await self._begin_all([(works[at], records[at]) for at in places])
-        ours = [at for at, end in zip(places, ends, strict=True) if end is None]
+        works = [self._work_or_end(record) for record in records]
+        indexes = _first_occurrences(works)
+        ends = await self._begin_all([(works[index], records[index]) for index in indexes])
+        reserved = [index for index, end in zip(indexes, ends, strict=True) if end is None]
         self._start()
-        for at, end in zip(places, ends, strict=True):
+        for index, end in zip(indexes, ends, strict=True):
             if end is not None and end.error is not None:
-                await self._give_up(records[at], end.error)
-        if not ours:
-            await self._pass_by()
+                await self._give_up(records[index], end.error)
+        if not reserved:
+            await self._acknowledge()
         rest = copy.copy(msg)
-        rest.raw_message = type(records)(records[index] for index in ours)  # type: ignore[call-arg]
+        rest.raw_message = type(records)(records[index] for index in reserved)  # type: ignore[call-arg]
         for name in ("body", "batch_headers"):
             parts: Sequence[Any] = getattr(msg, name)
             if len(parts) == len(records):
-                setattr(rest, name, [parts[index] for index in ours])
+                setattr(rest, name, [parts[index] for index in reserved])
         return await self._work(call_next, rest)
 
-    async def _begin_all(self, asked: Sequence[tuple[Work | End, Any]]) -> list[End | None]:
-        """As `_begin`, of each.  If one cannot be asked for, none is begun."""
-        ends = await asyncio.gather(*(self._begin(*each) for each in asked), return_exceptions=True)
-        begun = await self._ends_or_abandon(ends)
+    async def _begin_all(self, requests: Sequence[tuple[Work | End, Any]]) -> list[End | None]:
+        """Call `_begin` for each.  If one raises, release all."""
+        results = await asyncio.gather(*(self._begin(*each) for each in requests), return_exceptions=True)
+        ends = await self._ends_or_abandon(results)
         await turn_of_the_loop()
-        # While the last of them was reserved, the lease of the first may have run out.
+        # While the last record was reserved, the lease of the first may have expired.
         while late := [(run, record) for run, record in self._runs if run.is_late()]:
-            places = [next(at for at, (_, asked_for) in enumerate(asked) if asked_for is record) for _, record in late]
-            again = await asyncio.gather(
+            indexes = [
+                next(i for i, (_, requested) in enumerate(requests) if requested is record) for _, record in late
+            ]
+            retried = await asyncio.gather(
                 *(self._begin_again(run, record) for run, record in late), return_exceptions=True
             )
-            for at, end in zip(places, await self._ends_or_abandon(again), strict=True):
-                begun[at] = end
-        return begun
+            for index, end in zip(indexes, await self._ends_or_abandon(retried), strict=True):
+                ends[index] = end
+        return ends
 
     def _start(self) -> None:
-        """Begin the time of what is ours to do.  Nothing may be awaited since it was found not to be late."""
+        """Start the timers of all open runs.  The caller must not await between the lease check and this call."""
         task = asyncio.current_task()
         assert task is not None, "FastStream handles messages in tasks"
         for run, _ in self._runs:
             run.start(task)
 
-    async def _ends_or_abandon(self, ends: Sequence[End | BaseException | None]) -> list[End | None]:
-        for end in ends:
-            if isinstance(end, BaseException):
+    async def _ends_or_abandon(self, results: Sequence[End | BaseException | None]) -> list[End | None]:
+        for result in results:
+            if isinstance(result, BaseException):
                 await self._abandon()
-                raise end
-        return [end for end in ends if not isinstance(end, BaseException)]
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
 
-    def _asked_for(self, record: Any) -> Work | End:
-        """The work of a record, made once for all that is done with it; or its end, if it has no key."""
+    def _work_or_end(self, record: Any) -> Work | End:
+        """Return the work of a record, or its end if no key can be made."""
         try:
             return self._work_of(record)
         except InvalidKeyError as error:
             return End(True, error=error)
 
     async def _begin(self, work: Work | End, record: Any) -> End | None:
-        """`None`: it is ours to do.  Otherwise how it has ended."""
+        """Reserve the key of a record.  Return `None` if this process has reserved it, otherwise how the work ended."""
         if isinstance(work, End):
             return work
         executor = self._manager.executor
@@ -318,25 +320,25 @@ class _Guard(BaseMiddleware[Any, Any]):
             )
         except (InProgressError, StoreError) as error:
             logger.warning("%s", error)
-            await self._again()
+            await self._redeliver()
         if not isinstance(opened, Run):
             return end_of(work, opened)
         self._runs.append((opened, record))
         return None
 
     async def _begin_again(self, run: Run, record: Any) -> End | None:
-        """As `_begin`, for a run that was not started and whose lease is late."""
+        """Reserve a key again after the lease of its run expired before the run was started."""
         self._runs.remove((run, record))
         run.not_started()
         try:
             return await self._begin(run.work, record)
         except BaseException:
-            run.release()  # it may be ours still: the message must not wait for the end of its lease
+            run.release()  # this process may still hold it, and the message must not wait until the lease expires
             raise
 
     async def publish_scope(self, call_next: Callable[[Any], Awaitable[Any]], cmd: Any) -> Any:
-        """Name what is sent: the same at every run and replay, so that the next service knows it again."""
-        if not self._is_ours:
+        """Give each published message the same event id in every run, so that consumers detect duplicates."""
+        if not self._is_guarded:
             return await call_next(cmd)
         # Messages of one batch share their headers, and must not share an id.
         if self._unit and "event_id" not in cmd.headers and len(cmd.batch_bodies) == 1:
@@ -347,24 +349,24 @@ class _Guard(BaseMiddleware[Any, Any]):
             try:
                 return await call_next(cmd)
             except KafkaError as error:
-                if not _is_the_brokers(error):
+                if not _is_transient(error):
                     raise
-                logger.warning("%s does not take what is published: %r", cmd.destination, error)
+                logger.warning("publishing to %s failed, retrying: %r", cmd.destination, error)
             failures += 1
             await asyncio.sleep(pause_after(failures))
 
     def _work_of(self, record: Any) -> Work:
-        # The topic is no part of the key: what a subscriber reads again from a topic for retries is the same work.
-        group, name, told = self._subscriber.group_id, name_of(self._subscriber), self._settings.key(record)
-        assert name is not None, "it was refused"
-        key = key_of_message(group, name, told)
+        # The topic is not part of the key: a message that the subscriber reads from a retry topic is the same work.
+        group, name, text = self._subscriber.group_id, name_of(self._subscriber), self._settings.key(record)
+        assert name is not None, "check_subscriber rejects subscribers without a name"
+        key = key_of_message(group, name, text)
         ttl = None if self._settings.ttl is None else self._manager.checked_ttl(self._settings.ttl)
         return Work(self._manager.space.key(key), fingerprint(record.value or b""), ttl)
 
     async def _work(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         with self._runs[0][0].within() if len(self._runs) == 1 else nullcontext():
             try:
-                return _repeatable(await call_next(msg), name_of(self._subscriber))
+                return _materialized(await call_next(msg), name_of(self._subscriber))
             except asyncio.CancelledError:
                 for run, _ in self._runs:
                     run.raise_if_lost()
@@ -376,85 +378,85 @@ class _Guard(BaseMiddleware[Any, Any]):
         exc_val: BaseException | None = None,
         exc_tb: TracebackType | None = None,
     ) -> bool | None:
-        """Settle, once the handler's scope is closed and what it publishes is out."""
+        """Settle the message after the handler's scope has closed and its messages have been published."""
         if not self._runs:
-            if self._is_ours and isinstance(exc_val, Exception) and not isinstance(exc_val, IgnoredException):
-                # Out of the user's function that makes keys, or of FastStream's code around ours.
-                logger.error("%s: it comes again", _said(exc_val))
-                await self._again()
+            if self._is_guarded and isinstance(exc_val, Exception) and not isinstance(exc_val, IgnoredException):
+                # Raised by the user's key function, or by FastStream's code around this middleware.
+                logger.error("%s: the message will be redelivered", _text_of(exc_val))
+                await self._redeliver()
             return False
         if exc_val is None or isinstance(exc_val, AckMessage):
             await self._finish(self._runs)
-            if self._stays:
-                await self._again()
-        elif isinstance(exc_val, Exception) and not _is_the_brokers(exc_val):
+            if self._must_redeliver:
+                await self._redeliver()
+        elif isinstance(exc_val, Exception) and not _is_transient(exc_val):
             await self._fail(self._runs, exc_val)
         else:
             lost = [error for run, _ in self._runs if (error := _lost(run)) is not None]
             await self._abandon()
             if lost or isinstance(exc_val, Exception):
-                # Were it let go on, a cancellation of ours would end the subscriber.
-                logger.warning("%s: it comes again", lost[0] if lost else _said(exc_val))
-                await self._again()
+                # A cancellation by a run would end the subscriber if it propagated.
+                logger.warning("%s: the message will be redelivered", lost[0] if lost else _text_of(exc_val))
+                await self._redeliver()
         return False
 
     async def _finish(self, runs: Sequence[tuple[Run, Any]]) -> None:
         lost = _stop(runs)
         value = _stored(self._value) if len(runs) == 1 else None
-        standing = (run for run, _ in runs if run not in lost)
-        ends = [*lost.values(), *await asyncio.gather(*(run.finish(value) for run in standing), return_exceptions=True)]
+        held = (run for run, _ in runs if run not in lost)
+        ends = [*lost.values(), *await asyncio.gather(*(run.finish(value) for run in held), return_exceptions=True)]
         for end in ends:
             if isinstance(end, LeaseLostError | StoreError):
                 logger.warning("%s", end)
             elif isinstance(end, BaseException):
                 raise end
         if any(isinstance(end, BaseException) for end in ends):
-            await self._again()
+            await self._redeliver()
         self._settings.failures.pop(self._subscriber, None)
 
     async def _fail(self, runs: Sequence[tuple[Run, Any]], error: Exception) -> None:
         lost = _stop(runs, error)
-        standing = [(run, record) for run, record in runs if run not in lost]
-        ends = await asyncio.gather(*(run.fail(error) for run, _ in standing), return_exceptions=True)
+        held = [(run, record) for run, record in runs if run not in lost]
+        ends = await asyncio.gather(*(run.fail(error) for run, _ in held), return_exceptions=True)
         given_up = 0
-        for (_, record), end in zip(standing, ends, strict=True):
+        for (_, record), end in zip(held, ends, strict=True):
             if isinstance(end, HandlerFailed) and end.given_up:
                 given_up += 1
                 await self._give_up(record, error)
         if given_up == len(runs):
-            await self._pass_by()
-        logger.warning("%s: it comes again", _said(error))
-        await self._again()
+            await self._acknowledge()
+        logger.warning("%s: the message will be redelivered", _text_of(error))
+        await self._redeliver()
 
     async def _give_up(self, record: Any, error: Exception | None) -> None:
-        """Hand over what cannot be done.  What nobody takes stays."""
-        assert error is not None, "what is not done has ended by an error"
-        place = by_position(record)
+        """Pass a record to the `given_up` function.  If that is missing or fails, the message is redelivered."""
+        assert error is not None, "work that is not done has ended with an error"
+        position = by_position(record)
         if self._settings.given_up is None:
-            self._stays = True
-            logger.error("%s holds up what lies behind it: %s %s", place, _said(error), _GIVE_A_TAKER)
+            self._must_redeliver = True
+            logger.error("%s blocks its partition: %s %s", position, _text_of(error), _SET_GIVEN_UP)
             return
-        logger.error("%s is given up: %s", place, _said(error))
+        logger.error("%s is given up: %s", position, _text_of(error))
         try:
             await self._settings.given_up(record, error)
-        except Exception as failure:  # noqa: BLE001  # told, and tried again
-            self._stays = True
-            logger.error("%s holds up what lies behind it: given_up has failed: %s", place, _said(failure))
+        except Exception as failure:  # noqa: BLE001  # logged and retried
+            self._must_redeliver = True
+            logger.error("%s blocks its partition: given_up raised: %s", position, _text_of(failure))
 
-    async def _pass_by(self) -> NoReturn:
-        """There is nothing to do: acknowledge the message, unless it stays."""
-        if self._stays:
-            await self._again()
+    async def _acknowledge(self) -> NoReturn:
+        """Acknowledge a message without calling the handler, unless it must be redelivered."""
+        if self._must_redeliver:
+            await self._redeliver()
         raise AckMessage
 
     async def _abandon(self) -> None:
-        """Give back what is begun."""
+        """Release all open runs."""
         runs, self._runs = self._runs, []
         for run, _ in runs:
             run.release()
 
-    async def _again(self) -> NoReturn:
-        """Have the message come again, after a pause: FastStream itself makes none."""
+    async def _redeliver(self) -> NoReturn:
+        """Reject the message after a pause, so that it is redelivered.  FastStream itself does not pause."""
         await self._abandon()
         failures = self._settings.failures.get(self._subscriber, 0) + 1
         self._settings.failures[self._subscriber] = failures
@@ -462,51 +464,51 @@ class _Guard(BaseMiddleware[Any, Any]):
         raise NackMessage
 
 
-def _places_of_different_work(works: Sequence[Work | End]) -> list[int]:
-    """Copies in one batch are settled with the first: to ask for them as well would be to wait for ourselves."""
+def _first_occurrences(works: Sequence[Work | End]) -> list[int]:
+    """Return the indexes of a batch without duplicates: reserving a duplicate would wait for this batch itself."""
     first: dict[Any, int] = {}
-    for at, work in enumerate(works):
-        # Nobody knows what one without a key is a copy of.
-        first.setdefault((work.key, work.fingerprint) if isinstance(work, Work) else at, at)
+    for index, work in enumerate(works):
+        # A record without a key cannot be compared with others.
+        first.setdefault((work.key, work.fingerprint) if isinstance(work, Work) else index, index)
     return list(first.values())
 
 
-def _said(error: BaseException) -> str:
-    """What `error` is: our own, and FastStream's, say it in a sentence."""
-    ours = isinstance(error, IdempotencyError | HandlerException)
-    return (str(error) if ours else "") or repr(error)
+def _text_of(error: BaseException) -> str:
+    """Return the message of this library's and FastStream's errors, and the `repr` of others."""
+    has_message = isinstance(error, IdempotencyError | HandlerException)
+    return (str(error) if has_message else "") or repr(error)
 
 
-def _is_the_brokers(error: BaseException) -> bool:
-    """Whether another try may go well, whatever the handler does: no run has failed by it."""
+def _is_transient(error: BaseException) -> bool:
+    """Whether `error` comes from the broker and a retry may succeed.  It does not count as a failed run."""
     return isinstance(error, KafkaError) and not isinstance(error, MessageSizeTooLargeError | ProducerClosed)
 
 
 def _stop(runs: Iterable[tuple[Run, Any]], error: Exception | None = None) -> dict[Run, LeaseLostError]:
-    """End the time of all runs, at once: none of them cancels this task while it waits for their outcomes.
+    """Stop the timers of all runs, so that none of them cancels this task while it waits for their outcomes.
 
-    Returns those whose lease had ended before.
+    Returns the runs whose lease had already expired.
     """
     lost = {}
     for run, _ in runs:
         try:
             run.stop(error)
-        except LeaseLostError as ended:
-            lost[run] = ended
+        except LeaseLostError as expired:
+            lost[run] = expired
     return lost
 
 
 def _lost(run: Run) -> Exception | None:
-    """Why a run has cancelled its handler's task, if it has."""
+    """Return the reason why a run cancelled its handler's task, or `None` if it did not."""
     try:
         run.raise_if_lost()
-    except Exception as error:  # noqa: BLE001  # to be told
+    except Exception as error:  # noqa: BLE001  # logged by the caller
         return error
     return None
 
 
-def _repeatable(value: Any, name: str | None) -> Any:
-    """Read an iterator that a handler returned, before FastStream does; of a `Response`, its body."""
+def _materialized(value: Any, name: str | None) -> Any:
+    """Read an iterator that a handler returned, or the body of its `Response`, before FastStream does."""
     if isinstance(value, Response):
         value.body = repeatable(value.body, f"{name}")
         return value
@@ -517,21 +519,22 @@ _RESPONSE: Final = "; response"
 
 
 def _stored(value: Any) -> Any:
-    """A result as it is kept; of a `Response` its body and its headers."""
+    """Convert a handler's result for the store.  Of a `Response`, the body and the headers are stored."""
     if not isinstance(value, Response):
         return value
     try:
         body, head = encode_result(value.body), encode_result(value.headers)
-    except Exception:  # noqa: BLE001  # a serializer is the user's code; the work is done, and its result is dropped
+    except Exception:  # noqa: BLE001  # user-defined serializers may raise; the work is done, so drop the result
         return value
     return StoredResult(head.body + b"\n" + body.body, body.content_type + _RESPONSE)
 
 
 def _replayed(done: Completed) -> Any:
-    """What the first run has returned, for FastStream to publish it again.
+    """Return the result of the first run, for FastStream to publish it again.
 
     Raises:
-        AckMessage: It was not kept, or cannot be read.  Nothing is missing: a record is completed behind its messages.
+        AckMessage: The result was not stored or cannot be read.  No published message is missing, because a record
+            is completed after its messages are sent.
     """
     result = done.result
     if result is None:

@@ -1,4 +1,4 @@
-"""Dependencies of handlers: checked with the graph of their container, and injected from a REQUEST scope per call."""
+"""Handler dependencies: validated with the container's graph and injected from a REQUEST scope per call."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from integr8s_idem.integrations.request_scope import scope_of_a_call
 from integr8s_idem.integrations.transactions import Transactions
 
 DEPENDENCIES_OF = "dependencies of "
-"""How the name of a handler's entry in the graph of its container begins."""
+"""Prefix of the names of handlers in the container's graph."""
 
 
 def name_of_dependencies(function: HandlerFunction) -> str:
-    """The name of a handler's entry in the graph of its container."""
+    """Return the name of a handler in the container's graph."""
     return DEPENDENCIES_OF + function.__qualname__
 
 
 class Dependencies:
-    """The dependencies of a handler as one entry of the graph: validated with it, and resolved by one call."""
+    """The dependencies of a handler as one node of the container's graph, resolved by one call."""
 
     def __init__(self, function: HandlerFunction, parameters: dict[str, Any]) -> None:
         self.key = type(name_of_dependencies(function), (dict,), {"__module__": function.__module__})
@@ -60,7 +60,7 @@ def dependencies_of(function: HandlerFunction) -> Dependencies:
     """Read the `FromDishka[...]` parameters of a handler.
 
     Raises:
-        ApplicationError: It has other parameters, or annotations that cannot be resolved.
+        ApplicationError: The handler has other parameters, or annotations that cannot be resolved.
     """
     hints = _hints_of(function)
     parameters: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def dependencies_of(function: HandlerFunction) -> Dependencies:
             parameters[name] = Annotated[hint, FromComponent(key.component)] if key.component else hint
     if len(plain) != 1:
         raise ApplicationError(
-            f"handler {function.__qualname__} takes its event and FromDishka[...] parameters; "
+            f"handler {function.__qualname__} must take its event and otherwise only FromDishka[...] parameters; "
             f"these are neither: {', '.join(plain[1:]) or '(there is no parameter for the event)'}"
         )
     return Dependencies(function, parameters)
@@ -85,20 +85,20 @@ def _hints_of(function: HandlerFunction) -> dict[str, Any]:
         return get_type_hints(function, include_extras=True)
     except NameError as error:
         raise ApplicationError(
-            f'handler {function.__qualname__}: its annotations name "{error.name}", which module '
+            f'handler {function.__qualname__}: its annotations use "{error.name}", which module '
             f"{function.__module__} does not define at run time; import it there, not only under TYPE_CHECKING"
         ) from None
 
 
 def context_of(call: HandlerCall | BatchCall) -> dict[Any, Any]:
-    """The context of the REQUEST scope of a call."""
+    """Return the context for the REQUEST scope of a call."""
     if isinstance(call, BatchCall):
         return {Batch: call.batch}
     return {BaseEvent: call.event, Attempt: call.attempt, Outgoing: call.outgoing}
 
 
 def invoker(container: AsyncContainer, dependencies: Mapping[HandlerFunction, Dependencies]) -> Invoke:
-    """Calls handlers in a REQUEST scope of `container`."""
+    """Return a function that calls handlers in a REQUEST scope of `container`."""
 
     async def invoke(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
         async with scope_of_a_call(container(context_of(call))) as request:
@@ -110,13 +110,15 @@ def invoker(container: AsyncContainer, dependencies: Mapping[HandlerFunction, De
 def transactional_invoker(
     container: AsyncContainer, dependencies: Mapping[HandlerFunction, Dependencies], transactions: Transactions
 ) -> Invoke:
-    """Calls handlers in a REQUEST scope of `container` that commits the outcome with what the handler wrote."""
+    """Return a function that calls handlers in a REQUEST scope which commits their writes and the outcome together."""
 
     async def invoke(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
-        assert isinstance(call, HandlerCall), "a batch handler has no transaction: it is refused when it is made"
-        async with transactions.scope(container(context_of(call)), call) as begun:
-            result = await _call(begun.request, dependencies, handler, call)
-            await begun.writer(result)
+        assert isinstance(call, HandlerCall), (
+            "batch handlers with a transaction are rejected when the dispatcher is made"
+        )
+        async with transactions.scope(container(context_of(call)), call) as scope:
+            result = await _call(scope.request, dependencies, handler, call)
+            await scope.write_outcome(result)
         return result
 
     return invoke

@@ -1,4 +1,4 @@
-"""What a client is told when a request was not done: problem details as RFC 9457 has them."""
+"""Responses to requests that were not processed, as RFC 9457 problem details."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ logger = logging.getLogger(__name__)
 MEDIA_TYPE: Final = "application/problem+json"
 
 LONGEST_KEY: Final = 255
-"""Characters of a key as a client sends it."""
+"""Maximum number of characters of a key, as sent by a client."""
 
 RETRY_SOON: Final = 1
-"""Seconds after which a client may ask again, where nothing better is known."""
+"""Default value of `Retry-After`, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """Refusals of one application."""
+    """Makes the problem responses of one application."""
 
     documentation: str = ""
-    """Where it tells its clients the rules: each refusal links to it."""
+    """URL of the application's documentation for clients, linked from each problem."""
 
     def missing_key(self) -> Response:
         return self._problem(
-            400, "Idempotency-Key is missing", "This operation needs an Idempotency-Key header.", section="bad-key"
+            400, "Idempotency-Key is missing", "This operation requires an Idempotency-Key header.", section="bad-key"
         )
 
     def malformed_key(self) -> Response:
         return self._problem(
             400,
             "Idempotency-Key is malformed",
-            f"It is one string in double quotes, of 1 to {LONGEST_KEY} characters of ASCII, "
+            f"It must be one string in double quotes, of 1 to {LONGEST_KEY} ASCII characters, "
             'such as "8e03978e-40d5-43dd-bc93-6894a57f9324".',
             section="bad-key",
         )
 
     def too_large(self, most: int) -> Response:
-        detail = f"A request with an Idempotency-Key has at most {most} bytes."
+        detail = f"A request with an Idempotency-Key may have at most {most} bytes."
         return self._problem(413, "Request is too large", detail, section="too-large")
 
     def too_many(self, most: int) -> Response:
-        detail = f"A caller has at most {most} requests with an Idempotency-Key open. Retry when one of them is done."
+        detail = (
+            f"A caller may have at most {most} open requests with an Idempotency-Key. Retry when one of them is done."
+        )
         return self._problem(
             429,
             "Too many open requests",
@@ -62,14 +64,14 @@ class Problems:
         )
 
     def not_let_in(self, error: HTTPException) -> Response:
-        """For a caller whom `identity` refuses."""
+        """For a caller rejected by `identity`."""
         return self._problem(error.status_code, str(error.detail), "", section="not-let-in", headers=error.headers)
 
     def in_progress(self) -> Response:
         return self._problem(
             409,
             "A request is outstanding for this Idempotency-Key",
-            "The first request with this key is being processed still. Retry when it is done.",
+            "The first request with this key is still being processed. Retry when it is done.",
             section="in-progress",
             headers={"retry-after": str(RETRY_SOON)},
         )
@@ -77,37 +79,37 @@ class Problems:
     def unavailable(self, error: StoreError | LeaseLostError) -> Response:
         return self._problem(
             503,
-            "Retries cannot be told apart now",
-            "The request may be retried with the same Idempotency-Key."
+            "Idempotency is temporarily unavailable",
+            "You may retry the request with the same Idempotency-Key."
             if isinstance(error, LeaseLostError)
-            else "The request was not processed. It may be retried with the same Idempotency-Key.",
+            else "The request was not processed. You may retry it with the same Idempotency-Key.",
             section="unavailable",
             headers={"retry-after": str(RETRY_SOON)},
         )
 
-    def again(self, outcome: Completed | Failed | KeyReused | Corrupt | InProgress) -> Response:
-        """The answer to a request that was not done now."""
+    def for_outcome(self, outcome: Completed | Failed | KeyReused | Corrupt | InProgress) -> Response:
+        """For a request whose key has an outcome already."""
         match outcome:
             case Completed(result=StoredResult() as result):
                 try:
                     return response_of(result)
                 except ValueError as error:
                     logger.error("the response stored for %s cannot be read: %s", outcome.key, printable(str(error)))
-                    return self._no_response("It cannot be read any more.")
+                    return self._no_response("The stored response cannot be read.")
             case Completed():
-                return self._no_response("It was not kept.")
+                return self._no_response("The response was not stored.")
             case KeyReused():
                 return self._problem(
                     422,
                     "Idempotency-Key is already used",
-                    "This key was used for another request. Retry the same request, or make a new key.",
+                    "This key was used for another request. Retry the same request, or use a new key.",
                     section="key-reused",
                 )
             case Failed():
                 return self._problem(
                     409,
                     "The request was given up",
-                    "It failed or was interrupted too often, and may have been done in part. Do not repeat it.",
+                    "It failed or was interrupted too often, and may have been partly processed. Do not repeat it.",
                     section="given-up",
                 )
             case _:
@@ -117,7 +119,7 @@ class Problems:
     def _no_response(self, why: str) -> Response:
         return self._problem(
             409,
-            "The request was processed, and its response is gone",
+            "The request was processed, but its response is not available",
             f"{why} Do not repeat it.",
             section="no-response",
         )
@@ -129,11 +131,11 @@ class Problems:
         if detail:
             body["detail"] = detail
         encoded = json.dumps(body).encode()
-        told = {"content-type": MEDIA_TYPE, "content-length": str(len(encoded)), **(headers or {})}
+        all_headers = {"content-type": MEDIA_TYPE, "content-length": str(len(encoded)), **(headers or {})}
         if self.documentation:
-            told["link"] = f'<{self.documentation}>; rel="describedby"'
+            all_headers["link"] = f'<{self.documentation}>; rel="describedby"'
         return Response(
             status,
-            [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in told.items()],
+            [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in all_headers.items()],
             encoded,
         )

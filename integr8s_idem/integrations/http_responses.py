@@ -1,4 +1,4 @@
-"""Responses of HTTP: captured, remembered and given again."""
+"""HTTP responses: capture, storage and replay."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from starlette.types import Message, Send
 from integr8s_idem.records import StoredResult
 
 MEDIA_TYPE: Final = "application/http"
-"""Of a stored response: a line of JSON with status and headers, then the body."""
+"""Media type of a stored response: a line of JSON with status and headers, then the body."""
 
 REPLAYED: Final = (b"idempotency-replayed", b"true")
 
 PER_CONNECTION: Final = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 )
-"""Headers of one connection, which mean nothing on another one."""
+"""Hop-by-hop headers, which apply to one connection only."""
 
 PASSING: Final = PER_CONNECTION | frozenset(
     {
@@ -29,17 +29,17 @@ PASSING: Final = PER_CONNECTION | frozenset(
         *("proxy-authentication-info", "set-cookie", "set-cookie2", "www-authenticate"),
     }
 )
-"""Headers that belong to one connection, to one moment, or to one session of a client; they are not given again."""
+"""Headers that apply to one connection, one point in time or one client session; they are not replayed."""
 
 _ASIDE: Final = frozenset({"http.response.debug", "http.response.early_hint", "http.response.push"})
-"""Messages that are no part of the response itself."""
+"""ASGI messages that are not part of the response itself."""
 
 Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass(slots=True)
 class Response:
-    """One response as ASGI has it."""
+    """An ASGI response."""
 
     status: int
     headers: Headers
@@ -50,7 +50,7 @@ class Response:
         await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
     def stored(self, unstored_headers: Collection[str]) -> StoredResult:
-        """For the store, without the headers that are not to be given again."""
+        """Serialize the response for the store, without `unstored_headers`."""
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in self.headers
@@ -60,9 +60,9 @@ class Response:
 
 
 def response_of(stored: StoredResult) -> Response:
-    """The response in `stored`, marked as one that is given again.
+    """Return the response in `stored`, marked as replayed.
 
-    Stored responses are not trusted: what is returned can be sent by any server.
+    Stored responses are not trusted: the returned response is valid for any server.
 
     Raises:
         ValueError: `stored` does not hold a response.
@@ -89,7 +89,7 @@ _VALUE: Final = re.compile(r"(?:[\x21-\x7e\x80-\xff](?:[\t\x20-\x7e\x80-\xff]*[\
 
 
 def _header_of(pair: Any, body_length: int) -> tuple[bytes, bytes]:
-    """A stored header.
+    """Validate a stored header.
 
     Raises:
         ValueError: `pair` is not a header that a server may send with a body of this length.
@@ -106,18 +106,18 @@ def _header_of(pair: Any, body_length: int) -> tuple[bytes, bytes]:
 
 @dataclass(slots=True)
 class Captured:
-    """Takes the place of `send`: keeps a response until it may leave.
+    """A replacement for `send` that holds a response back until it is stored.
 
-    One that streams goes out as it comes: to hold it back would change what it is.
+    Streaming responses are passed through immediately, because buffering would change their behavior.
     """
 
     send: Send
     longest_body: int
-    """Bytes that are kept; of a longer body all goes out at once."""
+    """Size limit in bytes; a longer body is passed through."""
     streams: str = ""
-    """Why it cannot be given again, if that is so."""
+    """Why the response cannot be replayed; empty if it can."""
     passing: bool = False
-    """Whether it goes out as it comes."""
+    """Whether messages are passed through as they arrive."""
     complete: bool = False
     _start: Message | None = None
     _body: bytearray = field(default_factory=bytearray)
@@ -137,22 +137,22 @@ class Captured:
         elif message["type"] == "http.response.body":
             await self._keep(message)
         elif self.streams:
-            await self._let_go()
+            await self._pass_through()
             await self.send(message)
 
     async def _keep(self, message: Message) -> None:
         self._body += message.get("body", b"")
         if not self.complete and not self._sized:
-            self.streams = "it streams, and says no content-length"
+            self.streams = "it streams without a content-length"
         if self.streams or len(self._body) > self.longest_body:
-            await self._let_go()
+            await self._pass_through()
 
     @property
     def _sized(self) -> bool:
         assert self._start is not None, "a body comes after its start"
         return any(name.lower() == b"content-length" for name, _ in self._start.get("headers", ()))
 
-    async def _let_go(self) -> None:
+    async def _pass_through(self) -> None:
         self.passing = True
         if self._start is not None:
             await self.send(self._start)
@@ -164,12 +164,12 @@ class Captured:
 
     @property
     def status(self) -> int | None:
-        """Of a response that has come to its end."""
+        """Status of a complete response."""
         return int(self._start["status"]) if self._start is not None and self.complete else None
 
     @property
     def response(self) -> Response | None:
-        """The whole response, if it is held back."""
+        """The complete response if it is held back."""
         if self.status is None or self.passing:
             return None
         assert self._start is not None

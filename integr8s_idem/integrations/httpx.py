@@ -1,10 +1,10 @@
-"""Keys for the requests that a client sends, and retries that bring the same key.  Needs httpx.
+"""httpx transports that add an `Idempotency-Key` to requests and retry them with the same key.
 
     async with httpx.AsyncClient(transport=RetryingTransport(httpx.AsyncHTTPTransport())) as client:
         await client.post("https://shop.example/orders", json=order)
 
-One key is made for each request, before its first try.  A request that brings a key keeps it: give one that is made of
-what the request is about, such as `attempt.key_for("order")`, where the caller itself may be run again.
+The transport makes one key per request, before the first attempt.  A request that already has a key keeps it: if the
+calling code itself may run again, set a key that is derived from its work, such as `attempt.key_for("order")`.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ except ModuleNotFoundError as error:
 HEADER: Final = "Idempotency-Key"
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
-"""Seconds between two tries, growing from the first to the longest, where the server names no time."""
+"""Seconds between retries if the server sends no `Retry-After`; the pause doubles up to the longest."""
 
 LONGEST_HELD: Final = 1_048_576
-"""Bytes of a response that is read before it is given back: if it breaks off, the request is sent again."""
+"""Size limit in bytes for buffered responses; if one is cut off, the request is retried."""
 
 _TRY_AGAIN: Final = frozenset({408, 409, 425, 429, 502, 503, 504})
-"""Answers after which the outcome is not known, or is none: with a key it does no harm to ask again."""
+"""Status codes after which the outcome is unknown or the request was not processed, so that a retry is safe."""
 
-_HOPELESS: Final = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
-"""Requests that cannot be sent."""
+_PERMANENT: Final = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
+"""Errors of requests that cannot be sent."""
 
 
 def idempotency_key(text: str) -> str:
-    """`text` as the value of the header: a string of RFC 8941, section 3.3.3.
+    """Quote `text` for the header, as a string of RFC 8941, section 3.3.3.
 
     Raises:
-        ApplicationError: It is empty, or has characters that are no printable ASCII.
+        ApplicationError: `text` is empty or contains characters other than printable ASCII.
     """
     if not text or not text.isascii() or not text.isprintable():
-        raise ApplicationError(f"an Idempotency-Key is printable ASCII, and this is {text[:80]!r}")
+        raise ApplicationError(f"an Idempotency-Key must be printable ASCII, not {text[:80]!r}")
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
 @dataclass(frozen=True)
 class _Retries:
-    """What both transports are told."""
+    """The options of both transports."""
 
     retries: int
     longest: timedelta
     methods: Collection[str]
 
     def of(self, request: httpx.Request) -> _Tries | None:
-        """Give `request` a key and its tries; `None` if it is sent as it is."""
+        """Add a key to `request` and return its retry state; `None` if it is sent unchanged."""
         if HEADER not in request.headers:
             if request.method not in {method.upper() for method in self.methods}:
                 return None
@@ -73,41 +73,41 @@ class _Retries:
 
 @dataclass
 class _Tries:
-    """Of one request."""
+    """The retry state of one request."""
 
     left: int
     until: float
     pause: float = FIRST_PAUSE
 
     def next_pause(self, response: httpx.Response | None = None) -> float | None:
-        """Seconds before the next try, after `response` or none; `None`: there is no next one."""
-        if self.left == 0 or (response is not None and not _executor(response)):
+        """Return the seconds before the next attempt, or `None` if there is none left."""
+        if self.left == 0 or (response is not None and not _is_retryable(response)):
             return None
         pause = self.pause * random.uniform(0.75, 1.25)  # noqa: S311  # jitter
         if response is not None:
-            pause = _asked_for(response, pause)
+            pause = _pause_for(response, pause)
         self.left, self.pause = self.left - 1, min(self.pause * 2, LONGEST_PAUSE)
         return pause if time.monotonic() + pause <= self.until else None
 
 
-def _executor(response: httpx.Response) -> bool:
-    """Whether to ask again may bring another answer: a conflict that passes says when."""
+def _is_retryable(response: httpx.Response) -> bool:
+    """Whether a retry may get another answer; a temporary conflict has a `Retry-After` header."""
     return response.status_code in _TRY_AGAIN and (response.status_code != 409 or "retry-after" in response.headers)
 
 
-def _asked_for(response: httpx.Response, pause: float) -> float:
-    """The pause that the server wants, in seconds, or ours."""
-    wanted = response.headers.get("retry-after", "")
-    return max(pause, float(wanted)) if wanted.isdecimal() else pause
+def _pause_for(response: httpx.Response, pause: float) -> float:
+    """Return the longer of `pause` and the server's `Retry-After`, in seconds."""
+    retry_after = response.headers.get("retry-after", "")
+    return max(pause, float(retry_after)) if retry_after.isdecimal() else pause
 
 
 def _is_short(response: httpx.Response) -> bool:
-    """Whether it says that it may be held; one that streams stays a stream."""
+    """Whether its `Content-Length` allows buffering; streaming responses stay streams."""
     length = response.headers.get("content-length", "")
     return length.isdecimal() and int(length) <= LONGEST_HELD
 
 
-def _held(response: httpx.Response, body: bytes) -> httpx.Response:
+def _buffered(response: httpx.Response, body: bytes) -> httpx.Response:
     return httpx.Response(
         response.status_code,
         headers=response.headers,
@@ -117,7 +117,7 @@ def _held(response: httpx.Response, body: bytes) -> httpx.Response:
 
 
 class RetryingTransport(httpx.AsyncBaseTransport):
-    """Sends requests that change something with a key, and again with the same one when their outcome is not known."""
+    """Adds a key to requests that change state, and retries them with that key if their outcome is unknown."""
 
     def __init__(
         self,
@@ -127,12 +127,18 @@ class RetryingTransport(httpx.AsyncBaseTransport):
         longest: Duration = timedelta(seconds=60),
         methods: Collection[str] = ("POST", "PATCH"),
     ) -> None:
-        """`retries`: times that a request is sent again; `longest`: from the first time on, by this machine's clock."""
+        """
+        Args:
+            inner: The transport that sends the requests.
+            retries: How many times to retry a request.
+            longest: Time limit for the retries of a request, measured from its first attempt.
+            methods: The HTTP methods that get a key.
+        """
         self._inner = inner
         self._retries = _Retries(retries, duration(longest, "longest"), methods)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises `httpx.TransportError` if the last try got no answer."""
+        """Send a request with retries.  Raises `httpx.TransportError` if the last attempt got no answer."""
         tries = self._retries.of(request)
         if tries is None:
             return await self._inner.handle_async_request(request)
@@ -140,7 +146,7 @@ class RetryingTransport(httpx.AsyncBaseTransport):
         while True:
             try:
                 response = await self._answer(request)
-            except _HOPELESS:
+            except _PERMANENT:
                 raise
             except httpx.TransportError:
                 if (pause := tries.next_pause()) is None:
@@ -157,17 +163,17 @@ class RetryingTransport(httpx.AsyncBaseTransport):
             return response
         assert isinstance(response.stream, httpx.AsyncByteStream)
         try:
-            return _held(response, b"".join([part async for part in response.stream]))
+            return _buffered(response, b"".join([part async for part in response.stream]))
         finally:
             await response.aclose()
 
     async def aclose(self) -> None:
-        """Close the transport below."""
+        """Close the inner transport."""
         await self._inner.aclose()
 
 
 class BlockingRetryingTransport(httpx.BaseTransport):
-    """As `RetryingTransport`, for `httpx.Client`."""
+    """A `RetryingTransport` for `httpx.Client`."""
 
     def __init__(
         self,
@@ -177,12 +183,12 @@ class BlockingRetryingTransport(httpx.BaseTransport):
         longest: Duration = timedelta(seconds=60),
         methods: Collection[str] = ("POST", "PATCH"),
     ) -> None:
-        """As `RetryingTransport`."""
+        """See `RetryingTransport`."""
         self._inner = inner
         self._retries = _Retries(retries, duration(longest, "longest"), methods)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises `httpx.TransportError` if the last try got no answer."""
+        """Send a request with retries.  Raises `httpx.TransportError` if the last attempt got no answer."""
         tries = self._retries.of(request)
         if tries is None:
             return self._inner.handle_request(request)
@@ -190,7 +196,7 @@ class BlockingRetryingTransport(httpx.BaseTransport):
         while True:
             try:
                 response = self._answer(request)
-            except _HOPELESS:
+            except _PERMANENT:
                 raise
             except httpx.TransportError:
                 if (pause := tries.next_pause()) is None:
@@ -207,10 +213,10 @@ class BlockingRetryingTransport(httpx.BaseTransport):
             return response
         assert isinstance(response.stream, httpx.SyncByteStream)
         try:
-            return _held(response, b"".join(response.stream))
+            return _buffered(response, b"".join(response.stream))
         finally:
             response.close()
 
     def close(self) -> None:
-        """Close the transport below."""
+        """Close the inner transport."""
         self._inner.close()

@@ -1,11 +1,8 @@
-"""Loops of one's own over Kafka's records: what those of aiokafka and of confluent-kafka have in common.
+"""Code shared by the consumer loops in `aiokafka.py` and `confluent.py`.
 
-`aiokafka.py` and `confluent.py` beside it have `guarded(consumer, manager, …)`.
-
-A loop takes its records one after the other.  It commits behind them from time to time, and never past a record that
-is not done: one whose work fails is fetched again, and so is what lies behind it in its partition.  A record that
-somebody else works on is waited for.  What our worker has besides: work side by side, retries with pauses, dead
-letters, draining.
+A loop processes records one at a time.  It commits periodically, and never past a record that is not processed: if its
+work fails, that record and the later ones of its partition are fetched again.  A record that another worker is
+processing is waited for.  The library's own worker adds concurrency, delayed retries, dead letters and draining.
 """
 
 from __future__ import annotations
@@ -32,13 +29,13 @@ from integr8s_idem.records import Completed
 
 FIRST_PAUSE: Final = 0.2
 LONGEST_PAUSE: Final = 30.0
-"""Seconds before a record whose work has failed is fetched again, growing from the first to the longest."""
+"""Seconds before a failed record is fetched again; the pause doubles after each failure up to the longest."""
 
 COMMIT_INTERVAL: Final = timedelta(seconds=1)
 
 
 class Record(Placed, Protocol):
-    """One message as the broker gave it."""
+    """A Kafka record."""
 
     @property
     def value(self) -> bytes | None: ...
@@ -47,40 +44,40 @@ class Record(Placed, Protocol):
 
 
 KeyOf: TypeAlias = Callable[[Any], str]
-"""Names the work of a record."""
+"""Returns the key of a record."""
 
 
 def by_header(name: str) -> KeyOf:
-    """By a header that the producer has made once for each event: copies that it sends are found, too."""
+    """Use a header that the producer sets once per event, so that events sent twice are detected as duplicates."""
 
     def key_of(record: Record) -> str:
         found = header(record.headers, name.lower())
         if not found:
-            place = f"{record.topic}[{record.partition}]@{record.offset}"
-            raise InvalidKeyError(f"{place} has no header {name} to make a key of")
+            position = f"{record.topic}[{record.partition}]@{record.offset}"
+            raise InvalidKeyError(f"{position} has no header {name} to make a key of")
         return found
 
     return key_of
 
 
 def by_position(record: Record) -> str:
-    """By topic, partition and offset: what is delivered again is found, and a copy that a producer sends is not."""
+    """Use topic, partition and offset.  This detects redeliveries, but not events that a producer sends twice."""
     return f"{record.topic}:{record.partition}:{record.offset}"
 
 
 def work_of(
     manager: IdempotencyManager, record: Record, key: KeyOf, ttl: timedelta | None, function: Callable[..., object]
 ) -> Work:
-    """The work of `record`, which `function` does; its body is what a second use of the key must bring again."""
+    """Return the work of `record`, which `function` does.  The body of the record is its fingerprint."""
     checked = None if ttl is None else manager.checked_ttl(ttl)
-    # Producers choose what is in a header: it must not name work of another entry point in the same scope.
+    # Producers control the header: its value must not match a key of another entry point in the same scope.
     text = given_text(key(record))
-    of = Key.of_entry(EntryPoint.KAFKA_LOOP, *text.split(":"), name=text)
-    return Work(manager.space.key(of), _fingerprint_of(record.value), checked, returns=function)
+    entry_key = Key.of_entry(EntryPoint.KAFKA_LOOP, *text.split(":"), name=text)
+    return Work(manager.space.key(entry_key), _fingerprint_of(record.value), checked, returns=function)
 
 
 def _fingerprint_of(body: object) -> bytes | None:
-    """Of what came, or of what the consumer's own deserializer has made of it, if that can be written."""
+    """Return the fingerprint of a body: bytes, or the serializable output of the consumer's own deserializer."""
     if body is None or isinstance(body, bytes):
         return fingerprint(body or b"")
     try:
@@ -91,16 +88,16 @@ def _fingerprint_of(body: object) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How the work of a record has ended."""
+    """The end of the work of a record."""
 
     settled: bool
-    """It may be committed."""
+    """Whether the record may be committed."""
     done: Executed[Any] | Completed | None = None
     error: Exception | None = None
 
 
 def end_of(work: Work, outcome: Outcome[Any]) -> End:
-    """What an outcome means to a loop; `InProgress` is none."""
+    """Convert an outcome other than `InProgress` to the end of a record's work."""
     if isinstance(outcome, Executed | Completed):
         return End(True, done=outcome)
     settled = outcome.given_up if isinstance(outcome, HandlerFailed) else True
@@ -108,47 +105,47 @@ def end_of(work: Work, outcome: Outcome[Any]) -> End:
 
 
 def refuse_async(function: Callable[..., Any]) -> None:
-    """Refuse, for a loop in a thread, a function that does nothing but make a coroutine.
+    """Reject an async function in a loop that runs in a thread.
 
     Raises:
-        ApplicationError: It is one, or a generator.
+        ApplicationError: `function` is async or a generator.
     """
     refuse_generator(function)
     if is_async(function):
         raise ApplicationError(
-            f"{named(function)} is an async function, and a loop of confluent-kafka calls plain ones: write `def`, or "
-            "take the loop of integr8s_idem.integrations.aiokafka"
+            f"{named(function)} is an async function, and a confluent-kafka loop calls plain functions: write `def`, "
+            "or use integr8s_idem.integrations.aiokafka"
         )
 
 
-def refuse_plain(function: Callable[..., Any]) -> None:
-    """Refuse, for a loop that awaits, a function that would do its work and leave nothing to await.
+def require_async(function: Callable[..., Any]) -> None:
+    """Require an async function, as far as this can be checked before it is called.
 
     Raises:
-        ApplicationError: It is one, as far as can be told before it is called, or a generator.
+        ApplicationError: `function` is a plain function or a generator.
     """
     refuse_generator(function)
     inner = inspect.unwrap(getattr(function, "func", function))
     is_plain = inspect.isroutine(inner) and not inspect.iscoroutinefunction(inner)
     if is_plain and getattr(inner, "__name__", "") != "<lambda>":
         raise ApplicationError(
-            f"{named(function)} is a plain function, and a loop of aiokafka awaits what it calls: write `async def`, "
-            "or take the loop of integr8s_idem.integrations.confluent"
+            f"{named(function)} is a plain function, and an aiokafka loop calls async functions: write `async def`, "
+            "or use integr8s_idem.integrations.confluent"
         )
 
 
-def refuse_value(value: object, function: Callable[..., Any]) -> None:
-    """Refuse what cannot be awaited.
+def require_awaitable(value: object, function: Callable[..., Any]) -> None:
+    """Check that `function` returned an awaitable.
 
     Raises:
-        ApplicationError: It cannot.
+        ApplicationError: `value` cannot be awaited.
     """
     if not inspect.isawaitable(value):
         raise ApplicationError(
-            f"{named(function)} has returned {type(value).__name__}, which cannot be awaited: give an async function"
+            f"{named(function)} returned {type(value).__name__}, which cannot be awaited: pass an async function"
         )
 
 
 def pause_after(failures: int) -> float:
-    """Seconds to wait after so many failures in a row."""
+    """Return the seconds to wait after `failures` consecutive failures."""
     return min(FIRST_PAUSE * 2.0 ** min(failures - 1, 20), LONGEST_PAUSE)

@@ -1,4 +1,4 @@
-"""The `Idempotency-Key` header in an OpenAPI document, for those who call the API.
+"""Describe the `Idempotency-Key` header in an OpenAPI document.
 
 class Shop(FastAPI):
     def openapi(self) -> dict[str, Any]:
@@ -18,14 +18,14 @@ _QUOTED: Final = r'^"(?:[ !#-\[\]-~]|\\["\\])+"$'
 _SCHEMA: Final = "IdempotencyProblem"
 _OPERATIONS: Final = frozenset({"get", "put", "post", "delete", "options", "head", "patch", "trace"})
 
-_REFUSALS: Final[Mapping[str, str]] = {
+_PROBLEMS: Final[Mapping[str, str]] = {
     "400": "The Idempotency-Key is missing or malformed.",
-    "401": "The caller is not identified.",
-    "409": "A request with this Idempotency-Key is being processed, or was, and its response is gone.",
-    "413": "The body is longer than the guard may hold in memory.",
+    "401": "The caller could not be identified.",
+    "409": "A request with this Idempotency-Key is in progress, or was processed and its response is not available.",
+    "413": "The body exceeds the size limit for requests with an Idempotency-Key.",
     "422": "The Idempotency-Key was used for another request.",
-    "429": "The caller has too many requests with an Idempotency-Key open; the same request may be sent again.",
-    "503": "Retries cannot be told apart now; the same request may be sent again.",
+    "429": "The caller has too many open requests with an Idempotency-Key; retry the same request later.",
+    "503": "Idempotency is temporarily unavailable; retry the same request later.",
 }
 
 
@@ -37,9 +37,9 @@ def with_idempotency_keys(
     paths: Collection[str] | None = None,
     bare_keys: bool = False,
 ) -> dict[str, Any]:
-    """A copy of `document` in which guarded operations have the header, and the responses that refuse a request.
+    """Return a copy of `document` that describes the header and the problem responses of guarded operations.
 
-    The other arguments are those of `IdempotencyKeyMiddleware`.
+    The other arguments have the same meaning as for `IdempotencyKeyMiddleware`.
     """
     described = copy.deepcopy(dict(document))
     wanted = {method.lower() for method in methods} & _OPERATIONS
@@ -58,7 +58,7 @@ def _describe(operation: dict[str, Any], *, required: bool, bare_keys: bool) -> 
     if not any(known.get("name", "").lower() == "idempotency-key" for known in parameters):
         parameters.append(_header(required=required, bare_keys=bare_keys))
     responses = operation.setdefault("responses", {})
-    for status, description in _REFUSALS.items():
+    for status, description in _PROBLEMS.items():
         response = responses.setdefault(status, {"description": description})
         if "$ref" not in response:
             response.setdefault("content", {})[MEDIA_TYPE] = {"schema": {"$ref": f"#/components/schemas/{_SCHEMA}"}}
@@ -75,7 +75,7 @@ def _header(*, required: bool, bare_keys: bool) -> dict[str, Any]:
         "name": "Idempotency-Key",
         "in": "header",
         "required": required,
-        "description": "Makes a retry safe: the same for each try of one request, new for each other request.",
+        "description": "Makes retries safe: use the same key for all retries of a request, and a new one for each new request.",
         "schema": schema,
         "example": '"8e03978e-40d5-43dd-bc93-6894a57f9324"',
     }
@@ -83,7 +83,7 @@ def _header(*, required: bool, bare_keys: bool) -> dict[str, Any]:
 
 def _replayed() -> dict[str, Any]:
     return {
-        "description": "That this is the response to an earlier request with the same Idempotency-Key.",
+        "description": "This is the stored response to an earlier request with the same Idempotency-Key.",
         "schema": {"type": "string", "enum": ["true"]},
     }
 
@@ -91,7 +91,7 @@ def _replayed() -> dict[str, Any]:
 def _problem() -> dict[str, Any]:
     return {
         "title": _SCHEMA,
-        "description": "Why a request was not done, as RFC 9457 has it.",
+        "description": "Why a request was not processed, in the format of RFC 9457.",
         "type": "object",
         "required": ["type", "title", "status"],
         "properties": {
@@ -104,5 +104,5 @@ def _problem() -> dict[str, Any]:
 
 
 def _without_convertors(path: str) -> str:
-    """`/orders/{id:int}` as documents have it: `/orders/{id}`."""
+    """Convert `/orders/{id:int}` to the syntax of OpenAPI, `/orders/{id}`."""
     return re.sub(r"{(\w+):\w+}", r"{\1}", path)

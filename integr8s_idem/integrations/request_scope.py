@@ -1,4 +1,4 @@
-"""REQUEST scopes that end with an error of their own, such as a commit that the database refuses."""
+"""REQUEST scopes that raise the original error if closing them fails, for example if a commit is rejected."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dishka.exceptions import ExitError
 
 @asynccontextmanager
 async def scope_of_a_call(opening: AbstractAsyncContextManager[AsyncContainer]) -> AsyncIterator[AsyncContainer]:
-    """The scope, whose errors are told as what they are.
+    """Open a scope and raise its errors unwrapped.
 
     Raises:
-        BaseException: What the block raises, even if the scope then cannot be closed.
-        Exception: What a provider raises behind its `yield`; several of them as Dishka's `ExitError`.
+        BaseException: Any error of the block, even if the scope then fails to close.
+        Exception: The error of a provider after its `yield`; several errors are raised as Dishka's `ExitError`.
     """
     failed: BaseException | None = None
     try:
@@ -27,14 +27,14 @@ async def scope_of_a_call(opening: AbstractAsyncContextManager[AsyncContainer]) 
                 raise
     except ExitError as error:
         if failed is not None:
-            # The scope's own trouble, such as a refused commit, must not hide why the handler failed.
+            # A failure to close the scope, such as a rejected commit, must not hide why the handler failed.
             raise failed from failed.__cause__ or error
-        only = the_only_one(error)
-        raise only from only.__cause__
+        original = unwrapped(error)
+        raise original from original.__cause__
 
 
-def the_only_one(error: Exception) -> Exception:
-    """What went wrong, if it is one thing: Dishka puts even that into a group, and in one more for each outer scope."""
+def unwrapped(error: Exception) -> Exception:
+    """Return the only error in `error`.  Dishka wraps even a single error in a group, once more per outer scope."""
     while isinstance(error, ExitError) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

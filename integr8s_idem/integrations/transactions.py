@@ -19,32 +19,35 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """One handler's scope with its transaction."""
+class TransactionScope:
+    """The scope of one handler call with its transaction."""
 
     request: AsyncContainer
     transaction: SqlTransaction
     call: HandlerCall
 
-    async def writer(self, result: object) -> None:
-        """Write the outcome beside what the handler wrote."""
+    async def write_outcome(self, result: object) -> None:
+        """Write the outcome in the handler's transaction."""
         assert self.call.before_commit is not None
         await self.call.before_commit(result, self.transaction)
 
 
 @dataclass(frozen=True, slots=True)
 class TransactionResources:
-    """What the transactional handlers of one container share; both `None` where its handlers are not transactional."""
+    """Resources shared by the transactional handlers of a container; `None` if its handlers are not transactional."""
 
     repository: Any = None
     outbox: SqlOutbox | None = None
 
 
 class Transactions:
-    """Makes a transaction for each call of a handler out of a session or connection in its REQUEST scope."""
+    """Makes a transaction for each handler call from the session or connection in its REQUEST scope."""
 
-    def __init__(self, held: type) -> None:
-        """`held`: what handlers write by: `AsyncSession` or `AsyncConnection`, as the container knows it."""
+    def __init__(self, session_type: type) -> None:
+        """
+        Args:
+            session_type: `AsyncSession` or `AsyncConnection`, the type that handlers get from the container.
+        """
         from integr8s_idem.stores.sql import SqlTransaction
 
         self.key = SqlTransaction
@@ -55,12 +58,14 @@ class Transactions:
             await transaction.watch()
             return transaction
 
-        make.__annotations__ = {"session": held, "resources": TransactionResources, "return": SqlTransaction}
-        make.__qualname__ = f"IdempotentDispatcherProvider(transaction={held.__name__})"  # as errors name it
+        make.__annotations__ = {"session": session_type, "resources": TransactionResources, "return": SqlTransaction}
+        make.__qualname__ = (
+            f"IdempotentDispatcherProvider(transaction={session_type.__name__})"  # shown in Dishka's errors
+        )
         self.make = make
 
     def open(self, repository: IdempotencyRepository) -> TransactionResources:
-        """The outbox beside the records.
+        """Open the outbox in the database of the records.
 
         Raises:
             ApplicationError: The records are not in a SQL database.
@@ -69,21 +74,20 @@ class Transactions:
 
         if not isinstance(repository, SqlIdempotencyRepository):
             raise ApplicationError(
-                f"transactional handlers need a store in SQL, and this is {type(repository).__name__}: set [store] "
-                "kind to that of the application's database, or leave out transaction=… (for a "
-                "WorkerHarness, give it a sqlite_file)"
+                f"transactional handlers need a SQL store, not {type(repository).__name__}: set [store] kind to the "
+                "application's database, or remove transaction=… (pass a sqlite_file to a WorkerHarness)"
             )
         return TransactionResources(repository, SqlOutbox(repository.engine))
 
     @asynccontextmanager
     async def scope(
         self, opening: AbstractAsyncContextManager[AsyncContainer], call: HandlerCall
-    ) -> AsyncIterator[Begun]:
-        """The REQUEST scope of one call, which commits at the end of the block.
+    ) -> AsyncIterator[TransactionScope]:
+        """Open the REQUEST scope of one call; it commits at the end of the block.
 
         Raises:
-            TransactionAbortedError: The database gave the transaction up.
-            ApplicationError: It was not committed.
+            TransactionAbortedError: The database aborted the transaction.
+            ApplicationError: The transaction was not committed.
         """
         failed: BaseException | None = None
         transaction: SqlTransaction | None = None
@@ -91,7 +95,7 @@ class Transactions:
             async with scope_of_a_call(opening) as request:
                 transaction = await request.get(self.key)
                 try:
-                    yield Begun(request, transaction, call)
+                    yield TransactionScope(request, transaction, call)
                 except BaseException as error:
                     failed = error
                     raise

@@ -69,7 +69,7 @@ class Http(Entry):
             case 200:
                 return Answer(Sees.VALUE, response.json())
             case 409:
-                gone = "response is gone" in response.json()["title"]
+                gone = "response is not available" in response.json()["title"]
                 return Answer(Sees.DROPPED if gone else Sees.CONFLICT)
             case 422:
                 return Answer(Sees.REUSED)

@@ -126,7 +126,7 @@ async def _outage(ground: Ground, nursery: Nursery, trial: Trial) -> None:
         await eventually((trial.folder / "stalled").exists)
         ground.broker.kill()
         worker.send_signal(signal.SIGCONT)
-        await eventually(lambda: "does not take what is published" in last_words(trial.folder))
+        await eventually(lambda: "failed, retrying" in last_words(trial.folder))
 
         (record,) = [record async for record in ground.store.scan("outage:")]
         assert record.status is IdempotencyStatus.PROCESSING

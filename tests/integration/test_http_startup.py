@@ -190,7 +190,7 @@ async def test_an_application_that_fails_to_close_does_not_hide_the_error(caplog
     life.span = span  # type: ignore[method-assign]
     server = await _served(_starlette(life, identity=anyone, container=_without_manager()))
     assert server.lifespan.should_exit
-    assert "gives no manager" in caplog.text
+    assert "cannot provide a manager" in caplog.text
     await eventually(lambda: "not closed" in caplog.text)
 
 

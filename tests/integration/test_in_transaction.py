@@ -113,7 +113,7 @@ async def test_work_whose_result_can_be_read_only_once_is_undone(
             await Refund(session)()
             return {"rows": iter([1])}
 
-        with pytest.raises(ApplicationError, match=r"holds an iterator .* at \['rows'\]"):
+        with pytest.raises(ApplicationError, match=r"contains an iterator .* at \['rows'\]"):
             await manager.run("refund:1", refund)
 
     assert await charged(engine) == []
@@ -340,7 +340,7 @@ async def test_work_outside_of_the_block_has_a_transaction_of_its_own(
 async def test_a_store_that_is_elsewhere_cannot_join() -> None:
     manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="refunds")
 
-    with pytest.raises(ApplicationError, match="use a store in SQL"):
+    with pytest.raises(ApplicationError, match="use a SQL store"):
         async with manager.in_transaction(object()):
             pass
 

@@ -69,13 +69,13 @@ def completed(body: bytes, media_type: str = MEDIA_TYPE) -> Completed:
 def test_a_forged_response_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         response_of(StoredResult(body, MEDIA_TYPE))
-    told = Problems().again(completed(body))
+    told = Problems().for_outcome(completed(body))
     assert told.status == 409
     assert b"cannot be read" in told.body
 
 
 def test_a_result_of_something_else_is_refused() -> None:
-    assert Problems().again(completed(b"[200, []]\n", "application/json")).status == 409
+    assert Problems().for_outcome(completed(b"[200, []]\n", "application/json")).status == 409
 
 
 def _damaged(random: Random, body: bytes) -> bytes:

@@ -136,7 +136,7 @@ async def test_passing_a_coroutine_instead_of_the_function_is_rejected() -> None
     async def charge() -> None:
         ran.append("charged")
 
-    with pytest.raises(ApplicationError, match=r"hand over the function itself, as in manager.run\(key, function\)"):
+    with pytest.raises(ApplicationError, match=r"pass the function itself, as in manager.run\(key, function\)"):
         await here.manager.run("order:1", cast(Any, charge()))
 
     assert ran == []
@@ -150,7 +150,7 @@ async def test_a_function_without_an_awaitable_result_releases_its_key(on_failur
     def charge() -> str:
         return "receipt"
 
-    with pytest.raises(ApplicationError, match=r"charge is no async function: it returned str, .* key is released"):
+    with pytest.raises(ApplicationError, match=r"charge is not an async function: it returned str, .* key is released"):
         await manager.run("order:1", cast(Any, charge), on_failure=on_failure)
 
     assert await manager.run("order:1", work) == "receipt"

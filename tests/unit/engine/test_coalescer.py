@@ -1,4 +1,4 @@
-"""The coalescer: many single questions, few calls, and each caller gets its own answer."""
+"""The coalescer combines single requests into few calls and returns each caller its own answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
 
 
 class Backend:
-    """Answers the square of each question, after a second."""
+    """Answers each request with its square, after a second."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -31,7 +31,7 @@ class Backend:
 
 
 @virtual_time
-async def test_a_lone_question_leaves_at_once() -> None:
+async def test_a_single_request_is_sent_immediately() -> None:
     backend = Backend()
 
     assert await Coalescer(backend).ask(3) == 9
@@ -41,7 +41,7 @@ async def test_a_lone_question_leaves_at_once() -> None:
 
 
 @virtual_time
-async def test_questions_during_a_call_leave_together_in_their_order() -> None:
+async def test_requests_during_a_call_are_sent_together_in_order() -> None:
     backend = Backend()
     coalescer = Coalescer(backend)
 
@@ -54,7 +54,7 @@ async def test_questions_during_a_call_leave_together_in_their_order() -> None:
 
 
 @virtual_time
-async def test_of_many_half_leave_so_that_the_others_are_answered_while_they_work() -> None:
+async def test_half_of_many_requests_are_sent_in_each_call() -> None:
     backend = Backend()
     coalescer = Coalescer(backend)
 
@@ -65,7 +65,7 @@ async def test_of_many_half_leave_so_that_the_others_are_answered_while_they_wor
 
 
 @virtual_time
-async def test_two_halves_of_those_who_ask_again_and_again_stay_halves() -> None:
+async def test_calls_of_repeated_requesters_stay_halves() -> None:
     backend = Backend()
     coalescer = Coalescer(backend)
 
@@ -79,7 +79,7 @@ async def test_two_halves_of_those_who_ask_again_and_again_stay_halves() -> None
 
 
 @virtual_time
-async def test_a_few_leave_together_after_many_and_many_in_halves_after_one() -> None:
+async def test_few_requests_are_sent_together_and_many_in_halves() -> None:
     backend = Backend()
     coalescer = Coalescer(backend)
 
@@ -101,7 +101,7 @@ async def test_no_call_is_larger_than_allowed() -> None:
 
 
 @virtual_time
-async def test_an_error_reaches_everyone_who_asked_as_one_of_its_own() -> None:
+async def test_each_caller_gets_its_own_copy_of_an_error() -> None:
     backend = Backend()
     coalescer, backend.error = Coalescer(backend), StoreUnavailableError("reserve", "down")
 
@@ -120,7 +120,7 @@ class UncopyableError(Exception):
 
 
 @virtual_time
-async def test_an_error_that_cannot_be_copied_reaches_everyone_too() -> None:
+async def test_an_error_that_cannot_be_copied_is_shared_by_all_callers() -> None:
     backend = Backend()
     coalescer, backend.error = Coalescer(backend), UncopyableError(1, 2)
 
@@ -131,7 +131,7 @@ async def test_an_error_that_cannot_be_copied_reaches_everyone_too() -> None:
 
 @pytest.mark.parametrize("answers", [0, 1, 3])
 @virtual_time
-async def test_a_backend_that_answers_too_few_or_too_many_is_an_error_for_all(answers: int) -> None:
+async def test_a_wrong_number_of_answers_is_an_error_for_all_callers(answers: int) -> None:
     async def backend(questions: list[int]) -> Sequence[int]:
         return [0] * answers
 
@@ -143,7 +143,7 @@ async def test_a_backend_that_answers_too_few_or_too_many_is_an_error_for_all(an
 
 
 @virtual_time
-async def test_a_cancelled_caller_recalls_nothing_and_its_answer_is_handed_to_abandoned() -> None:
+async def test_the_answer_of_a_cancelled_caller_is_passed_to_abandoned() -> None:
     abandoned: list[tuple[int, int]] = []
     coalescer = Coalescer(Backend(), abandoned=lambda question, answer: abandoned.append((question, answer)))
     waiting = [asyncio.create_task(coalescer.answer(number)) for number in range(3)]
@@ -157,7 +157,7 @@ async def test_a_cancelled_caller_recalls_nothing_and_its_answer_is_handed_to_ab
 
 
 @virtual_time
-async def test_settled_waits_for_all_that_was_asked() -> None:
+async def test_settled_waits_for_all_requests() -> None:
     backend = Backend()
     coalescer = Coalescer(backend, max_batch=1)
     waiting = [coalescer.ask(number) for number in range(5)]
@@ -183,9 +183,7 @@ def test_a_coalescer_survives_its_event_loop() -> None:
 
 
 @given(seed=st.integers(0, 2**32), callers=st.integers(1, 40), most=st.integers(1, 10))
-def test_in_any_interleaving_each_caller_gets_its_own_answer_or_it_is_abandoned(
-    seed: int, callers: int, most: int
-) -> None:
+def test_in_any_interleaving_each_answer_reaches_its_caller_or_abandoned(seed: int, callers: int, most: int) -> None:
     chance = random.Random(seed)
     answered: dict[int, int] = {}
     abandoned: dict[int, int] = {}
@@ -216,13 +214,13 @@ def test_in_any_interleaving_each_caller_gets_its_own_answer_or_it_is_abandoned(
     assert len(answered) >= callers - callers // 3
 
 
-async def had_alone(coalescer: Coalescer[int, int]) -> None:
-    """After a question without company the next is sent by its asker."""
+async def send_single_request(coalescer: Coalescer[int, int]) -> None:
+    """Send a single request; after it, the next requester makes the call itself."""
     await coalescer.answer(0)
 
 
 @virtual_time
-async def test_a_lone_question_is_sent_by_its_asker_and_its_error_is_raised_as_it_is() -> None:
+async def test_a_single_request_is_sent_by_its_caller_and_its_error_raised_unchanged() -> None:
     backend, senders = Backend(), list[asyncio.Task[None] | None]()
 
     async def call(questions: list[int]) -> Sequence[int]:
@@ -230,7 +228,7 @@ async def test_a_lone_question_is_sent_by_its_asker_and_its_error_is_raised_as_i
         return await backend(questions)
 
     coalescer = Coalescer(call)
-    await had_alone(coalescer)
+    await send_single_request(coalescer)
     assert await coalescer.answer(3) == 9
     backend.error = StoreUnavailableError("reserve", "down")
     with pytest.raises(StoreUnavailableError) as raised:
@@ -241,10 +239,10 @@ async def test_a_lone_question_is_sent_by_its_asker_and_its_error_is_raised_as_i
 
 
 @virtual_time
-async def test_those_who_ask_beside_a_lone_question_go_together_after_it() -> None:
+async def test_requests_during_a_single_request_are_sent_together_after_it() -> None:
     backend = Backend()
     coalescer = Coalescer(backend)
-    await had_alone(coalescer)
+    await send_single_request(coalescer)
 
     answers = await asyncio.gather(*(coalescer.answer(number) for number in range(1, 6)))
     more = await asyncio.gather(*(coalescer.answer(number) for number in range(6, 9)))
@@ -254,10 +252,10 @@ async def test_those_who_ask_beside_a_lone_question_go_together_after_it() -> No
 
 
 @virtual_time
-async def test_a_lone_question_whose_asker_is_cancelled_is_asked_again_and_abandoned() -> None:
+async def test_a_single_request_is_repeated_and_abandoned_if_its_caller_is_cancelled() -> None:
     backend, abandoned = Backend(), list[tuple[int, int]]()
     coalescer = Coalescer(backend, abandoned=lambda question, answer: abandoned.append((question, answer)))
-    await had_alone(coalescer)
+    await send_single_request(coalescer)
     asking = asyncio.create_task(coalescer.answer(3))
     await asyncio.sleep(0.5)
     beside = asyncio.create_task(coalescer.answer(4))
@@ -275,9 +273,9 @@ async def test_a_lone_question_whose_asker_is_cancelled_is_asked_again_and_aband
 
 
 @virtual_time
-async def test_settled_waits_for_a_lone_question_and_for_what_came_behind_it() -> None:
+async def test_settled_waits_for_a_single_request_and_later_ones() -> None:
     coalescer = Coalescer(Backend())
-    await had_alone(coalescer)
+    await send_single_request(coalescer)
     first = asyncio.create_task(coalescer.answer(1))
     await asyncio.sleep(0.5)
     second = coalescer.ask(2)
@@ -289,14 +287,14 @@ async def test_settled_waits_for_a_lone_question_and_for_what_came_behind_it() -
 
 
 @virtual_time
-async def test_a_lone_question_with_too_many_answers_is_an_error() -> None:
+async def test_too_many_answers_to_a_single_request_are_an_error() -> None:
     answers = [[0], [0, 0]]
 
     async def backend(questions: list[int]) -> Sequence[int]:
         return answers.pop(0)
 
     coalescer = Coalescer(backend)
-    await had_alone(coalescer)
+    await send_single_request(coalescer)
 
-    with pytest.raises(RuntimeError, match="1 questions, 2 answers"):
+    with pytest.raises(RuntimeError, match="2 answers to 1 requests"):
         await coalescer.answer(1)

@@ -1,4 +1,4 @@
-"""Many reserved, performed and remembered together: no reservation is left behind, no outcome is lost."""
+"""Batches of the executor: no reservation is left behind, and no outcome is lost."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def all_performed(here: Guarded, number: int) -> list[Returned[Any]]:
 
 
 @virtual_time
-async def test_each_gets_its_own_verdict_in_one_call_and_each_is_counted() -> None:
+async def test_a_batch_is_reserved_in_one_call_and_every_verdict_counted() -> None:
     here = guarded()
     await here.manager.run("order:1", Job())
     here.store.calls.clear()
@@ -67,7 +67,7 @@ async def test_each_gets_its_own_verdict_in_one_call_and_each_is_counted() -> No
 
 
 @virtual_time
-async def test_nothing_is_asked_of_the_store_for_nothing() -> None:
+async def test_empty_batches_do_not_call_the_store() -> None:
     here = guarded()
     store_client = here.manager._store_client
 
@@ -79,7 +79,7 @@ async def test_nothing_is_asked_of_the_store_for_nothing() -> None:
 
 @pytest.mark.parametrize("steps", range(8))
 @virtual_time
-async def test_reservations_of_one_who_is_cancelled_at_any_step_are_given_back(steps: int) -> None:
+async def test_a_caller_cancelled_at_any_step_releases_its_reservations(steps: int) -> None:
     here = guarded()
     asking = asyncio.create_task(here.manager.executor.reserve_together(works(5)))
     await turns(steps)
@@ -94,7 +94,7 @@ async def test_reservations_of_one_who_is_cancelled_at_any_step_are_given_back(s
 
 
 @virtual_time
-async def test_reservations_whose_asker_is_gone_before_the_answer_are_given_back() -> None:
+async def test_reservations_are_released_if_the_caller_is_gone_before_the_answer() -> None:
     here = guarded()
     here.store.held["reserve"] = asyncio.Event()
     asking = asyncio.create_task(here.manager.executor.reserve_together(works(5)))
@@ -108,9 +108,7 @@ async def test_reservations_whose_asker_is_gone_before_the_answer_are_given_back
 
 @pytest.mark.parametrize("verb", ["reserve", "complete", "release"])
 @virtual_time
-async def test_an_error_that_comes_when_the_asker_is_gone_is_nobody_s(
-    verb: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_error_after_the_caller_was_cancelled_is_ignored(verb: str, caplog: pytest.LogCaptureFixture) -> None:
     here = guarded()
     done = await all_performed(here, 2)
     here.store.held[verb], here.store.down = asyncio.Event(), {verb}
@@ -133,7 +131,7 @@ async def test_an_error_that_comes_when_the_asker_is_gone_is_nobody_s(
 
 @pytest.mark.parametrize("steps", range(6))
 @virtual_time
-async def test_outcomes_are_written_though_the_writer_is_cancelled_at_any_step(steps: int) -> None:
+async def test_outcomes_are_written_even_if_the_writer_is_cancelled(steps: int) -> None:
     here = guarded()
     done = await all_performed(here, 4)
     writing = asyncio.create_task(here.manager.executor.complete_together(done))
@@ -147,7 +145,7 @@ async def test_outcomes_are_written_though_the_writer_is_cancelled_at_any_step(s
 
 
 @virtual_time
-async def test_reservations_are_released_together_though_the_caller_is_cancelled() -> None:
+async def test_reservations_are_released_together_even_if_the_caller_is_cancelled() -> None:
     here = guarded()
     found = await reserved(here, works(4))
     releasing = asyncio.create_task(here.manager._store_client.release_together(found))
@@ -160,7 +158,7 @@ async def test_reservations_are_released_together_though_the_caller_is_cancelled
 
 
 @virtual_time
-async def test_a_run_is_over_when_its_outcome_is_written_and_not_before() -> None:
+async def test_a_run_ends_when_its_outcome_is_written() -> None:
     here = guarded()
     (done,) = await all_performed(here, 1)
     ended = done.run.ended()
@@ -173,7 +171,7 @@ async def test_a_run_is_over_when_its_outcome_is_written_and_not_before() -> Non
 
 
 @virtual_time
-async def test_another_of_this_process_is_told_when_a_run_is_over() -> None:
+async def test_a_waiting_caller_in_this_process_is_woken_when_a_run_ends() -> None:
     here = guarded()
     (done,) = await all_performed(here, 1)
     again: asyncio.Task[Any] = asyncio.create_task(here.manager.run("order:0", Job()))
@@ -187,7 +185,7 @@ async def test_another_of_this_process_is_told_when_a_run_is_over() -> None:
 
 
 @virtual_time
-async def test_one_that_is_not_ours_any_more_is_concluded_alone_and_its_neighbours_are_remembered() -> None:
+async def test_a_lost_reservation_in_a_batch_does_not_affect_the_others() -> None:
     here = guarded()
     done = await all_performed(here, 3)
     key = done[1].run.attempt.key
@@ -203,7 +201,7 @@ async def test_one_that_is_not_ours_any_more_is_concluded_alone_and_its_neighbou
 
 
 @virtual_time
-async def test_one_that_somebody_else_has_by_now_is_lost_to_us() -> None:
+async def test_a_reservation_taken_by_another_worker_is_lost() -> None:
     here = guarded()
     (done,) = await all_performed(here, 1)
     await here.store.delete([done.run.attempt.key])
@@ -219,7 +217,7 @@ async def test_one_that_somebody_else_has_by_now_is_lost_to_us() -> None:
 
 
 @virtual_time
-async def test_outcomes_whose_answer_is_lost_are_concluded_one_by_one() -> None:
+async def test_outcomes_without_an_answer_are_completed_one_by_one() -> None:
     here = guarded()
     done = await all_performed(here, 3)
     here.store.lose_answers["complete"] = 1
@@ -234,7 +232,7 @@ async def test_outcomes_whose_answer_is_lost_are_concluded_one_by_one() -> None:
 
 
 @virtual_time
-async def test_an_outcome_that_nobody_waits_for_is_written_by_the_time_the_manager_is_closed() -> None:
+async def test_closing_the_manager_waits_for_pending_outcomes() -> None:
     here = guarded()
     done = await all_performed(here, 3)
 
@@ -247,7 +245,7 @@ async def test_an_outcome_that_nobody_waits_for_is_written_by_the_time_the_manag
 
 
 @virtual_time
-async def test_a_run_that_fails_or_is_cancelled_is_over_and_gives_its_key_back() -> None:
+async def test_a_failed_or_cancelled_run_ends_and_releases_its_key() -> None:
     here = guarded()
     executor, (first, second) = here.manager.executor, works(2)
     one, two = await reserved(here, [first, second])
@@ -260,7 +258,7 @@ async def test_a_run_that_fails_or_is_cancelled_is_over_and_gives_its_key_back()
 
     failed = await executor.reserved(first, one, 0.0, PATIENT).call(fails)
     waiting = asyncio.create_task(executor.reserved(second, two, 0.0, PATIENT).call(waits))
-    await asyncio.sleep(LEASE * 2)  # it is renewed meanwhile
+    await asyncio.sleep(LEASE * 2)  # the lease is renewed in the meantime
     waiting.cancel()
     await asyncio.wait({waiting})
 

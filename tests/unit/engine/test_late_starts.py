@@ -1,7 +1,7 @@
-"""Starts on leases that have ended, by every entry: the work is reserved again before its function is called.
+"""Every entry point reserves work again if its lease has expired before its function starts.
 
-The lease clock and the clock of the store leap together; the event loop notices nothing, as after a stall.  The store
-is in memory, but for transactional handlers.
+The lease clock and the store's clock jump together, and the event loop's clock does not move, as after a stall.  The
+store is in memory, except for transactional handlers.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ LEASE = 30.0
 HOUR = timedelta(hours=1)
 
 
-class LeapingClock:
-    """Stands still, and leaps beyond the end of a lease."""
+class ManualClock:
+    """A clock that only moves when `leap` is called, past the end of a lease."""
 
     def __init__(self) -> None:
         self.seconds = 1_000_000.0
@@ -92,7 +92,7 @@ class StallingStore(FlakyStore):
         super().__init__(inner)
         self.stall: Callable[[], Awaitable[None]] | None = None
         self.skipped = 0
-        """Calls of `reserve` before the one that stalls."""
+        """Number of `reserve` calls before the one that stalls."""
         self.reserved: list[Reserved] = []
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
@@ -107,13 +107,13 @@ class StallingStore(FlakyStore):
 
 
 class StallingObserver(CountingObserver):
-    """Stalls once as the phase of a handler begins: after the first check, before the call."""
+    """Stalls once when the phase of a handler begins: after the first check, before the call."""
 
-    def __init__(self, clock: LeapingClock) -> None:
+    def __init__(self, clock: ManualClock) -> None:
         super().__init__()
         self.clock = clock
         self.stalls_in = 0
-        """Handlers until the one that stalls; 0 for none."""
+        """Countdown to the handler that stalls; 0 for none."""
 
     def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
         if phase is Phase.HANDLE and self.stalls_in:
@@ -124,16 +124,16 @@ class StallingObserver(CountingObserver):
 
 
 class Entry(ABC):
-    """One process, and one way into its guard."""
+    """One process that runs work by one entry point."""
 
     duplicate: Any = "receipt 2"
-    """What is answered if another process has done the work as attempt 2."""
+    """The answer if another process has done the work as attempt 2."""
     skipped = 0
-    """Reservations before that of the function."""
+    """Number of reservations before that of the function."""
     is_patient = False
-    """Whether it asks the store again by itself."""
+    """Whether it retries the store itself."""
 
-    def __init__(self, clock: LeapingClock, inner: IdempotencyRepository) -> None:
+    def __init__(self, clock: ManualClock, inner: IdempotencyRepository) -> None:
         self.clock = clock
         self.store = StallingStore(inner)
         self.observer = StallingObserver(clock)
@@ -144,7 +144,7 @@ class Entry(ABC):
 
     @abstractmethod
     async def call(self) -> Any:
-        """Ask for the work once; returns its value, or raises."""
+        """Request the work once and return its value."""
 
     async def close(self) -> None:
         await self.manager.close()
@@ -191,7 +191,7 @@ class DecoratedPlain(Entry):
 
 class Step(Entry):
     duplicate = LeaseLostError
-    """The step is answered; its unit belongs to the other process."""
+    """The step is answered, but its unit belongs to the other process."""
     skipped = 1
     is_patient = True
 
@@ -228,7 +228,7 @@ GIVEN = OrderPlaced(event_id="event-1")
 
 
 def value_of(outcome: Any) -> Any:
-    """What an outcome of a dispatcher holds, done here or elsewhere."""
+    """Return the value of a dispatcher's outcome, whether new or replayed."""
     if isinstance(outcome, Completed):
         assert outcome.result is not None
         return outcome.result.body.decode().strip('"')
@@ -257,7 +257,7 @@ class BatchHandler(Dispatcher):
 
 
 def batch_dispatcher(entry: Entry, wait: float = 0.01) -> EventDispatcher:
-    """A dispatcher of a batch handler, which notes the attempts of the events that it is given."""
+    """Return a dispatcher of a batch handler that records the attempts of its events."""
     router, calls = EventRouter(), list[BatchCall]()
 
     @router.on_batch(OrderPlaced, max_wait=timedelta(seconds=wait))
@@ -275,7 +275,7 @@ def batch_dispatcher(entry: Entry, wait: float = 0.01) -> EventDispatcher:
 
 class FastStream(Entry):
     duplicate = None
-    """FastStream publishes the answer of the first run; nothing is returned to whoever published the message."""
+    """FastStream publishes the result of the first run and returns nothing to the producer."""
 
     async def call(self) -> Any:
         broker = KafkaBroker(middlewares=[IdempotencyMiddleware(self.manager, key=lambda record: str(record.offset))])
@@ -286,13 +286,13 @@ class FastStream(Entry):
             answers.append(self.start())
 
         async with TestKafkaBroker(broker):
-            # In a task of its own, as a consumer's.
+            # In its own task, like that of a consumer.
             await asyncio.create_task(broker.publish("order-1", "orders"))
         return answers[0] if answers else None
 
 
 class Delivered:
-    """A consumer of aiokafka with one record."""
+    """An aiokafka consumer with one record."""
 
     def __init__(self) -> None:
         self.assigned = {TopicPartition("orders", 0)}
@@ -324,15 +324,15 @@ class AiokafkaLoop(Entry):
 
 
 class Message:
-    """A message of confluent-kafka."""
+    """A confluent-kafka message."""
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
-        told: dict[str, Any] = {"topic": "orders", "partition": 0, "offset": 0, "value": b"order-1"}
-        return lambda: told.get(name)
+        attributes: dict[str, Any] = {"topic": "orders", "partition": 0, "offset": 0, "value": b"order-1"}
+        return lambda: attributes.get(name)
 
 
 class Polled:
-    """A consumer of confluent-kafka with one message."""
+    """A confluent-kafka consumer with one message."""
 
     def assignment(self) -> list[Any]:
         return []
@@ -368,29 +368,29 @@ ENTRIES: list[type[Entry]] = [
     ConfluentLoop,
 ]
 CALLED_LATER: list[type[Entry]] = [DecoratedPlain, Step, Dispatcher, BatchHandler, ConfluentLoop]
-"""Those whose functions are called a while after the first check: in another thread, or from another task."""
+"""Entry points that call the function some time after the first check, in another thread or task."""
 
 BY_EVERY_ENTRY = pytest.mark.parametrize("kind", ENTRIES)
 
 
 @pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("integr8s_idem.integrations.faststream.pause_after", lambda _: 0.0)
 
 
 @pytest.fixture
-def clock() -> LeapingClock:
-    return LeapingClock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def inner(clock: LeapingClock) -> MemoryIdempotencyRepository:
+def inner(clock: ManualClock) -> MemoryIdempotencyRepository:
     return MemoryIdempotencyRepository(clock=clock.wall)
 
 
 @BY_EVERY_ENTRY
-async def test_work_whose_lease_is_late_and_still_ours_starts_as_the_same_attempt(
-    kind: type[Entry], clock: LeapingClock, inner: MemoryIdempotencyRepository
+async def test_work_with_a_late_lease_that_is_still_held_starts_as_the_same_attempt(
+    kind: type[Entry], clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = kind(clock, inner)
 
@@ -408,14 +408,14 @@ async def test_work_whose_lease_is_late_and_still_ours_starts_as_the_same_attemp
 
 
 @BY_EVERY_ENTRY
-async def test_work_that_another_process_has_completed_meanwhile_is_answered_as_a_duplicate(
-    kind: type[Entry], clock: LeapingClock, inner: MemoryIdempotencyRepository
+async def test_work_completed_by_another_process_is_answered_as_a_duplicate(
+    kind: type[Entry], clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry, other = kind(clock, inner), kind(clock, inner)
 
     async def done_elsewhere() -> None:
         clock.leap()
-        # In a context of its own, as in another process.
+        # In a separate context, as in another process.
         await asyncio.create_task(other.call(), context=Context())
 
     entry.store.stall, entry.store.skipped = done_elsewhere, kind.skipped
@@ -433,8 +433,8 @@ async def test_work_that_another_process_has_completed_meanwhile_is_answered_as_
 
 
 @BY_EVERY_ENTRY
-async def test_while_the_store_does_not_answer_nothing_starts_on_a_lease_that_is_late(
-    kind: type[Entry], clock: LeapingClock, inner: MemoryIdempotencyRepository
+async def test_nothing_starts_on_a_late_lease_while_the_store_does_not_answer(
+    kind: type[Entry], clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = kind(clock, inner)
 
@@ -456,7 +456,7 @@ async def test_while_the_store_does_not_answer_nothing_starts_on_a_lease_that_is
 
 @pytest.mark.parametrize("kind", CALLED_LATER)
 async def test_a_lease_that_ends_between_the_first_check_and_the_call_prevents_the_start(
-    kind: type[Entry], clock: LeapingClock, inner: MemoryIdempotencyRepository
+    kind: type[Entry], clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = kind(clock, inner)
     entry.observer.stalls_in = kind.skipped + 1
@@ -474,13 +474,13 @@ async def test_a_lease_that_ends_between_the_first_check_and_the_call_prevents_t
 
 
 class Tariff:
-    """What a handler waits for."""
+    """A dependency that takes time to make."""
 
 
 def container_of(
     entry: Entry, router: EventRouter, tariff: Callable[..., Awaitable[Tariff]], *more: Provider, **dispatching: Any
 ) -> Any:
-    """A container whose handlers get a `Tariff` in their REQUEST scope."""
+    """Return a container that provides a `Tariff` in the REQUEST scope of handlers."""
     given, requests = Provider(scope=Scope.APP), Provider(scope=Scope.REQUEST)
     given.provide(lambda: entry.manager, provides=IdempotencyManager, override=True)
     given.provide(lambda: FakePublisher(FakeBroker()), provides=EventPublisher)
@@ -499,7 +499,7 @@ def container_of(
 
 
 async def test_a_lease_that_ends_while_dependencies_are_made_prevents_the_start(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry, router, made = Run(clock, inner), EventRouter(), list[Tariff]()
 
@@ -522,7 +522,7 @@ async def test_a_lease_that_ends_while_dependencies_are_made_prevents_the_start(
     assert (len(made), len(entry.starts), entry.prevented) == (2, 1, 1)
 
 
-# Transactional handlers, on SQLite: the clock of a database does not leap.
+# Transactional handlers, on SQLite: its clock cannot be moved.
 
 
 class Transactional(Run):
@@ -530,7 +530,7 @@ class Transactional(Run):
 
     lease = 1.0
 
-    def __init__(self, clock: LeapingClock, store: SqlIdempotencyRepository) -> None:
+    def __init__(self, clock: ManualClock, store: SqlIdempotencyRepository) -> None:
         super().__init__(clock, store)
         config = IdempotencyConfig(processing_timeout_seconds=self.lease)
         self.manager = IdempotencyManager(config, store, self.observer, scope="billing", clock=clock)
@@ -564,7 +564,7 @@ class Transactional(Run):
 
 @pytest.fixture
 async def stores(tmp_path: Path) -> AsyncIterator[Callable[[], SqlIdempotencyRepository]]:
-    """Makes stores of processes that share a file."""
+    """Makes stores, one per process, that share a file."""
     engines: list[AsyncEngine] = []
 
     def made() -> SqlIdempotencyRepository:
@@ -602,8 +602,8 @@ def stall_after_reserve(
     return reserved
 
 
-async def test_a_transactional_handler_whose_lease_is_late_and_still_ours_starts_as_the_same_attempt(
-    clock: LeapingClock, stores: Callable[[], SqlIdempotencyRepository], monkeypatch: pytest.MonkeyPatch
+async def test_a_transactional_handler_with_a_late_lease_still_held_starts_as_the_same_attempt(
+    clock: ManualClock, stores: Callable[[], SqlIdempotencyRepository], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stores()
 
@@ -621,8 +621,8 @@ async def test_a_transactional_handler_whose_lease_is_late_and_still_ours_starts
     assert entry.prevented == 1
 
 
-async def test_a_transactional_handler_that_another_process_has_completed_meanwhile_does_not_start(
-    clock: LeapingClock, stores: Callable[[], SqlIdempotencyRepository], monkeypatch: pytest.MonkeyPatch
+async def test_a_transactional_handler_completed_by_another_process_does_not_start(
+    clock: ManualClock, stores: Callable[[], SqlIdempotencyRepository], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, theirs = stores(), stores()
 
@@ -647,7 +647,7 @@ async def test_a_transactional_handler_that_another_process_has_completed_meanwh
 
 
 async def test_a_transactional_handler_does_not_start_on_a_late_lease_while_its_database_does_not_answer(
-    clock: LeapingClock, stores: Callable[[], SqlIdempotencyRepository], monkeypatch: pytest.MonkeyPatch
+    clock: ManualClock, stores: Callable[[], SqlIdempotencyRepository], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stores()
 
@@ -669,8 +669,8 @@ async def test_a_transactional_handler_does_not_start_on_a_late_lease_while_its_
 # Batches.
 
 
-async def test_a_batch_handler_is_called_without_the_event_whose_lease_is_late(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+async def test_a_batch_handler_is_called_without_events_whose_lease_is_late(
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = Run(clock, inner)
     sizes: list[list[str]] = []
@@ -696,7 +696,7 @@ async def test_a_batch_handler_is_called_without_the_event_whose_lease_is_late(
     clock.seconds += LEASE - 0.5
     rest = [dispatch(2), dispatch(3)]
     await asyncio.wait(rest)
-    # What was left out waits for the next batch.
+    # The omitted event waits for the next batch.
     rest += [dispatch(4), dispatch(5)]
     await asyncio.wait([late, *rest])
     await entry.close()
@@ -708,9 +708,9 @@ async def test_a_batch_handler_is_called_without_the_event_whose_lease_is_late(
 
 
 class FastStreamBatch(Run):
-    """A subscriber of batches of two messages."""
+    """A FastStream subscriber of batches of two messages."""
 
-    def __init__(self, clock: LeapingClock, inner: IdempotencyRepository) -> None:
+    def __init__(self, clock: ManualClock, inner: IdempotencyRepository) -> None:
         super().__init__(clock, inner)
         self.given: list[list[str]] = []
 
@@ -725,8 +725,8 @@ class FastStreamBatch(Run):
             await asyncio.create_task(broker.publish_batch(*orders, topic="orders"))
 
 
-async def test_a_batch_of_faststream_whose_leases_are_late_is_reserved_again_as_the_same_attempts(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+async def test_a_faststream_batch_with_late_leases_is_reserved_again_as_the_same_attempts(
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = FastStreamBatch(clock, inner)
 
@@ -744,8 +744,8 @@ async def test_a_batch_of_faststream_whose_leases_are_late_is_reserved_again_as_
     assert entry.prevented == 2
 
 
-async def test_a_batch_of_faststream_leaves_out_what_another_process_has_completed_meanwhile(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+async def test_a_faststream_batch_omits_messages_completed_by_another_process(
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry, other = FastStreamBatch(clock, inner), FastStreamBatch(clock, inner)
 
@@ -761,8 +761,8 @@ async def test_a_batch_of_faststream_leaves_out_what_another_process_has_complet
     assert (other.given, entry.given) == ([["1"]], [["2"]])
 
 
-async def test_a_batch_of_faststream_does_not_start_on_late_leases_while_the_store_does_not_answer(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+async def test_a_faststream_batch_does_not_start_on_late_leases_while_the_store_does_not_answer(
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = FastStreamBatch(clock, inner)
 
@@ -780,11 +780,11 @@ async def test_a_batch_of_faststream_does_not_start_on_late_leases_while_the_sto
     assert entry.given == [["1", "2"]]
 
 
-# The verbs of a loop of the user's own.
+# Batches in a custom consumer loop.
 
 
 async def acquired(entry: Entry, *keys: str) -> list[Reserved]:
-    """Acquire a batch of keys that are free."""
+    """Acquire a batch of free keys."""
     verdicts = (await entry.manager.acquire_batch(keys)).values()
     reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
     assert len(reserved) == len(keys)
@@ -792,7 +792,7 @@ async def acquired(entry: Entry, *keys: str) -> list[Reserved]:
 
 
 async def test_may_start_asks_the_store_only_when_a_lease_is_late(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = Run(clock, inner)
     reserved = await acquired(entry, "1", "2")
@@ -802,20 +802,20 @@ async def test_may_start_asks_the_store_only_when_a_lease_is_late(
 
 
 async def test_may_start_renews_all_late_leases_of_its_batch_in_one_call(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = Run(clock, inner)
     reserved = [*await acquired(entry, "1", "2"), *await acquired(entry, "3")]
     clock.seconds += LEASE - 0.5
 
     assert [await entry.manager.may_start(each) for each in reserved] == [True] * 3
-    assert (entry.store.calls["renew"], entry.prevented) == (2, 2), "a batch that nobody asks about is left to lapse"
+    assert (entry.store.calls["renew"], entry.prevented) == (2, 2), "leases of other batches are not renewed"
     assert await entry.manager.confirm_batch(reserved) == [True] * 3
     assert {record.attempt async for record in inner.scan("")} == {1}
 
 
-async def test_may_start_is_false_for_what_another_process_has_taken_over(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+async def test_may_start_is_false_for_keys_taken_over_by_another_process(
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry, other = Run(clock, inner), Run(clock, inner)
     lost, kept = await acquired(entry, "1", "2")
@@ -827,9 +827,7 @@ async def test_may_start_is_false_for_what_another_process_has_taken_over(
     assert await entry.manager.confirm_batch([lost, kept]) == [False, True]
 
 
-async def test_may_start_renews_a_reservation_that_it_does_not_know(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
-) -> None:
+async def test_may_start_renews_an_unknown_reservation(clock: ManualClock, inner: MemoryIdempotencyRepository) -> None:
     entry, other = Run(clock, inner), Run(clock, inner)
     [reserved] = await acquired(other, "1")
 
@@ -840,7 +838,7 @@ async def test_may_start_renews_a_reservation_that_it_does_not_know(
 
 
 async def test_may_start_raises_while_the_store_does_not_answer(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = Run(clock, inner)
     [reserved] = await acquired(entry, "1")
@@ -854,8 +852,8 @@ async def test_may_start_raises_while_the_store_does_not_answer(
     assert await entry.manager.may_start(reserved)
 
 
-async def test_renewing_a_batch_by_hand_gives_its_starts_a_new_lease(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+async def test_renewing_a_batch_manually_gives_its_starts_a_new_lease(
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
     entry = Run(clock, inner)
     reserved = await acquired(entry, "1", "2")
@@ -867,10 +865,10 @@ async def test_renewing_a_batch_by_hand_gives_its_starts_a_new_lease(
     assert entry.store.calls["renew"] == 1
 
 
-async def test_a_run_whose_lease_has_ended_is_not_started_again_by_what_it_calls(
-    clock: LeapingClock, inner: MemoryIdempotencyRepository
+async def test_a_run_with_an_expired_lease_is_not_restarted_by_nested_runs(
+    clock: ManualClock, inner: MemoryIdempotencyRepository
 ) -> None:
-    """Its effects have happened: a late start of something within it must not look as if it had not started."""
+    """Its side effects have happened, so a late start of a nested run must not look as if it had not started."""
     entry = Run(clock, inner)
     charges: list[int] = []
 
@@ -881,24 +879,24 @@ async def test_a_run_whose_lease_has_ended_is_not_started_again_by_what_it_calls
 
     async def charge() -> str:
         charges.append(1)
-        clock.seconds += 2 * LEASE  # it blocks the event loop
+        clock.seconds += 2 * LEASE  # the event loop is blocked
         return str(await unguarded(BaseEvent(event_type="inner")))
 
     assert await entry.manager.run("outer", charge) == "inner"
     assert charges == [1]
 
 
-async def test_functions_that_do_not_await_leave_the_event_loop_its_turns() -> None:
-    """Outcomes and renewals of those that are done are written while others wait."""
+async def test_functions_that_do_not_await_let_the_event_loop_run_between_them() -> None:
+    """Outcomes and renewals are written between functions that do not await."""
     here = guarded()
-    begun, completed = list[int](), list[int]()
+    started, completed = list[int](), list[int]()
 
     async def work(number: int) -> None:
-        begun.append(number)
+        started.append(number)
         completed.append(here.store.calls["complete"])
-        time.sleep(2 * LONGEST_TURN)  # noqa: ASYNC251  # as a function should not
+        time.sleep(2 * LONGEST_TURN)  # noqa: ASYNC251  # a badly behaved function
 
     await asyncio.gather(*(here.manager.run(f"job:{number}", partial(work, number)) for number in range(10)))
 
-    assert sorted(begun) == list(range(10))
+    assert sorted(started) == list(range(10))
     assert completed[-1] >= 8, "outcomes do not wait for the last function"

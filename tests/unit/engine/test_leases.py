@@ -1,4 +1,4 @@
-"""Leases: renewed in batches for hours, given up before they end."""
+"""Leases are renewed in batches, and handlers are cancelled before their lease ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.guarded import LEASE, Guarded, Job, guarded, plain_manager
 
 
 @virtual_time
-async def test_a_handler_of_a_day_keeps_its_lease_of_half_a_minute() -> None:
+async def test_a_handler_that_runs_for_a_day_keeps_its_lease_of_half_a_minute() -> None:
     here, job = guarded(), Job(seconds=86_400)
 
     assert await here.manager.run("order:1", job) == "receipt-1"
@@ -51,7 +51,7 @@ async def test_a_handler_whose_lease_cannot_be_renewed_is_stopped_before_the_lea
 
 
 @virtual_time
-async def test_a_slow_answer_to_reserve_shortens_the_lease_on_our_side() -> None:
+async def test_a_slow_answer_to_reserve_shortens_the_local_lease() -> None:
     here, job = guarded(), Job(seconds=1_000)
     here.store.down.add("renew")
     here.store.held["reserve"] = asyncio.Event()
@@ -64,7 +64,7 @@ async def test_a_slow_answer_to_reserve_shortens_the_lease_on_our_side() -> None
 
 
 @virtual_time
-async def test_a_handler_whose_key_somebody_else_got_is_stopped_at_the_next_renewal() -> None:
+async def test_a_handler_whose_key_was_taken_over_is_stopped_at_the_next_renewal() -> None:
     here, job = guarded(), Job(seconds=1_000)
     running = asyncio.create_task(here.manager.run("order:1", job))
     await job.started.wait()
@@ -79,7 +79,7 @@ async def test_a_handler_whose_key_somebody_else_got_is_stopped_at_the_next_rene
 
 @pytest.mark.scenario(45)
 @virtual_time
-async def test_a_record_that_vanishes_while_its_handler_runs_is_reserved_anew_and_the_handler_goes_on() -> None:
+async def test_a_record_lost_while_its_handler_runs_is_reserved_again() -> None:
     here, job = guarded(), Job(seconds=LEASE * 2)
     running = asyncio.create_task(here.manager.run("order:1", job))
     await job.started.wait()
@@ -93,8 +93,8 @@ async def test_a_record_that_vanishes_while_its_handler_runs_is_reserved_anew_an
 
 
 @virtual_time
-async def test_a_key_that_somebody_had_and_gave_back_is_not_taken_for_a_vanished_one() -> None:
-    """Their run may have had effects: ours must not go on as if nothing had been."""
+async def test_a_key_released_by_another_worker_is_not_treated_as_a_lost_record() -> None:
+    """The run of the other worker may have had side effects, so this handler must not continue."""
     here, job = guarded(), Job(seconds=1_000)
     other = guarded(here.store, owner="billing-7")
     running = asyncio.create_task(here.manager.run("order:1", job))
@@ -134,7 +134,7 @@ async def test_a_lease_that_an_operator_ends_costs_one_attempt_and_the_error_say
 
 
 @virtual_time
-async def test_two_lost_renewals_are_made_good_by_the_third() -> None:
+async def test_a_lease_survives_two_failed_renewals() -> None:
     here, job = guarded(), Job(seconds=LEASE * 3)
     here.store.down.add("renew")
     asyncio.get_running_loop().call_later(LEASE * 0.85, here.store.down.clear)
@@ -154,7 +154,7 @@ async def test_a_renewal_that_hangs_stops_the_handler_in_time_too() -> None:
 
 
 @virtual_time
-async def test_a_late_answer_to_a_renewal_counts_from_the_asking() -> None:
+async def test_a_renewed_lease_counts_from_the_request() -> None:
     here, job = guarded(), Job(seconds=1_000)
     gate = here.store.held["renew"] = asyncio.Event()
     asyncio.get_running_loop().call_later(LEASE * 0.9, gate.set)
@@ -168,7 +168,7 @@ async def test_a_late_answer_to_a_renewal_counts_from_the_asking() -> None:
 
 
 @virtual_time
-async def test_a_store_with_a_bug_in_renew_is_asked_at_a_decent_pace_and_the_handler_stopped() -> None:
+async def test_failing_renewals_are_rate_limited_and_the_handler_is_stopped() -> None:
     here, job = guarded(), Job(seconds=1_000)
     here.store.down.add("renew")
     here.store.refusal = ZeroDivisionError("a bug")
@@ -181,7 +181,7 @@ async def test_a_store_with_a_bug_in_renew_is_asked_at_a_decent_pace_and_the_han
 
 
 @virtual_time
-async def test_a_short_lease_among_long_ones_is_renewed_in_its_own_time() -> None:
+async def test_a_short_lease_among_long_ones_is_renewed_on_time() -> None:
     long = guarded(processing_timeout_seconds=600)
     short = guarded(long.store, scope="short", processing_timeout_seconds=1)
     job = Job(seconds=3_000)
@@ -192,7 +192,7 @@ async def test_a_short_lease_among_long_ones_is_renewed_in_its_own_time() -> Non
 
 
 @virtual_time
-async def test_a_handler_that_ignores_the_end_of_its_lease_is_stored_only_if_nobody_took_over() -> None:
+async def test_the_outcome_of_a_late_handler_is_stored_only_without_a_takeover() -> None:
     here = guarded()
     here.store.down.add("renew")
 
@@ -223,7 +223,7 @@ async def test_nothing_is_renewed_after_the_manager_is_closed() -> None:
 
 
 @virtual_time
-async def test_leases_that_were_given_up_leave_nothing_behind() -> None:
+async def test_dropped_leases_leave_no_timer_behind() -> None:
     here, job = guarded(), Job(seconds=1)
 
     await asyncio.gather(*(here.manager.run(f"order:{number}", job) for number in range(100)))
@@ -238,7 +238,7 @@ def test_a_manager_survives_its_event_loop_and_renews_on_the_next_one() -> None:
         await here.manager.run("first", Job(seconds=1))
 
     async def long() -> None:
-        await asyncio.sleep(100)  # both loops begin at 0: let the timer of the first lie in the past
+        await asyncio.sleep(100)  # both loops start at 0: put the timer of the first into the past
         assert await here.manager.run("second", Job(seconds=LEASE * 3)) == "receipt-1"
 
     here = guarded()
@@ -249,18 +249,18 @@ def test_a_manager_survives_its_event_loop_and_renews_on_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(("lease", "margin"), [(0.1, 0.01), (5, 0.5), (10, 1), (300, 1)])
-def test_the_margin_is_a_tenth_of_the_lease_and_a_second_at_most(lease: float, margin: float) -> None:
+def test_the_margin_is_a_tenth_of_the_lease_but_at_most_a_second(lease: float, margin: float) -> None:
     assert fence_margin(lease) == pytest.approx(margin)
 
 
-async def test_a_handler_goes_no_further_after_a_stall_beyond_its_lease() -> None:
-    """Its timer and the end of its lease are both late when the event loop goes on: the lease comes first."""
+async def test_a_handler_is_cancelled_after_a_stall_beyond_its_lease() -> None:
+    """When the event loop continues, the handler's timer and the end of its lease are both due: the lease comes first."""
     lease, steps = 0.5, list[str]()
     manager = plain_manager(processing_timeout_seconds=lease)
 
     async def charge() -> None:
         steps.append("before")
-        asyncio.get_running_loop().call_soon(time.sleep, 2 * lease)  # as a process that is stopped
+        asyncio.get_running_loop().call_soon(time.sleep, 2 * lease)  # like a process that is stopped
         await asyncio.sleep(lease / 2)
         steps.append("after")
 

@@ -1,4 +1,4 @@
-"""What a process has completed itself it knows without the store, where a setting says so."""
+"""The local cache answers duplicates of work that this process has completed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def done(key: str, body: bytes = b"null") -> Completed:
 
 
 @virtual_time
-async def test_a_duplicate_of_what_was_done_here_asks_no_store() -> None:
+async def test_a_duplicate_of_locally_completed_work_does_not_call_the_store() -> None:
     here, job = guarded(local_memory_keys=10), Job()
     assert await here.manager.run("order:1", job) == "receipt-1"
 
@@ -31,7 +31,7 @@ async def test_a_duplicate_of_what_was_done_here_asks_no_store() -> None:
 
 
 @virtual_time
-async def test_without_the_setting_the_store_is_asked() -> None:
+async def test_without_the_setting_duplicates_ask_the_store() -> None:
     here, job = guarded(), Job()
     for _ in range(2):
         await here.manager.run("order:1", job)
@@ -40,7 +40,7 @@ async def test_without_the_setting_the_store_is_asked() -> None:
 
 
 @virtual_time
-async def test_the_same_key_with_another_payload_is_found_out_by_the_store() -> None:
+async def test_a_cached_key_with_another_payload_asks_the_store() -> None:
     here, job = guarded(local_memory_keys=10), Job()
     await here.manager.run("order:1", job, fingerprint=b"a" * 16)
 
@@ -49,7 +49,7 @@ async def test_the_same_key_with_another_payload_is_found_out_by_the_store() -> 
 
 
 @virtual_time
-async def test_what_is_deleted_here_is_done_again() -> None:
+async def test_a_deleted_key_is_removed_from_the_cache() -> None:
     here, job = guarded(local_memory_keys=10), Job()
     await here.manager.run("order:1", job)
 
@@ -60,7 +60,7 @@ async def test_what_is_deleted_here_is_done_again() -> None:
 
 
 @virtual_time
-async def test_a_failure_is_not_known_here() -> None:
+async def test_failures_are_not_cached() -> None:
     here, job = guarded(local_memory_keys=10), Job(errors=[OSError("no")])
     with pytest.raises(OSError, match="no"):
         await here.manager.run("order:1", job)
@@ -68,36 +68,36 @@ async def test_a_failure_is_not_known_here() -> None:
     assert await here.manager.run("order:1", job) == "receipt-1"
 
 
-def test_it_ends_before_the_record_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_expires_before_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("integr8s_idem.engine.local_cache.monotonic", lambda: now)
-    memory = LocalCache(10)
-    memory.keep(done("a"), None, begun=95.0, ttl=timedelta(seconds=10))
-    assert memory.look("a", None) is not None
+    cache = LocalCache(10)
+    cache.keep(done("a"), None, begun=95.0, ttl=timedelta(seconds=10))
+    assert cache.look("a", None) is not None
 
     now = 105.0
 
-    assert memory.look("a", None) is None
+    assert cache.look("a", None) is None
 
 
-def test_it_keeps_the_last_keys_up_to_a_number() -> None:
-    memory = LocalCache(2)
+def test_the_cache_keeps_the_latest_keys() -> None:
+    cache = LocalCache(2)
     for key in "abc":
-        memory.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
+        cache.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
 
-    assert [memory.look(key, None) is not None for key in "abc"] == [False, True, True]
+    assert [cache.look(key, None) is not None for key in "abc"] == [False, True, True]
 
 
-def test_what_is_kept_anew_stands_last_and_puts_out_nobody() -> None:
-    memory = LocalCache(2)
+def test_updating_an_entry_moves_it_to_the_end_without_evictions() -> None:
+    cache = LocalCache(2)
     for key in "abaca":
-        memory.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
+        cache.keep(done(key), None, begun=0.0, ttl=timedelta(days=36_500))
 
-    assert [memory.look(key, None) is not None for key in "abc"] == [True, False, True]
+    assert [cache.look(key, None) is not None for key in "abc"] == [True, False, True]
 
 
-def test_a_large_result_is_left_to_the_store() -> None:
-    memory = LocalCache(2)
-    memory.keep(done("a", b"x" * (LARGEST + 1)), None, begun=0.0, ttl=timedelta(days=36_500))
+def test_large_results_are_not_cached() -> None:
+    cache = LocalCache(2)
+    cache.keep(done("a", b"x" * (LARGEST + 1)), None, begun=0.0, ttl=timedelta(days=36_500))
 
-    assert memory.look("a", None) is None
+    assert cache.look("a", None) is None

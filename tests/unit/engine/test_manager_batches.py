@@ -1,4 +1,4 @@
-"""Batches: a verdict for each key in one round trip, confirmed in part, and the offsets that may be committed."""
+"""Batches of keys: acquiring, confirming and releasing them, and the offsets that may be committed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _reserved(verdicts: dict[str, Verdict]) -> list[Reserved]:
 async def test_many_keys_are_acquired_confirmed_and_released_in_one_round_trip_each() -> None:
     here = guarded()
     verdicts = await here.manager.acquire_batch([f"order:{number}" for number in range(100)])
-    mine = _reserved(verdicts)
+    reservations = _reserved(verdicts)
     assert list(verdicts) == [f"order:{number}" for number in range(100)]
-    assert len(mine) == 100
+    assert len(reservations) == 100
 
-    assert await here.manager.confirm_batch(mine[:60]) == [True] * 60
-    assert await here.manager.release_batch(mine[60:]) == [True] * 40
+    assert await here.manager.confirm_batch(reservations[:60]) == [True] * 60
+    assert await here.manager.release_batch(reservations[60:]) == [True] * 40
 
     assert (here.store.calls["reserve"], here.store.calls["complete"], here.store.calls["release"]) == (1, 1, 1)
     again = await here.manager.acquire_batch([f"order:{number}" for number in range(100)])
@@ -38,7 +38,7 @@ async def test_many_keys_are_acquired_confirmed_and_released_in_one_round_trip_e
 
 
 @virtual_time
-async def test_a_key_given_twice_is_asked_for_once() -> None:
+async def test_a_repeated_key_is_reserved_once() -> None:
     here = guarded()
     verdicts = await here.manager.acquire_batch(["a", "b", "a", "a"])
     assert list(verdicts) == ["a", "b"]
@@ -47,7 +47,7 @@ async def test_a_key_given_twice_is_asked_for_once() -> None:
 
 
 @virtual_time
-async def test_the_verdicts_tell_apart_what_a_bool_could_not() -> None:
+async def test_the_verdicts_of_a_batch_distinguish_all_states() -> None:
     here = guarded()
     other = guarded(here.store)
     await other.manager.reserve("running")
@@ -64,10 +64,10 @@ async def test_the_verdicts_tell_apart_what_a_bool_could_not() -> None:
 
 
 @virtual_time
-async def test_results_are_kept_with_what_is_confirmed() -> None:
+async def test_confirmed_results_are_stored() -> None:
     here = guarded()
-    mine = _reserved(await here.manager.acquire_batch(["a", "b"]))
-    await here.manager.confirm_batch({mine[0]: "receipt-a", mine[1]: None}, ttl=timedelta(hours=1))
+    reservations = _reserved(await here.manager.acquire_batch(["a", "b"]))
+    await here.manager.confirm_batch({reservations[0]: "receipt-a", reservations[1]: None}, ttl=timedelta(hours=1))
 
     async def never() -> str | None:
         raise AssertionError
@@ -77,38 +77,38 @@ async def test_results_are_kept_with_what_is_confirmed() -> None:
 
 
 @virtual_time
-async def test_what_was_taken_over_is_neither_confirmed_nor_released() -> None:
+async def test_reservations_taken_over_are_neither_confirmed_nor_released() -> None:
     here = guarded()
     other = guarded(here.store)
-    mine = _reserved(await here.manager.acquire_batch(["a", "b"]))
+    reservations = _reserved(await here.manager.acquire_batch(["a", "b"]))
     await asyncio.sleep(31)
     theirs = _reserved(await other.manager.acquire_batch(["a"]))
 
-    assert await here.manager.confirm_batch(mine) == [False, True]
-    assert await here.manager.release_batch(mine[:1]) == [False]
+    assert await here.manager.confirm_batch(reservations) == [False, True]
+    assert await here.manager.release_batch(reservations[:1]) == [False]
     assert await other.manager.confirm_batch(theirs) == [True]
 
 
 @virtual_time
-async def test_a_ttl_shorter_than_the_lease_is_refused() -> None:
+async def test_a_ttl_shorter_than_the_lease_is_rejected() -> None:
     here = guarded()
-    mine = _reserved(await here.manager.acquire_batch(["a"]))
+    reservations = _reserved(await here.manager.acquire_batch(["a"]))
     with pytest.raises(ApplicationError, match="a ttl of 1 s is shorter than the lease"):
-        await here.manager.confirm_batch(mine, ttl=timedelta(seconds=1))
+        await here.manager.confirm_batch(reservations, ttl=timedelta(seconds=1))
 
 
 @virtual_time
-async def test_a_lost_answer_is_no_harm_to_those_who_confirm_again() -> None:
+async def test_confirming_again_after_a_lost_answer_is_safe() -> None:
     here = guarded()
-    mine = _reserved(await here.manager.acquire_batch(["a", "b"]))
+    reservations = _reserved(await here.manager.acquire_batch(["a", "b"]))
     here.store.lose_answers["complete"] = 1
     with pytest.raises(StoreUnavailableError):
-        await here.manager.confirm_batch(mine)
-    assert await here.manager.confirm_batch(mine) == [True, True]
+        await here.manager.confirm_batch(reservations)
+    assert await here.manager.confirm_batch(reservations) == [True, True]
 
 
 @virtual_time
-async def test_no_keys_cost_no_round_trip() -> None:
+async def test_empty_batches_make_no_round_trip() -> None:
     here = guarded()
     assert await here.manager.acquire_batch([]) == {}
     assert await here.manager.confirm_batch([]) == []
@@ -117,7 +117,7 @@ async def test_no_keys_cost_no_round_trip() -> None:
 
 
 @virtual_time
-async def test_keys_made_by_a_resolver_will_do() -> None:
+async def test_batches_accept_resolved_keys() -> None:
     here = guarded()
     key = Key.of("order:1")
     assert isinstance((await here.manager.acquire_batch([key]))[key], Reserved)
@@ -138,30 +138,34 @@ def _records(topic: str, partition: int, *offsets: int) -> list[Record]:
     ("undone", "offset"),
     [(set(), 9), ({7}, 7), ({8}, 8), ({5}, 5), ({5, 7}, 5), ({3}, None)],
 )
-def test_what_lies_before_the_first_undone_record_may_be_committed(undone: set[int], offset: int | None) -> None:
+def test_offsets_up_to_the_first_unfinished_record_may_be_committed(undone: set[int], offset: int | None) -> None:
     records = _records("orders", 0, 3, 5, 7, 8)
     found = committable_offsets(reversed(records), {("orders", 0, each) for each in undone})
     assert found == ({} if offset is None else {("orders", 0): offset})
 
 
-def test_partitions_do_not_hold_each_other_up() -> None:
+def test_partitions_do_not_block_each_other() -> None:
     records = [*_records("orders", 0, 1, 2), *_records("orders", 1, 1, 2), *_records("bills", 0, 8)]
     assert committable_offsets(records, {("orders", 1, 1)}) == {("orders", 0): 3, ("bills", 0): 9}
     assert committable_offsets([], set()) == {}
 
 
 @virtual_time
-async def test_what_is_no_batch_of_ours_is_refused_by_name() -> None:
+async def test_batch_methods_reject_other_verdicts_by_name() -> None:
     here = guarded()
     other = guarded(here.store)
     await other.manager.acquire_batch(["order:1"])
     verdicts = await here.manager.acquire_batch(["order:1"])
 
-    with pytest.raises(ApplicationError, match="takes many keys"):
+    with pytest.raises(ApplicationError, match="takes several keys"):
         await here.manager.acquire_batch("order:1")
-    with pytest.raises(ApplicationError, match=r"confirm_batch takes what acquire_batch has Reserved.*InProgress"):
+    with pytest.raises(
+        ApplicationError, match=r"confirm_batch takes the Reserved verdicts of acquire_batch, not InProgress"
+    ):
         await here.manager.confirm_batch(verdicts.values())  # type: ignore[arg-type]
-    with pytest.raises(ApplicationError, match=r"release_batch takes what acquire_batch has Reserved.*InProgress"):
+    with pytest.raises(
+        ApplicationError, match=r"release_batch takes the Reserved verdicts of acquire_batch, not InProgress"
+    ):
         await here.manager.release_batch(verdicts.values())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="failures must be a mapping"):
         PartialFailureError(["no stock"])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Cancellation: nothing is left behind, and no outcome changes its sign."""
+"""Cancellation leaves no reservation behind and does not change outcomes."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ async def turns(number: int) -> None:
 
 
 async def stored(here: Guarded) -> None:
-    """Return in the step in which the store holds a reservation, before its answer is read."""
+    """Return as soon as the store holds a reservation, before its answer is read."""
     while not await here.store.inner.count_active("idempotency:"):
         await turns(1)
 
 
 async def is_free(here: Guarded, key: str = "order:1") -> bool:
-    """Whether nobody holds the key; background writes may end first."""
+    """Whether the key is free, after pending background writes."""
     await here.manager.close()
     return await here.store.count_active(here.manager.space.full(Key.of(key))) == 0
 
 
 @virtual_time
-async def test_a_cancelled_run_gives_its_key_back() -> None:
+async def test_a_cancelled_run_releases_its_key() -> None:
     here, job = guarded(), Job(seconds=10)
     running = asyncio.create_task(here.manager.run("order:1", job))
     await job.started.wait()
@@ -52,9 +52,11 @@ async def test_a_cancelled_run_gives_its_key_back() -> None:
 
 
 @virtual_time
-async def test_closing_waits_for_what_was_reserved_for_nobody_and_gives_it_back() -> None:
+async def test_closing_releases_reservations_without_a_caller() -> None:
     here, job = guarded(), Job()
-    await here.manager.run("order:0", job)  # alone: the next caller makes its call itself, and asks again if cancelled
+    await here.manager.run(
+        "order:0", job
+    )  # a single request: the next caller makes its call itself and repeats it if cancelled
     here.store.held["reserve"] = asyncio.Event()
     running = asyncio.create_task(here.manager.run("order:1", job))
     await turns(5)
@@ -84,7 +86,7 @@ async def test_a_cancellation_at_any_step_of_a_run_leaves_no_lease_behind(steps:
 
 
 @virtual_time
-async def test_a_cancellation_in_the_moment_of_the_answer_gives_the_key_back() -> None:
+async def test_a_cancellation_at_the_moment_of_the_answer_releases_the_key() -> None:
     here, job = guarded(), Job()
     here.store.held["reserve"] = asyncio.Event()
     running = asyncio.create_task(here.manager.run("order:1", job))
@@ -101,7 +103,7 @@ async def test_a_cancellation_in_the_moment_of_the_answer_gives_the_key_back() -
 
 
 @virtual_time
-async def test_a_reservation_that_nobody_waits_for_any_more_is_given_back() -> None:
+async def test_a_reservation_without_a_waiting_caller_is_released() -> None:
     here, job = guarded(), Job()
     here.store.held["reserve"] = asyncio.Event()
     running = asyncio.create_task(here.manager.run("order:1", job))
@@ -116,7 +118,7 @@ async def test_a_reservation_that_nobody_waits_for_any_more_is_given_back() -> N
 
 
 @virtual_time
-async def test_a_cancelled_reserve_of_the_verb_gives_the_key_back() -> None:
+async def test_a_cancelled_reserve_call_releases_the_key() -> None:
     here = guarded()
     asking = asyncio.create_task(here.manager.reserve("order:1"))
     await stored(here)
@@ -146,7 +148,7 @@ async def test_a_cancellation_while_the_outcome_is_written_does_not_undo_it() ->
 
 
 @virtual_time
-async def test_the_same_work_tried_again_after_a_cancellation_keeps_its_reservation() -> None:
+async def test_work_retried_after_a_cancellation_keeps_its_reservation() -> None:
     here, job = guarded(), Job(seconds=10)
     work = Work(Key.of("order:1"))
     here.store.held["reserve"] = asyncio.Event()
@@ -214,7 +216,7 @@ async def test_a_handler_that_turns_its_cancellation_into_an_error_has_failed() 
 
 
 @virtual_time
-async def test_a_callers_own_timeout_is_a_cancellation_and_no_lost_lease() -> None:
+async def test_a_timeout_of_the_caller_is_a_cancellation() -> None:
     here, job = guarded(), Job(seconds=10)
 
     with pytest.raises(TimeoutError):
@@ -292,7 +294,7 @@ async def test_a_lost_lease_of_a_nested_run_is_an_ordinary_failure_of_the_outer_
 
 
 @virtual_time
-async def test_two_leases_that_end_at_one_moment_are_lost_by_the_outer_run() -> None:
+async def test_two_leases_that_expire_together_are_lost_by_the_outer_run() -> None:
     here, job = guarded(), Job(seconds=LEASE * 2)
 
     async def outer() -> object:

@@ -1,4 +1,4 @@
-"""`IdempotencyManager.run`: once per key, and the same answer for everybody."""
+"""`IdempotencyManager.run` runs work once per key and returns the same result to every caller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE, TWO = b"1" * 16, b"2" * 16
 
 @pytest.mark.scenario(1)
 @virtual_time
-async def test_a_second_call_gets_the_first_ones_result_and_does_nothing() -> None:
+async def test_a_second_call_gets_the_result_of_the_first_without_running() -> None:
     here, job = guarded(), Job()
 
     first = await here.manager.run("order:1", job)
@@ -42,7 +42,7 @@ async def test_a_second_call_gets_the_first_ones_result_and_does_nothing() -> No
 
 @pytest.mark.scenario(2)
 @virtual_time
-async def test_of_fifty_workers_one_gets_the_key_and_all_get_its_result() -> None:
+async def test_one_of_fifty_workers_gets_the_key_and_all_get_its_result() -> None:
     store, job = guarded().store, Job(seconds=5)
     workers = [guarded(store).manager for _ in range(50)]
 
@@ -54,7 +54,7 @@ async def test_of_fifty_workers_one_gets_the_key_and_all_get_its_result() -> Non
 
 @pytest.mark.scenario(2)
 @virtual_time
-async def test_of_fifty_calls_in_one_process_one_runs_and_the_others_are_woken_at_once() -> None:
+async def test_one_of_fifty_calls_in_a_process_runs_and_the_others_are_woken() -> None:
     here, job = guarded(), Job(seconds=5.5)
 
     results = await asyncio.gather(*(here.manager.run("order:1", job) for _ in range(50)))
@@ -92,7 +92,7 @@ async def test_two_scopes_never_share_a_record() -> None:
 
 @pytest.mark.scenario(5)
 @virtual_time
-async def test_another_payload_under_the_same_key_is_refused() -> None:
+async def test_a_key_reused_with_another_payload_is_rejected() -> None:
     here, job = guarded(), Job()
     await here.manager.run("order:1", job, fingerprint=ONE)
 
@@ -104,7 +104,7 @@ async def test_another_payload_under_the_same_key_is_refused() -> None:
 
 
 @virtual_time
-async def test_where_a_policy_says_so_another_payload_runs_unguarded_each_time() -> None:
+async def test_under_the_run_policy_another_payload_runs_unguarded() -> None:
     here, job = guarded(on_key_reused=OnKeyReused.RUN), Job()
     await here.manager.run("order:1", job, fingerprint=ONE)
 
@@ -116,7 +116,7 @@ async def test_where_a_policy_says_so_another_payload_runs_unguarded_each_time()
 
 
 @virtual_time
-async def test_an_error_comes_out_unchanged_and_the_next_call_tries_again() -> None:
+async def test_an_error_is_raised_unchanged_and_the_next_call_retries() -> None:
     here, error = guarded(), KeyError("no such card")
     job = Job(errors=[error])
 
@@ -143,7 +143,7 @@ async def test_after_the_last_attempt_the_key_is_failed_and_blocks() -> None:
 
 
 @virtual_time
-async def test_a_permanent_error_gives_up_at_once() -> None:
+async def test_a_permanent_error_gives_up_immediately() -> None:
     here, job = guarded(), Job(errors=[PermanentError("no such user")])
 
     with pytest.raises(PermanentError):
@@ -232,28 +232,28 @@ async def test_waiting_calls_take_over_when_the_first_one_fails() -> None:
     assert job.runs == 2
 
 
-async def in_a_task_of_its_own(work: Coroutine[Any, Any, object]) -> object:
+async def in_new_task(work: Coroutine[Any, Any, object]) -> object:
     return await asyncio.create_task(work)
 
 
-async def in_this_task(work: Coroutine[Any, Any, object]) -> object:
+async def in_current_task(work: Coroutine[Any, Any, object]) -> object:
     return await work
 
 
 @pytest.mark.scenario(16)
-@pytest.mark.parametrize("where", [in_this_task, in_a_task_of_its_own])
+@pytest.mark.parametrize("run_inner", [in_current_task, in_new_task])
 @pytest.mark.parametrize("policy", [OnInProgress.WAIT, OnInProgress.RAISE])
 @virtual_time
-async def test_a_run_that_asks_for_its_own_key_is_told_so_at_once(where: Any, policy: OnInProgress) -> None:
+async def test_a_run_that_requests_its_own_key_raises_an_error(run_inner: Any, policy: OnInProgress) -> None:
     here = guarded(on_in_progress=policy)
 
     async def inner() -> None:
         await here.manager.run("order:2", recursive)
 
     async def recursive() -> None:
-        await where(here.manager.run("order:1", inner))
+        await run_inner(here.manager.run("order:1", inner))
 
-    with pytest.raises(ApplicationError, match=r"order:1 was asked for within its own run \(attempt 1\)"):
+    with pytest.raises(ApplicationError, match=r"order:1 was requested within its own run \(attempt 1\)"):
         await here.manager.run("order:1", inner)
 
     assert asyncio.get_running_loop().time() == 0
@@ -261,7 +261,7 @@ async def test_a_run_that_asks_for_its_own_key_is_told_so_at_once(where: Any, po
 
 
 @virtual_time
-async def test_what_a_failed_run_leaves_behind_may_wait_for_the_next_run_elsewhere() -> None:
+async def test_a_task_of_a_failed_run_may_wait_for_the_next_run() -> None:
     here, later = guarded(), list[asyncio.Task[str]]()
 
     async def afterwards() -> str:
@@ -292,11 +292,11 @@ async def test_runs_side_by_side_in_one_task_group_wait_for_each_other() -> None
 
 @pytest.mark.parametrize("key", ["", None, 7, b"order:1"])
 @virtual_time
-async def test_what_is_no_key_is_refused(key: object) -> None:
+async def test_invalid_keys_are_rejected(key: object) -> None:
     with pytest.raises(InvalidKeyError, match="a key must be a non-empty string"):
         await guarded().manager.run(key, Job())  # type: ignore[arg-type]
 
 
-def test_a_manager_without_a_repository_says_what_it_needs() -> None:
+def test_the_error_of_a_manager_without_a_repository_names_the_options() -> None:
     with pytest.raises(ApplicationError, match="MemoryIdempotencyRepository"):
         IdempotencyManager(scope="billing")

@@ -1,4 +1,4 @@
-"""The store is silent, loses an answer, refuses us or forgets: at every verb, with patience and without."""
+"""Store faults at every operation: outages, lost answers, rejected requests and lost records."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def work(key: str = "order:1") -> Work:
 
 
 async def soon(error: StoreError) -> None:
-    """Patience: ask again in a while."""
+    """Wait before the next attempt to reach the store."""
     await asyncio.sleep(0.5)
 
 
 async def later(seconds: float, here: Guarded, *verbs: str) -> None:
-    """The store answers again after a while."""
+    """Make the store available again after `seconds`."""
     await asyncio.sleep(seconds)
     here.store.down -= set(verbs)
 
 
 @virtual_time
-async def test_without_a_verdict_nothing_is_done() -> None:
+async def test_nothing_runs_without_a_verdict() -> None:
     here, job = guarded(), Job()
     here.store.down.add("reserve")
 
@@ -51,7 +51,7 @@ async def test_without_a_verdict_nothing_is_done() -> None:
 
 
 @virtual_time
-async def test_fail_open_does_the_work_unguarded_and_counts_it() -> None:
+async def test_fail_open_runs_the_work_unguarded_and_counts_it() -> None:
     here, job = guarded(on_store_error=OnStoreError.OPEN), Job()
     here.store.down.add("reserve")
 
@@ -63,7 +63,7 @@ async def test_fail_open_does_the_work_unguarded_and_counts_it() -> None:
 
 
 @virtual_time
-async def test_fail_open_gives_a_failing_handler_up_after_its_attempts() -> None:
+async def test_fail_open_gives_up_a_failing_handler_after_its_attempts() -> None:
     here, job = guarded(on_store_error=OnStoreError.OPEN, max_attempts=3), Job(errors=[ValueError("no")] * 3)
     here.store.down.add("reserve")
     same = work()
@@ -76,7 +76,7 @@ async def test_fail_open_gives_a_failing_handler_up_after_its_attempts() -> None
 
 
 @virtual_time
-async def test_fail_open_does_not_wait_for_the_store_after_the_work_either() -> None:
+async def test_fail_open_does_not_wait_for_the_store_after_the_work() -> None:
     here, job = guarded(on_store_error=OnStoreError.OPEN), Job()
     here.store.down.add("complete")
 
@@ -88,7 +88,7 @@ async def test_fail_open_does_not_wait_for_the_store_after_the_work_either() -> 
 
 
 @virtual_time
-async def test_a_store_that_refuses_us_is_no_reason_to_fail_open() -> None:
+async def test_a_rejected_request_does_not_fail_open() -> None:
     here, job = guarded(on_store_error=OnStoreError.OPEN), Job()
     here.store.down.add("reserve")
     here.store.refusal = StoreConfigurationError("reserve", "NOAUTH")
@@ -116,7 +116,7 @@ async def test_a_reserve_whose_answer_was_lost_finds_its_own_reservation() -> No
 
 
 @virtual_time
-async def test_every_reservation_has_a_token_of_its_own() -> None:
+async def test_every_reservation_has_its_own_token() -> None:
     here, job = guarded(), Job(errors=[ValueError("no")])
     same = work()
 
@@ -128,7 +128,7 @@ async def test_every_reservation_has_a_token_of_its_own() -> None:
 
 @pytest.mark.scenario(11)
 @virtual_time
-async def test_a_completion_whose_answer_was_lost_is_repeated_without_harm() -> None:
+async def test_a_completion_whose_answer_was_lost_is_repeated_safely() -> None:
     here, job = guarded(), Job()
     here.store.lose_answers["complete"] = 1
 
@@ -140,7 +140,7 @@ async def test_a_completion_whose_answer_was_lost_is_repeated_without_harm() -> 
 
 
 @virtual_time
-async def test_a_store_down_for_a_moment_turns_no_success_into_a_failure() -> None:
+async def test_a_brief_outage_does_not_turn_success_into_failure() -> None:
     here, job = guarded(), Job()
     here.store.down.add("complete")
 
@@ -151,7 +151,7 @@ async def test_a_store_down_for_a_moment_turns_no_success_into_a_failure() -> No
 
 
 @virtual_time
-async def test_that_is_also_so_for_work_that_took_many_leases() -> None:
+async def test_a_brief_outage_after_many_leases_does_not_turn_success_into_failure() -> None:
     here, job = guarded(), Job(seconds=LEASE * 20)
     running = asyncio.create_task(here.manager.run("order:1", job))
     await asyncio.sleep(LEASE * 20 - 1)
@@ -164,7 +164,7 @@ async def test_that_is_also_so_for_work_that_took_many_leases() -> None:
 
 
 @virtual_time
-async def test_without_patience_the_wait_ends_with_the_lease_and_the_error_says_that_it_was_done() -> None:
+async def test_without_wait_for_store_the_retries_end_with_the_lease() -> None:
     here, job = guarded(), Job()
     here.store.down.add("complete")
 
@@ -176,7 +176,7 @@ async def test_without_patience_the_wait_ends_with_the_lease_and_the_error_says_
 
 
 @virtual_time
-async def test_with_patience_the_outcome_is_written_whenever_the_store_is_back() -> None:
+async def test_with_wait_for_store_the_outcome_is_written_after_the_outage() -> None:
     here, job = guarded(), Job()
     here.store.down.add("complete")
 
@@ -189,7 +189,7 @@ async def test_with_patience_the_outcome_is_written_whenever_the_store_is_back()
 
 
 @virtual_time
-async def test_a_store_that_refuses_the_completion_does_not_make_the_work_undone() -> None:
+async def test_a_rejected_completion_raises_an_error_that_the_work_is_done() -> None:
     here, job = guarded(), Job()
     here.store.down.add("complete")
     here.store.refusal = StoreConfigurationError("complete", "NOPERM")
@@ -201,7 +201,7 @@ async def test_a_store_that_refuses_the_completion_does_not_make_the_work_undone
 
 
 @virtual_time
-async def test_with_patience_a_refusal_is_waited_out_like_an_outage() -> None:
+async def test_with_wait_for_store_rejections_are_retried_like_outages() -> None:
     here, job = guarded(), Job()
     here.store.down.add("complete")
     here.store.refusal = StoreConfigurationError("complete", "NOPERM")
@@ -215,7 +215,7 @@ async def test_with_patience_a_refusal_is_waited_out_like_an_outage() -> None:
 
 
 @virtual_time
-async def test_a_failure_that_cannot_be_written_stays_the_handlers_error() -> None:
+async def test_a_failure_that_cannot_be_recorded_raises_the_handlers_error() -> None:
     here, job = guarded(), Job(errors=[PermanentError("no such user")])
     here.store.down.add("fail")
 
@@ -224,7 +224,7 @@ async def test_a_failure_that_cannot_be_written_stays_the_handlers_error() -> No
 
 
 @virtual_time
-async def test_with_patience_a_failure_is_written_whenever_the_store_is_back() -> None:
+async def test_with_wait_for_store_a_failure_is_recorded_after_the_outage() -> None:
     here, job = guarded(), Job(errors=[PermanentError("no such user")])
     here.store.down.add("fail")
 
@@ -238,7 +238,7 @@ async def test_with_patience_a_failure_is_written_whenever_the_store_is_back() -
 
 
 @virtual_time
-async def test_a_release_that_fails_leaves_the_lease_to_end_by_itself() -> None:
+async def test_a_failed_release_lets_the_lease_expire() -> None:
     here, job = guarded(), Job(errors=[ValueError("no")])
     here.store.down.add("release")
     with pytest.raises(ValueError, match="no"):
@@ -252,7 +252,7 @@ async def test_a_release_that_fails_leaves_the_lease_to_end_by_itself() -> None:
 
 
 @virtual_time
-async def test_renewals_that_fail_for_a_while_cost_nothing() -> None:
+async def test_a_few_failed_renewals_are_harmless() -> None:
     here, job = guarded(), Job(seconds=LEASE * 4)
     here.store.down.add("renew")
 
@@ -264,7 +264,7 @@ async def test_renewals_that_fail_for_a_while_cost_nothing() -> None:
 
 @pytest.mark.scenario(45)
 @virtual_time
-async def test_a_record_that_vanished_while_the_handler_ran_is_written_anew_and_counted() -> None:
+async def test_a_record_lost_during_the_run_is_written_again_and_counted() -> None:
     here, job = guarded(), Job(seconds=5)
     running = asyncio.create_task(here.manager.run("order:1", job))
     await job.started.wait()
@@ -278,7 +278,7 @@ async def test_a_record_that_vanished_while_the_handler_ran_is_written_anew_and_
 
 
 @virtual_time
-async def test_a_vanished_record_is_written_anew_even_if_that_answer_is_lost() -> None:
+async def test_a_lost_record_is_written_again_even_if_an_answer_is_lost() -> None:
     here, job = guarded(), Job(seconds=5)
     running = asyncio.create_task(here.manager.run("order:1", job))
     await job.started.wait()
@@ -292,7 +292,7 @@ async def test_a_vanished_record_is_written_anew_even_if_that_answer_is_lost() -
 
 
 @virtual_time
-async def test_a_failure_whose_record_vanished_is_remembered_all_the_same() -> None:
+async def test_a_failure_whose_record_was_lost_is_recorded() -> None:
     here, job = guarded(), Job(seconds=5, errors=[PermanentError("no such user")])
     running = asyncio.create_task(here.manager.run("order:1", job))
     await job.started.wait()
@@ -321,7 +321,7 @@ async def test_a_duplicate_of_work_whose_completion_is_pending_waits_for_it() ->
 
 
 @virtual_time
-async def test_a_key_is_given_back_though_the_store_is_down_for_a_while() -> None:
+async def test_a_key_is_released_after_an_outage() -> None:
     here = guarded()
     work, job = Work(Key.of("order:1")), Job(errors=[OSError("no")])
 
@@ -338,7 +338,7 @@ async def test_a_key_is_given_back_though_the_store_is_down_for_a_while() -> Non
 
 
 @virtual_time
-async def test_runs_that_the_database_has_rolled_back_are_no_failures() -> None:
+async def test_runs_rolled_back_by_the_database_are_not_failures() -> None:
     here = guarded(max_attempts=2)
     aborted = [TransactionAbortedError("order:1", "a deadlock") for _ in range(4)]
     work, job = Work(Key.of("order:1")), Job(errors=[*aborted, OSError("one"), OSError("two")])

@@ -1,4 +1,4 @@
-"""Other workers: crashes, zombies, attempts that count."""
+"""Takeover of keys from crashed and stalled workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.guarded import LEASE, Guarded, Job, guarded, virtual_store
 
 
 async def crash(here: Guarded, key: str = "order:1") -> None:
-    """A worker that reserves and is never heard of again."""
+    """Reserve a key and crash."""
     assert isinstance(await here.manager.reserve(key), Reserved)
     await asyncio.sleep(LEASE)
 
@@ -37,7 +37,7 @@ async def test_work_of_a_dead_worker_is_taken_over_within_a_lease_and_a_second()
 
 @pytest.mark.scenario(8)
 @virtual_time
-async def test_of_eight_workers_one_takes_a_dead_workers_key_over() -> None:
+async def test_one_of_eight_workers_takes_over_a_dead_workers_key() -> None:
     dead, job = guarded(), Job(seconds=1)
     await crash(dead)
     workers = [guarded(dead.store) for _ in range(8)]
@@ -50,7 +50,7 @@ async def test_of_eight_workers_one_takes_a_dead_workers_key_over() -> None:
 
 
 @virtual_time
-async def test_crashes_count_as_attempts_until_nobody_tries_again() -> None:
+async def test_crashes_count_as_attempts_until_the_limit() -> None:
     here, job = guarded(max_attempts=3), Job()
     for _ in range(3):
         await crash(here)
@@ -64,7 +64,7 @@ async def test_crashes_count_as_attempts_until_nobody_tries_again() -> None:
 
 
 @virtual_time
-async def test_a_lease_lost_before_the_handler_started_is_not_blamed_on_the_handler() -> None:
+async def test_a_lease_lost_before_the_start_is_not_a_failure_of_the_handler() -> None:
     here, job = guarded(max_attempts=3), Job()
     for _ in range(3):
         await crash(here)
@@ -128,7 +128,7 @@ async def test_a_zombie_does_not_overwrite_the_outcome_of_its_successor() -> Non
 
 
 async def stall(here: Guarded, job: Job) -> asyncio.Task[object]:
-    """A run whose process does not renew, and whose own clock does not stop it: as after SIGSTOP."""
+    """Start a run whose process neither renews its lease nor cancels it, as after SIGSTOP."""
     here.manager._leases.take = lambda lease: lease.reschedule(None)  # type: ignore[method-assign]
     running = asyncio.create_task(here.manager.execute(Work(Key.of("order:1")), job.with_attempt))
     await job.started.wait()
@@ -153,7 +153,7 @@ async def test_a_stalled_run_that_was_taken_over_loses_its_lease_at_completion()
 
 
 @virtual_time
-async def test_a_stalled_run_that_nobody_took_over_completes() -> None:
+async def test_a_stalled_run_completes_without_a_takeover() -> None:
     here = guarded()
 
     running = await stall(here, Job(seconds=LEASE * 3))
@@ -179,7 +179,7 @@ async def test_a_failure_of_a_stalled_run_does_not_release_its_successors_key() 
 
 
 @virtual_time
-async def test_work_that_a_successor_gave_back_is_completed_by_the_one_who_did_it() -> None:
+async def test_a_stalled_run_completes_after_its_successor_released_the_key() -> None:
     stalled = guarded()
     here = guarded(stalled.store)
     running = await stall(stalled, Job(seconds=LEASE + 5))
@@ -194,7 +194,7 @@ async def test_work_that_a_successor_gave_back_is_completed_by_the_one_who_did_i
 
 
 @virtual_time
-async def test_a_released_key_is_free_at_once_and_its_attempt_counts() -> None:
+async def test_a_released_key_is_free_immediately_and_its_attempt_counts() -> None:
     here = guarded()
     first = await here.manager.reserve("order:1")
     assert isinstance(first, Reserved)
@@ -209,7 +209,7 @@ async def test_a_released_key_is_free_at_once_and_its_attempt_counts() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @virtual_time
-async def test_any_mix_of_crashes_failures_and_cancellations_ends_in_one_success_and_no_overlap(seed: int) -> None:
+async def test_crashes_failures_and_cancellations_end_in_one_success_without_overlap(seed: int) -> None:
     chance, store = random.Random(seed), virtual_store()
     inside = successes = 0
 

@@ -1,4 +1,4 @@
-"""What people get wrong, refused where they did it, in one sentence."""
+"""Common mistakes are rejected where they are made, with one sentence."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ async def handle(event: BaseEvent) -> str:
     return "done"
 
 
-def test_a_platform_without_services_is_refused() -> None:
+def test_a_platform_without_services_is_rejected() -> None:
     with pytest.raises(ApplicationError, match="at least one service"):
         Platform()
 
 
-def test_a_handler_that_is_no_async_function_is_refused_before_its_effects_happen() -> None:
+def test_a_handler_that_is_not_async_is_rejected_at_registration() -> None:
     def charge(event: OrderPlaced) -> None: ...
 
     with pytest.raises(ApplicationError, match=r"charge is no async function"):
         EventRouter().on(OrderPlaced)(cast(Any, charge))
 
 
-def test_a_decorator_without_its_event_is_refused() -> None:
+def test_a_decorator_without_its_event_is_rejected() -> None:
     with pytest.raises(ApplicationError, match="no class of events"):
         EventRouter().on(cast(Any, handle))
 
 
 @pytest.mark.parametrize("name", ["", "a b/c", "x" * 151, "naïve"])
-def test_an_event_type_that_makes_no_topic_is_refused(name: str) -> None:
+def test_an_event_type_that_is_not_a_valid_topic_is_rejected(name: str) -> None:
     class Odd(BaseEvent):
         event_type: str = name
 
@@ -54,7 +54,7 @@ def test_an_event_type_that_makes_no_topic_is_refused(name: str) -> None:
         event_type_of(Odd)
 
 
-def test_an_event_type_with_two_values_is_refused() -> None:
+def test_an_event_type_with_two_values_is_rejected() -> None:
     class Both(BaseEvent):
         event_type: Literal["a", "b"] = "a"
 
@@ -63,7 +63,7 @@ def test_an_event_type_with_two_values_is_refused() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, 1, 299])
-async def test_a_ttl_shorter_than_the_lease_is_refused_wherever_it_is_given(seconds: float) -> None:
+async def test_a_ttl_shorter_than_the_lease_is_rejected_everywhere(seconds: float) -> None:
     manager, ttl = guarded(processing_timeout_seconds=300).manager, timedelta(seconds=seconds)
 
     with pytest.raises(ApplicationError, match="shorter than the lease of 300 s"):
@@ -72,19 +72,19 @@ async def test_a_ttl_shorter_than_the_lease_is_refused_wherever_it_is_given(seco
         IdempotentEventHandler(handle, manager, ttl=ttl)
 
 
-def test_a_config_that_forgets_before_its_lease_ends_is_refused() -> None:
+def test_a_default_ttl_shorter_than_the_lease_is_rejected() -> None:
     config = IdempotencyConfig(default_ttl_seconds=1, processing_timeout_seconds=300)
 
     with pytest.raises(ApplicationError, match="shorter than the lease"):
         IdempotencyManager(config, MemoryIdempotencyRepository(), scope="billing")
 
 
-def test_a_manager_without_a_scope_is_refused() -> None:
+def test_a_manager_without_a_scope_is_rejected() -> None:
     with pytest.raises(ApplicationError, match="needs a scope"):
         IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="")
 
 
-async def test_a_policy_given_as_text_is_the_policy() -> None:
+async def test_a_policy_may_be_given_as_a_string() -> None:
     here = guarded()
     await here.manager.reserve("order:1")
 
@@ -96,7 +96,7 @@ async def test_a_policy_given_as_text_is_the_policy() -> None:
     )
 
 
-def test_a_strategy_given_as_text_is_the_strategy_and_an_unknown_one_is_refused() -> None:
+def test_a_key_strategy_may_be_given_as_a_string_and_unknown_ones_are_rejected() -> None:
     event = OrderPlaced(order_id="1")
 
     assert KeyResolver(cast(Any, "content_hash")).resolve("h", event) == KeyResolver(
@@ -106,12 +106,12 @@ def test_a_strategy_given_as_text_is_the_strategy_and_an_unknown_one_is_refused(
         KeyResolver(cast(Any, "by_magic"))
 
 
-async def test_a_function_of_run_that_is_not_async_says_so() -> None:
-    with pytest.raises(ApplicationError, match="no async function"):
+async def test_run_rejects_a_function_that_is_not_async() -> None:
+    with pytest.raises(ApplicationError, match="not an async function"):
         await guarded().manager.run("order:1", cast(Any, lambda: "receipt"))
 
 
-async def test_a_handler_that_calls_exit_is_a_failure_and_ends_nobody_else() -> None:
+async def test_a_handler_that_calls_exit_fails_without_ending_the_process() -> None:
     async def leave(event: BaseEvent) -> None:
         raise SystemExit(0)
 
@@ -119,14 +119,14 @@ async def test_a_handler_that_calls_exit_is_a_failure_and_ends_nobody_else() -> 
         await IdempotentEventHandler(leave, guarded().manager)(OrderPlaced(order_id="1"))
 
 
-def test_a_key_of_a_megabyte_has_a_label_that_fits_a_header_and_still_tells_keys_apart() -> None:
+def test_long_keys_have_short_distinct_labels() -> None:
     first, second = Key.of("x" * 1_000_000 + "1"), Key.of("x" * 1_000_000 + "2")
 
     assert len(first.label) <= LONGEST_LABEL
     assert first.label != second.label
 
 
-def test_a_generation_makes_another_key_that_no_other_key_equals() -> None:
+def test_generations_of_a_key_are_distinct_from_all_other_keys() -> None:
     first = Key.of_event("charge", "order_placed", "id", "1")
 
     full = KeySpace("idempotency", "billing").full

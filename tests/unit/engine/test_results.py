@@ -1,4 +1,4 @@
-"""What handlers return, to bytes and back."""
+"""Serializing and restoring the results of handlers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Order(BaseModel):
     receipts: list[Receipt] = Field(default_factory=list)
 
 
-class Colour(Enum):
+class Color(Enum):
     RED = "red"
 
 
@@ -52,15 +52,15 @@ RECEIPT = Receipt(1, Decimal("3.50"))
 ORDER = Order(order_id=UUID(int=7), receipts=[RECEIPT])
 
 
-def back(value: object, expected: object = Any) -> Any:
+def round_trip(value: object, expected: object = Any) -> Any:
     return decode_result("order:1", encode_result(value), expected)
 
 
 @pytest.mark.parametrize(
     "value", [None, 0, "", False, [], {}, b"", b"\xff\x00", 2**80, -0.0, 1e300, "é😀\0", [1, [None]]]
 )
-def test_plain_values_come_back_as_what_they_are(value: object) -> None:
-    again = back(value)
+def test_plain_values_are_restored_unchanged(value: object) -> None:
+    again = round_trip(value)
 
     assert again == value
     assert type(again) is type(value)
@@ -78,33 +78,33 @@ def test_plain_values_come_back_as_what_they_are(value: object) -> None:
         ((1, "a"), tuple[int, str]),
         ({1, 2}, set[int]),
         (datetime(2030, 1, 1, tzinfo=UTC), datetime),
-        (Colour.RED, Colour),
+        (Color.RED, Color),
         ({1: b"a"}, dict[int, bytes]),
         (5, Annotated[int, Field(gt=1)]),
     ],
     ids=str,
 )
-def test_typed_values_come_back_in_the_type_of_the_annotation(value: object, expected: object) -> None:
-    assert back(value, expected) == value
+def test_typed_values_are_restored_as_the_annotated_type(value: object, expected: object) -> None:
+    assert round_trip(value, expected) == value
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_infinity_comes_back(value: float) -> None:
-    assert back(value) == value
-    assert back(value, float) == value
+def test_infinity_is_restored(value: float) -> None:
+    assert round_trip(value) == value
+    assert round_trip(value, float) == value
 
 
-def test_not_a_number_comes_back() -> None:
-    assert math.isnan(back(math.nan))
-    assert math.isnan(back([math.nan], list[float])[0])
+def test_nan_is_restored() -> None:
+    assert math.isnan(round_trip(math.nan))
+    assert math.isnan(round_trip([math.nan], list[float])[0])
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 
 
 @given(st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))
-def test_any_json_value_comes_back(value: object) -> None:
-    assert back(value) == value
+def test_any_json_value_is_restored(value: object) -> None:
+    assert round_trip(value) == value
 
 
 CYCLE: list[object] = []
@@ -124,7 +124,7 @@ def deep() -> object:
     ids=["object", "cycle", "function", "surrogate", "bytes inside", "broken model", "deep"],
 )  # fmt: skip
 @virtual_time
-async def test_what_cannot_be_written_is_dropped_and_the_work_stays_done(value: object) -> None:
+async def test_an_unserializable_result_is_dropped_and_the_work_stays_done(value: object) -> None:
     here, job = guarded(), Job(result=value)
 
     assert await here.manager.run("order:1", job) is value
@@ -137,7 +137,7 @@ async def test_what_cannot_be_written_is_dropped_and_the_work_stays_done(value: 
 
 @pytest.mark.scenario(90)
 @virtual_time
-async def test_a_result_larger_than_allowed_is_dropped_and_the_protection_stays() -> None:
+async def test_a_result_that_is_too_large_is_dropped_and_duplicates_stay_blocked() -> None:
     here, exact, more = guarded(max_result_size_bytes=10), Job(result="x" * 8), Job(result="x" * 9)
 
     await here.manager.run("exact", exact)
@@ -161,7 +161,7 @@ async def test_without_result_caching_a_duplicate_gets_none_and_no_error() -> No
 
 @pytest.mark.parametrize("value", [None, 0, "", False, [], b""])
 @virtual_time
-async def test_empty_results_are_results(value: object) -> None:
+async def test_empty_results_are_replayed(value: object) -> None:
     here, job = guarded(), Job(result=value)
     await here.manager.run("order:1", job)
 
@@ -173,7 +173,7 @@ async def test_empty_results_are_results(value: object) -> None:
 
 
 @virtual_time
-async def test_a_replayed_result_has_the_type_that_the_function_promises() -> None:
+async def test_a_replayed_result_has_the_annotated_type() -> None:
     here = guarded()
 
     async def charge() -> Receipt:
@@ -186,7 +186,7 @@ async def test_a_replayed_result_has_the_type_that_the_function_promises() -> No
 
 @pytest.mark.scenario(95)
 @virtual_time
-async def test_a_result_that_no_longer_fits_is_an_error_that_says_the_work_is_done() -> None:
+async def test_a_result_that_no_longer_matches_raises_an_error_that_the_work_is_done() -> None:
     here = guarded()
 
     async def old() -> dict[str, int]:
@@ -215,17 +215,17 @@ async def test_a_result_that_no_longer_fits_is_an_error_that_says_the_work_is_do
     ],
 )
 @pytest.mark.parametrize("expected", [Any, Receipt])
-def test_bytes_that_are_no_result_are_a_decode_error(stored: StoredResult, expected: object) -> None:
+def test_invalid_stored_results_are_decode_errors(stored: StoredResult, expected: object) -> None:
     with pytest.raises(ResultDecodeError):
         decode_result("order:1", stored, expected)
 
 
 class Opaque:
-    """Nothing that pydantic knows."""
+    """A type that pydantic does not support."""
 
 
 @pytest.mark.scenario(95)
-def test_an_error_about_a_result_with_endless_names_stays_short() -> None:
+def test_decode_errors_stay_short_for_long_names() -> None:
     stored = encode_result({"n" * 1_000_000: "x"})
 
     with pytest.raises(ResultDecodeError) as caught:
@@ -235,9 +235,9 @@ def test_an_error_about_a_result_with_endless_names_stays_short() -> None:
 
 
 @pytest.mark.parametrize("expected", [Opaque, Annotated[int, []]])
-def test_a_type_that_cannot_be_checked_is_a_decode_error_or_checked_all_the_same(expected: object) -> None:
+def test_types_that_pydantic_does_not_support_are_decode_errors(expected: object) -> None:
     try:
-        value = back(1, expected)
+        value = round_trip(1, expected)
     except ResultDecodeError:
         return
 
@@ -278,13 +278,13 @@ async def wrapped(*args: object) -> Any:
         (out_of_reach, Any),
     ],
 )
-def test_the_return_type_is_found_wherever_it_stands(function: Callable[..., object], expected: object) -> None:
+def test_the_return_type_of_every_kind_of_callable_is_found(function: Callable[..., object], expected: object) -> None:
     assert return_type_of(function) is expected
-    assert return_type_of(function) is expected, "asked again"
+    assert return_type_of(function) is expected, "second call"
 
 
-def test_a_return_type_that_comes_into_being_later_is_found_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    def paid() -> Later: ...  # type: ignore[name-defined]  # noqa: F821  # that is the question
+def test_a_return_type_defined_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def paid() -> Later: ...  # type: ignore[name-defined]  # noqa: F821  # defined later
 
     assert return_type_of(paid) is Any
 
@@ -293,7 +293,7 @@ def test_a_return_type_that_comes_into_being_later_is_found_then(monkeypatch: py
     assert return_type_of(paid) is Receipt
 
 
-def test_a_function_whose_return_type_is_known_is_not_kept_alive() -> None:
+def test_the_return_type_cache_does_not_keep_functions_alive() -> None:
     def paid() -> int:
         return 1
 
@@ -305,7 +305,7 @@ def test_a_function_whose_return_type_is_known_is_not_kept_alive() -> None:
 
 
 @virtual_time
-async def test_a_result_that_is_dropped_is_told_once_with_its_key_and_the_reason(
+async def test_a_dropped_result_is_logged_once_with_its_key_and_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     here = guarded(max_result_size_bytes=10)
@@ -313,6 +313,6 @@ async def test_a_result_that_is_dropped_is_told_once_with_its_key_and_the_reason
     for key in ("order:1", "order:2"):
         await here.manager.run(key, Job(result="x" * 30))
 
-    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "order:1 is not kept" in told
-    assert "larger than max_result_size_bytes (10)" in told
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "order:1 is not stored" in message
+    assert "larger than max_result_size_bytes (10)" in message

@@ -1,4 +1,4 @@
-"""Work that returns an iterator: it is read within the run, and its first caller and every duplicate get the same."""
+"""Returned iterators are read within the run, and all callers get the same collection."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lazily(items: list[int], effect: Callable[[int], object]) -> Iterator[int]:
 
 
 class Countdown:
-    """An iterator of one's own."""
+    """A custom iterator."""
 
     def __init__(self) -> None:
         self.left = 2
@@ -85,7 +85,7 @@ class Countdown:
 
 
 class Wrapper:
-    """Hands everything on to a file, as the wrappers of `tempfile` do."""
+    """Delegates everything to a file, like the wrappers of `tempfile`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(io.BytesIO(b"x"), name)
@@ -109,12 +109,12 @@ READ_ONCE: list[tuple[Callable[[], Any], str]] = [
     (pages, "an async iterator"),
     (lambda: io.BytesIO(b"x"), "its content, as bytes"),
     (lambda: Wrapper(), "its content, as bytes"),
-    (lambda: {"rows": numbers()}, r"holds an iterator \(generator\) at \['rows'\]\."),
-    (lambda: [{"rows": [map(str, [1])]}], r"holds an iterator \(map\) at \[0\]\['rows'\]\[0\]\."),
-    (lambda: Page(rows=iter([1])), r"holds an iterator \(\w+\) at \.rows\."),
-    (lambda: Table(iter([1])), r"holds an iterator \(\w+\) at \.rows\."),
+    (lambda: {"rows": numbers()}, r"contains an iterator \(generator\) at \['rows'\]\."),
+    (lambda: [{"rows": [map(str, [1])]}], r"contains an iterator \(map\) at \[0\]\['rows'\]\[0\]\."),
+    (lambda: Page(rows=iter([1])), r"contains an iterator \(\w+\) at \.rows\."),
+    (lambda: Table(iter([1])), r"contains an iterator \(\w+\) at \.rows\."),
     (lambda: {"file": io.StringIO("x")}, "a file object"),
-    (lambda: itertools.groupby([1]), r"holds an iterator \(_grouper\) at \[0\]\[1\]\."),
+    (lambda: itertools.groupby([1]), r"contains an iterator \(_grouper\) at \[0\]\[1\]\."),
 ]
 
 
@@ -151,7 +151,7 @@ async def test_a_lazy_iterator_runs_while_the_lease_is_held(caching: bool) -> No
     assert seen == [1]
 
 
-async def test_what_a_lazy_iterator_raises_is_the_failure_of_the_run() -> None:
+async def test_an_error_of_a_lazy_iterator_fails_the_run() -> None:
     here, errors = guarded(), [OSError("the bank is away")]
 
     def failing() -> Iterator[str]:
@@ -167,10 +167,10 @@ async def test_what_a_lazy_iterator_raises_is_the_failure_of_the_run() -> None:
     assert (await here.record()).attempt == 2
 
 
-@pytest.mark.parametrize(("make", "told"), READ_ONCE)
-async def test_what_cannot_be_read_twice_is_the_failure_of_the_run(make: Callable[[], Any], told: str) -> None:
+@pytest.mark.parametrize(("make", "message"), READ_ONCE)
+async def test_a_result_that_can_be_read_only_once_fails_the_run(make: Callable[[], Any], message: str) -> None:
     here = guarded()
-    with pytest.raises(ApplicationError, match=told) as error:
+    with pytest.raises(ApplicationError, match=message) as error:
         await here.manager.run("order:1", _returning(make))
     assert str(error.value).startswith("order:1 returned ")
     assert (await here.record()).status is not IdempotencyStatus.COMPLETED
@@ -178,7 +178,7 @@ async def test_what_cannot_be_read_twice_is_the_failure_of_the_run(make: Callabl
     assert await here.manager.run("order:1", _returning(lambda: "receipt")) == "receipt"
 
 
-async def test_a_run_without_the_store_reads_iterators_too() -> None:
+async def test_a_run_without_the_store_reads_iterators_as_well() -> None:
     here = guarded(on_store_error="open")
     here.store.down.add("reserve")
     assert await here.manager.run("order:1", _returning(numbers)) == [1, 2]
@@ -197,7 +197,7 @@ RETURN_TYPES = [
 
 
 @pytest.mark.parametrize("promised", RETURN_TYPES)
-async def test_a_duplicate_gets_a_list_whatever_the_annotation_calls_it(promised: Any) -> None:
+async def test_a_duplicate_gets_a_list_for_every_iterator_annotation(promised: Any) -> None:
     async def work() -> Any:
         return numbers()
 
@@ -208,7 +208,7 @@ async def test_a_duplicate_gets_a_list_whatever_the_annotation_calls_it(promised
     assert [await decorated() for _ in range(2)] == [[1, 2], [1, 2]]
 
 
-async def test_items_of_a_duplicate_have_the_type_that_the_annotation_names() -> None:
+async def test_a_duplicate_gets_items_of_the_annotated_type() -> None:
     class Row(BaseModel):
         number: int
 
@@ -224,7 +224,7 @@ async def test_items_of_a_duplicate_have_the_type_that_the_annotation_names() ->
 
 
 class Numbers(RootModel[list[int]]):
-    """A list with a name."""
+    """A named list type."""
 
 
 COLLECTIONS: list[tuple[Any, Any]] = [
@@ -317,7 +317,7 @@ async def _by_loop_of_confluent_kafka(manager: IdempotencyManager, work: Any) ->
     ],
 )
 @pytest.mark.parametrize(("promised", "expected"), COLLECTIONS)
-async def test_the_first_caller_and_a_duplicate_get_the_type_that_the_annotation_names(
+async def test_the_first_caller_and_a_duplicate_get_the_annotated_type(
     ask_twice: Callable[..., Awaitable[list[Any]]], promised: Any, expected: Any
 ) -> None:
     async def work() -> Any:
@@ -331,7 +331,7 @@ async def test_the_first_caller_and_a_duplicate_get_the_type_that_the_annotation
     assert type(first) is type(second) is type(expected)
 
 
-async def test_items_of_the_first_caller_have_the_type_that_the_annotation_names() -> None:
+async def test_the_first_caller_gets_items_of_the_annotated_type() -> None:
     async def work() -> Any:
         return ({"number": number} for number in (1, 2))
 
@@ -341,7 +341,7 @@ async def test_items_of_the_first_caller_have_the_type_that_the_annotation_names
     assert [await manager.run("order:1", work) for _ in range(2)] == [(Line(number=1), Line(number=2))] * 2
 
 
-async def test_items_that_do_not_fit_the_annotation_are_the_first_callers_as_they_are() -> None:
+async def test_items_that_do_not_match_the_annotation_reach_the_first_caller_unchanged() -> None:
     async def work() -> Any:
         return iter(["one"])
 
@@ -354,7 +354,7 @@ async def test_items_that_do_not_fit_the_annotation_are_the_first_callers_as_the
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-async def test_a_handler_in_a_scope_gives_the_type_that_its_annotation_names(is_guarded: bool) -> None:
+async def test_a_handler_in_a_scope_returns_the_annotated_type(is_guarded: bool) -> None:
     router = EventRouter()
 
     @router.on(Ordered)
@@ -394,38 +394,38 @@ class _Callable:
 
 
 @pytest.mark.parametrize("function", [_async_generator, _generator, partial(_generator), _Callable()])
-async def test_generator_functions_are_refused_before_anything_is_reserved(function: Any) -> None:
+async def test_generator_functions_are_rejected_before_reserving(function: Any) -> None:
     here = guarded()
     manager = here.manager
-    told = pytest.raises(ApplicationError, match="is a generator, which returns before its work is done")
-    with told:
+    rejected = pytest.raises(ApplicationError, match="is a generator, which returns before its work is done")
+    with rejected:
         await manager.run("order:1", function)
-    with told:
+    with rejected:
         idempotent(key=lambda: "order:1", manager=manager)(function)
-    with told:
+    with rejected:
         EventRouter().on(Ordered, name="ordered")(function)
-    with told:
+    with rejected:
         EventRouter().on_batch(Ordered, name="ordered")(function)
-    with told:
+    with rejected:
         await with_idempotency(Ordered(), function, manager, name="ordered")
     for delivery in (_aiokafka(manager), _confluent(manager)):
-        with told:
+        with rejected:
             running = delivery.run(function)
             if asyncio.iscoroutine(running):
                 await running
     assert [record async for record in here.store.scan("")] == []
 
     async def unit() -> None:
-        with told:
+        with rejected:
             await manager.steps().run("step", function)
 
     await manager.run("order:1", unit)
 
 
-# Other entries.
+# Other entry points.
 
 
-async def test_a_step_gives_the_list_to_its_own_run_and_to_a_later_one() -> None:
+async def test_a_step_returns_the_list_to_its_own_run_and_to_a_later_one() -> None:
     manager, seen = guarded().manager, list[Any]()
 
     async def unit() -> None:
@@ -461,7 +461,7 @@ def test_a_plain_function_reads_its_iterator_in_its_own_thread() -> None:
     assert threads == [threading.get_ident()] * 2
 
 
-def test_a_loop_of_confluent_kafka_reads_it_in_its_own_thread() -> None:
+def test_a_confluent_loop_reads_the_iterator_in_its_own_thread() -> None:
     threads: list[int] = []
 
     def work(_: object) -> Any:
@@ -472,7 +472,7 @@ def test_a_loop_of_confluent_kafka_reads_it_in_its_own_thread() -> None:
     assert threads == [threading.get_ident()] * 2
 
 
-async def test_a_loop_of_aiokafka_gives_the_list() -> None:
+async def test_an_aiokafka_loop_returns_the_list() -> None:
     async def work(_: object) -> Any:
         return numbers()
 
@@ -480,7 +480,7 @@ async def test_a_loop_of_aiokafka_gives_the_list() -> None:
     assert [await _aiokafka(manager).run(work) for _ in range(2)] == [[1, 2], [1, 2]]
 
 
-async def test_a_handler_reads_it_before_what_it_publishes_goes_out() -> None:
+async def test_a_handlers_iterator_is_read_before_its_events_are_published() -> None:
     router, published = EventRouter(), list[int]()
 
     class Publisher:
@@ -503,7 +503,7 @@ async def test_a_handler_reads_it_before_what_it_publishes_goes_out() -> None:
 
 
 class Session:
-    """Stands for a database session that a scope closes."""
+    """A database session that is closed with its scope."""
 
     def __init__(self) -> None:
         self.open = True
@@ -529,7 +529,7 @@ async def _handled(dispatcher: EventDispatcher) -> Any:
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-async def test_a_handler_reads_it_while_its_scope_is_open(is_guarded: bool) -> None:
+async def test_a_handlers_iterator_is_read_while_its_scope_is_open(is_guarded: bool) -> None:
     router = EventRouter()
 
     @router.on(Ordered)
@@ -568,7 +568,7 @@ async def test_a_batch_handler_may_return_an_iterator_of_results() -> None:
     assert [outcome.value for [outcome] in outcomes if isinstance(outcome, Executed)] == [7, 8]
 
 
-async def test_only_the_event_whose_result_cannot_be_read_twice_has_failed() -> None:
+async def test_only_the_event_with_an_unreadable_result_fails() -> None:
     dispatcher = _batches(lambda events: [pages() if event.number == 8 else numbers() for event in events])
     [[good], [bad]] = await asyncio.gather(*map(dispatcher.dispatch, [Ordered(number=7), Ordered(number=8)]))
     assert isinstance(good, Executed)
@@ -577,7 +577,7 @@ async def test_only_the_event_whose_result_cannot_be_read_twice_has_failed() -> 
     assert isinstance(bad.error, ApplicationError)
 
 
-async def test_results_beside_failures_may_be_an_iterator() -> None:
+async def test_results_next_to_failures_may_be_an_iterator() -> None:
     def handle(events: Sequence[Ordered]) -> Any:
         raise PartialFailureError({0: OSError("no")}, (iter([event.number]) for event in events))
 
@@ -587,7 +587,7 @@ async def test_results_beside_failures_may_be_an_iterator() -> None:
     assert good.value == [8]
 
 
-# Verbs that take a result.
+# Methods that take a result.
 
 
 async def _reserved(here: Guarded) -> Reserved:
@@ -608,22 +608,22 @@ async def _confirm(manager: IdempotencyManager, reserved: Reserved, result: Any)
     return await manager.confirm_batch({reserved: result})
 
 
-@pytest.mark.parametrize("verb", [_complete, _completion, _confirm])
-async def test_verbs_leave_an_iterator_of_their_caller_alone(verb: Any) -> None:
+@pytest.mark.parametrize("method", [_complete, _completion, _confirm])
+async def test_rejected_iterators_of_the_caller_are_not_consumed(method: Any) -> None:
     here = guarded()
     reserved = await _reserved(here)
     for make, _ in [*ITERATORS, *READ_ONCE]:
         with pytest.raises(ApplicationError, match="order:1 returned"):
-            await verb(here.manager, reserved, make())
+            await method(here.manager, reserved, make())
     given = numbers()
     with pytest.raises(ApplicationError):
-        await verb(here.manager, reserved, {"rows": given})
+        await method(here.manager, reserved, {"rows": given})
     assert (await here.record()).status is IdempotencyStatus.PROCESSING
     assert list(given) == [1, 2]
-    assert await verb(here.manager, reserved, [1, 2]) in (True, [True])
+    assert await method(here.manager, reserved, [1, 2]) in (True, [True])
 
 
-# What is no iterator stays as it is.
+# Other results are unchanged.
 
 
 class Line(BaseModel):
@@ -636,7 +636,7 @@ class Order(BaseModel):
     source: Any = Field(default=None, exclude=True)
 
 
-def test_what_can_be_read_again_stays_as_it_is() -> None:
+def test_repeatable_results_are_unchanged() -> None:
     cyclic: list[Any] = [[]]
     cyclic.append(cyclic)
     whole = [{"lines": (1, {2}, frozenset({3}))}, Order(lines=[Line(number=1)]), Table(typing.cast("Any", [1]))]
@@ -658,14 +658,14 @@ def test_what_can_be_read_again_stays_as_it_is() -> None:
         assert repeatable(value, "order:1") is value
 
 
-def test_a_field_that_is_not_written_may_hold_an_iterator() -> None:
+def test_an_excluded_field_may_contain_an_iterator() -> None:
     order = Order(lines=[], source=numbers())
     assert repeatable(order, "order:1") is order
 
 
-def test_extra_fields_are_looked_at() -> None:
+def test_extra_fields_are_checked() -> None:
     order = Order.model_validate({"lines": [], "rows": numbers()})
-    with pytest.raises(ApplicationError, match=r"holds an iterator \(\w+\) at \.rows\."):
+    with pytest.raises(ApplicationError, match=r"contains an iterator \(\w+\) at \.rows\."):
         refuse_iterator(order, "order:1")
 
 

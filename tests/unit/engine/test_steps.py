@@ -1,4 +1,4 @@
-"""Steps: what an earlier run has done is not done again, and a later run goes on where it stopped."""
+"""Steps: completed steps are not repeated, and a later run continues where the previous one stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reservation:
 
 
 class Effects:
-    """What has happened outside, in order."""
+    """Side effects in order."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -52,7 +52,7 @@ VERBS = ("reserve", "renew", "complete", "fail", "release", "get")
 
 
 class Process:
-    """A worker process on a store that others share.  Once dead, nothing of it reaches the store any more."""
+    """A worker process on a shared store.  After its death none of its calls reach the store."""
 
     def __init__(self, store: FlakyStore, **config: Any) -> None:
         self.here = guarded(FlakyStore(store.inner), **config)
@@ -67,7 +67,7 @@ class Process:
         return await self.here.manager.run(key, unit)
 
     async def die(self, *_: object) -> None:
-        """The process is killed: it goes no further, and tells nobody."""
+        """Kill the process: it stops without notice."""
         self.here.store.held = {verb: asyncio.Event() for verb in VERBS}
         self.died.set()
         await asyncio.Event().wait()
@@ -84,7 +84,7 @@ _FORGOTTEN: list[Any] = []
 
 
 @virtual_time
-async def test_a_run_after_a_crash_has_the_results_and_goes_on_where_the_first_one_stopped() -> None:
+async def test_a_run_after_a_crash_continues_after_the_completed_steps() -> None:
     store, effects = guarded().store, Effects()
     first, second = Process(store), Process(store)
 
@@ -104,7 +104,7 @@ async def test_a_run_after_a_crash_has_the_results_and_goes_on_where_the_first_o
 
 
 @virtual_time
-async def test_a_run_after_a_failure_does_not_repeat_what_is_done() -> None:
+async def test_a_run_after_a_failure_does_not_repeat_completed_steps() -> None:
     process, effects, fails = Process(guarded().store), Effects(), [OSError("no carrier")]
 
     async def ship(reservation: Reservation) -> None:
@@ -124,7 +124,7 @@ async def test_a_run_after_a_failure_does_not_repeat_what_is_done() -> None:
 
 @virtual_time
 @pytest.mark.parametrize("value", [None, 0, "", False, [], b"", b"x", {"a": 1}])
-async def test_what_a_step_returned_comes_back_as_what_it_was(value: object) -> None:
+async def test_step_results_are_restored_unchanged(value: object) -> None:
     process, seen, fails = Process(guarded().store), [], [OSError("the end")]
 
     async def step() -> Any:
@@ -144,7 +144,7 @@ async def test_what_a_step_returned_comes_back_as_what_it_was(value: object) -> 
 
 
 @virtual_time
-async def test_steps_are_remembered_though_results_of_units_are_not_kept() -> None:
+async def test_step_results_are_stored_even_if_result_caching_is_disabled() -> None:
     process, effects, fails = Process(guarded().store, enable_result_caching=False), Effects(), [OSError("the end")]
 
     async def unit(steps: Steps) -> None:
@@ -159,7 +159,7 @@ async def test_steps_are_remembered_though_results_of_units_are_not_kept() -> No
 
 
 @virtual_time
-async def test_a_step_that_died_in_its_midst_is_done_again() -> None:
+async def test_an_interrupted_step_runs_again() -> None:
     store, seen = guarded().store, []
     first, second = Process(store), Process(store)
 
@@ -176,7 +176,7 @@ async def test_a_step_that_died_in_its_midst_is_done_again() -> None:
 
 
 @virtual_time
-async def test_a_step_at_most_once_that_died_in_its_midst_is_not_done_again_and_ends_the_unit() -> None:
+async def test_an_interrupted_at_most_once_step_ends_the_unit() -> None:
     store, seen = guarded().store, []
     first, second, third = Process(store), Process(store), Process(store)
 
@@ -196,7 +196,7 @@ async def test_a_step_at_most_once_that_died_in_its_midst_is_not_done_again_and_
 
 
 @virtual_time
-async def test_a_step_at_most_once_that_failed_is_not_done_again() -> None:
+async def test_a_failed_at_most_once_step_does_not_run_again() -> None:
     process, seen = Process(guarded().store), []
 
     async def step() -> None:
@@ -214,7 +214,7 @@ async def test_a_step_at_most_once_that_failed_is_not_done_again() -> None:
 
 
 @virtual_time
-async def test_a_step_at_most_once_that_is_done_is_remembered_like_any() -> None:
+async def test_a_completed_at_most_once_step_is_replayed() -> None:
     process, effects, fails = Process(guarded().store), Effects(), [OSError("the end")]
 
     async def unit(steps: Steps) -> None:
@@ -229,7 +229,7 @@ async def test_a_step_at_most_once_that_is_done_is_remembered_like_any() -> None
 
 
 @virtual_time
-async def test_steps_side_by_side_are_found_again_in_any_order() -> None:
+async def test_concurrent_steps_are_found_again_in_any_order() -> None:
     store, seen = guarded().store, []
     first, second = Process(store), Process(store)
 
@@ -250,7 +250,7 @@ async def test_steps_side_by_side_are_found_again_in_any_order() -> None:
 
 
 @virtual_time
-async def test_more_steps_than_a_page_are_found_again() -> None:
+async def test_more_steps_than_one_page_are_found_again() -> None:
     store, seen = guarded().store, []
     first, second = Process(store), Process(store)
 
@@ -272,7 +272,7 @@ async def test_more_steps_than_a_page_are_found_again() -> None:
 
 
 @virtual_time
-async def test_a_run_that_was_taken_over_begins_no_more_steps() -> None:
+async def test_a_run_that_was_taken_over_starts_no_more_steps() -> None:
     store, effects = guarded().store, Effects()
     zombie, other = Process(store), Process(store)
     stalled, go_on = asyncio.Event(), asyncio.Event()
@@ -280,7 +280,7 @@ async def test_a_run_that_was_taken_over_begins_no_more_steps() -> None:
     async def stalling(steps: Steps) -> None:
         reservation = await steps.run("reserve", effects.reserve, "1")
         zombie.here.store.held = {"renew": asyncio.Event()}
-        # As a process does that is stopped as a whole: no clock of its own ends it.
+        # Like a suspended process: its own clock does not end it.
         lease = zombie.here.manager.executor.runs.current().lease  # type: ignore[union-attr]
         lease.reschedule(None)  # type: ignore[union-attr]
         stalled.set()
@@ -301,10 +301,10 @@ async def test_a_run_that_was_taken_over_begins_no_more_steps() -> None:
 
 
 @virtual_time
-async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
+async def test_a_run_waits_for_a_step_of_an_earlier_run() -> None:
     store, seen = guarded().store, []
     zombie, other = Process(store), Process(store)
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     async def slow() -> str:
         seen.append("slow")
@@ -312,7 +312,7 @@ async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
         outer = zombie.here.manager._leases._held
         for lease in outer:
             lease.reschedule(None)
-        begun.set()
+        started.set()
         await asyncio.sleep(35)
         return "done by the zombie"
 
@@ -320,9 +320,9 @@ async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
         return await steps.run("one", slow)
 
     asleep = asyncio.ensure_future(zombie.unit(unit))
-    await begun.wait()
+    await started.wait()
     await asyncio.sleep(31)
-    # Its lease has ended as well, so the step is taken over rather than waited for without end.
+    # Its lease has ended as well, so the step is taken over instead of being waited for.
     assert await other.unit(unit) == "done by the zombie"
     assert seen == ["slow", "slow"]
     with pytest.raises(LeaseLostError):
@@ -330,8 +330,8 @@ async def test_a_run_waits_for_a_step_that_an_earlier_one_is_at_still() -> None:
 
 
 @virtual_time
-async def test_a_step_left_behind_by_a_run_that_failed_does_not_begin_any_more() -> None:
-    """`gather` goes on with the others when one raises: here with one that waits for the lease of a dead process."""
+async def test_a_step_of_a_failed_run_does_not_start() -> None:
+    """`gather` continues with the other steps if one raises; here one that waits for the lease of a dead process."""
     store, seen = guarded().store, []
     first, second = Process(store), Process(store)
 
@@ -342,7 +342,7 @@ async def test_a_step_left_behind_by_a_run_that_failed_does_not_begin_any_more()
         raise PermanentError("no such card")
 
     async def dying(steps: Steps) -> None:
-        await asyncio.sleep(LEASE * 0.6)  # so that the lease of the step ends well behind that of the unit
+        await asyncio.sleep(LEASE * 0.6)  # so that the lease of the step ends well after that of the unit
         await steps.run("book", first.die)
 
     async def failing(steps: Steps) -> None:
@@ -357,7 +357,7 @@ async def test_a_step_left_behind_by_a_run_that_failed_does_not_begin_any_more()
 
 
 @virtual_time
-async def test_a_step_that_the_code_knows_no_more_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_step_removed_from_the_code_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     store, effects = guarded().store, Effects()
     first, second = Process(store), Process(store)
 
@@ -371,12 +371,12 @@ async def test_a_step_that_the_code_knows_no_more_is_reported(caplog: pytest.Log
     await first.runs_until_it_dies(dying)
     with caplog.at_level(logging.WARNING):
         await second.unit(renamed)
-    assert "without asking for what an earlier run has done as step reserve" in caplog.text
+    assert "without requesting step reserve, which an earlier run completed" in caplog.text
     assert second.here.observer.counts[Signal.STEP_ORPHANED] == 1
 
 
 @virtual_time
-async def test_nothing_is_reported_where_all_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+async def test_nothing_is_reported_if_all_steps_are_requested(caplog: pytest.LogCaptureFixture) -> None:
     process, effects, fails = Process(guarded().store), Effects(), [OSError("the end")]
 
     async def unit(steps: Steps) -> None:
@@ -387,11 +387,11 @@ async def test_nothing_is_reported_where_all_is_asked_for(caplog: pytest.LogCapt
     with pytest.raises(OSError, match="the end"):
         await process.unit(unit)
     await process.unit(unit)
-    assert "without asking" not in caplog.text
+    assert "without requesting" not in caplog.text
 
 
 @virtual_time
-async def test_a_replay_goes_on_behind_what_was_done_and_does_anew_what_was_interrupted() -> None:
+async def test_a_replay_repeats_interrupted_steps_but_not_completed_ones() -> None:
     here, effects = guarded(), Effects()
     fails: list[Exception] = [PermanentError("no carrier")]
 
@@ -414,7 +414,7 @@ async def test_a_replay_goes_on_behind_what_was_done_and_does_anew_what_was_inte
 
 
 @virtual_time
-async def test_a_result_too_large_to_keep_is_told_to_the_later_run() -> None:
+async def test_a_step_result_too_large_to_store_raises_an_error_in_the_later_run() -> None:
     process, fails = Process(guarded().store, max_result_size_bytes=100), [OSError("the end")]
 
     async def step() -> str:
@@ -432,7 +432,7 @@ async def test_a_result_too_large_to_keep_is_told_to_the_later_run() -> None:
 
 
 @virtual_time
-async def test_a_store_that_is_down_for_a_while_is_waited_for_and_costs_no_attempt() -> None:
+async def test_steps_wait_for_the_store_without_counting_an_attempt() -> None:
     process, effects = Process(guarded().store), Effects()
     store = process.here.store
 
@@ -449,7 +449,7 @@ async def test_a_store_that_is_down_for_a_while_is_waited_for_and_costs_no_attem
 
 
 @virtual_time
-async def test_where_reused_keys_run_a_step_still_takes_no_place_of_another() -> None:
+async def test_a_step_does_not_take_the_slot_of_another_under_the_run_policy() -> None:
     store, seen = guarded().store, []
     process = Process(store, on_key_reused=OnKeyReused.RUN)
 
@@ -469,7 +469,7 @@ async def test_where_reused_keys_run_a_step_still_takes_no_place_of_another() ->
 
 
 @virtual_time
-async def test_misuse_is_told() -> None:
+async def test_misuse_of_steps_raises_errors() -> None:
     process, effects = Process(guarded().store), Effects()
 
     async def twice(steps: Steps) -> None:
@@ -480,20 +480,20 @@ async def test_misuse_is_told() -> None:
 
     with pytest.raises(ApplicationError, match="two steps of order:1 are named reserve"):
         await process.unit(twice)
-    with pytest.raises(ApplicationError, match="has 1 to 100 characters"):
+    with pytest.raises(ApplicationError, match="must have 1 to 100 characters"):
         await process.unit(lambda steps: steps.run("", effects.reserve, "1"), "order:2")
-    with pytest.raises(ApplicationError, match="is no async function"):
+    with pytest.raises(ApplicationError, match="is not an async function"):
         await process.unit(lambda steps: steps.run("plain", plain, "1"), "order:3")  # type: ignore[arg-type]
     with pytest.raises(ApplicationError, match="once must be 'at_least_once' or 'at_most_once', not 'twice'"):
         await process.unit(lambda steps: steps.run("x", effects.reserve, "1", once="twice"), "order:4")  # type: ignore[arg-type]
-    with pytest.raises(ApplicationError, match="hand over the function itself, as in"):
+    with pytest.raises(ApplicationError, match="pass the function itself, as in"):
         await process.unit(lambda steps: steps.run("x", effects.reserve("1")), "order:5")  # type: ignore[arg-type]
-    with pytest.raises(ApplicationError, match="guards is under way here"):
+    with pytest.raises(ApplicationError, match="is running here"):
         process.here.manager.steps()
 
 
 @virtual_time
-async def test_one_run_has_one_set_of_steps() -> None:
+async def test_a_run_has_one_set_of_steps() -> None:
     here = guarded()
 
     async def unit() -> bool:

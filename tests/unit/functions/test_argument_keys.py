@@ -1,4 +1,4 @@
-"""Keys and fingerprints made of the arguments of a call."""
+"""Keys and fingerprints from the arguments of a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.functions.argument_keys import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
 
 
@@ -58,11 +58,11 @@ ORDER = Order(7, {"name": "Ada", "id": 3})
         (lambda order, amount, **_: f"{order.id}/{amount}", "7/30"),
     ],
 )
-def test_a_key_is_made_by_a_template_by_fields_or_by_a_function(source: KeySource, key: str) -> None:
+def test_a_key_comes_from_a_template_fields_or_a_function(source: KeySource, key: str) -> None:
     assert _key(source, place, ORDER, 30, note="x") == key
 
 
-def test_a_key_is_the_same_however_the_arguments_are_given() -> None:
+def test_positional_and_keyword_arguments_make_the_same_key() -> None:
     def pay(order_id: str, amount: int = 30) -> None: ...
 
     calls = [
@@ -81,51 +81,51 @@ def test_a_key_is_the_same_however_the_arguments_are_given() -> None:
         (UUID(int=5), "00000000-0000-0000-0000-000000000005"),
         (Decimal("30.00"), "30.00"),
         (date(2026, 11, 21), "2026-11-21"),
-        (Colour.RED, "red"),
+        (Color.RED, "red"),
         ("a b", "a%20b"),
         ("é", "%C3%A9"),
     ],
 )
-def test_values_with_one_text_each_stand_in_a_key(value: object, text: str) -> None:
+def test_values_with_a_stable_text_are_accepted_in_keys(value: object, text: str) -> None:
     assert _key("{amount}", place, ORDER, value) == text
 
 
 @pytest.mark.parametrize("value", [None, True, 1.5, object(), b"x", ["a"], {"a": 1}, ORDER])
-def test_a_value_without_a_text_of_its_own_makes_no_key(value: object) -> None:
-    with pytest.raises(InvalidKeyError, match="amount is to be part of a key"):
+def test_values_without_a_stable_text_are_rejected_in_keys(value: object) -> None:
+    with pytest.raises(InvalidKeyError, match="the key uses amount"):
         _key("{amount}", place, ORDER, value)
 
 
-def test_an_empty_value_makes_no_key() -> None:
-    with pytest.raises(InvalidKeyError, match="note is to be part of a key, and it is empty"):
+def test_an_empty_value_is_rejected_in_a_key() -> None:
+    with pytest.raises(InvalidKeyError, match="the key uses note, which is empty"):
         _key("{note}", place, ORDER)
 
 
 @pytest.mark.parametrize("source", ["{order.nothing}", "{order.customer.nothing}", ["order.nothing.more"]])
-def test_a_field_that_is_not_there_makes_no_key(source: KeySource) -> None:
-    with pytest.raises(InvalidKeyError, match="nothing is not there"):
+def test_a_missing_field_is_rejected_in_a_key(source: KeySource) -> None:
+    with pytest.raises(InvalidKeyError, match="nothing was not found"):
         _key(source, place, ORDER)
 
 
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("{ordr.id}", r"'ordr.id' is to be part of a key, and the parameters of place are order, amount, more, note"),
+        ("{ordr.id}", r"the key uses 'ordr.id', and the parameters of place are order, amount, more, note"),
         (["ordr"], "the parameters of place are"),
-        ("refund", "names no argument"),
-        ("", "names no argument"),
-        ([], "no field was named"),
+        ("refund", "contains no parameter"),
+        ("", "contains no parameter"),
+        ([], "the list of fields is empty"),
         ("{}", "the parameters of place are"),
         ("{order[0]}", "the parameters of place are"),
         ("{order.}", "the parameters of place are"),
-        ("{order!r}", "names only"),
-        ("{amount:>9}", "names only"),
+        ("{order!r}", "use names only"),
+        ("{amount:>9}", "use names only"),
         ("{amount", "cannot be read"),
-        ("{amount}{note}", "follow each other"),
-        ("{amount}and{note}", "follow each other"),
+        ("{amount}{note}", "without a separator"),
+        ("{amount}and{note}", "without a separator"),
     ],
 )
-def test_what_could_never_make_a_good_key_is_refused_beforehand(source: KeySource, why: str) -> None:
+def test_invalid_key_sources_are_rejected_at_decoration(source: KeySource, why: str) -> None:
     with pytest.raises(InvalidKeyError, match=why):
         key_maker(source, inspect.signature(place), "place")
 
@@ -138,13 +138,13 @@ PARTS = st.text(alphabet="ab1:-_.,=%{} é/", min_size=1, max_size=4)
     one=st.tuples(PARTS, PARTS),
     other=st.tuples(PARTS, PARTS),
 )
-def test_no_two_calls_have_one_key(template: KeySource, one: tuple[str, str], other: tuple[str, str]) -> None:
+def test_different_calls_have_different_keys(template: KeySource, one: tuple[str, str], other: tuple[str, str]) -> None:
     def work(a: str, b: str) -> None: ...
 
     assert (_key(template, work, *one) == _key(template, work, *other)) == (one == other)
 
 
-def test_a_fingerprint_tells_one_payload_from_another() -> None:
+def test_different_payloads_have_different_fingerprints() -> None:
     first = _fingerprint(["amount", "order.customer"], place, ORDER, 30)
     assert len(first) == 16
     assert first == _fingerprint(["amount", "order.customer"], place, Order(8, {"id": 3, "name": "Ada"}), 30, note="x")
@@ -156,6 +156,6 @@ def test_without_a_source_there_is_no_fingerprint() -> None:
     assert fingerprint_maker(None, inspect.signature(place), "place")(_called(place, ORDER)) is None
 
 
-def test_what_cannot_be_written_makes_no_fingerprint() -> None:
-    with pytest.raises(InvalidKeyError, match="no fingerprint can be made"):
+def test_values_that_cannot_be_serialized_are_rejected_in_fingerprints() -> None:
+    with pytest.raises(InvalidKeyError, match="the fingerprint cannot be made"):
         _fingerprint(["amount"], place, ORDER, object())

@@ -1,4 +1,4 @@
-"""`@idempotent`: once per key, wherever a function is called."""
+"""`@idempotent` on async functions and methods."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Receipt:
 
 
 @virtual_time
-async def test_a_second_call_gets_the_first_ones_result_as_its_type() -> None:
+async def test_a_second_call_gets_the_first_result_with_its_type() -> None:
     manager, runs = guarded().manager, []
 
     @idempotent(key="refund:{order_id}", manager=manager)
@@ -62,7 +62,7 @@ async def test_a_second_call_gets_the_first_ones_result_as_its_type() -> None:
 
 @virtual_time
 @pytest.mark.parametrize("value", [None, 0, "", False, [], {}, b"", 0.0])
-async def test_falsy_results_come_back_as_what_they_are(value: object) -> None:
+async def test_falsy_results_are_replayed_unchanged(value: object) -> None:
     runs = []
 
     @idempotent(key="{name}", manager=guarded().manager)
@@ -78,7 +78,7 @@ async def test_falsy_results_come_back_as_what_they_are(value: object) -> None:
 
 
 @virtual_time
-async def test_a_dataclass_comes_back_as_one() -> None:
+async def test_a_dataclass_is_replayed_as_a_dataclass() -> None:
     @idempotent(key="{number}", manager=guarded().manager)
     async def work(number: int) -> Receipt | None:
         return Receipt(number)
@@ -87,7 +87,7 @@ async def test_a_dataclass_comes_back_as_one() -> None:
 
 
 @virtual_time
-async def test_a_twin_waits_for_the_running_one_and_no_longer_than_it_may() -> None:
+async def test_a_concurrent_duplicate_waits_until_the_lock_timeout() -> None:
     manager = guarded().manager
     runs = []
 
@@ -107,7 +107,7 @@ async def test_a_twin_waits_for_the_running_one_and_no_longer_than_it_may() -> N
 
 
 @virtual_time
-async def test_a_lock_timeout_of_nothing_is_a_conflict_at_once() -> None:
+async def test_a_lock_timeout_of_zero_raises_a_conflict_immediately() -> None:
     @idempotent(key="{name}", manager=guarded().manager, lock_timeout=timedelta())
     async def work(name: str) -> None:
         await asyncio.sleep(5)
@@ -121,7 +121,7 @@ async def test_a_lock_timeout_of_nothing_is_a_conflict_at_once() -> None:
 
 
 @virtual_time
-async def test_where_workers_skip_a_call_waits_since_it_wants_a_value() -> None:
+async def test_a_duplicate_call_waits_even_if_the_manager_is_configured_to_skip() -> None:
     manager = guarded(on_in_progress=OnInProgress.SKIP).manager
 
     @idempotent(key="{name}", manager=manager)
@@ -149,7 +149,7 @@ async def test_a_failure_is_raised_unchanged_and_the_next_call_tries_again() -> 
 
 
 @virtual_time
-async def test_a_failure_that_blocks_is_told_to_the_next_call() -> None:
+async def test_a_blocking_failure_is_raised_by_the_next_call() -> None:
     @idempotent(key="{name}", manager=guarded().manager, on_failure=OnFailure.BLOCK)
     async def work(name: str) -> None:
         raise OSError(name)
@@ -161,7 +161,7 @@ async def test_a_failure_that_blocks_is_told_to_the_next_call() -> None:
 
 
 @virtual_time
-async def test_another_payload_under_the_same_key_is_refused() -> None:
+async def test_a_key_reused_with_another_payload_is_rejected() -> None:
     @idempotent(key="{order_id}", fingerprint=["amount"], manager=guarded().manager)
     async def pay(order_id: str, amount: Decimal) -> str:
         return order_id
@@ -173,7 +173,7 @@ async def test_another_payload_under_the_same_key_is_refused() -> None:
 
 
 @virtual_time
-async def test_what_is_executed_again_on_read_runs_each_time_and_never_twice_at_once() -> None:
+async def test_re_execute_on_read_runs_every_call_but_never_concurrently() -> None:
     manager, running, most, runs = guarded().manager, 0, 0, 0
 
     @idempotent(key="report:{name}", manager=manager, re_execute_on_read=True)
@@ -191,7 +191,7 @@ async def test_what_is_executed_again_on_read_runs_each_time_and_never_twice_at_
 
 
 @virtual_time
-async def test_what_is_executed_again_may_run_any_number_of_times() -> None:
+async def test_re_execute_on_read_is_not_limited_by_max_attempts() -> None:
     @idempotent(key="{name}", manager=guarded(max_attempts=2).manager, re_execute_on_read=True)
     async def work(name: str) -> str:
         return name
@@ -201,7 +201,7 @@ async def test_what_is_executed_again_may_run_any_number_of_times() -> None:
 
 
 @virtual_time
-async def test_what_others_remember_is_not_executed_again_and_says_why() -> None:
+async def test_re_execute_on_read_conflicts_with_a_stored_outcome_of_another_function() -> None:
     manager = guarded().manager
     await idempotent(key="{name}", manager=manager)(_echo)("x")
 
@@ -215,7 +215,7 @@ async def _echo(name: str) -> str:
 
 
 @virtual_time
-async def test_scopes_keep_the_same_key_apart() -> None:
+async def test_the_same_key_is_separate_in_different_scopes() -> None:
     manager = guarded().manager
     one, other = (idempotent(key="{name}", manager=manager, scope=scope)(_echo) for scope in ("one", "other"))
     await one("x")
@@ -227,7 +227,7 @@ async def test_scopes_keep_the_same_key_apart() -> None:
 
 
 @virtual_time
-async def test_methods_are_guarded_as_functions_are() -> None:
+async def test_methods_can_be_decorated() -> None:
     manager = guarded().manager
 
     class Billing:
@@ -250,15 +250,15 @@ async def test_methods_are_guarded_as_functions_are() -> None:
         async def charge_none(order_id: str) -> str:
             return order_id
 
-    ours, theirs = Billing("ours"), Billing("theirs")
-    assert [await ours.charge("1"), await ours.charge("1"), await theirs.charge("1")] == ["ours", "ours", "theirs"]
-    assert (ours.charged, theirs.charged) == (["1"], ["1"])
+    shop, market = Billing("shop"), Billing("market")
+    assert [await shop.charge("1"), await shop.charge("1"), await market.charge("1")] == ["shop", "shop", "market"]
+    assert (shop.charged, market.charged) == (["1"], ["1"])
     assert await Billing.charge_all("1") == "Billing1"
     assert await Billing.charge_none("1") == "1"
 
 
 @virtual_time
-async def test_guarded_calls_within_guarded_calls_do_not_disturb_each_other() -> None:
+async def test_decorated_functions_can_be_nested() -> None:
     manager, runs = guarded().manager, []
 
     @idempotent(key="inner:{name}", manager=manager)
@@ -276,28 +276,28 @@ async def test_guarded_calls_within_guarded_calls_do_not_disturb_each_other() ->
 
 
 @virtual_time
-async def test_a_call_that_asks_for_its_own_key_is_refused_rather_than_waited_for() -> None:
+async def test_a_call_that_requests_its_own_key_fails_instead_of_waiting() -> None:
     @idempotent(key="{name}", manager=guarded().manager)
     async def work(name: str) -> None:
         await work(name)
 
-    with pytest.raises(ApplicationError, match="x was asked for within its own run"):
+    with pytest.raises(ApplicationError, match="x was requested within its own run"):
         await work("x")
 
 
-def test_signature_names_and_annotations_survive() -> None:
+def test_the_decorator_preserves_signature_name_and_annotations() -> None:
     async def refund(order_id: str, amount: Decimal = Decimal(1), *, note: str = "") -> Refund:
-        """Pays back."""
+        """Return the money."""
         raise NotImplementedError
 
     wrapped = idempotent(key="{order_id}")(refund)
     assert inspect.signature(wrapped) == inspect.signature(refund)
     assert typing.get_type_hints(wrapped) == typing.get_type_hints(refund)
-    assert (wrapped.__name__, wrapped.__doc__, wrapped.__module__) == ("refund", "Pays back.", __name__)
+    assert (wrapped.__name__, wrapped.__doc__, wrapped.__module__) == ("refund", "Return the money.", __name__)
     assert inspect.iscoroutinefunction(wrapped)
 
 
-def test_what_cannot_be_guarded_is_refused_at_decoration() -> None:
+def test_unsupported_functions_and_options_are_rejected_at_decoration() -> None:
     def numbers(name: str) -> typing.Iterator[int]:
         yield 1
 
@@ -311,22 +311,22 @@ def test_what_cannot_be_guarded_is_refused_at_decoration() -> None:
         idempotent(key="{name}")(staticmethod(_echo))
     with pytest.raises(InvalidKeyError, match="parameters of _echo are name"):
         idempotent(key="{nam}")(_echo)
-    with pytest.raises(ApplicationError, match="remembers no outcome"):
+    with pytest.raises(ApplicationError, match="stores no outcome"):
         idempotent(key="{name}", re_execute_on_read=True, ttl=timedelta(days=1))
     with pytest.raises(ApplicationError, match="not both"):
         idempotent(key="{name}", manager=plain_manager(), container=make_async_container())
 
 
-async def test_without_a_manager_a_call_says_how_to_name_one() -> None:
-    with pytest.raises(ApplicationError, match="nobody has named a manager for _echo"):
+async def test_the_error_of_a_call_without_a_manager_names_the_options() -> None:
+    with pytest.raises(ApplicationError, match="no manager found for _echo"):
         await idempotent(key="{name}")(_echo)("x")
 
 
-# Where the manager comes from.
+# Sources of the manager.
 
 
 @virtual_time
-async def test_a_manager_among_the_arguments_comes_first() -> None:
+async def test_a_manager_among_the_arguments_takes_precedence() -> None:
     decorated, given = guarded().manager, guarded().manager
 
     @idempotent(key="{name}", manager=decorated)
@@ -338,7 +338,7 @@ async def test_a_manager_among_the_arguments_comes_first() -> None:
     assert await decorated.get("x") is None
 
 
-async def test_a_container_gives_the_manager() -> None:
+async def test_the_container_provides_the_manager() -> None:
     provider = Provider(scope=Scope.APP)
     provider.provide(lambda: plain_manager(), provides=IdempotencyManager)
     container = make_async_container(provider)
@@ -356,7 +356,7 @@ async def test_a_container_gives_the_manager() -> None:
 
 
 @pytest.mark.parametrize("scope", [None, "refunds"])
-async def test_a_function_can_ask_for_its_attempt(scope: str | None) -> None:
+async def test_a_function_can_get_its_attempt(scope: str | None) -> None:
     manager, seen = plain_manager(), list[tuple[str, int]]()
 
     @idempotent(key="refund:{number}", manager=manager, scope=scope)
@@ -375,5 +375,5 @@ async def test_a_function_can_ask_for_its_attempt(scope: str | None) -> None:
     await refund(1)
 
     assert seen == [("note:1", 1), ("refund:1", 1), ("refund:1", 2)]
-    with pytest.raises(ApplicationError, match="under way here"):
+    with pytest.raises(ApplicationError, match="is running here"):
         manager.attempt()

@@ -1,4 +1,4 @@
-"""`@idempotent` wrongly used: refused as early as it can be told, with what to write instead."""
+"""Incorrect uses of `@idempotent`: rejected as early as possible, with a remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.guarded import plain_manager
 
 
 class Unreadable:
-    """Pydantic knows no schema for it."""
+    """A type without a Pydantic schema."""
 
 
 async def _named(name: str) -> str:
@@ -29,54 +29,54 @@ async def _named(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"ttl": "500"}, "ttl must be a non-negative timedelta"),
         ({"lock_timeout": timedelta(seconds=-5)}, "lock_timeout must be a non-negative timedelta"),
         ({"ttl": timedelta(seconds=1), "manager": plain_manager()}, "shorter than the lease"),
         ({"on_failure": "blokc"}, "on_failure must be 'retry' or 'block', not 'blokc'"),
-        ({"re_execute_on_read": True, "on_failure": "block"}, "remembers no outcome"),
+        ({"re_execute_on_read": True, "on_failure": "block"}, "stores no outcome"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_option_is_refused_at_decoration(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ApplicationError, match=said):
+def test_an_invalid_option_is_rejected_at_decoration(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApplicationError, match=message):
         idempotent(key="{name}", **options)(_named)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
-    [("name", r"such as \['name'\]"), (["nam"], "part of a fingerprint, and the parameters of _named are name")],
+    ("source", "message"),
+    [("name", r"such as \['name'\]"), (["nam"], "the fingerprint uses 'nam', and the parameters of _named are name")],
 )
-def test_a_wrong_fingerprint_is_refused_at_decoration(source: Any, said: str) -> None:
-    with pytest.raises(InvalidKeyError, match=said):
+def test_an_invalid_fingerprint_is_rejected_at_decoration(source: Any, message: str) -> None:
+    with pytest.raises(InvalidKeyError, match=message):
         idempotent(key="{name}", fingerprint=source)(_named)
 
 
-def test_a_template_with_a_format_is_refused_in_one_sentence() -> None:
+def test_a_template_with_a_format_is_rejected_with_one_hint() -> None:
     with pytest.raises(InvalidKeyError) as caught:
         idempotent(key="{name!r}")(_named)
 
     assert str(caught.value).count("Read more") == 1
-    assert "takes names only" in str(caught.value)
+    assert "use names only" in str(caught.value)
 
 
-@pytest.mark.parametrize(("value", "told"), [(None, "is None"), (True, "is True"), ([1], "of the type list")])
-async def test_what_can_be_no_part_of_a_key_is_told_with_what_can(value: Any, told: str) -> None:
+@pytest.mark.parametrize(("value", "message"), [(None, "is None"), (True, "is True"), ([1], "of type list")])
+async def test_the_error_of_an_unsupported_key_value_lists_the_supported_types(value: Any, message: str) -> None:
     guarded = idempotent(key="{name}", manager=plain_manager())(_named)
 
-    with pytest.raises(InvalidKeyError, match=f"{told}: keys are made of strings"):
+    with pytest.raises(InvalidKeyError, match=f"{message}: keys are made of strings"):
         await guarded(value)
 
 
-async def test_a_key_function_that_returns_no_string_is_told_what_it_returned() -> None:
+async def test_the_error_of_a_key_function_shows_what_it_returned() -> None:
     guarded = idempotent(key=lambda name: 7, manager=plain_manager())(_named)  # type: ignore[arg-type, return-value]
 
     with pytest.raises(InvalidKeyError, match="not 7"):
         await guarded("x")
 
 
-async def test_a_key_function_is_given_what_it_names_defaults_included() -> None:
+async def test_a_key_function_receives_the_arguments_it_names_with_defaults() -> None:
     @idempotent(key=lambda currency, **given: f"{given['amount']} {currency}", manager=plain_manager())
     async def pay(amount: Decimal, currency: str = "EUR", *, note: str = "") -> str:
         return currency
@@ -89,17 +89,17 @@ async def test_a_key_function_is_given_what_it_names_defaults_included() -> None
     assert [await rate(), await rate("EUR", note="")] == ["EUR", "EUR"]
 
 
-def test_a_class_and_a_result_that_cannot_be_read_again_are_refused_at_decoration() -> None:
+def test_classes_and_unreadable_result_types_are_rejected_at_decoration() -> None:
     async def numbered(name: str) -> None: ...
 
     numbered.__annotations__["return"] = Unreadable
     with pytest.raises(ApplicationError, match="is a class"):
         idempotent(key="{number}")(dict)
-    with pytest.raises(ApplicationError, match="cannot be read again for a second caller"):
+    with pytest.raises(ApplicationError, match="cannot be restored for a later caller"):
         idempotent(key="{name}")(numbered)
 
 
-async def test_a_string_says_what_a_failure_means_as_the_policy_does() -> None:
+async def test_on_failure_accepts_a_string_or_the_enum() -> None:
     manager, runs = plain_manager(), list[str]()
 
     async def fail(name: str) -> None:
@@ -122,7 +122,7 @@ async def test_a_string_says_what_a_failure_means_as_the_policy_does() -> None:
 
 
 @pytest.mark.parametrize("error", [ConnectionError, PermanentError])
-async def test_what_is_executed_again_forgets_failures_too(error: type[Exception]) -> None:
+async def test_re_execute_on_read_does_not_store_failures(error: type[Exception]) -> None:
     manager, runs = plain_manager(max_attempts=2, on_failure="block"), 0
 
     @idempotent(key="{name}", manager=manager, re_execute_on_read=True)
@@ -140,7 +140,7 @@ async def test_what_is_executed_again_forgets_failures_too(error: type[Exception
     assert await look("x") == "x"
 
 
-async def test_a_plain_function_that_returns_a_coroutine_is_not_taken_for_done() -> None:
+async def test_a_plain_function_that_returns_a_coroutine_raises_an_error() -> None:
     manager, runs = plain_manager(), list[str]()
 
     async def send(name: str) -> str:
@@ -153,13 +153,13 @@ async def test_a_plain_function_that_returns_a_coroutine_is_not_taken_for_done()
 
     guarded = idempotent(key="{name}", manager=manager)(plain)
     for _ in range(2):
-        with pytest.raises(ApplicationError, match="whose work is not done yet"):
+        with pytest.raises(ApplicationError, match="so its work is not done"):
             await asyncio.to_thread(guarded, "x")
 
     assert runs == []
 
 
-async def test_an_object_with_an_async_call_is_no_plain_function() -> None:
+async def test_an_object_with_an_async_call_method_is_async() -> None:
     class Send:
         async def __call__(self, name: str) -> str:
             return name
@@ -168,7 +168,7 @@ async def test_an_object_with_an_async_call_is_no_plain_function() -> None:
 
 
 @pytest.mark.parametrize("above", [True, False], ids=["@inject above", "@inject below"])
-async def test_an_endpoint_that_dishka_injects_into_is_guarded(above: bool) -> None:
+async def test_endpoints_injected_by_dishka_can_be_decorated(above: bool) -> None:
     provider, placed, app = Provider(scope=Scope.APP), list[str](), FastAPI()
     provider.provide(lambda: plain_manager(), provides=IdempotencyManager)
     container = make_async_container(provider)

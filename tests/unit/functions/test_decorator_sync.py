@@ -1,4 +1,4 @@
-"""`@idempotent` on plain functions: once per key, in the thread that calls."""
+"""`@idempotent` on plain functions, which run in the calling thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Receipt:
     number: int
 
 
-def test_a_plain_function_runs_once_in_its_callers_thread() -> None:
+def test_a_plain_function_runs_once_in_the_calling_thread() -> None:
     ran_in: list[str] = []
 
     @idempotent(key="{name}", manager=plain_manager())
@@ -36,7 +36,7 @@ def test_a_plain_function_runs_once_in_its_callers_thread() -> None:
     assert ran_in == [threading.current_thread().name]
 
 
-def test_a_plain_function_can_ask_for_its_attempt() -> None:
+def test_a_plain_function_can_get_its_attempt() -> None:
     manager = plain_manager()
 
     @idempotent(key="refund:{number}", manager=manager)
@@ -46,7 +46,7 @@ def test_a_plain_function_can_ask_for_its_attempt() -> None:
     assert refund(1) == refund(1)
 
 
-def test_a_plain_method_and_falsy_results_replay() -> None:
+def test_results_of_plain_methods_are_replayed_even_if_falsy() -> None:
     class Billing:
         runs = 0
 
@@ -60,24 +60,24 @@ def test_a_plain_method_and_falsy_results_replay() -> None:
     assert billing.runs == 1
 
 
-def test_of_many_threads_one_runs_a_plain_function_and_all_have_its_result() -> None:
-    begun, go, runs = threading.Event(), threading.Event(), []
+def test_one_of_many_threads_runs_a_plain_function_and_all_get_its_result() -> None:
+    started, go, runs = threading.Event(), threading.Event(), []
 
     @idempotent(key="{name}", manager=plain_manager(), lock_timeout=timedelta(seconds=60))
     def work(name: str) -> int:
         runs.append(name)
-        begun.set()
+        started.set()
         assert go.wait(60)
         return len(runs)
 
     with ThreadPoolExecutor(16) as threads:
         results = [threads.submit(work, "x") for _ in range(16)]
-        assert begun.wait(60)
+        assert started.wait(60)
         go.set()
         assert [result.result(60) for result in results] == [1] * 16
 
 
-def test_a_plain_functions_failure_is_raised_where_it_was_called() -> None:
+def test_the_error_of_a_plain_function_is_raised_to_its_caller() -> None:
     runs = []
 
     @idempotent(key="{name}", manager=plain_manager())
@@ -92,7 +92,7 @@ def test_a_plain_functions_failure_is_raised_where_it_was_called() -> None:
     assert work("x") == 2
 
 
-def test_a_plain_function_that_is_interrupted_gives_its_key_back() -> None:
+def test_an_interrupted_plain_function_releases_its_key() -> None:
     manager, runs = plain_manager(), []
 
     @idempotent(key="{name}", manager=manager, lock_timeout=timedelta(seconds=60))
@@ -107,7 +107,7 @@ def test_a_plain_function_that_is_interrupted_gives_its_key_back() -> None:
     assert work("x") == 2
 
 
-def test_guarded_plain_functions_call_each_other_and_never_themselves() -> None:
+def test_decorated_plain_functions_may_call_each_other_but_not_themselves() -> None:
     manager = plain_manager()
 
     @idempotent(key="inner:{name}", manager=manager)
@@ -127,7 +127,7 @@ def test_guarded_plain_functions_call_each_other_and_never_themselves() -> None:
         itself("x")
 
 
-async def test_a_plain_function_is_refused_in_the_loops_thread_and_works_beside_it() -> None:
+async def test_a_plain_function_is_rejected_in_the_event_loop_thread_but_works_in_others() -> None:
     manager = plain_manager()
 
     @idempotent(key="{name}", manager=manager)

@@ -1,4 +1,4 @@
-"""The `Idempotency-Key` header: what the draft asks for, and what goes wrong between a request and its retry."""
+"""The ASGI middleware for the `Idempotency-Key` header: retries, keys and failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.http_shop import KEY, problem_in, shop
 
 
-async def test_a_retry_gets_the_first_response_again_and_nothing_is_done() -> None:
+async def test_a_retry_gets_the_stored_response_without_running_again() -> None:
     async with shop() as here:
         first, again = await here.order(), await here.order()
 
@@ -36,7 +36,7 @@ async def test_a_retry_gets_the_first_response_again_and_nothing_is_done() -> No
         assert len(here.bodies) == 1
 
 
-async def test_headers_of_one_client_are_not_given_again() -> None:
+async def test_client_specific_headers_are_not_replayed() -> None:
     async with shop() as here:
         assert (await here.order()).headers["set-cookie"] == "a=b"
         assert "set-cookie" not in (await here.order()).headers
@@ -59,27 +59,27 @@ async def test_headers_of_one_client_are_not_given_again() -> None:
         ":YQ==:",
     ],
 )
-async def test_a_malformed_key_is_refused(value: str) -> None:
+async def test_a_malformed_key_is_rejected(value: str) -> None:
     async with shop() as here:
         response = await here.client.post("/orders", headers=[(b"Idempotency-Key", value.encode("latin-1"))])
         assert problem_in(response, 400)["title"] == "Idempotency-Key is malformed"
         assert not here.bodies
 
 
-async def test_two_keys_are_refused() -> None:
+async def test_two_keys_in_one_request_are_rejected() -> None:
     async with shop() as here:
         headers = [("Idempotency-Key", '"a"'), ("Idempotency-Key", '"b"')]
         problem_in(await here.client.post("/orders", headers=headers), 400)
 
 
-async def test_a_missing_key_is_refused_where_one_is_required() -> None:
+async def test_a_missing_key_is_rejected_if_required() -> None:
     async with shop(required=True) as here:
         assert problem_in(await here.client.post("/orders"), 400)["title"] == "Idempotency-Key is missing"
         assert (await here.client.get("/orders")).status_code == 201
         assert len(here.bodies) == 1
 
 
-async def test_without_a_key_a_request_is_done_each_time_where_none_is_required() -> None:
+async def test_requests_without_an_optional_key_run_every_time() -> None:
     async with shop() as here:
         await here.client.post("/orders")
         await here.client.post("/orders")
@@ -94,7 +94,7 @@ async def test_a_key_is_a_string_of_rfc_8941(value: str, key: str) -> None:
         assert record.key.endswith(f":{quote(key)}")
 
 
-async def test_bare_keys_will_do_where_that_is_set() -> None:
+async def test_unquoted_keys_are_accepted_with_bare_keys() -> None:
     async with shop(bare_keys=True) as here:
         for _ in range(2):
             await here.client.post("/orders", headers={"Idempotency-Key": "8e03978e"})
@@ -102,26 +102,26 @@ async def test_bare_keys_will_do_where_that_is_set() -> None:
         assert len(here.bodies) == 1
 
 
-async def test_another_payload_under_the_same_key_is_refused() -> None:
+async def test_a_key_reused_with_another_payload_is_rejected() -> None:
     async with shop() as here:
         await here.order(b'{"amount": 1}')
-        told = problem_in(await here.order(b'{"amount": 2}'), 422)
-        assert told["title"] == "Idempotency-Key is already used"
+        problem = problem_in(await here.order(b'{"amount": 2}'), 422)
+        assert problem["title"] == "Idempotency-Key is already used"
         problem_in(await here.order(b'{"amount": 1}', path="/orders?x=1"), 422)
         assert len(here.bodies) == 1
 
 
-async def test_a_retry_that_comes_too_early_is_told_to_come_again() -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
+async def test_a_retry_of_a_running_request_gets_409_with_retry_after() -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(request: Request) -> Response:
-        begun.set()
+        started.set()
         await go_on.wait()
         return PlainTextResponse("done")
 
     async with shop(slow) as here:
         first = asyncio.create_task(here.order())
-        await begun.wait()
+        await started.wait()
         early = await here.order()
         problem_in(early, 409)
         assert early.headers["retry-after"] == "1"
@@ -130,17 +130,17 @@ async def test_a_retry_that_comes_too_early_is_told_to_come_again() -> None:
         assert len(here.bodies) == 1
 
 
-async def test_a_retry_waits_for_the_first_response_where_that_is_set() -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
+async def test_a_retry_waits_for_the_first_response_with_wait() -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(request: Request) -> Response:
-        begun.set()
+        started.set()
         await go_on.wait()
         return PlainTextResponse("done")
 
     async with shop(slow, wait=timedelta(seconds=60)) as here:
         first = asyncio.create_task(here.order())
-        await begun.wait()
+        await started.wait()
         retry = asyncio.create_task(here.order())
         go_on.set()
         assert (await first).text == (await retry).text == "done"
@@ -158,7 +158,7 @@ async def test_keys_are_bound_to_caller_method_and_path() -> None:
         assert len(here.bodies) == 4
 
 
-async def test_who_asks_is_said_by_the_application() -> None:
+async def test_the_identity_function_identifies_the_caller() -> None:
     async def user_of(connection: HTTPConnection) -> str:
         return connection.headers["x-user"]
 
@@ -189,7 +189,7 @@ async def test_who_asks_is_said_by_the_application() -> None:
         (503, 2),
     ],
 )
-async def test_outcomes_are_remembered_and_errors_that_pass_are_not(status: int, runs: int) -> None:
+async def test_final_statuses_are_stored_and_transient_errors_are_not(status: int, runs: int) -> None:
     async def answer(request: Request) -> Response:
         return Response(status_code=status)
 
@@ -198,7 +198,7 @@ async def test_outcomes_are_remembered_and_errors_that_pass_are_not(status: int,
         assert len(here.bodies) == runs
 
 
-async def test_which_statuses_are_remembered_is_a_setting() -> None:
+async def test_the_stored_option_selects_the_statuses_to_store() -> None:
     async def answer(request: Request) -> Response:
         return Response(status_code=500)
 
@@ -208,7 +208,7 @@ async def test_which_statuses_are_remembered_is_a_setting() -> None:
         assert len(here.bodies) == 1
 
 
-async def test_a_request_that_fails_may_be_retried_as_often_as_it_takes() -> None:
+async def test_a_failing_request_may_be_retried_without_limit() -> None:
     async def answer(request: Request) -> Response:
         if len(here.bodies) < 10:
             raise RuntimeError("no")
@@ -219,24 +219,24 @@ async def test_a_request_that_fails_may_be_retried_as_often_as_it_takes() -> Non
         assert (await here.order()).text == "done"
 
 
-async def test_a_request_body_comes_whole_and_one_that_is_too_long_is_refused() -> None:
+async def test_a_request_body_arrives_whole_and_a_longer_one_is_rejected() -> None:
     async with shop(max_request_bytes=1000) as here:
         await here.order(b"x" * 1000)
         assert here.bodies == [b"x" * 1000]
         problem_in(await here.order(b"x" * 1001), 413)
 
 
-async def test_a_response_too_large_to_keep_leaves_the_protection() -> None:
+async def test_a_response_too_large_to_store_still_prevents_a_second_run() -> None:
     async def answer(request: Request) -> Response:
         return PlainTextResponse("x" * 2000)
 
     async with shop(answer, config={"max_result_size_bytes": 1000}) as here:
         assert (await here.order()).text == "x" * 2000
-        assert "its response is gone" in problem_in(await here.order(), 409)["title"]
+        assert "its response is not available" in problem_in(await here.order(), 409)["title"]
         assert len(here.bodies) == 1
 
 
-async def test_a_response_that_streams_goes_out_as_it_comes_and_is_not_remembered(
+async def test_a_streaming_response_is_passed_through_and_not_stored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def parts() -> AsyncIterator[str]:
@@ -249,12 +249,12 @@ async def test_a_response_that_streams_goes_out_as_it_comes_and_is_not_remembere
     async with shop(answer) as here:
         with caplog.at_level(logging.WARNING):
             assert (await here.order()).text == "ab"
-        assert "was not remembered, and a retry does it again: it streams" in caplog.text
+        assert "was not stored, so a retry runs again: it streams" in caplog.text
         assert (await here.order()).text == "ab"
         assert len(here.bodies) == 2
 
 
-async def test_a_response_of_several_parts_that_says_its_length_is_remembered() -> None:
+async def test_a_response_in_parts_with_a_content_length_is_stored() -> None:
     async def parts() -> AsyncIterator[str]:
         yield "a"
         yield "b"
@@ -267,18 +267,18 @@ async def test_a_response_of_several_parts_that_says_its_length_is_remembered() 
         assert len(here.bodies) == 1
 
 
-async def test_the_response_leaves_when_it_is_remembered() -> None:
+async def test_the_response_is_sent_after_it_is_stored() -> None:
     async with shop() as here:
         here.store.held["complete"] = asyncio.Event()
         first = asyncio.create_task(here.order())
-        while not here.store.calls["complete"]:  # noqa: ASYNC110  # nobody tells
+        while not here.store.calls["complete"]:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.01)
         assert not first.done()
         here.store.held["complete"].set()
         assert (await first).status_code == 201
 
 
-async def test_while_the_store_is_down_nothing_is_done() -> None:
+async def test_requests_get_503_while_the_store_is_down() -> None:
     async with shop() as here:
         here.store.down = {"reserve"}
         response = await here.order()
@@ -289,19 +289,19 @@ async def test_while_the_store_is_down_nothing_is_done() -> None:
         assert (await here.order()).status_code == 201
 
 
-async def test_what_is_done_is_told_though_it_cannot_be_remembered() -> None:
+async def test_the_response_is_sent_even_if_it_cannot_be_stored() -> None:
     async with shop(config={"processing_timeout_seconds": 0.3, "default_ttl_seconds": 60}) as here:
         here.store.down = {"complete"}
         assert (await here.order()).status_code == 201
 
 
-async def test_only_the_paths_that_are_named_are_guarded() -> None:
+async def test_only_the_given_paths_are_guarded() -> None:
     async with shop(paths=["/orders/{order}/refund"], required=True) as here:
         assert (await here.client.post("/orders")).status_code == 201
         assert (await here.client.post("/orders/7/refund")).status_code == 400
 
 
-async def test_within_dishkas_middleware_it_would_remember_too_early_and_says_so() -> None:
+async def test_a_middleware_inside_dishkas_middleware_is_rejected() -> None:
     manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="shop")
 
     async def never(*_: object) -> None:
@@ -309,11 +309,11 @@ async def test_within_dishkas_middleware_it_would_remember_too_early_and_says_so
 
     middleware = IdempotencyKeyMiddleware(never, manager, identity=anyone)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": {"dishka_container": object()}}
-    with pytest.raises(ApplicationError, match="add it after setup_dishka"):
+    with pytest.raises(ApplicationError, match=r"after setup_dishka\(container, app\)"):
         await middleware(scope, never, never)
 
 
-async def test_a_client_that_goes_in_the_midst_of_its_body_has_asked_for_nothing() -> None:
+async def test_a_client_that_disconnects_while_sending_reserves_nothing() -> None:
     store = FlakyStore(MemoryIdempotencyRepository())
     manager = IdempotencyManager(repository=store, scope="shop")
 
@@ -334,18 +334,20 @@ async def test_a_client_that_goes_in_the_midst_of_its_body_has_asked_for_nothing
     assert not store.calls
 
 
-def test_a_stored_result_that_is_no_response_is_told_and_not_done_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_stored_response_is_logged_and_the_request_not_run_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     done = Completed(key="k", attempt=1, completed_at=datetime.now(UTC), result=StoredResult(b"{}"))
-    assert Problems().again(done).status == 409
+    assert Problems().for_outcome(done).status == 409
     assert "the response stored for k cannot be read" in caplog.text
 
 
-def test_it_needs_a_manager_or_a_container() -> None:
+def test_the_middleware_needs_a_manager_or_a_container() -> None:
     with pytest.raises(ApplicationError, match="needs either a manager or a container"):
         IdempotencyKeyMiddleware(Starlette(), identity=anyone)
 
 
-async def test_a_thousand_requests_with_fifty_keys_run_fifty() -> None:
+async def test_a_thousand_requests_with_fifty_keys_run_fifty_times() -> None:
     async def answer(request: Request) -> Response:
         await asyncio.sleep(0.01)
         return PlainTextResponse(request.headers["idempotency-key"])

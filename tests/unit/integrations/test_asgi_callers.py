@@ -1,4 +1,4 @@
-"""Whose key it is: what one caller got, no other one gets, and no way of writing a path gets round the guard."""
+"""The ASGI middleware separates callers, hosts and paths."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ def _connection(*headers: tuple[str, str]) -> HTTPConnection:
     return HTTPConnection({"type": "http", "headers": encoded})
 
 
-async def test_what_one_caller_got_no_other_one_gets_whatever_he_sends() -> None:
+async def test_no_caller_gets_the_response_of_another() -> None:
     async def secret(request: Request) -> Response:
         return PlainTextResponse(f"for {request.headers['x-user']} alone")
 
     async with shop(secret, identity=x_user) as here:
         await here.order(headers={"X-User": "ada"})
         for user in ("bob", "", "ADA", "ada ", "ada:POST", "ada%3A", "a:da", "ad\u0430".encode().decode("latin-1")):
-            told = await here.client.post("/orders", content=b"{}", headers=[(b"x-user", user.encode("latin-1")), _KEY])
-            # A server strips what surrounds a value: to HTTP, that is the same caller.
+            response = await here.client.post(
+                "/orders", content=b"{}", headers=[(b"x-user", user.encode("latin-1")), _KEY]
+            )
+            # Servers strip whitespace around header values, so this is the same caller.
             if user.strip() != "ada":
-                assert "idempotency-replayed" not in told.headers, user
-                assert "for ada alone" not in told.text, user
+                assert "idempotency-replayed" not in response.headers, user
+                assert "for ada alone" not in response.text, user
 
 
 _KEY = (b"idempotency-key", KEY["Idempotency-Key"].encode())
 
 
-async def test_a_caller_whose_name_is_a_dash_is_not_the_one_without_a_name() -> None:
+async def test_a_caller_named_dash_is_not_the_anonymous_caller() -> None:
     async with shop(identity=x_user) as here:
         await here.order(headers={"X-User": "-"})
         await here.order()
         assert len(here.bodies) == 2
 
 
-async def test_key_path_and_name_do_not_run_into_each_other() -> None:
+async def test_caller_path_and_key_are_delimited() -> None:
     async with shop(identity=x_user) as here:
         for user, path in (("a", "/orders/b/refund"), ("a:POST:/orders/b/refund", "/orders"), ("a:POST", "/orders")):
             await here.order(path=path, headers={"X-User": user})
@@ -68,29 +70,29 @@ async def test_key_path_and_name_do_not_run_into_each_other() -> None:
         ([("authorization", "a"), ("authorization", "b")], [("authorization", "a, b")]),
     ],
 )
-def test_by_authorization_every_such_header_counts(one: Any, other: Any) -> None:
+def test_by_authorization_uses_all_authorization_headers(one: Any, other: Any) -> None:
     identity = by_authorization(anonymous="share")
     assert identity(_connection(*one)) != identity(_connection(*other))
 
 
-def test_no_credential_is_in_a_key() -> None:
+def test_keys_do_not_contain_credentials() -> None:
     assert "s3cret" not in by_authorization(_connection(("authorization", "Bearer s3cret")))
 
 
-def test_who_asks_has_to_be_said() -> None:
+def test_identity_is_a_required_argument() -> None:
     with pytest.raises(TypeError, match="identity"):
         IdempotencyKeyMiddleware(Starlette(), object())  # type: ignore[call-arg, arg-type]
 
 
-@pytest.mark.parametrize("told", [None, 17, b"ada"])
-async def test_an_identity_that_is_no_string_is_a_mistake_of_the_application(told: Any) -> None:
-    async with shop(identity=lambda _: told) as here:
+@pytest.mark.parametrize("caller", [None, 17, b"ada"])
+async def test_an_identity_that_is_not_a_string_is_an_application_error(caller: Any) -> None:
+    async with shop(identity=lambda _: caller) as here:
         assert (await here.order()).status_code == 500
         assert not here.bodies
         assert not here.store.calls
 
 
-async def test_identity_may_refuse_and_its_refusal_is_the_answer() -> None:
+async def test_identity_may_reject_a_request_with_an_http_exception() -> None:
     async def user_of(connection: HTTPConnection) -> str:
         raise HTTPException(401, "no such token", {"WWW-Authenticate": "Bearer"})
 
@@ -101,7 +103,7 @@ async def test_identity_may_refuse_and_its_refusal_is_the_answer() -> None:
         assert not here.store.calls
 
 
-async def test_an_identity_that_fails_has_done_nothing() -> None:
+async def test_nothing_runs_if_identity_raises() -> None:
     def user_of(connection: HTTPConnection) -> str:
         raise RuntimeError("the directory of users is down")
 
@@ -111,31 +113,31 @@ async def test_an_identity_that_fails_has_done_nothing() -> None:
         assert not here.store.calls
 
 
-async def test_who_asks_is_asked_before_a_body_is_held_in_memory() -> None:
+async def test_the_caller_is_identified_before_the_body_is_read() -> None:
     def user_of(connection: HTTPConnection) -> str:
         raise HTTPException(401)
 
     async def never(*_: object) -> None:
         raise AssertionError
 
-    told: list[Any] = []
+    messages: list[Any] = []
 
     async def send(message: Any) -> None:
-        told.append(message)
+        messages.append(message)
 
     manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="shop")
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [_KEY], "query_string": b""}
     await IdempotencyKeyMiddleware(never, manager, identity=user_of)(scope, never, send)
-    assert told[0]["status"] == 401
+    assert messages[0]["status"] == 401
 
 
-async def test_one_key_at_two_orders_of_a_query_is_not_guessed_to_be_one_request() -> None:
+async def test_reordered_query_parameters_are_another_request() -> None:
     async with shop() as here:
         await here.order(path="/orders?a=1&b=2")
         problem_in(await here.order(path="/orders?b=2&a=1"), 422)
 
 
-async def test_a_path_is_what_the_application_sees_however_it_was_encoded() -> None:
+async def test_keys_use_the_decoded_path() -> None:
     async with shop() as here:
         await here.order(path="/orders/a%20b/refund")
         await here.order(path="/%6Frders/a%20b/refund")
@@ -145,14 +147,14 @@ async def test_a_path_is_what_the_application_sees_however_it_was_encoded() -> N
 
 
 @pytest.mark.parametrize("path", ["/orders", "/orders/", "//orders", "/orders//", "/%6Frders"])
-async def test_no_way_of_writing_a_path_gets_round_a_key_that_is_required(path: str) -> None:
+async def test_alternative_spellings_of_a_path_still_require_a_key(path: str) -> None:
     async with shop(paths=["/orders"], required=True) as here:
         problem_in(await here.client.post(f"http://shop{path}"), 400)
         assert not here.bodies
 
 
 @pytest.mark.parametrize("path", ["/order", "/orders/1", "/x/orders", "/ordersx"])
-async def test_another_path_is_not_guarded_by_likeness(path: str) -> None:
+async def test_similar_paths_are_not_guarded(path: str) -> None:
     async with shop(paths=["/orders"], required=True) as here:
         assert (await here.client.post(path)).status_code == 404
 
@@ -170,7 +172,7 @@ def _mounted(outer: IdempotencyManager | None, inner: IdempotencyManager | None,
     return Starlette(routes=[*shops, *routes], middleware=guard(outer))
 
 
-async def _asked(app: Any, path: str, root: str = "") -> httpx.Response:
+async def _post(app: Any, path: str, root: str = "") -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app, root_path=root), base_url="http://shop") as client:
         return await client.post(path, headers=KEY)
 
@@ -179,32 +181,32 @@ def _manager() -> IdempotencyManager:
     return IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="shop")
 
 
-async def test_the_paths_of_an_application_that_is_mounted_are_its_own() -> None:
+async def test_mounted_applications_have_separate_keys() -> None:
     app = _mounted(None, _manager(), paths=["/orders"])
     for path in ("/one/orders", "/two/orders"):
-        first, again = await _asked(app, path), await _asked(app, path)
+        first, again = await _post(app, path), await _post(app, path)
         assert "idempotency-replayed" not in first.headers
         assert again.headers["idempotency-replayed"] == "true"
         assert first.text == again.text == path.removesuffix("/orders")
 
 
-async def test_an_application_and_one_that_is_mounted_in_it_may_both_be_guarded() -> None:
+async def test_an_application_and_its_mounted_application_may_both_be_guarded() -> None:
     manager = _manager()
     app = _mounted(manager, manager.in_scope("mounted"))
-    assert (await _asked(app, "/one/orders")).text == "/one"
-    assert (await _asked(app, "/one/orders")).headers.get_list("idempotency-replayed") == ["true"]
+    assert (await _post(app, "/one/orders")).text == "/one"
+    assert (await _post(app, "/one/orders")).headers.get_list("idempotency-replayed") == ["true"]
 
 
 @pytest.mark.parametrize(("path", "root"), [("/api/orders", "/api"), ("/orders", "/api")])
-async def test_behind_a_proxy_paths_are_found_with_and_without_its_prefix(path: str, root: str) -> None:
+async def test_paths_match_with_and_without_a_proxy_prefix(path: str, root: str) -> None:
     app = IdempotencyKeyMiddleware(_mounted(None, None), _manager(), identity=anyone, required=True, paths=["/orders"])
-    assert (await _asked(app, path, root)).status_code == 200
+    assert (await _post(app, path, root)).status_code == 200
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app, root_path=root), base_url="http://shop") as client:
-        problem_in_plain = await client.post(path)
-    assert problem_in_plain.status_code == 400
+        response = await client.post(path)
+    assert response.status_code == 400
 
 
-async def test_the_root_of_an_application_is_not_the_path_of_the_same_name_in_it() -> None:
+async def test_the_root_path_differs_from_a_route_of_the_same_name() -> None:
     manager, seen = _manager(), []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -212,13 +214,13 @@ async def test_the_root_of_an_application_is_not_the_path_of_the_same_name_in_it
         await PlainTextResponse("done")(scope, receive, send)
 
     guarded = IdempotencyKeyMiddleware(app, manager, identity=anyone)
-    await _asked(guarded, "/api", root="/api")
-    await _asked(guarded, "/api/api", root="/api")
+    await _post(guarded, "/api", root="/api")
+    await _post(guarded, "/api/api", root="/api")
     assert seen == ["/api", "/api/api"]
 
 
 @pytest.mark.parametrize("kind", ["websocket", "lifespan"])
-async def test_what_is_no_request_goes_through_untouched(kind: str) -> None:
+async def test_messages_other_than_requests_pass_unchanged(kind: str) -> None:
     seen: list[object] = []
 
     async def app(*given: Any) -> None:
@@ -230,14 +232,14 @@ async def test_what_is_no_request_goes_through_untouched(kind: str) -> None:
     assert seen == [scope, receive, send]
 
 
-async def test_a_key_is_the_same_before_and_behind_a_proxy_that_takes_its_prefix_away() -> None:
+async def test_a_proxy_that_strips_its_prefix_does_not_change_the_key() -> None:
     manager = _manager()
     app = IdempotencyKeyMiddleware(_mounted(None, None), manager, identity=anyone)
-    assert "idempotency-replayed" not in (await _asked(app, "/api/orders", "/api")).headers
-    assert (await _asked(app, "/orders", "/api")).headers["idempotency-replayed"] == "true"
+    assert "idempotency-replayed" not in (await _post(app, "/api/orders", "/api")).headers
+    assert (await _post(app, "/orders", "/api")).headers["idempotency-replayed"] == "true"
 
 
-def test_no_two_of_caller_path_and_key_make_one_record() -> None:
+def test_different_callers_paths_and_keys_never_share_a_record() -> None:
     manager = _manager()
     guarded = IdempotencyKeyMiddleware(Starlette(), manager, identity=anyone)
     parts = [
@@ -258,9 +260,9 @@ def test_no_two_of_caller_path_and_key_make_one_record() -> None:
         "#a",
     ]
 
-    def record(who: str, path: str, key: str) -> str:
+    def record(caller: str, path: str, key: str) -> str:
         scope = {"type": "http", "method": "POST", "path": f"/{path}", "headers": [], "query_string": b""}
-        return manager.space.full(guarded._work(manager, HTTPConnection(scope), who, key, b"").key)
+        return manager.space.full(guarded._work(manager, HTTPConnection(scope), caller, key, b"").key)
 
-    asked = list(itertools.product(parts, repeat=3))
-    assert len({record(*parts) for parts in asked}) == len(asked)
+    combinations = list(itertools.product(parts, repeat=3))
+    assert len({record(*each) for each in combinations}) == len(combinations)

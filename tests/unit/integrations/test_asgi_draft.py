@@ -1,6 +1,6 @@
-"""The rules of draft-ietf-httpapi-idempotency-key-header, revision 06, a row each; people's duties have none.
+"""Conformance with draft-ietf-httpapi-idempotency-key-header, revision 06: one check per requirement of the server.
 
-Sections are those of the draft, and for the syntax those of RFC 8941.
+Section numbers refer to the draft, and for the syntax to RFC 8941.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tests.support.http_shop import Shop, problem_in, shop
 
 Check = Callable[[], Awaitable[None]]
-RULE: list[Rule] = []
+RULES: list[Rule] = []
 
 
 @dataclass(frozen=True)
 class Rule:
     section: str
     word: str
-    """MUST, SHOULD, MAY: as the draft has it."""
-    says: str
+    """The requirement level: MUST, SHOULD or MAY."""
+    statement: str
     check: Check
 
 
-def rule(section: str, word: str, says: str) -> Callable[[Check], Check]:
-    def kept(check: Check) -> Check:
-        RULE.append(Rule(section, word, says, check))
+def rule(section: str, word: str, statement: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        RULES.append(Rule(section, word, statement, check))
         return check
 
-    return kept
+    return register
 
 
 async def sent(here: Shop, *values: str, body: bytes = b"{}", method: str = "POST") -> httpx.Response:
@@ -44,7 +44,7 @@ async def sent(here: Shop, *values: str, body: bytes = b"{}", method: str = "POS
 
 
 async def done_twice(here: Shop, first: str, again: str) -> None:
-    """Both are one key."""
+    """Check that both spellings are the same key."""
     assert (await sent(here, first)).status_code == 201
     assert (await sent(here, again)).headers["idempotency-replayed"] == "true"
 
@@ -56,7 +56,7 @@ async def _() -> None:
             await done_twice(here, value, value)
 
 
-@rule("2.1", "MUST", "a Token, an Integer, a Boolean, a Byte Sequence, a List are no String")
+@rule("2.1", "MUST", "a Token, Integer, Boolean, Byte Sequence or List is rejected")
 async def _() -> None:
     async with shop() as here:
         for value in ("token", "17", "1.5", "?1", ":YQ==:", '"a", "b"', '("a" "b")', "@1659578233"):
@@ -64,7 +64,7 @@ async def _() -> None:
         assert not here.bodies
 
 
-@rule("RFC 8941 3.3.3", "MUST", "a backslash stands before a quote or a backslash, and nothing else")
+@rule("RFC 8941 3.3.3", "MUST", "a backslash may only escape a quote or a backslash")
 async def _() -> None:
     async with shop() as here:
         await done_twice(here, r'"a\"b"', r'"a\"b"')
@@ -73,14 +73,14 @@ async def _() -> None:
             problem_in(await sent(here, value), 400)
 
 
-@rule("RFC 8941 4.2", "MUST", "spaces around the item do not count, anything else behind it fails")
+@rule("RFC 8941 4.2", "MUST", "spaces around the item are ignored, any other text after it is rejected")
 async def _() -> None:
     async with shop() as here:
         await done_twice(here, '"a"', '  "a"  ')
         problem_in(await sent(here, '"a" x'), 400)
 
 
-@rule("RFC 8941 4.2", "MUST", "several lines are one field, which is no Item then")
+@rule("RFC 8941 4.2", "MUST", "several header lines are one field, which is not a valid Item")
 async def _() -> None:
     async with shop() as here:
         problem_in(await sent(here, '"a"', '"b"'), 400)
@@ -95,7 +95,7 @@ async def _() -> None:
         assert len(here.bodies) == 1
 
 
-@rule("2.2", "RECOMMENDED", "any UUID will do, in any version and case, and two of them are two keys")
+@rule("2.2", "RECOMMENDED", "UUIDs of any version and case are accepted, and different spellings are different keys")
 async def _() -> None:
     async with shop() as here:
         await sent(here, '"018f3b1e-7c1a-7b4e-8a1b-0242ac120002"')
@@ -103,7 +103,7 @@ async def _() -> None:
         assert len(here.bodies) == 2
 
 
-@rule("2.3", "MAY", "a key ends with its time, which is a setting")
+@rule("2.3", "MAY", "keys expire after a configurable time")
 async def _() -> None:
     async with shop(config={"default_ttl_seconds": 86_400}) as here:
         await sent(here, '"a"')
@@ -113,14 +113,14 @@ async def _() -> None:
         assert (record.expires_at - record.settled_at).total_seconds() == 86_400
 
 
-@rule("2.4", "MAY", "a fingerprint of the whole payload tells requests apart")
+@rule("2.4", "MAY", "requests are distinguished by a fingerprint of the whole payload")
 async def _() -> None:
     async with shop() as here:
         await sent(here, '"a"', body=b'{"a":1,"b":2}')
         problem_in(await sent(here, '"a"', body=b'{"b":2,"a":1}'), 422)
 
 
-@rule("2.6", "SHOULD", "a first request is processed, and answered with its own status")
+@rule("2.6", "SHOULD", "the first request is processed and answered with its own status")
 async def _() -> None:
     async with shop() as here:
         first = await sent(here, '"a"')
@@ -128,7 +128,7 @@ async def _() -> None:
         assert "idempotency-replayed" not in first.headers
 
 
-@rule("2.6", "SHOULD", "a retry after that gets the result, if it was a success")
+@rule("2.6", "SHOULD", "a retry of a completed request gets its successful response")
 async def _() -> None:
     async with shop() as here:
         first, again = await sent(here, '"a"'), await sent(here, '"a"')
@@ -136,7 +136,7 @@ async def _() -> None:
         assert len(here.bodies) == 1
 
 
-@rule("2.6", "SHOULD", "a retry after that gets the result, if it was an error")
+@rule("2.6", "SHOULD", "a retry of a completed request gets its error response")
 async def _() -> None:
     async def declined(request: Request) -> Response:
         return JSONResponse({"declined": True}, status_code=402)
@@ -148,39 +148,39 @@ async def _() -> None:
         assert len(here.bodies) == 1
 
 
-@rule("2.6", "SHOULD", "a retry before that gets an error of conflict")
+@rule("2.6", "SHOULD", "a retry of a running request gets a conflict error")
 async def _() -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
+    started, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(request: Request) -> Response:
-        begun.set()
+        started.set()
         await go_on.wait()
         return PlainTextResponse("done")
 
     async with shop(slow) as here:
         first = asyncio.create_task(sent(here, '"a"'))
-        await begun.wait()
-        told = problem_in(await sent(here, '"a"'), 409)
-        assert told["title"] == "A request is outstanding for this Idempotency-Key"
+        await started.wait()
+        problem = problem_in(await sent(here, '"a"'), 409)
+        assert problem["title"] == "A request is outstanding for this Idempotency-Key"
         go_on.set()
         assert (await first).text == "done"
 
 
-@rule("2.7", "SHOULD", "a key that is missing where it is needed gets 400 and a link to the rules")
+@rule("2.7", "SHOULD", "a missing required key gets 400 and a link to the documentation")
 async def _() -> None:
     async with shop(required=True) as here:
         assert problem_in(await sent(here), 400)["title"] == "Idempotency-Key is missing"
         assert not here.bodies
 
 
-@rule("2.7", "SHOULD", "another payload gets 422 and a link to the rules")
+@rule("2.7", "SHOULD", "another payload gets 422 and a link to the documentation")
 async def _() -> None:
     async with shop() as here:
         await sent(here, '"a"', body=b"1")
         assert problem_in(await sent(here, '"a"', body=b"2"), 422)["title"] == "Idempotency-Key is already used"
 
 
-@rule("2.7", "MUST", "a request that was not corrected gets the same error again")
+@rule("2.7", "MUST", "an unchanged invalid request gets the same error again")
 async def _() -> None:
     async with shop(required=True) as here:
         await sent(here, '"a"', body=b"1")
@@ -190,25 +190,25 @@ async def _() -> None:
         assert len(here.bodies) == 1
 
 
-@rule("2.7", "MUST", "after 409 nothing needs to be corrected")
+@rule("2.7", "MUST", "after 409 the same request may be retried unchanged")
 async def _() -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
+    started, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(request: Request) -> Response:
-        begun.set()
+        started.set()
         await go_on.wait()
         return PlainTextResponse("done")
 
     async with shop(slow) as here:
         first = asyncio.create_task(sent(here, '"a"'))
-        await begun.wait()
+        await started.wait()
         assert (await sent(here, '"a"')).status_code == 409
         go_on.set()
         await first
         assert (await sent(here, '"a"')).text == "done"
 
 
-@rule("2.7", "SHOULD", "what is no outcome is passed on as the application says it, and a retry is processed")
+@rule("2.7", "SHOULD", "a transient error is passed on unchanged, and a retry is processed")
 async def _() -> None:
     for status in (401, 403, 429, 500, 502, 503, 504):
         statuses = [status, 201]
@@ -221,7 +221,7 @@ async def _() -> None:
             assert len(here.bodies) == 2
 
 
-@rule("1", "MUST", "methods that are idempotent by themselves are left alone")
+@rule("1", "MUST", "idempotent methods are not guarded")
 async def _() -> None:
     async with shop(required=True) as here:
         for method in ("GET", "PUT", "HEAD"):
@@ -229,7 +229,7 @@ async def _() -> None:
             assert (await sent(here, "nonsense", method=method)).status_code == 201
 
 
-@rule("5", "best practice", "a key is validated before anything is done or looked up with it")
+@rule("5", "best practice", "a key is validated before it is used or looked up")
 async def _() -> None:
     async with shop() as here:
         for value in ('"a\x7f"', '"ä"', '"' + "a" * 256 + '"', '""', "'a'"):
@@ -239,7 +239,7 @@ async def _() -> None:
         assert not here.store.calls
 
 
-@rule("5", "best practice", "what is looked up is made of the key and of what the client is known by")
+@rule("5", "best practice", "the lookup key contains the client's key and its identity")
 async def _() -> None:
     async with shop() as here:
         for caller in ("ada", "bob"):
@@ -247,7 +247,7 @@ async def _() -> None:
         assert len(here.bodies) == 2
 
 
-@rule("5", "best practice", "no key, whatever is in it, is another one's")
+@rule("5", "best practice", "no key matches another one, whatever characters it contains")
 async def _() -> None:
     async with shop(identity=lambda connection: connection.headers["x-user"]) as here:
         pairs = [("a", "b:c"), ("a:b", "c"), ("a%3Ab", "c"), ("", "a"), ("-", "a"), ("*", "*"), ("a", "*")]
@@ -257,15 +257,15 @@ async def _() -> None:
         assert len(here.bodies) == len(pairs)
 
 
-@rule("RFC 9457 3.1", "MUST", "the status in a problem is that of the response, and its type a URI")
+@rule("RFC 9457 3.1", "MUST", "a problem contains the status of its response, and its type is a URI")
 async def _() -> None:
     async with shop(required=True, max_request_bytes=10) as here:
         for response in (await sent(here), await sent(here, "x"), await sent(here, '"a"', body=b"x" * 11)):
-            told = problem_in(response, response.status_code)
-            assert told["type"].startswith("urn:integr8s-idem:")
-            assert {type(value) for value in (told["title"], told["detail"])} == {str}
+            problem = problem_in(response, response.status_code)
+            assert problem["type"].startswith("urn:integr8s-idem:")
+            assert {type(value) for value in (problem["title"], problem["detail"])} == {str}
 
 
-@pytest.mark.parametrize("kept", RULE, ids=lambda kept: f"{kept.section} {kept.word}: {kept.says}")
-async def test_the_rule_is_kept(kept: Rule) -> None:
-    await kept.check()
+@pytest.mark.parametrize("draft_rule", RULES, ids=lambda each: f"{each.section} {each.word}: {each.statement}")
+async def test_the_middleware_follows_the_draft(draft_rule: Rule) -> None:
+    await draft_rule.check()

@@ -1,4 +1,4 @@
-"""`check_lease`: endpoints and dependencies that start later than the guard called their application."""
+"""`check_lease` in endpoints and dependencies that start long after the middleware called their application."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ LEASE = 30.0
 KEY = {"Idempotency-Key": '"8e03978e-40d5-43dd-bc93-6894a57f9324"'}
 
 
-class LeapingClock:
-    """Stands still until it is told to leap beyond the end of a lease."""
+class ManualClock:
+    """A clock that only moves when `leap` is called, by default past the end of a lease."""
 
     def __init__(self) -> None:
         self.seconds = 1_000_000.0
@@ -48,24 +48,24 @@ class LeapingClock:
 
 @dataclass
 class Bank:
-    """Does charges, each in the thread of its endpoint."""
+    """Records the charges of an application's endpoint."""
 
     config: IdempotencyConfig = field(default_factory=lambda: IdempotencyConfig(processing_timeout_seconds=LEASE))
-    clock: LeapingClock = field(default_factory=LeapingClock)
+    clock: ManualClock = field(default_factory=ManualClock)
     observer: CountingObserver = field(default_factory=CountingObserver)
     shared: MemoryIdempotencyRepository | None = None
-    """The store of another process."""
+    """The store of another process, to share it."""
     stalls: list[Callable[[], object]] = field(default_factory=list)
-    """What happens while the next threads start."""
+    """Actions to run, one per request, before the endpoint starts."""
     charges: list[int] = field(default_factory=list)
-    """Their attempts."""
+    """Attempt numbers of the charges."""
 
     def __post_init__(self) -> None:
         self.store = MemoryIdempotencyRepository(clock=self.clock.wall) if self.shared is None else self.shared
         self.manager = IdempotencyManager(self.config, self.store, self.observer, scope="bank", clock=self.clock)
 
     def stall(self) -> None:
-        """What lies between the call of the application and the start of the endpoint's thread."""
+        """Run the next action between the call of the application and the start of its endpoint."""
         if self.stalls:
             self.stalls.pop(0)()
 
@@ -98,7 +98,7 @@ def fastapi_dependency(bank: Bank) -> Any:
 
 
 def fastapi_handled(bank: Bank) -> Any:
-    """The application makes a response of every error."""
+    """An application that converts the error to a response."""
 
     async def handled(request: Request, error: Exception) -> Response:
         return JSONResponse({"error": "handled"}, status_code=200)
@@ -143,7 +143,7 @@ async def client_of(app: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @EVERY
-async def test_an_endpoint_whose_thread_starts_after_the_lease_does_nothing_and_a_retry_runs(
+async def test_an_endpoint_that_starts_after_its_lease_does_nothing_and_a_retry_runs(
     application: Callable[[Bank], Any],
 ) -> None:
     bank = Bank()
@@ -161,7 +161,7 @@ async def test_an_endpoint_whose_thread_starts_after_the_lease_does_nothing_and_
     assert bank.observer.counts[Signal.HANDLER_FAILED] == 0
 
 
-async def test_a_late_endpoint_leaves_the_record_of_the_process_that_has_taken_over() -> None:
+async def test_a_late_endpoint_does_not_change_the_record_of_the_new_owner() -> None:
     bank = Bank()
     other = Bank(clock=bank.clock, shared=bank.store, charges=bank.charges)
     async with client_of(fastapi_endpoint(bank)) as client, client_of(fastapi_endpoint(other)) as other_client:
@@ -178,7 +178,7 @@ async def test_a_late_endpoint_leaves_the_record_of_the_process_that_has_taken_o
     assert (retried.status_code, retried.headers["idempotency-replayed"]) == (201, "true")
 
 
-async def test_a_late_endpoint_does_not_block_its_key_where_failures_do() -> None:
+async def test_a_late_endpoint_does_not_block_its_key_under_on_failure_block() -> None:
     bank = Bank(IdempotencyConfig(processing_timeout_seconds=LEASE, on_failure="block"))
     bank.stalls.append(bank.clock.leap)
     async with client_of(fastapi_endpoint(bank)) as client:
@@ -189,7 +189,7 @@ async def test_a_late_endpoint_does_not_block_its_key_where_failures_do() -> Non
     assert record.status is IdempotencyStatus.COMPLETED
 
 
-async def test_an_effect_after_one_that_was_in_time_is_checked_too() -> None:
+async def test_a_second_side_effect_is_checked_as_well() -> None:
     bank = Bank()
     app = FastAPI()
 
@@ -210,7 +210,7 @@ async def test_an_effect_after_one_that_was_in_time_is_checked_too() -> None:
     assert bank.charges == [1, 2, 2]
 
 
-async def test_an_endpoint_whose_request_has_ended_before_its_thread_started_does_nothing() -> None:
+async def test_an_endpoint_that_starts_after_its_request_ended_does_nothing() -> None:
     bank = Bank()
     checks: list[asyncio.Task[None]] = []
     ended = asyncio.Event()
@@ -237,12 +237,12 @@ async def test_an_endpoint_whose_request_has_ended_before_its_thread_started_doe
 async def test_requests_without_a_key_have_no_lease_to_check(application: Callable[[Bank], Any]) -> None:
     bank = Bank()
     bank.stalls.append(bank.clock.leap)
-    bank.charge = lambda: {"charges": 1}  # type: ignore[method-assign]  # nothing is under way that has an attempt
+    bank.charge = lambda: {"charges": 1}  # type: ignore[method-assign]  # there is no attempt without a key
     async with client_of(application(bank)) as client:
         assert (await client.post("/charges")).status_code == 201
 
 
-async def test_while_the_lease_is_long_enough_the_check_lets_the_endpoint_go_on() -> None:
+async def test_check_lease_passes_while_the_lease_is_valid() -> None:
     bank = Bank()
     bank.stalls.append(partial(bank.clock.leap, LEASE / 2))
     async with client_of(fastapi_endpoint(bank)) as client:

@@ -1,4 +1,4 @@
-"""The loop of docs/how-to/handle-batches.md when a piece of work raises, or is no longer ours."""
+"""The loop of docs/how-to/handle-batches.md when work raises, or another worker takes it over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Consumer:
 
     async def getmany(self, **_: object) -> dict[TopicPartition, list[FakeRecord]]:
         headers = [[("event_id", f"{offset}".encode())] for offset in range(3)]
-        return {TopicPartition("orders", 0): [FakeRecord("orders", 0, at, None, b"", headers[at]) for at in range(3)]}
+        return {TopicPartition("orders", 0): [FakeRecord("orders", 0, i, None, b"", headers[i]) for i in range(3)]}
 
     async def commit(self, offsets: dict[TopicPartition, int]) -> None:
         self.committed |= offsets
@@ -39,7 +39,7 @@ async def lease_of(here: Guarded, key: str) -> Any:
     return record.status, record.lease_until is not None
 
 
-async def test_an_error_confirms_what_is_done_and_releases_the_rest() -> None:
+async def test_an_error_completes_finished_records_and_releases_the_rest() -> None:
     here, consumer = guarded(), Consumer()
 
     async def index(record: Any, _: Reserved) -> bool:
@@ -56,11 +56,11 @@ async def test_an_error_confirms_what_is_done_and_releases_the_rest() -> None:
 
 
 @virtual_time
-async def test_work_that_another_worker_took_over_meanwhile_does_not_start() -> None:
-    here, consumer, begun = guarded(), Consumer(), list[int]()
+async def test_work_taken_over_by_another_worker_does_not_start() -> None:
+    here, consumer, started = guarded(), Consumer(), list[int]()
 
     async def index(record: Any, _: Reserved) -> bool:
-        begun.append(record.offset)
+        started.append(record.offset)
         if record.offset == 0:
             await asyncio.sleep(LEASE + 1)
             assert isinstance(await guarded(here.store).manager.reserve("1"), Reserved)
@@ -68,5 +68,5 @@ async def test_work_that_another_worker_took_over_meanwhile_does_not_start() -> 
 
     await one_batch(consumer, here.manager, index)
 
-    assert begun == [0, 2]
+    assert started == [0, 2]
     assert consumer.sought == [1]

@@ -1,4 +1,4 @@
-"""Dishka: what containers check when they are made, and what a handler's scope does."""
+"""Dishka providers: validation of containers, and the scope of a handler call."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ class OrderPaid(BaseEvent):
 
 
 class Payments:
-    """An application's own service."""
+    """A service of the application."""
 
 
 class Missing:
-    """Nobody makes it."""
+    """A type without a provider."""
 
 
 class Transaction:
-    """What a REQUEST scope opens and commits."""
+    """A transaction of a REQUEST scope."""
 
 
-class NotingStore(MemoryIdempotencyRepository):
+class RecordingStore(MemoryIdempotencyRepository):
     def __init__(self, steps: list[str]) -> None:
         super().__init__()
         self.steps = steps
@@ -85,7 +85,7 @@ class NotingStore(MemoryIdempotencyRepository):
         return await super().complete(completions)
 
 
-class NotingPublisher(EventPublisher):
+class RecordingPublisher(EventPublisher):
     def __init__(self, steps: list[str]) -> None:
         super().__init__(SETTINGS.kafka)
         self.steps = steps
@@ -95,7 +95,7 @@ class NotingPublisher(EventPublisher):
 
 
 class Application(Provider):
-    """A user's own provider; tells what happens in which order."""
+    """A provider of the application, which records the order of steps."""
 
     scope = Scope.APP
 
@@ -116,11 +116,11 @@ class Application(Provider):
 
     @provide(override=True)
     def publisher(self) -> EventPublisher:
-        return NotingPublisher(self.steps)
+        return RecordingPublisher(self.steps)
 
     @provide(override=True)
     def repository(self) -> IdempotencyRepository:
-        return NotingStore(self.steps)
+        return RecordingStore(self.steps)
 
 
 def container_for(router: EventRouter, application: Application | None = None, *more: Provider) -> AsyncContainer:
@@ -145,10 +145,10 @@ def router_of(*handlers: Callable[..., Any]) -> EventRouter:
 
 
 async def plain(event: OrderPlaced) -> None:
-    """Needs nothing."""
+    """A handler without dependencies."""
 
 
-async def test_a_container_is_made_and_gives_its_dispatcher_without_any_server() -> None:
+async def test_a_container_provides_its_dispatcher_without_connecting_to_a_server() -> None:
     container = make_async_container(
         TelemetryProvider(),
         EventContextProvider(),
@@ -185,7 +185,7 @@ async def test_a_plain_service_needs_no_store() -> None:
 
 
 @pytest.mark.scenario(99)
-def test_a_handler_whose_dependency_nobody_provides_is_refused_and_named() -> None:
+def test_a_handler_with_a_missing_dependency_is_rejected_by_name() -> None:
     async def charge_the_card(event: OrderPlaced, missing: FromDishka[Missing]) -> None:
         raise AssertionError
 
@@ -195,13 +195,13 @@ def test_a_handler_whose_dependency_nobody_provides_is_refused_and_named() -> No
     assert "charge_the_card" in str(caught.value)
 
 
-def test_two_dispatchers_in_one_container_are_refused() -> None:
+def test_two_dispatchers_in_one_container_are_rejected() -> None:
     with pytest.raises(ImplicitOverrideDetectedError, match="DispatcherProvider"):
         container_for(router_of(plain), None, DispatcherProvider(EventRouter()))
 
 
 @pytest.mark.scenario(99)
-def test_an_idempotent_dispatcher_without_a_manager_is_refused() -> None:
+def test_an_idempotent_dispatcher_without_a_manager_is_rejected() -> None:
     with pytest.raises(NoFactoryError, match="IdempotencyManager"):
         make_async_container(
             TelemetryProvider(),
@@ -214,24 +214,24 @@ def test_an_idempotent_dispatcher_without_a_manager_is_refused() -> None:
 
 
 async def two_plain(event: OrderPlaced, payments: Payments) -> None:
-    """Somebody forgot `FromDishka`."""
+    """A handler that lacks `FromDishka`."""
 
 
 async def none_plain(payments: FromDishka[Payments]) -> None:
-    """Somebody forgot the event."""
+    """A handler that lacks the event."""
 
 
 @pytest.mark.parametrize(
-    ("handler", "told"), [(two_plain, "neither: payments"), (none_plain, "the first parameter takes the event")]
+    ("handler", "message"), [(two_plain, "neither: payments"), (none_plain, "the first parameter takes the event")]
 )
-def test_a_handler_takes_one_plain_parameter_its_event(handler: Callable[..., Any], told: str) -> None:
-    with pytest.raises(ApplicationError, match=told) as caught:
+def test_a_handler_takes_exactly_one_plain_parameter_its_event(handler: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ApplicationError, match=message) as caught:
         DispatcherProvider(router_of(handler))
 
     assert handler.__name__ in str(caught.value)
 
 
-def test_a_key_strategy_that_fits_no_event_is_refused_when_declared() -> None:
+def test_a_key_strategy_that_matches_no_event_is_rejected() -> None:
     with pytest.raises(InvalidKeyError, match="order"):
         IdempotentDispatcherProvider(router_of(plain), key_strategy=KeyStrategy.CONTENT_HASH, fields=["order"])
 
@@ -247,11 +247,11 @@ async def pay(
     return "receipt-1"
 
 
-class Itself(Provider):
+class ApplicationProvider(Provider):
     application = from_context(Application, scope=Scope.APP)
 
 
-def paying(application: Application) -> AsyncContainer:
+def paying_container(application: Application) -> AsyncContainer:
     return make_async_container(
         TelemetryProvider(),
         EventContextProvider(),
@@ -259,15 +259,15 @@ def paying(application: Application) -> AsyncContainer:
         KafkaProvider(),
         IdempotentDispatcherProvider(router_of(pay)),
         application,
-        Itself(),
+        ApplicationProvider(),
         context={**CONTEXT, Application: application},
         validation_settings=STRICT_VALIDATION,
     )
 
 
-async def test_the_scope_closes_before_events_leave_and_the_record_is_completed_last() -> None:
+async def test_the_scope_closes_then_events_are_published_then_the_record_is_completed() -> None:
     application = Application()
-    container = paying(application)
+    container = paying_container(application)
 
     (outcome,) = await (await container.get(EventDispatcher)).dispatch(OrderPlaced())
 
@@ -276,10 +276,10 @@ async def test_the_scope_closes_before_events_leave_and_the_record_is_completed_
     await container.close()
 
 
-async def test_a_failed_commit_is_a_failure_of_the_handler_and_nothing_is_published() -> None:
+async def test_a_failed_commit_fails_the_handler_and_publishes_nothing() -> None:
     application = Application()
     application.commit_fails = True
-    container = paying(application)
+    container = paying_container(application)
     (execution,) = (await container.get(EventDispatcher)).executions(OrderPlaced())
 
     outcome = await execution.attempt()
@@ -294,11 +294,11 @@ async def test_a_failed_commit_is_a_failure_of_the_handler_and_nothing_is_publis
 
 
 class Receipts:
-    """Something else that a REQUEST scope opens."""
+    """Another resource of a REQUEST scope."""
 
 
-class Leaving(Provider):
-    """Fails at the end of the scope, too."""
+class FailingReceipts(Provider):
+    """A provider that fails at the end of the scope."""
 
     scope = Scope.REQUEST
 
@@ -316,12 +316,12 @@ async def pay_with_receipt(
 
 
 @pytest.mark.parametrize(("order_id", "kind"), [("1", ExitError), ("declined", ValueError)])
-async def test_errors_at_the_end_of_a_scope_are_told_together_and_hide_none_of_the_handler(
+async def test_errors_of_a_closing_scope_are_raised_together_and_do_not_hide_the_handlers(
     order_id: str, kind: type[Exception]
 ) -> None:
     application = Application()
     application.commit_fails = True
-    container = container_for(router_of(pay_with_receipt), application, Leaving())
+    container = container_for(router_of(pay_with_receipt), application, FailingReceipts())
     (execution,) = (await container.get(EventDispatcher)).executions(OrderPlaced(order_id=order_id))
 
     outcome = await execution.attempt()
@@ -332,7 +332,7 @@ async def test_errors_at_the_end_of_a_scope_are_told_together_and_hide_none_of_t
     await container.close()
 
 
-async def test_every_run_has_a_scope_of_its_own_that_knows_event_and_attempt() -> None:
+async def test_every_run_has_its_own_scope_with_event_and_attempt() -> None:
     seen: list[tuple[str, int, int]] = []
 
     async def look(
@@ -359,7 +359,7 @@ async def test_every_run_has_a_scope_of_its_own_that_knows_event_and_attempt() -
 async def test_a_dependency_may_come_from_a_component() -> None:
     got: list[object] = []
 
-    class Elsewhere(Provider):
+    class OtherComponent(Provider):
         component = "elsewhere"
         scope = Scope.APP
         payments = provide(Payments)
@@ -371,7 +371,7 @@ async def test_a_dependency_may_come_from_a_component() -> None:
     ) -> None:
         got.extend((here, there))
 
-    container = container_for(router_of(charge), None, Elsewhere())
+    container = container_for(router_of(charge), None, OtherComponent())
 
     await (await container.get(EventDispatcher)).dispatch(OrderPlaced())
 
@@ -387,7 +387,7 @@ async def helper(
     return amount, payments, attempt.number
 
 
-async def test_inject_fills_functions_that_are_called_while_an_event_is_handled() -> None:
+async def test_inject_works_for_functions_called_by_a_handler() -> None:
     found: list[Any] = []
 
     async def charge(event: OrderPlaced) -> None:
@@ -401,30 +401,30 @@ async def test_inject_fills_functions_that_are_called_while_an_event_is_handled(
     await container.close()
 
 
-async def test_inject_outside_of_a_handler_finds_no_container_not_even_a_closed_one() -> None:
+async def test_inject_outside_a_handler_raises_an_error() -> None:
     container = container_for(router_of(plain))
     (execution,) = (await container.get(EventDispatcher)).executions(OrderPlaced())
     await execution.attempt()
 
-    with pytest.raises(ApplicationError, match="no event is being handled here"):
+    with pytest.raises(ApplicationError, match="no event is being handled"):
         await helper(30)  # type: ignore[call-arg]  # the rest is injected
 
     await container.close()
 
 
-async def test_setup_dishka_gives_handlers_of_a_dispatcher_made_by_hand_their_dependencies() -> None:
+async def test_setup_dishka_injects_into_handlers_of_a_custom_dispatcher() -> None:
     found: list[Any] = []
 
     async def charge(event: OrderPlaced, payments: FromDishka[Payments], attempt: FromDishka[Attempt]) -> str:
         found.append((payments, attempt.number))
         return "receipt-1"
 
-    class Mine(Provider):
+    class PaymentsProvider(Provider):
         scope = Scope.APP
         payments = provide(Payments)
         attempt = from_context(Attempt, scope=Scope.REQUEST)
 
-    container = make_async_container(Mine())
+    container = make_async_container(PaymentsProvider())
     manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="billing")
     dispatcher, event = IdempotentEventDispatcher(router_of(charge), manager), OrderPlaced()
     setup_dishka(container, dispatcher)
@@ -438,7 +438,7 @@ async def test_setup_dishka_gives_handlers_of_a_dispatcher_made_by_hand_their_de
     await container.close()
 
 
-async def test_a_handlers_scope_has_its_steps() -> None:
+async def test_the_scope_of_a_handler_provides_steps() -> None:
     done: list[str] = []
     fails = [OSError("once")]
 
@@ -461,9 +461,9 @@ async def test_a_handlers_scope_has_its_steps() -> None:
     await container.close()
 
 
-def test_a_plain_service_has_no_steps() -> None:
+def test_a_plain_service_does_not_provide_steps() -> None:
     async def charge(event: OrderPlaced, steps: FromDishka[Steps]) -> None:
-        """Cannot be made."""
+        """Requires `Steps`, which no provider makes."""
 
     with pytest.raises(NoFactoryError, match="Steps"):
         make_async_container(
@@ -519,7 +519,7 @@ async def test_inject_works_above_and_below_idempotent(function: Callable[..., A
     await container.close()
 
 
-async def test_a_handler_registered_after_its_provider_was_made_is_refused_at_start() -> None:
+async def test_a_handler_registered_after_its_provider_is_rejected_at_startup() -> None:
     router = EventRouter()
     service = Service("billing", providers=[KafkaProvider(), DispatcherProvider(router)])
 
@@ -532,7 +532,7 @@ async def test_a_handler_registered_after_its_provider_was_made_is_refused_at_st
     await container.close()
 
 
-async def test_manager_publisher_and_dispatcher_take_the_observer_of_the_container() -> None:
+async def test_manager_publisher_and_dispatcher_use_the_observer_of_the_container() -> None:
     given = CountingObserver()
     overriding = Provider(scope=Scope.APP)
     overriding.provide(lambda: given, provides=Observer)
@@ -554,12 +554,12 @@ def test_a_service_has_either_providers_or_a_factory() -> None:
         Service("billing", providers=[], container=lambda _: make_async_container())
 
 
-async def test_the_settings_of_an_application_are_known_by_their_own_class() -> None:
-    class Own(Settings): ...
+async def test_application_settings_are_provided_under_their_own_class() -> None:
+    class CustomSettings(Settings): ...
 
     container = make_container(
-        Service("billing", providers=[KafkaProvider(), DispatcherProvider(EventRouter())]), Own()
+        Service("billing", providers=[KafkaProvider(), DispatcherProvider(EventRouter())]), CustomSettings()
     )
 
-    assert await container.get(Own) is await container.get(Settings)
+    assert await container.get(CustomSettings) is await container.get(Settings)
     await container.close()

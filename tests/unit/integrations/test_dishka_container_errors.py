@@ -1,4 +1,4 @@
-"""What is wrong with a container is one sentence with its remedy, the same in `run`, `graph` and `doctor`."""
+"""`run`, `graph` and `doctor` report a broken container in the same sentence, with the remedy."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def failing(settings: Settings) -> Any:
 
 BOTH = (IdempotencyProvider, KafkaProvider)
 FAULTS: dict[str, tuple[Any, str]] = {
-    "a provider of the user's": (
+    "an application's provider": (
         container(*BOTH, router=direct),
         "cannot be created: nothing provides Payments, which handler charge asks for. Add a provider of Payments",
     ),
-    "what a provider of the user's needs": (
+    "a dependency of an application's provider": (
         container(*BOTH, LedgerProvider, router=indirect),
         "cannot be created: nothing provides Payments, which Ledger asks for. Add a provider of Payments",
     ),
@@ -130,7 +130,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "an import": (
         container(*BOTH, router=unknown),
-        'handler ship: its annotations name "Unimported", which module '
+        'handler ship: its annotations use "Unimported", which module '
         "tests.unit.integrations.test_dishka_container_errors does not define at run time",
     ),
     "a parameter of the factory": (
@@ -142,12 +142,12 @@ FAULTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("factory", "sentence"), FAULTS.values(), ids=FAULTS)
-async def test_run_graph_and_doctor_say_what_is_missing_in_one_sentence(
+async def test_run_graph_and_doctor_report_the_missing_part_in_one_sentence(
     factory: Any, sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = Service("billing", container=factory)
     platform = Platform(service)
-    with pytest.raises(ApplicationError) as refusal:
+    with pytest.raises(ApplicationError) as caught:
         await make_graphs(platform, SETTINGS)
     group = ServiceGroup([service], SETTINGS)
     with caplog.at_level(logging.ERROR):
@@ -155,17 +155,17 @@ async def test_run_graph_and_doctor_say_what_is_missing_in_one_sentence(
     (record,) = caplog.records
     (finding,) = (await check_application(platform, SETTINGS)).findings
 
-    told = str(refusal.value)
-    assert sentence in told
-    assert "\n" not in told
-    assert record.getMessage() == f"service billing failed: ApplicationError: {told}"
-    assert record.exc_info is None, "a traceback would bury it"
-    assert group.reports()[0].reason == told
+    message = str(caught.value)
+    assert sentence in message
+    assert "\n" not in message
+    assert record.getMessage() == f"service billing failed: ApplicationError: {message}"
+    assert record.exc_info is None, "a traceback would hide the sentence"
+    assert group.reports()[0].reason == message
     assert sentence in finding.what
 
 
 @pytest.mark.parametrize(
-    ("factory", "where"),
+    ("factory", "location"),
     [
         (
             failing,
@@ -174,36 +174,36 @@ async def test_run_graph_and_doctor_say_what_is_missing_in_one_sentence(
         (container(KafkaProvider, BrokenManagerProvider), "(raised in BrokenManagerProvider.manager, "),
     ],
 )
-def test_an_error_of_the_applications_own_code_keeps_its_traceback_in_the_log(
-    factory: Any, where: str, caplog: pytest.LogCaptureFixture
+def test_errors_of_application_code_are_logged_with_a_traceback(
+    factory: Any, location: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = Service("billing", container=factory)
-    with pytest.raises(ApplicationError) as refusal:
+    with pytest.raises(ApplicationError) as caught:
         asyncio.run(make_graphs(Platform(service), SETTINGS))
     with caplog.at_level(logging.ERROR):
         assert asyncio.run(ServiceGroup([service], SETTINGS).run()) == 1
     (record,) = caplog.records
 
-    told = str(refusal.value)
-    assert where in told
-    assert record.getMessage() == f"service billing failed: ApplicationError: {told}"
+    message = str(caught.value)
+    assert location in message
+    assert record.getMessage() == f"service billing failed: ApplicationError: {message}"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], RuntimeError)
 
 
 class EventPublisher:
-    """Of the application, whatever else is called so."""
+    """An application class with the name of a library class."""
 
 
-class Letters:
+class Archive:
     def __init__(self, publisher: EventPublisher) -> None: ...
 
 
-class LettersProvider(Provider):
+class ArchiveProvider(Provider):
     scope = Scope.APP
-    letters = provide(Letters)
+    archive = provide(Archive)
 
 
-async def test_a_class_of_the_application_with_a_name_of_the_library_is_its_own() -> None:
+async def test_an_application_class_named_like_a_library_class_is_reported_as_its_own() -> None:
     with pytest.raises(ApplicationError, match=r"Add a provider of EventPublisher"):
-        await make_graphs(Platform(Service("billing", container=container(*BOTH, LettersProvider))), SETTINGS)
+        await make_graphs(Platform(Service("billing", container=container(*BOTH, ArchiveProvider))), SETTINGS)

@@ -1,4 +1,4 @@
-"""When FastAPI commits and when it answers, behind the guard for HTTP and without a key."""
+"""The order of FastAPI's commit and response, with and without an idempotency key."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ KEY = {"Idempotency-Key": '"1"'}
 
 
 class Session:
-    """What an endpoint writes by."""
+    """A database session."""
 
 
-class Telling:
-    """Says when a response comes by."""
+class ResponseRecorder:
+    """Middleware that records when a response passes."""
 
-    def __init__(self, app: ASGIApp, story: list[str], what: str) -> None:
+    def __init__(self, app: ASGIApp, events: list[str], label: str) -> None:
         self.app = app
-        self.story = story
-        self.what = what
+        self.events = events
+        self.label = label
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        async def tell(message: Message) -> None:
+        async def record(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.story.append(f"{self.what} {message['status']}")
+                self.events.append(f"{self.label} {message['status']}")
             await send(message)
 
-        await self.app(scope, receive, tell)
+        await self.app(scope, receive, record)
 
 
 class Shop:
-    """An application that commits as `how` says, and the story of its requests."""
+    """An application that commits as `how` specifies, and the recorded events."""
 
     def __init__(self, how: str) -> None:
         self.how = how
-        self.story: list[str] = []
+        self.events: list[str] = []
 
     def commit(self) -> None:
-        self.story.append("commit")
+        self.events.append("commit")
 
     async def order(self) -> dict[str, int]:
-        self.story.append("handler")
+        self.events.append("handler")
         return {"order": 1}
 
-    def with_dishka(self, app: FastAPI) -> None:
+    def add_dishka_endpoint(self, app: FastAPI) -> None:
         shop = self
 
         class Sessions(Provider):
@@ -72,7 +72,7 @@ class Shop:
 
         setup_dishka(make_async_container(Sessions()), app)
 
-    def with_depends(self, app: FastAPI) -> None:
+    def add_depends_endpoint(self, app: FastAPI) -> None:
         async def session() -> AsyncIterator[Session]:
             yield Session()
             self.commit()
@@ -86,40 +86,40 @@ class Shop:
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[httpx.AsyncClient]:
         app = FastAPI()
-        app.add_middleware(Telling, story=self.story, what="answered")
+        app.add_middleware(ResponseRecorder, events=self.events, label="responded")
         if self.how == "dishka":
-            self.with_dishka(app)
+            self.add_dishka_endpoint(app)
         else:
-            self.with_depends(app)
+            self.add_depends_endpoint(app)
         app.add_middleware(IdempotencyKeyMiddleware, manager=guarded().manager, identity=anyone)
-        app.add_middleware(Telling, story=self.story, what="left")
+        app.add_middleware(ResponseRecorder, events=self.events, label="sent")
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
             yield client
 
 
 @pytest.mark.parametrize(
-    ("how", "story"),
+    ("how", "events"),
     [
-        ("dishka", ["handler", "answered 201", "commit", "left 201"]),
-        ("request", ["handler", "answered 201", "commit", "left 201"]),
-        ("function", ["handler", "commit", "answered 201", "left 201"]),
+        ("dishka", ["handler", "responded 201", "commit", "sent 201"]),
+        ("request", ["handler", "responded 201", "commit", "sent 201"]),
+        ("function", ["handler", "commit", "responded 201", "sent 201"]),
     ],
 )
-async def test_whenever_the_application_commits_the_response_leaves_behind_it(how: str, story: list[str]) -> None:
+async def test_the_response_is_sent_after_the_commit(how: str, events: list[str]) -> None:
     shop = Shop(how)
 
     async with shop.opened() as client:
         await client.post("/orders", headers=KEY)
 
-    assert shop.story == story
+    assert shop.events == events
 
 
 @pytest.mark.parametrize("how", ["dishka", "request"])
-async def test_without_a_key_the_response_leaves_before_the_commit(how: str) -> None:
+async def test_without_a_key_the_response_is_sent_before_the_commit(how: str) -> None:
     shop = Shop(how)
 
     async with shop.opened() as client:
         await client.post("/orders")
 
-    assert shop.story[-2:] == ["left 201", "commit"]
+    assert shop.events[-2:] == ["sent 201", "commit"]

@@ -1,4 +1,4 @@
-"""FastStream's subscribers, each message handled once; on its test broker, which is no Kafka."""
+"""The FastStream middleware handles each message once; tested on FastStream's in-memory broker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Receipt(BaseModel):
 
 
 class Shop:
-    """A broker whose subscribers are guarded, and what came out of it."""
+    """A broker with guarded subscribers, and the recorded effects."""
 
     def __init__(self, **config: Any) -> None:
         self.here = guarded(**config)
@@ -59,12 +59,12 @@ class Shop:
 
 
 @pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("integr8s_idem.integrations.faststream.pause_after", lambda _: 0.0)
 
 
 class Transaction:
-    """What a scope commits."""
+    """A resource that its provider commits when the scope closes."""
 
 
 def _guarded(shop: Shop, topic: str = "orders", **options: Any) -> Callable[[Any], Any]:
@@ -93,13 +93,13 @@ async def test_a_duplicate_does_not_reach_the_handler_and_its_result_is_publishe
         await shop.place("8", "e-2")
 
     assert shop.charged == ["7", "8"]
-    # The copy that was published again bears the id of the first, so that the next subscriber does not see it.
+    # The second publication has the event id of the first, so the next subscriber treats it as a duplicate.
     assert [number for number, _ in receipts] == [1, 2]
     assert len({event_id for _, event_id in receipts}) == 2
     assert set(await shop.statuses()) == {IdempotencyStatus.COMPLETED}
 
 
-async def test_what_is_published_again_is_what_the_first_run_returned() -> None:
+async def test_a_duplicate_publishes_the_result_of_the_first_run() -> None:
     shop, sent = Shop(), list[tuple[Any, Any]]()
 
     @_guarded(shop)
@@ -116,7 +116,9 @@ async def test_what_is_published_again_is_what_the_first_run_returned() -> None:
         await shop.place()
         await shop.place()
 
-    answers = [(body if isinstance(body, dict) else body.model_dump(), told) for body, told in sent if "kind" in told]
+    answers = [
+        (body if isinstance(body, dict) else body.model_dump(), headers) for body, headers in sent if "kind" in headers
+    ]
     assert len(answers) == 2
     assert answers[0][0] == answers[1][0] == {"number": 1}
     assert answers[0][1]["event_id"] == answers[1][1]["event_id"]
@@ -162,7 +164,7 @@ async def test_a_subscriber_that_returns_an_async_iterator_fails() -> None:
         await shop.place()
 
     assert shop.charged == ["7", "7"]
-    assert ["charge returned an async iterator" in told for told in shop.given_up] == [True]
+    assert ["charge returned an async iterator" in error for error in shop.given_up] == [True]
 
 
 def _publishing(scope: Any) -> Any:
@@ -173,10 +175,10 @@ def _publishing(scope: Any) -> Any:
     return Watch
 
 
-async def test_the_record_is_completed_after_the_scope_has_closed_and_the_answer_is_out() -> None:
+async def test_the_record_is_completed_after_the_scope_closes_and_the_answer_is_published() -> None:
     shop, order = Shop(), list[str]()
 
-    class Mine(Provider):
+    class TransactionProvider(Provider):
         @provide(scope=Scope.REQUEST)
         async def transaction(self) -> AsyncIterator[Transaction]:
             yield Transaction()
@@ -193,7 +195,7 @@ async def test_the_record_is_completed_after_the_scope_has_closed_and_the_answer
             order.append(f"publish, {(await shop.statuses())[0].value}")
         return await call_next(cmd)
 
-    container = make_async_container(Mine())
+    container = make_async_container(TransactionProvider())
     setup_dishka(container, broker=shop.broker)
     shop.broker.add_middleware(_publishing(publish_scope))
     async with TestKafkaBroker(shop.broker):
@@ -204,15 +206,15 @@ async def test_the_record_is_completed_after_the_scope_has_closed_and_the_answer
     assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
 
 
-@pytest.mark.parametrize("where", ["handler", "commit", "publish"])
-async def test_a_failure_anywhere_before_the_record_lets_the_message_come_again(where: str) -> None:
+@pytest.mark.parametrize("failing_stage", ["handler", "commit", "publish"])
+async def test_a_failure_before_the_record_is_completed_redelivers_the_message(failing_stage: str) -> None:
     shop, fails = Shop(), [OSError("once")]
 
-    def fail_at(place: str) -> None:
-        if place == where and fails:
+    def fail_at(stage: str) -> None:
+        if stage == failing_stage and fails:
             raise fails.pop()
 
-    class Mine(Provider):
+    class TransactionProvider(Provider):
         @provide(scope=Scope.REQUEST)
         async def transaction(self) -> AsyncIterator[Transaction]:
             yield Transaction()
@@ -231,7 +233,7 @@ async def test_a_failure_anywhere_before_the_record_lets_the_message_come_again(
             fail_at("publish")
         return await call_next(cmd)
 
-    container = make_async_container(Mine())
+    container = make_async_container(TransactionProvider())
     setup_dishka(container, broker=shop.broker)
     shop.broker.add_middleware(_publishing(publish_scope))
     async with TestKafkaBroker(shop.broker):
@@ -243,7 +245,7 @@ async def test_a_failure_anywhere_before_the_record_lets_the_message_come_again(
     assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
 
 
-async def test_work_that_is_given_up_is_acknowledged_and_told() -> None:
+async def test_a_message_that_is_given_up_is_acknowledged_and_passed_to_given_up() -> None:
     shop = Shop(max_attempts=2)
 
     @_guarded(shop)
@@ -259,7 +261,7 @@ async def test_work_that_is_given_up_is_acknowledged_and_told() -> None:
     assert len(shop.given_up) == 3
 
 
-async def test_while_the_store_is_down_nothing_is_handled() -> None:
+async def test_no_message_is_handled_while_the_store_is_down() -> None:
     shop = Shop()
 
     @_guarded(shop)
@@ -275,7 +277,7 @@ async def test_while_the_store_is_down_nothing_is_handled() -> None:
     assert shop.charged == ["7"]
 
 
-async def test_another_payload_under_the_same_id_is_given_up() -> None:
+async def test_a_reused_event_id_with_another_payload_is_given_up() -> None:
     shop = Shop()
 
     @_guarded(shop)
@@ -290,7 +292,7 @@ async def test_another_payload_under_the_same_id_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("policy", [AckPolicy.ACK_FIRST, AckPolicy.MANUAL])
-async def test_a_policy_that_loses_messages_is_refused(policy: AckPolicy) -> None:
+async def test_an_ack_policy_that_loses_messages_is_rejected(policy: AckPolicy) -> None:
     shop = Shop()
 
     @_guarded(shop, ack_policy=policy)
@@ -298,7 +300,7 @@ async def test_a_policy_that_loses_messages_is_refused(policy: AckPolicy) -> Non
         shop.charged.append(order.order_id)
 
     with pytest.raises(
-        SubscriberError, match=f"AckPolicy.{policy.name} acknowledges .* write ack_policy=AckPolicy.NACK_ON"
+        SubscriberError, match=f"AckPolicy.{policy.name} acknowledges .* set ack_policy=AckPolicy.NACK_ON"
     ):
         shop.guard.check(shop.broker)
     async with TestKafkaBroker(shop.broker):
@@ -307,7 +309,7 @@ async def test_a_policy_that_loses_messages_is_refused(policy: AckPolicy) -> Non
     assert not shop.charged
 
 
-async def test_fast_streams_default_is_refused_and_others_pass() -> None:
+async def test_the_default_ack_policy_is_rejected_and_others_are_accepted() -> None:
     shop = Shop()
     shop.broker.subscriber("orders", group_id="billing")(lambda message: None)
     with pytest.raises(SubscriberError, match="ACK_FIRST"):
@@ -318,7 +320,7 @@ async def test_fast_streams_default_is_refused_and_others_pass() -> None:
     good.guard.check(good.broker)
 
 
-async def test_subscribers_without_a_group_are_left_alone() -> None:
+async def test_subscribers_without_a_group_are_not_guarded() -> None:
     shop = Shop()
 
     @shop.broker.subscriber("orders")
@@ -333,7 +335,7 @@ async def test_subscribers_without_a_group_are_left_alone() -> None:
     assert not shop.store.calls["reserve"]
 
 
-async def test_of_a_batch_the_handler_gets_what_is_not_done() -> None:
+async def test_the_handler_receives_only_the_new_records_of_a_batch() -> None:
     shop, batches = Shop(), list[list[str]]()
 
     @shop.broker.subscriber("orders", group_id="billing", batch=True, ack_policy=AckPolicy.NACK_ON_ERROR)
@@ -366,7 +368,7 @@ async def test_a_handler_may_have_steps() -> None:
     assert done == ["step"]
 
 
-async def test_a_handler_whose_lease_is_lost_is_stopped_and_its_message_comes_again() -> None:
+async def test_a_handler_that_lost_its_lease_is_stopped_and_its_message_redelivered() -> None:
     shop = Shop(processing_timeout_seconds=0.5)
     stopped = list[str]()
 
@@ -388,7 +390,7 @@ async def test_a_handler_whose_lease_is_lost_is_stopped_and_its_message_comes_ag
     assert shop.charged == ["7", "7"]
 
 
-async def test_a_duplicate_whose_result_is_gone_is_acknowledged_and_not_run() -> None:
+async def test_a_duplicate_without_a_stored_result_is_acknowledged_and_not_run() -> None:
     shop, statuses = Shop(max_result_size_bytes=10), list[Any]()
 
     class Watch(BaseMiddleware[Any, Any]):
@@ -411,7 +413,7 @@ async def test_a_duplicate_whose_result_is_gone_is_acknowledged_and_not_run() ->
     assert not shop.given_up
 
 
-async def test_a_handler_that_heeds_no_cancellation_leaves_its_consumer_uncancelled() -> None:
+async def test_a_handler_that_ignores_cancellation_does_not_cancel_its_consumer() -> None:
     shop = Shop(processing_timeout_seconds=0.5)
 
     @_guarded(shop)
@@ -434,7 +436,7 @@ async def test_a_handler_that_heeds_no_cancellation_leaves_its_consumer_uncancel
 
 
 @pytest.mark.parametrize("groups", [("billing", "billing"), ("billing", "shipping")])
-async def test_subscribers_do_not_miss_each_others_messages_whatever_their_functions_are_called(
+async def test_subscribers_whose_functions_share_a_name_do_not_share_keys(
     groups: tuple[str, str],
 ) -> None:
     shop, titles = Shop(), {"orders": "order", "payments": "payment"}
@@ -458,7 +460,7 @@ async def test_subscribers_do_not_miss_each_others_messages_whatever_their_funct
 
 
 @pytest.mark.parametrize("policy", [AckPolicy.ACK, AckPolicy.NACK_ON_ERROR])
-async def test_two_subscribers_of_one_group_and_name_are_refused(
+async def test_two_subscribers_with_one_name_in_a_group_are_rejected(
     policy: AckPolicy, caplog: pytest.LogCaptureFixture
 ) -> None:
     shop, seen = Shop(), list[Any]()
@@ -474,17 +476,19 @@ async def test_two_subscribers_of_one_group_and_name_are_refused(
             return await call_next(msg)
 
     shop.broker.insert_middleware(Watch)
-    with pytest.raises(SubscriberError, match=r"billing has 2 subscribers named handle, .* Give each a title"):
+    with pytest.raises(
+        SubscriberError, match=r"billing has 2 subscribers named handle; .* Give each subscriber its own title"
+    ):
         shop.guard.check(shop.broker)
     async with TestKafkaBroker(shop.broker):
         with pytest.raises(SubscriberError):
             await shop.place()
     assert not shop.charged
     assert [message.committed for message in seen] == [AckStatus.NACKED]
-    assert "Give each a title" in caplog.text
+    assert "Give each subscriber its own title" in caplog.text
 
 
-async def test_one_subscriber_of_many_topics_knows_a_copy_by_another_topic_again() -> None:
+async def test_a_subscriber_of_two_topics_detects_duplicates_across_them() -> None:
     shop = Shop()
 
     @shop.broker.subscriber("orders", "orders.retry", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
@@ -497,7 +501,7 @@ async def test_one_subscriber_of_many_topics_knows_a_copy_by_another_topic_again
     assert shop.charged == ["7"]
 
 
-async def test_a_subscriber_whose_name_would_not_stay_needs_a_title() -> None:
+async def test_a_subscriber_without_a_stable_name_needs_a_title() -> None:
     def nameless(title: str | None) -> Shop:
         shop = Shop()
         _guarded(shop, title=title)(lambda message: None)
@@ -513,7 +517,9 @@ async def test_a_subscriber_whose_name_would_not_stay_needs_a_title() -> None:
 
     for make in (nameless, with_two):
         shop = make(None)
-        with pytest.raises(SubscriberError, match=r"none that stays: its functions are (<lambda>|_charge, _refund)"):
+        with pytest.raises(
+            SubscriberError, match=r"no stable name for its keys: its functions are (<lambda>|_charge, _refund)"
+        ):
             shop.guard.check(shop.broker)
         shop = make("charge")
         shop.guard.check(shop.broker)
@@ -525,14 +531,14 @@ async def _charge(order: Order) -> None: ...
 async def _refund(order: Order) -> None: ...
 
 
-async def test_the_key_bears_the_group_and_the_name_that_was_given() -> None:
+async def test_the_key_contains_the_group_and_the_subscriber_title() -> None:
     shop = Shop()
     _guarded(shop)(_charge)
-    _guarded(shop, "refunds", title="pay back")(_refund)
+    _guarded(shop, "refunds", title="refund order")(_refund)
 
     async with TestKafkaBroker(shop.broker):
         await shop.place()
         await shop.broker.publish(Order(order_id="7"), "refunds", headers={"event_id": "e-1"})
 
     keys = [record.key async for record in shop.store.scan("")]
-    assert {key.partition(":faststream:")[2] for key in keys} == {"billing:_charge:e-1", "billing:pay%20back:e-1"}
+    assert {key.partition(":faststream:")[2] for key in keys} == {"billing:_charge:e-1", "billing:refund%20order:e-1"}

@@ -1,4 +1,4 @@
-"""What becomes of FastStream's messages when something fails behind their handler; on its test broker, no Kafka."""
+"""How the FastStream middleware settles messages when something add_failing_subscriber after the handler."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from tests.support.guarded import Guarded, guarded
 
 
 @pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("integr8s_idem.integrations.faststream.pause_after", lambda _: 0.0)
 
 
 class Shop:
-    """One guarded subscriber, and what it publishes."""
+    """A broker with one guarded subscriber, and the recorded effects."""
 
-    def __init__(self, *, takes_given_up: bool = True, **config: Any) -> None:
+    def __init__(self, *, accepts_given_up: bool = True, **config: Any) -> None:
         self.here: Guarded = guarded(**config)
         self.given_up: list[str] = []
         self.runs: list[Any] = []
         self.sent: list[tuple[Any, dict[str, str]]] = []
         self.settled: list[str] = []
-        """How FastStream was told to acknowledge the orders: by an error that says so, or by none."""
+        """How each order was settled: "ack", or the name of FastStream's exception."""
         self.guard = IdempotencyMiddleware(
-            self.here.manager, key=by_header("event_id"), given_up=self._give_up if takes_given_up else None
+            self.here.manager, key=by_header("event_id"), given_up=self._give_up if accepts_given_up else None
         )
-        self.cannot_take: Exception | None = None
+        self.given_up_error: Exception | None = None
         self.broker = KafkaBroker(middlewares=[self.guard])
 
     async def _give_up(self, record: Any, error: Exception) -> None:
-        if self.cannot_take is not None:
-            raise self.cannot_take
+        if self.given_up_error is not None:
+            raise self.given_up_error
         self.given_up.append(repr(error))
 
-    def sells(self, answer: Any, *, batch: bool = False) -> None:
-        """It answers every order with `answer`."""
+    def add_subscriber(self, answer: Any, *, batch: bool = False) -> None:
+        """Add a subscriber that answers every order with `answer`."""
 
         async def charge(order: dict[str, str]) -> Any:
             self.runs.append(order)
@@ -56,8 +56,8 @@ class Shop:
         publisher: Any = self.broker.publisher("receipts", batch=batch)
         self.broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)(publisher(charge))
 
-    def publishes(self, publish: Callable[[], Awaitable[None]]) -> None:
-        """`publish` is awaited before anything is sent but the order itself."""
+    def before_publishing(self, publish: Callable[[], Awaitable[None]]) -> None:
+        """Await `publish` before each answer is sent."""
         shop = self
 
         class Within(BaseMiddleware[Any, Any]):
@@ -76,8 +76,8 @@ class Shop:
         self.broker.insert_middleware(Outside)
         self.broker.add_middleware(Within)
 
-    def fails(self, *, policy: AckPolicy = AckPolicy.NACK_ON_ERROR, batch: bool = False) -> None:
-        """It cannot do any order."""
+    def add_failing_subscriber(self, *, policy: AckPolicy = AckPolicy.NACK_ON_ERROR, batch: bool = False) -> None:
+        """Add a subscriber that fails every order."""
 
         async def charge(order: Any) -> None:
             self.runs.append(order)
@@ -98,8 +98,8 @@ async def _nothing() -> None:
 
 async def test_a_duplicate_whose_result_was_too_large_to_keep_is_acknowledged() -> None:
     shop = Shop(max_result_size_bytes=10)
-    shop.sells({"receipt": "x" * 100})
-    shop.publishes(_nothing)
+    shop.add_subscriber({"receipt": "x" * 100})
+    shop.before_publishing(_nothing)
 
     async with TestKafkaBroker(shop.broker):
         await shop.place()
@@ -109,10 +109,10 @@ async def test_a_duplicate_whose_result_was_too_large_to_keep_is_acknowledged() 
     assert shop.settled == ["ack", "AckMessage"]
 
 
-async def test_where_results_are_not_kept_a_duplicate_publishes_nothing() -> None:
+async def test_a_duplicate_publishes_nothing_if_results_are_not_stored() -> None:
     shop = Shop(enable_result_caching=False)
-    shop.sells({"receipt": "1"})
-    shop.publishes(_nothing)
+    shop.add_subscriber({"receipt": "1"})
+    shop.before_publishing(_nothing)
 
     async with TestKafkaBroker(shop.broker):
         await shop.place()
@@ -124,8 +124,8 @@ async def test_where_results_are_not_kept_a_duplicate_publishes_nothing() -> Non
 
 async def test_a_duplicate_whose_result_cannot_be_read_is_acknowledged() -> None:
     shop = Shop()
-    shop.sells({"receipt": "1"})
-    shop.publishes(_nothing)
+    shop.add_subscriber({"receipt": "1"})
+    shop.before_publishing(_nothing)
 
     async with TestKafkaBroker(shop.broker):
         await shop.place()
@@ -142,9 +142,9 @@ async def test_a_duplicate_whose_result_cannot_be_read_is_acknowledged() -> None
     assert shop.settled == ["ack", "AckMessage"]
 
 
-async def test_messages_that_are_published_as_one_batch_do_not_share_an_id() -> None:
+async def test_messages_published_in_one_batch_do_not_share_an_event_id() -> None:
     shop = Shop()
-    shop.sells([{"receipt": "1"}, {"receipt": "2"}], batch=True)
+    shop.add_subscriber([{"receipt": "1"}, {"receipt": "2"}], batch=True)
     received = list[tuple[str, str | None]]()
 
     @shop.broker.subscriber("receipts")
@@ -157,16 +157,16 @@ async def test_messages_that_are_published_as_one_batch_do_not_share_an_id() -> 
     assert received == [("1", None), ("2", None)]
 
 
-async def test_a_broker_that_takes_no_answer_is_asked_until_it_does_and_the_handler_is_not_run_again() -> None:
+async def test_publishing_is_retried_without_running_the_handler_again() -> None:
     shop, refusals = Shop(max_attempts=1), [KafkaTimeoutError("no"), KafkaTimeoutError("no"), KafkaTimeoutError("no")]
-    shop.sells({"receipt": "1"})
+    shop.add_subscriber({"receipt": "1"})
 
     async def publish() -> None:
         assert await shop.statuses() == [IdempotencyStatus.PROCESSING]
         if refusals:
             raise refusals.pop()
 
-    shop.publishes(publish)
+    shop.before_publishing(publish)
     async with TestKafkaBroker(shop.broker):
         await shop.place()
 
@@ -175,14 +175,14 @@ async def test_a_broker_that_takes_no_answer_is_asked_until_it_does_and_the_hand
     assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
 
 
-async def test_an_answer_that_is_too_large_is_a_failure_of_the_handler() -> None:
+async def test_a_published_message_that_is_too_large_fails_the_run() -> None:
     shop = Shop(max_attempts=1)
-    shop.sells({"receipt": "1"})
+    shop.add_subscriber({"receipt": "1"})
 
     async def publish() -> None:
         raise MessageSizeTooLargeError("no")
 
-    shop.publishes(publish)
+    shop.before_publishing(publish)
     async with TestKafkaBroker(shop.broker):
         await shop.place()
 
@@ -190,7 +190,7 @@ async def test_an_answer_that_is_too_large_is_a_failure_of_the_handler() -> None
     assert await shop.statuses() == [IdempotencyStatus.FAILED]
 
 
-async def test_a_handler_that_cannot_publish_is_not_given_up_for_it() -> None:
+async def test_publish_failures_inside_a_handler_do_not_count_as_attempts() -> None:
     shop, refusals = Shop(max_attempts=1), [KafkaTimeoutError("no"), KafkaTimeoutError("no")]
 
     @shop.broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
@@ -199,7 +199,7 @@ async def test_a_handler_that_cannot_publish_is_not_given_up_for_it() -> None:
         if refusals:
             raise refusals.pop()
 
-    shop.publishes(_nothing)
+    shop.before_publishing(_nothing)
     async with TestKafkaBroker(shop.broker):
         for _ in range(3):
             await shop.place()
@@ -209,16 +209,16 @@ async def test_a_handler_that_cannot_publish_is_not_given_up_for_it() -> None:
     assert shop.settled == ["NackMessage", "NackMessage", "ack"]
 
 
-async def test_a_lease_that_is_lost_behind_the_handler_lets_the_message_come_again_and_the_subscriber_go_on() -> None:
+async def test_a_lease_lost_while_publishing_redelivers_the_message_and_keeps_the_subscriber() -> None:
     shop = Shop(processing_timeout_seconds=0.5)
-    shop.sells({"receipt": "1"})
+    shop.add_subscriber({"receipt": "1"})
 
     async def publish() -> None:
         if len(shop.runs) == 1:
             shop.here.store.down = {"renew"}
             await asyncio.sleep(60)
 
-    shop.publishes(publish)
+    shop.before_publishing(publish)
     async with TestKafkaBroker(shop.broker):
         await shop.place()
         assert shop.settled == ["NackMessage"]
@@ -235,7 +235,7 @@ async def test_a_lease_that_is_lost_behind_the_handler_lets_the_message_come_aga
 
 @pytest.mark.parametrize("batch", [False, True], ids=["one message", "a batch"])
 @pytest.mark.parametrize("error", [None, PermanentError("no such card")], ids=["done", "failed"])
-async def test_a_lease_that_ends_as_its_handler_returns_does_not_cancel_the_subscriber(
+async def test_a_lease_that_expires_as_the_handler_returns_does_not_cancel_the_subscriber(
     error: Exception | None, batch: bool
 ) -> None:
     lease = 0.5
@@ -243,8 +243,7 @@ async def test_a_lease_that_ends_as_its_handler_returns_does_not_cancel_the_subs
 
     async def charge(order: Any) -> None:
         shop.runs.append(order)
-        # The process is stopped in the turn of the loop before the last of the handler's: when it goes on, the end of
-        # the lease is due behind that.
+        # The process pauses one loop iteration before the handler returns, so the lease timer fires right after it.
         loop = asyncio.get_running_loop()
         wake = loop.create_future()
         loop.call_soon(wake.set_result, None)
@@ -254,7 +253,7 @@ async def test_a_lease_that_ends_as_its_handler_returns_does_not_cancel_the_subs
             raise error
 
     shop.broker.subscriber("orders", group_id="billing", batch=batch, ack_policy=AckPolicy.NACK_ON_ERROR)(charge)
-    shop.publishes(_nothing)
+    shop.before_publishing(_nothing)
     async with TestKafkaBroker(shop.broker):
         await shop.place()
         await shop.place()
@@ -262,22 +261,22 @@ async def test_a_lease_that_ends_as_its_handler_returns_does_not_cancel_the_subs
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
-    # Nobody else has taken the key: what the store has recorded counts.
+    # No other process has taken the key, so the outcome in the store counts.
     assert len(shop.runs) == 1
     assert await shop.statuses() == [IdempotencyStatus.FAILED if error else IdempotencyStatus.COMPLETED]
     assert bool(shop.given_up) == (error is not None)
 
 
-async def test_copies_in_one_batch_are_done_once_and_do_not_wait_for_each_other() -> None:
+async def test_duplicates_in_one_batch_are_handled_once_without_waiting_for_each_other() -> None:
     shop, batches = Shop(), list[list[str]]()
 
     @shop.broker.subscriber("orders", group_id="billing", batch=True, ack_policy=AckPolicy.NACK_ON_ERROR)
     async def charge(orders: list[dict[str, str]]) -> None:
         batches.append([order["order"] for order in orders])
 
-    shop.publishes(_nothing)
+    shop.before_publishing(_nothing)
     async with TestKafkaBroker(shop.broker), asyncio.timeout(20):
-        # All messages of one batch of the producer's have the same headers.
+        # All messages of a producer's batch have the same headers.
         await shop.broker.publish_batch({"order": "1"}, {"order": "1"}, topic="orders", headers={"event_id": "e-1"})
 
     assert batches == [["1"]]
@@ -285,14 +284,14 @@ async def test_copies_in_one_batch_are_done_once_and_do_not_wait_for_each_other(
     assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
 
 
-async def test_another_payload_under_an_id_of_the_same_batch_is_given_up() -> None:
+async def test_an_event_id_reused_within_a_batch_is_given_up() -> None:
     shop, batches = Shop(), list[list[str]]()
 
     @shop.broker.subscriber("orders", group_id="billing", batch=True, ack_policy=AckPolicy.NACK_ON_ERROR)
     async def charge(orders: list[dict[str, str]]) -> None:
         batches.append([order["order"] for order in orders])
 
-    shop.publishes(_nothing)
+    shop.before_publishing(_nothing)
     async with TestKafkaBroker(shop.broker), asyncio.timeout(20):
         await shop.broker.publish_batch({"order": "1"}, {"order": "2"}, topic="orders", headers={"event_id": "e-1"})
 
@@ -302,12 +301,12 @@ async def test_another_payload_under_an_id_of_the_same_batch_is_given_up() -> No
 
 
 @pytest.mark.parametrize("policy", [AckPolicy.ACK, AckPolicy.NACK_ON_ERROR])
-async def test_without_a_taker_what_is_given_up_comes_again_and_says_each_time_what_to_do(
+async def test_without_given_up_a_failed_message_is_redelivered_and_logs_the_remedy(
     policy: AckPolicy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shop = Shop(takes_given_up=False)
-    shop.fails(policy=policy)
-    shop.publishes(_nothing)
+    shop = Shop(accepts_given_up=False)
+    shop.add_failing_subscriber(policy=policy)
+    shop.before_publishing(_nothing)
 
     async with TestKafkaBroker(shop.broker):
         await shop.place()
@@ -318,21 +317,21 @@ async def test_without_a_taker_what_is_given_up_comes_again_and_says_each_time_w
     first, second = _errors(caplog)
     assert "no such card" in first
     assert "was given up after attempt 1: PermanentError: no such card" in second
-    assert "give IdempotencyMiddleware given_up=" in first
-    assert "give IdempotencyMiddleware given_up=" in second
+    assert "pass IdempotencyMiddleware(given_up=…)" in first
+    assert "pass IdempotencyMiddleware(given_up=…)" in second
 
 
 def _errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    ours = (record for record in caplog.records if record.name == "integr8s_idem.integrations.faststream")
-    return [record.getMessage() for record in ours if record.levelno == logging.ERROR]
+    records = (record for record in caplog.records if record.name == "integr8s_idem.integrations.faststream")
+    return [record.getMessage() for record in records if record.levelno == logging.ERROR]
 
 
-async def test_without_a_taker_a_message_without_a_key_and_a_reused_key_come_again(
+async def test_without_given_up_messages_with_a_missing_or_reused_key_are_redelivered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    shop = Shop(takes_given_up=False)
-    shop.sells(None)
-    shop.publishes(_nothing)
+    shop = Shop(accepts_given_up=False)
+    shop.add_subscriber(None)
+    shop.before_publishing(_nothing)
 
     async with TestKafkaBroker(shop.broker):
         await shop.broker.publish({"order": "7"}, "orders")
@@ -343,19 +342,19 @@ async def test_without_a_taker_a_message_without_a_key_and_a_reused_key_come_aga
     assert shop.settled == ["NackMessage", "ack", "NackMessage"]
     nameless, reused = _errors(caplog)
     assert "has no header event_id to make a key of. Read more" in nameless
-    assert "Give each payload its own id" in reused  # the sentence, not what `repr` shows
+    assert "Give each payload its own id" in reused  # the message, not the `repr`
 
 
-async def test_without_a_taker_a_batch_with_a_message_that_cannot_be_done_comes_again_and_the_others_are_done() -> None:
-    shop, batches = Shop(takes_given_up=False), list[list[str]]()
+async def test_without_given_up_a_batch_with_a_failed_message_is_redelivered_and_the_rest_is_handled() -> None:
+    shop, batches = Shop(accepts_given_up=False), list[list[str]]()
 
     @shop.broker.subscriber("orders", group_id="billing", batch=True, ack_policy=AckPolicy.ACK)
     async def charge(orders: list[dict[str, str]]) -> None:
         batches.append([order["order"] for order in orders])
 
-    shop.publishes(_nothing)
+    shop.before_publishing(_nothing)
     async with TestKafkaBroker(shop.broker), asyncio.timeout(20):
-        for _ in range(2):  # the second body under that id cannot be done
+        for _ in range(2):  # the second body reuses the event id
             await shop.broker.publish_batch({"order": "1"}, {"order": "2"}, topic="orders", headers={"event_id": "e-1"})
 
     assert batches == [["1"]]
@@ -363,10 +362,10 @@ async def test_without_a_taker_a_batch_with_a_message_that_cannot_be_done_comes_
     assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
 
 
-async def test_without_a_taker_a_batch_whose_run_is_given_up_comes_again() -> None:
-    shop = Shop(takes_given_up=False)
-    shop.fails(policy=AckPolicy.ACK, batch=True)
-    shop.publishes(_nothing)
+async def test_without_given_up_a_batch_whose_run_is_given_up_is_redelivered() -> None:
+    shop = Shop(accepts_given_up=False)
+    shop.add_failing_subscriber(policy=AckPolicy.ACK, batch=True)
+    shop.before_publishing(_nothing)
 
     async with TestKafkaBroker(shop.broker):
         for _ in range(2):
@@ -376,24 +375,24 @@ async def test_without_a_taker_a_batch_whose_run_is_given_up_comes_again() -> No
     assert shop.settled == ["NackMessage"] * 2
 
 
-async def test_what_the_taker_cannot_take_comes_again_until_it_does(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_message_is_redelivered_until_given_up_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     shop = Shop()
-    shop.fails(policy=AckPolicy.ACK)
-    shop.publishes(_nothing)
+    shop.add_failing_subscriber(policy=AckPolicy.ACK)
+    shop.before_publishing(_nothing)
 
     async with TestKafkaBroker(shop.broker):
-        shop.cannot_take = OSError("no topic")
+        shop.given_up_error = OSError("no topic")
         await shop.place()
         await shop.place()
-        shop.cannot_take = None
+        shop.given_up_error = None
         await shop.place()
 
     assert shop.settled == ["NackMessage", "NackMessage", "AckMessage"]
     assert len(shop.given_up) == 1
-    assert "given_up has failed: OSError('no topic')" in _errors(caplog)[1]
+    assert "given_up raised: OSError('no topic')" in _errors(caplog)[1]
 
 
-async def test_a_function_for_keys_that_fails_lets_the_message_come_again_whatever_the_policy() -> None:
+async def test_a_failing_key_function_redelivers_the_message_under_any_policy() -> None:
     shop, failing = Shop(), [KeyError("tenant")]
 
     def key(record: Any) -> str:
@@ -408,7 +407,7 @@ async def test_a_function_for_keys_that_fails_lets_the_message_come_again_whatev
     async def charge(order: Any) -> None:
         shop.runs.append(order)
 
-    shop.publishes(_nothing)
+    shop.before_publishing(_nothing)
     async with TestKafkaBroker(shop.broker):
         await shop.place()
         await shop.place()

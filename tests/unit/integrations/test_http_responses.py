@@ -1,4 +1,4 @@
-"""Responses of every shape, between an application and its guard: what is held back, what is given again."""
+"""How the ASGI middleware captures, stores and replays different kinds of responses."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Message = dict[str, Any]
 
 
 async def _messages(app: Any, extensions: dict[str, Any] | None = None) -> list[Message]:
-    """What a server is told by `app`, asked with a key."""
-    told: list[Message] = []
+    """Return the ASGI messages that `app` sends for a request with a key."""
+    sent: list[Message] = []
 
     async def send(message: Message) -> None:
-        told.append(message)
+        sent.append(message)
 
     async def receive() -> Message:
         return {"type": "http.request", "body": b"", "more_body": False}
@@ -42,7 +42,7 @@ async def _messages(app: Any, extensions: dict[str, Any] | None = None) -> list[
     headers = [(name.lower().encode(), value.encode()) for name, value in KEY.items()]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
     await app({**scope, "extensions": extensions or {}, "asgi": {"spec_version": "2.4"}}, receive, send)
-    return told
+    return sent
 
 
 def _guarded(app: Any) -> IdempotencyKeyMiddleware:
@@ -50,8 +50,8 @@ def _guarded(app: Any) -> IdempotencyKeyMiddleware:
     return IdempotencyKeyMiddleware(app, manager, identity=anyone)
 
 
-def _saying(*messages: Message) -> tuple[Any, list[Message]]:
-    """An application that says `messages`, and a list of the scopes that it was given."""
+def _app_sending(*messages: Message) -> tuple[Any, list[Message]]:
+    """Return an application that sends `messages`, and a list of the scopes it received."""
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Callable[[Message], Awaitable[None]]) -> None:
@@ -67,7 +67,7 @@ BODY = {"type": "http.response.body", "body": b"done", "more_body": False}
 
 
 @pytest.mark.parametrize("extension", ["http.response.pathsend", "http.response.zerocopysend"])
-async def test_a_file_comes_through_the_guard_also_where_the_server_could_send_it_itself(
+async def test_a_file_response_is_captured_even_if_the_server_supports_path_send(
     tmp_path: Path, extension: str
 ) -> None:
     file = tmp_path / "invoice.pdf"
@@ -80,15 +80,15 @@ async def test_a_file_comes_through_the_guard_also_where_the_server_could_send_i
 
     guarded = _guarded(app)
     for _ in range(2):
-        told = await _messages(guarded, {extension: {}, "other": {}})
-        assert b"".join(message.get("body", b"") for message in told) == b"%PDF"
+        sent = await _messages(guarded, {extension: {}, "other": {}})
+        assert b"".join(message.get("body", b"") for message in sent) == b"%PDF"
     assert runs == [False]
 
 
-async def test_trailers_go_out_as_they_come_and_are_not_remembered(caplog: pytest.LogCaptureFixture) -> None:
+async def test_responses_with_trailers_are_passed_through_and_not_stored(caplog: pytest.LogCaptureFixture) -> None:
     trailers = {"type": "http.response.trailers", "headers": [(b"digest", b"x")], "more_trailers": False}
     said = ({**START, "trailers": True}, BODY, trailers)
-    app, seen = _saying(*said)
+    app, seen = _app_sending(*said)
     guarded = _guarded(app)
     for _ in range(2):
         assert await _messages(guarded, {"http.response.trailers": {}}) == list(said)
@@ -98,7 +98,7 @@ async def test_trailers_go_out_as_they_come_and_are_not_remembered(caplog: pytes
 
 @pytest.mark.parametrize("kind", ["http.response.debug", "http.response.early_hint", "http.response.push"])
 async def test_what_is_said_beside_a_response_leaves_at_once_and_the_response_is_remembered(kind: str) -> None:
-    app, seen = _saying({"type": kind}, START, BODY)
+    app, seen = _app_sending({"type": kind}, START, BODY)
     guarded = _guarded(app)
     assert [message["type"] for message in await _messages(guarded)] == [kind, START["type"], BODY["type"]]
     again = await _messages(guarded)
@@ -106,14 +106,14 @@ async def test_what_is_said_beside_a_response_leaves_at_once_and_the_response_is
     assert len(seen) == 1
 
 
-async def test_an_application_that_answers_nothing_has_no_outcome() -> None:
-    app, seen = _saying()
+async def test_an_application_that_sends_nothing_has_no_outcome() -> None:
+    app, seen = _app_sending()
     guarded = _guarded(app)
     assert await _messages(guarded) == await _messages(guarded) == []
     assert len(seen) == 2
 
 
-async def test_every_header_comes_again_as_often_as_it_was_given_and_no_cookie() -> None:
+async def test_repeated_headers_are_replayed_and_cookies_are_not() -> None:
     async def answer(request: Request) -> Response:
         response = PlainTextResponse("done")
         for value in ("<a>", "<b>"):
@@ -137,7 +137,7 @@ async def test_every_header_comes_again_as_often_as_it_was_given_and_no_cookie()
         assert b"s3cret" not in record.result.body
 
 
-async def test_which_headers_are_not_kept_is_a_setting() -> None:
+async def test_the_headers_to_leave_out_are_configurable() -> None:
     async with shop(unstored_headers={"location"}, replace_unstored_headers=True) as here:
         await here.order()
         again = await here.order()
@@ -146,7 +146,7 @@ async def test_which_headers_are_not_kept_is_a_setting() -> None:
 
 
 @pytest.mark.parametrize("status", [204, 205, 304])
-async def test_a_response_without_a_body_comes_again_without_one(status: int) -> None:
+async def test_a_response_without_a_body_is_replayed_without_a_body(status: int) -> None:
     async def answer(request: Request) -> Response:
         return Response(status_code=status, headers={"ETag": '"1"'})
 
@@ -157,7 +157,7 @@ async def test_a_response_without_a_body_comes_again_without_one(status: int) ->
 
 
 @pytest.mark.parametrize("body", [b"", b"\n", b"\n\n[1]\n", bytes(range(256)) * 100], ids=len)
-async def test_a_body_comes_again_byte_by_byte(body: bytes) -> None:
+async def test_a_body_is_replayed_byte_for_byte(body: bytes) -> None:
     async def answer(request: Request) -> Response:
         return Response(body)
 
@@ -167,7 +167,7 @@ async def test_a_body_comes_again_byte_by_byte(body: bytes) -> None:
 
 
 async def test_a_background_task_belongs_to_the_request() -> None:
-    """The response leaves after it: what commits last, commits behind it, and the guard cannot tell."""
+    """The response is sent after the task, because the middleware cannot know whether the task commits."""
     go_on, ended = asyncio.Event(), []
 
     async def mail() -> None:
@@ -187,7 +187,7 @@ async def test_a_background_task_belongs_to_the_request() -> None:
         assert ended == [True]
 
 
-async def test_a_background_task_that_fails_has_the_request_fail_and_a_retry_does_it_again() -> None:
+async def test_a_failing_background_task_fails_the_request_and_a_retry_runs_again() -> None:
     async def mail() -> None:
         raise RuntimeError("no such address")
 
@@ -199,7 +199,7 @@ async def test_a_background_task_that_fails_has_the_request_fail_and_a_retry_doe
         assert len(here.bodies) == 2
 
 
-class Passing(BaseHTTPMiddleware):
+class PassThrough(BaseHTTPMiddleware):
     async def dispatch(self, request: Request, call_next: Any) -> Response:
         await request.body()
         response: Response = await call_next(request)
@@ -207,9 +207,9 @@ class Passing(BaseHTTPMiddleware):
         return response
 
 
-@pytest.mark.parametrize("place", ["inside", "outside"])
-async def test_a_base_http_middleware_may_stand_on_either_side(place: str) -> None:
-    options: Any = {place: [Middleware(Passing)]}
+@pytest.mark.parametrize("position", ["inside", "outside"])
+async def test_a_base_http_middleware_works_inside_and_outside(position: str) -> None:
+    options: Any = {position: [Middleware(PassThrough)]}
     async with shop(**options) as here:
         first, again = await here.order(b"body"), await here.order(b"body")
         assert first.headers["x-passed"] == again.headers["x-passed"] == "1"
@@ -217,7 +217,7 @@ async def test_a_base_http_middleware_may_stand_on_either_side(place: str) -> No
         assert here.bodies == [b"body"]
 
 
-async def test_what_depends_on_the_client_stands_outside() -> None:
+async def test_middleware_that_depends_on_the_client_belongs_outside() -> None:
     async def answer(request: Request) -> Response:
         return PlainTextResponse("x" * 2000)
 
@@ -243,23 +243,23 @@ async def test_an_exception_is_answered_by_the_application_and_a_retry_runs(debu
         assert (await here.order()).text == "done"
 
 
-async def test_around_an_application_its_own_page_for_errors_stays() -> None:
+async def test_the_error_page_of_the_application_is_sent() -> None:
     async def fails(request: Request) -> Response:
         raise RuntimeError("broken")
 
     async def said(request: Request, error: Exception) -> Response:
-        return JSONResponse({"error": "ours"}, status_code=500)
+        return JSONResponse({"error": "custom"}, status_code=500)
 
     routes = [Route("/", fails, methods=["POST"])]
     app = _guarded(Starlette(routes=routes, exception_handlers={Exception: said}))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
         response = await client.post("/", headers=KEY)
-    assert (response.status_code, response.json()) == (500, {"error": "ours"})
+    assert (response.status_code, response.json()) == (500, {"error": "custom"})
 
 
-async def test_a_response_before_a_failure_does_not_leave() -> None:
-    """Such as that of an endpoint whose scope fails to commit."""
+async def test_a_response_is_not_sent_if_the_application_then_fails() -> None:
+    """For example, if the scope of an endpoint fails to commit."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await PlainTextResponse("done", status_code=201)(scope, receive, send)
@@ -270,7 +270,7 @@ async def test_a_response_before_a_failure_does_not_leave() -> None:
         assert (await client.post("/", headers=KEY)).status_code == 500
 
 
-async def test_a_stream_that_breaks_off_is_not_remembered(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_interrupted_stream_is_not_stored(caplog: pytest.LogCaptureFixture) -> None:
     async def parts() -> AsyncIterator[str]:
         yield "a"
         raise RuntimeError("broken")
@@ -284,7 +284,7 @@ async def test_a_stream_that_breaks_off_is_not_remembered(caplog: pytest.LogCapt
         assert len(here.bodies) == 2
 
 
-async def test_a_key_that_was_given_up_is_not_said_to_be_processed() -> None:
+async def test_a_key_that_was_given_up_gets_its_own_problem() -> None:
     async def answer(request: Request) -> Response:
         raise RuntimeError("broken")
 
@@ -294,8 +294,8 @@ async def test_a_key_that_was_given_up_is_not_said_to_be_processed() -> None:
         assert len(here.bodies) == 1
 
 
-async def test_a_request_that_another_worker_took_over_is_not_said_to_be_done() -> None:
-    """A zombie: its effect may stand, and what the other one does is the outcome."""
+async def test_a_request_taken_over_by_another_worker_gets_503() -> None:
+    """The side effects of the first run may have happened; the outcome is that of the new owner."""
 
     async def answer(request: Request) -> Response:
         [asked] = here.store.requests
@@ -305,23 +305,23 @@ async def test_a_request_that_another_worker_took_over_is_not_said_to_be_done() 
 
     async with shop(answer) as here:
         response = await here.order()
-        assert "may be retried" in problem_in(response, 503)["detail"]
+        assert "You may retry" in problem_in(response, 503)["detail"]
         problem_in(await here.order(), 409)
         assert len(here.bodies) == 1
 
 
-async def test_a_request_that_is_cancelled_may_be_retried_at_once() -> None:
-    begun = asyncio.Event()
+async def test_a_cancelled_request_may_be_retried_immediately() -> None:
+    started = asyncio.Event()
 
     async def answer(request: Request) -> Response:
-        if not begun.is_set():
-            begun.set()
+        if not started.is_set():
+            started.set()
             await asyncio.Event().wait()
         return PlainTextResponse("done")
 
     async with shop(answer) as here:
         first = asyncio.create_task(here.order())
-        await begun.wait()
+        await started.wait()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
@@ -330,7 +330,7 @@ async def test_a_request_that_is_cancelled_may_be_retried_at_once() -> None:
         assert len(here.bodies) == 2
 
 
-async def test_within_its_own_request_a_key_is_refused_rather_than_waited_for() -> None:
+async def test_a_key_used_within_its_own_request_fails_instead_of_waiting() -> None:
     async def answer(request: Request) -> Response:
         return PlainTextResponse(str((await here.order()).status_code))
 
@@ -339,10 +339,10 @@ async def test_within_its_own_request_a_key_is_refused_rather_than_waited_for() 
         assert len(here.bodies) == 1
 
 
-async def test_where_results_are_not_kept_no_response_is() -> None:
+async def test_no_response_is_stored_if_result_caching_is_disabled() -> None:
     async with shop(config={"enable_result_caching": False}) as here:
         assert (await here.order()).status_code == 201
-        assert "its response is gone" in problem_in(await here.order(), 409)["title"]
+        assert "its response is not available" in problem_in(await here.order(), 409)["title"]
         [record] = [record async for record in here.store.scan("")]
         assert record.result is None
         assert len(here.bodies) == 1

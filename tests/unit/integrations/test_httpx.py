@@ -1,4 +1,4 @@
-"""A client that retries with one key."""
+"""httpx transports that retry requests with one key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from integr8s_idem.testing.virtual_time import virtual_time
 
 
 class Server:
-    """Gives the answers that it was told, in order, and then 200; an exception is raised."""
+    """Returns or raises the scripted answers in order, then returns 200."""
 
     def __init__(self, *answers: httpx.Response | Exception) -> None:
         self.answers = list(answers)
@@ -39,7 +39,7 @@ NO_ANSWER = httpx.ReadError("cut")
 
 
 @virtual_time
-async def test_a_request_without_an_answer_is_sent_again_with_its_key_and_body() -> None:
+async def test_a_request_without_a_response_is_retried_with_the_same_key_and_body() -> None:
     server = Server(NO_ANSWER, httpx.Response(503), httpx.Response(409, headers={"retry-after": "1"}))
     async with _client(server) as client:
         response = await client.post("http://shop/orders", json={"a": 1})
@@ -61,7 +61,7 @@ async def test_two_requests_have_two_keys() -> None:
 
 
 @virtual_time
-async def test_a_key_that_was_given_stays() -> None:
+async def test_an_existing_key_is_kept() -> None:
     server = Server(NO_ANSWER)
     async with _client(server) as client:
         await client.put("http://shop/orders/1", headers={"Idempotency-Key": idempotency_key("order:1")})
@@ -69,7 +69,7 @@ async def test_a_key_that_was_given_stays() -> None:
 
 
 @virtual_time
-async def test_what_changes_nothing_is_left_alone() -> None:
+async def test_safe_methods_are_not_retried() -> None:
     server = Server(NO_ANSWER)
     async with _client(server) as client:
         with pytest.raises(httpx.ReadError):
@@ -79,7 +79,7 @@ async def test_what_changes_nothing_is_left_alone() -> None:
 
 @virtual_time
 @pytest.mark.parametrize("status", [400, 409, 422, 500])
-async def test_an_answer_that_stays_the_same_is_given_back(status: int) -> None:
+async def test_final_responses_are_returned_without_retries(status: int) -> None:
     server = Server(httpx.Response(status))
     async with _client(server) as client:
         assert (await client.post("http://shop/orders")).status_code == status
@@ -87,7 +87,7 @@ async def test_an_answer_that_stays_the_same_is_given_back(status: int) -> None:
 
 
 @virtual_time
-async def test_the_pause_that_the_server_asks_for_is_kept() -> None:
+async def test_the_retry_after_header_is_respected() -> None:
     server = Server(httpx.Response(429, headers={"retry-after": "7"}))
     async with _client(server) as client:
         await client.post("http://shop/orders")
@@ -95,7 +95,7 @@ async def test_the_pause_that_the_server_asks_for_is_kept() -> None:
 
 
 @virtual_time
-async def test_a_pause_that_is_longer_than_patience_is_not_made() -> None:
+async def test_a_retry_after_beyond_the_time_limit_ends_the_retries() -> None:
     server = Server(httpx.Response(503, headers={"retry-after": "3600"}))
     async with _client(server, longest=timedelta(seconds=60)) as client:
         assert (await client.post("http://shop/orders")).status_code == 503
@@ -103,7 +103,7 @@ async def test_a_pause_that_is_longer_than_patience_is_not_made() -> None:
 
 
 @virtual_time
-async def test_a_request_that_cannot_be_sent_is_not_sent_again() -> None:
+async def test_a_request_that_cannot_be_sent_is_not_retried() -> None:
     server = Server(httpx.UnsupportedProtocol("no such protocol"))
     async with _client(server) as client:
         with pytest.raises(httpx.UnsupportedProtocol):
@@ -112,7 +112,7 @@ async def test_a_request_that_cannot_be_sent_is_not_sent_again() -> None:
 
 
 @virtual_time
-async def test_a_response_is_the_one_that_came() -> None:
+async def test_a_buffered_response_equals_the_original() -> None:
     packed = gzip.compress(b"done")
     headers = {"content-encoding": "gzip", "set-cookie": "a=b", "content-length": str(len(packed))}
     server = Server(httpx.Response(201, headers=headers, stream=httpx.ByteStream(packed)))
@@ -124,7 +124,7 @@ async def test_a_response_is_the_one_that_came() -> None:
 
 
 @virtual_time
-async def test_patience_ends() -> None:
+async def test_retries_are_limited() -> None:
     down = [NO_ANSWER] * 100
     server = Server(*down)
     async with _client(server, retries=3) as client:
@@ -133,7 +133,7 @@ async def test_patience_ends() -> None:
     assert len(server.keys) == 4
 
 
-def test_a_blocking_client_does_the_same() -> None:
+def test_a_blocking_client_retries_as_well() -> None:
     server = Server(NO_ANSWER, httpx.Response(503))
     transport = BlockingRetryingTransport(httpx.MockTransport(server), longest=timedelta(seconds=30))
     with httpx.Client(transport=transport) as client:
@@ -148,6 +148,6 @@ def test_a_key_is_quoted(text: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ä", "a\nb"])
-def test_a_key_that_cannot_be_sent_is_refused(text: str) -> None:
+def test_a_key_that_cannot_be_sent_is_rejected(text: str) -> None:
     with pytest.raises(ApplicationError, match="printable ASCII"):
         idempotency_key(text)

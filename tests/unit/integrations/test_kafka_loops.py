@@ -1,4 +1,4 @@
-"""Loops of one's own, without a broker: what names the work of a record, and what becomes of it."""
+"""Consumer loops without a broker: keys, functions and commits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _fingerprint(value: Any) -> bytes | None:
     return work_of(guarded().manager, record, by_position, None, _fingerprint).fingerprint
 
 
-def test_the_body_is_the_payload_whatever_a_deserializer_has_made_of_it() -> None:
+def test_the_fingerprint_covers_deserialized_bodies() -> None:
     assert _fingerprint(b"{}") == fingerprint(b"{}")
     assert _fingerprint(None) == _fingerprint(b"")
     assert _fingerprint({"order": 1}) == _fingerprint({"order": 1}) != _fingerprint({"order": 2})
@@ -33,7 +33,7 @@ def test_the_body_is_the_payload_whatever_a_deserializer_has_made_of_it() -> Non
     assert _fingerprint(object()) is None
 
 
-def test_a_header_is_found_whatever_its_case_and_an_empty_one_is_none() -> None:
+def test_header_names_are_case_insensitive_and_empty_headers_are_missing() -> None:
     record = FakeRecord("orders", 1, 7, None, b"", [("Event-Id", b"e-1"), ("empty", b"")])
     assert by_header("event-id")(record) == "e-1"
     for name in ("empty", "missing"):
@@ -41,14 +41,14 @@ def test_a_header_is_found_whatever_its_case_and_an_empty_one_is_none() -> None:
             by_header(name)(record)
 
 
-def test_pauses_grow_and_end_growing() -> None:
+def test_pauses_grow_up_to_a_maximum() -> None:
     pauses = [pause_after(failures) for failures in range(1, 200)]
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (0.2, LONGEST_PAUSE)
 
 
 class FakeMessage:
-    """As confluent-kafka gives one."""
+    """A message of confluent-kafka."""
 
     def topic(self) -> str:
         return "orders"
@@ -97,7 +97,7 @@ class ChargingNow:
 
 
 @pytest.mark.parametrize("function", [charge, Charging(), Charging().__call__, functools.partial(charge)], ids=KINDS)
-def test_an_async_function_is_refused_in_a_thread_before_anything_is_reserved(function: Any) -> None:
+def test_a_confluent_loop_rejects_async_functions_before_reserving(function: Any) -> None:
     manager = plain_manager()
     delivery = _in_a_thread(manager)
 
@@ -108,7 +108,7 @@ def test_an_async_function_is_refused_in_a_thread_before_anything_is_reserved(fu
     assert asyncio.run(manager.get("orders:0:7")) is None
 
 
-def test_what_a_plain_function_returns_to_await_is_closed_and_its_record_is_not_completed() -> None:
+def test_a_coroutine_returned_by_a_plain_function_is_closed_and_the_record_not_completed() -> None:
     manager, made = plain_manager(), list[Any]()
 
     def make(message: Any) -> Any:
@@ -116,7 +116,7 @@ def test_what_a_plain_function_returns_to_await_is_closed_and_its_record_is_not_
         return made[-1]
 
     delivery = _in_a_thread(manager)
-    with pytest.raises(ApplicationError, match="make has returned coroutine to await, which nobody does"):
+    with pytest.raises(ApplicationError, match=r"make returned an awaitable \(coroutine\), which is not awaited here"):
         delivery.run(make)
 
     assert made[0].cr_frame is None  # closed
@@ -129,7 +129,7 @@ def test_what_a_plain_function_returns_to_await_is_closed_and_its_record_is_not_
     [charge_now, ChargingNow().__call__, functools.partial(charge_now)],
     ids=["function", "method", "partial"],
 )
-async def test_a_plain_function_is_refused_in_a_loop_before_anything_is_reserved(function: Any) -> None:
+async def test_an_aiokafka_loop_rejects_plain_functions_before_reserving(function: Any) -> None:
     here = guarded()
     delivery = _in_a_loop(here.manager)
 
@@ -140,10 +140,10 @@ async def test_a_plain_function_is_refused_in_a_loop_before_anything_is_reserved
     assert not here.store.calls["reserve"]
 
 
-async def test_what_cannot_be_awaited_is_a_failure_that_says_so() -> None:
+async def test_a_result_that_is_not_awaitable_fails_the_run() -> None:
     here = guarded()
 
-    with pytest.raises(ApplicationError, match="has returned str, which cannot be awaited: give an async function"):
+    with pytest.raises(ApplicationError, match="returned str, which cannot be awaited: pass an async function"):
         await _in_a_loop(here.manager).run(cast("Any", ChargingNow()))
 
     delivery = _in_a_loop(here.manager)
@@ -154,31 +154,31 @@ async def test_what_cannot_be_awaited_is_a_failure_that_says_so() -> None:
 
 
 class FakeAiokafka:
-    """One partition of aiokafka's consumer: what its polls bring, and where it goes on."""
+    """An aiokafka consumer with one partition and scripted polls."""
 
     def __init__(
-        self, *polls: list[FakeRecord] | Exception, position: int, of_one: list[FakeRecord] | Exception
+        self, *polls: list[FakeRecord] | Exception, position: int, partition_poll: list[FakeRecord] | Exception
     ) -> None:
         self.polls = list(polls)
-        self.at = position
-        self.of_one = of_one
-        """What a poll of the one partition brings."""
+        self.current_position = position
+        self.partition_poll = partition_poll
+        """The answer to a poll of the single partition."""
         self.commits: list[dict[Any, int]] = []
 
     def assignment(self) -> set[Any]:
         return {PARTITION}
 
     async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int | None = None) -> dict[Any, Any]:
-        found = self.of_one if partitions else self.polls.pop(0)
+        found = self.partition_poll if partitions else self.polls.pop(0)
         if isinstance(found, Exception):
             raise found
         return {PARTITION: found} if found else {}
 
     async def position(self, partition: Any) -> int:
-        return self.at
+        return self.current_position
 
     def seek(self, partition: Any, offset: int) -> None:
-        self.at = offset
+        self.current_position = offset
 
     async def commit(self, offsets: dict[Any, int]) -> None:
         self.commits.append(dict(offsets))
@@ -188,7 +188,7 @@ PARTITION = TopicPartition("orders", 0)
 
 
 class EndOfTestError(Exception):
-    """Ends a loop."""
+    """Ends the loop under test."""
 
 
 async def _loop_over(consumer: FakeAiokafka) -> None:
@@ -200,18 +200,18 @@ async def _loop_over(consumer: FakeAiokafka) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_one", "committed"),
+    ("partition_poll", "committed"),
     [
         ([], 9),
         ([FakeRecord("orders", 0, 8, None, b"")], 8),
         (RecordTooLargeError(), None),
     ],
-    ids=["markers alone", "a record behind them", "a batch that the client cannot take"],
+    ids=["markers only", "a record after the markers", "a batch that the client cannot read"],
 )
-async def test_a_loop_commits_a_position_only_if_a_poll_has_nothing_to_say_about_it(
-    of_one: list[FakeRecord] | Exception, committed: int | None
+async def test_a_loop_commits_a_position_only_if_another_poll_returns_nothing(
+    partition_poll: list[FakeRecord] | Exception, committed: int | None
 ) -> None:
-    consumer = FakeAiokafka([], EndOfTestError(), position=9, of_one=of_one)
+    consumer = FakeAiokafka([], EndOfTestError(), position=9, partition_poll=partition_poll)
 
     with pytest.raises((EndOfTestError, RecordTooLargeError)):
         await _loop_over(consumer)

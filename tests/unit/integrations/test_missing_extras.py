@@ -1,4 +1,4 @@
-"""Without its extra an integration says what to install."""
+"""Errors of integrations and stores whose optional dependency is not installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from integr8s_idem.errors import ApplicationError
 @pytest.mark.parametrize(
     ("extra", "missing"), [("confluent", "confluent_kafka"), ("faststream", "faststream"), ("httpx", "httpx")]
 )
-def test_an_integration_without_its_package_says_what_to_install(
+def test_a_missing_package_error_names_the_extra_to_install(
     extra: str, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"integr8s_idem.integrations.{extra}"
@@ -32,7 +32,7 @@ def test_an_integration_without_its_package_says_what_to_install(
 @pytest.mark.parametrize(
     ("package", "extra", "missing"), [("sql", "sql", "sqlalchemy"), ("dynamodb", "dynamodb", "aiobotocore")]
 )
-def test_a_store_that_is_imported_without_its_driver_says_what_to_install(
+def test_a_missing_store_driver_error_names_the_extra_to_install(
     package: str, extra: str, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"integr8s_idem.stores.{package}"
@@ -61,21 +61,21 @@ def test_settings_check_reports_a_missing_extra(
     address = {"postgresql": "postgresql://localhost/shop", "mysql": "mysql://localhost/shop"}.get(kind)
     file = tmp_path / "settings.toml"
     file.write_text(f'[store]\nkind = "{kind}"\n' + (f'url = "{address}"\n' if address else ""))
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     complete = CliRunner().invoke(app, ["settings", "check", "--settings", str(file)])
     monkeypatch.setattr(
         "integr8s_idem.config.message_text.find_spec",
-        lambda name: None if name == module else found(name),
+        lambda name: None if name == module else find_spec(name),
         raising=False,
     )
 
-    lacking = CliRunner().invoke(app, ["settings", "check", "--settings", str(file)])
+    incomplete = CliRunner().invoke(app, ["settings", "check", "--settings", str(file)])
 
     assert complete.exit_code == 0, complete.output
-    assert lacking.exit_code == 2
-    told = " ".join(lacking.stderr.split())
-    assert f'store.kind = "{kind}" needs {module}; install the extra {extra}' in told
-    assert f'pip install "integr8s-idem[{extra}]"' in told
+    assert incomplete.exit_code == 2
+    stderr = " ".join(incomplete.stderr.split())
+    assert f'store.kind = "{kind}" needs {module}; install the extra {extra}' in stderr
+    assert f'pip install "integr8s-idem[{extra}]"' in stderr
 
 
 def test_settings_check_reports_all_missing_extras(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The header and the refusals in an OpenAPI document."""
+"""The `Idempotency-Key` header and the problem responses in an OpenAPI document."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _described(**options: Any) -> dict[str, Any]:
     return with_idempotency_keys(DOCUMENT, **options)["paths"]  # type: ignore[no-any-return]
 
 
-def test_each_guarded_operation_has_the_header_and_the_refusals_and_no_other_one_has() -> None:
+def test_only_guarded_operations_have_the_header_and_the_problem_responses() -> None:
     paths = _described(required=True)
     for operation in (paths["/orders"]["post"], paths["/orders/{id}"]["patch"]):
         [header] = operation["parameters"]
@@ -38,14 +38,14 @@ def test_each_guarded_operation_has_the_header_and_the_refusals_and_no_other_one
     assert paths["/orders"]["get"] == {"responses": {"200": {}}}
 
 
-def test_what_the_document_says_already_stays() -> None:
+def test_existing_response_descriptions_are_kept() -> None:
     responses = _described()["/orders"]["post"]["responses"]
     assert responses["422"]["description"] == "invalid"
     assert set(responses["422"]["content"]) == {"application/json", "application/problem+json"}
     assert _described()["/orders/{id}"]["patch"]["responses"]["200"] == {"$ref": "#/components/responses/Order"}
 
 
-def test_the_document_that_was_given_is_left_as_it_was_and_describing_it_twice_does_no_harm() -> None:
+def test_the_document_is_copied_and_describing_it_twice_is_idempotent() -> None:
     before = copy.deepcopy(DOCUMENT)
     once = with_idempotency_keys(DOCUMENT)
     assert before == DOCUMENT
@@ -60,21 +60,21 @@ def test_the_document_that_was_given_is_left_as_it_was_and_describing_it_twice_d
         ({"methods": ["PATCH"]}, {"/orders/{id}"}),
     ],
 )
-def test_it_describes_what_the_middleware_guards(options: dict[str, Any], guarded: set[str]) -> None:
-    said = _described(**options)
-    having = {path for path, item in said.items() for method in item.values() if "parameters" in method}
-    assert having == guarded
+def test_options_select_the_described_operations(options: dict[str, Any], guarded: set[str]) -> None:
+    paths = _described(**options)
+    described = {path for path, item in paths.items() for method in item.values() if "parameters" in method}
+    assert described == guarded
 
 
 @pytest.mark.parametrize(
     "value", ['"a"', '" "', '"~"', r'"\""', r'"\\"', '"#[]"', '""', '"', 'a"', '"ä"', r'"\a"', '"\x7f"']
 )
-def test_the_pattern_that_is_told_is_the_one_that_is_kept_to(value: str) -> None:
+def test_the_documented_pattern_matches_the_accepted_keys(value: str) -> None:
     [header] = _described()["/orders"]["post"]["parameters"]
-    told = re.search(header["schema"]["pattern"], value) is not None
-    assert told == (_QUOTED.fullmatch(value) is not None and value != '""')
+    matches = re.search(header["schema"]["pattern"], value) is not None
+    assert matches == (_QUOTED.fullmatch(value) is not None and value != '""')
 
 
-def test_a_key_without_quotes_is_told_where_it_will_do() -> None:
+def test_bare_keys_have_no_pattern() -> None:
     [header] = _described(bare_keys=True)["/orders"]["post"]["parameters"]
     assert "pattern" not in header["schema"]
