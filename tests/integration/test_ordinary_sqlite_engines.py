@@ -1,4 +1,4 @@
-"""Engines of the application's own for SQLite: those whose transactions are none are refused."""
+"""The application's own SQLite engines are refused unless they begin real transactions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 async def ordinary(url: str) -> AsyncIterator[AsyncEngine]:
-    """As everybody makes it."""
+    """Return an engine with SQLAlchemy's defaults."""
     engine = create_async_engine(url)
     yield engine
     await engine.dispose()
@@ -56,11 +56,11 @@ async def manager(url: str) -> AsyncIterator[IdempotencyManager]:
     await engine.dispose()
 
 
-def begin_at_once(engine: AsyncEngine) -> None:
-    """As SQLAlchemy's documentation has it."""
+def begin_explicitly(engine: AsyncEngine) -> None:
+    """Begin transactions explicitly, as SQLAlchemy's documentation recommends."""
 
     @event.listens_for(engine.sync_engine, "connect")
-    def _leave_it_to_us(connection: Any, _record: Any) -> None:
+    def _disable_implicit_begin(connection: Any, _record: Any) -> None:
         connection.isolation_level = None
 
     @event.listens_for(engine.sync_engine, "begin")
@@ -74,7 +74,7 @@ def charged(tmp_path: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("held", ["session", "connection"])
-async def test_a_transaction_that_a_rollback_would_not_undo_is_refused_before_anything_is_done(
+async def test_a_transaction_that_cannot_be_rolled_back_is_refused_before_any_change(
     held: str, ordinary: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
     async with AsyncSession(ordinary) if held == "session" else ordinary.connect() as joined:
@@ -92,10 +92,10 @@ async def test_a_transaction_that_a_rollback_would_not_undo_is_refused_before_an
 
 
 @pytest.mark.parametrize("held", ["session", "connection"])
-async def test_an_engine_that_begins_its_transactions_will_do(
+async def test_an_engine_that_begins_transactions_explicitly_is_accepted(
     held: str, ordinary: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
-    begin_at_once(ordinary)
+    begin_explicitly(ordinary)
     async with AsyncSession(ordinary) if held == "session" else ordinary.connect() as joined:
 
         async def refund() -> None:
@@ -111,7 +111,7 @@ async def test_an_engine_that_begins_its_transactions_will_do(
 
 @pytest.mark.parametrize(("held", "handlers"), [(AsyncSession, by_session), (AsyncConnection, by_connection)])
 @pytest.mark.parametrize("asks_first", [False, True])
-async def test_a_handler_in_no_real_transaction_fails_before_it_has_written(
+async def test_a_handler_without_a_real_transaction_fails_before_it_writes(
     asks_first: bool, held: type, handlers: EventRouter, url: str, ordinary: AsyncEngine
 ) -> None:
     async with open_ledger_shop(url, handlers, held=held) as shop:
@@ -126,10 +126,10 @@ async def test_a_handler_in_no_real_transaction_fails_before_it_has_written(
 
 
 @pytest.mark.parametrize(("held", "handlers"), [(AsyncSession, by_session), (AsyncConnection, by_connection)])
-async def test_a_handler_by_an_engine_that_begins_its_transactions_is_done(
+async def test_a_handler_on_an_engine_that_begins_transactions_explicitly_succeeds(
     held: type, handlers: EventRouter, url: str, ordinary: AsyncEngine
 ) -> None:
-    begin_at_once(ordinary)
+    begin_explicitly(ordinary)
     async with open_ledger_shop(url, handlers, held=held) as shop:
         shop.sessions.engine = ordinary
 
