@@ -1,4 +1,4 @@
-"""`integr8s-idem dlq` as a process, on a real Kafka and a real Redis."""
+"""`integr8s-idem dlq` as a process, on real Kafka and real Redis."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class Shop:
     def done(self, what: str) -> Counter[str]:
         return Counter(order for noted, order, _, _ in journal_of(self._journal) if noted == what)
 
-    async def until(self, fact: Callable[[], object]) -> None:
-        await eventually(fact, state=lambda: self.process.output)
+    async def until(self, condition: Callable[[], object]) -> None:
+        await eventually(condition, state=lambda: self.process.output)
 
     async def until_dead_letters(self, count: int) -> None:
         """Wait until the workers have logged `count` dead letters."""
@@ -158,8 +158,8 @@ async def test_a_dead_letter_is_found_explained_and_after_the_fix_handled_exactl
     assert (nothing.json["published"], nothing.json["skipped"]) == (0, {"handled": 2, "failed_again": 1})
     assert anyway.json["published"] == 3
     assert shop.done("charged") == shop.done("audited") == {"lost": 1, "well": 1, "worse": 1, "last": 1}
-    said = Counter((line["command"], line["says"]) for line in dlq.audit)
-    assert said == {("dlq replay", "begun"): 5, ("dlq replay", "ended"): 5}
+    entries = Counter((line["command"], line["says"]) for line in dlq.audit)
+    assert entries == {("dlq replay", "begun"): 5, ("dlq replay", "ended"): 5}
     assert dlq.audit[-1]["counts"] == {"published": 3, "destinations": {source: 3}, "skipped": {}}
 
 

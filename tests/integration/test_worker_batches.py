@@ -214,14 +214,14 @@ class Search:
         return [line for line in batch_shop.journal_of(self.folder / "journal") if line.what == what]
 
     def runs(self, what: str) -> dict[str, list[int]]:
-        """By order: the attempts of which a line tells."""
+        """Return the recorded attempts by order ID."""
         found: defaultdict[str, list[int]] = defaultdict(list)
         for line in self.lines(what):
             found[line.order].append(line.attempt)
         return dict(found)
 
     async def completed(self, count: int) -> None:
-        """Return once so many events are."""
+        """Return once `count` events are completed."""
         store = self.shop.manager().repository
         async with asyncio.timeout(60):
             while True:
