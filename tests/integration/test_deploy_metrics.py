@@ -161,9 +161,9 @@ def expressions() -> Mapping[str, tuple[str, str]]:
     found = {f"panel {panel['title']} {target['refId']}": (filled(target["expr"]), target["legendFormat"])
              for panel in panels(DASHBOARD) for target in panel["targets"]}  # fmt: skip
     for variable in DASHBOARD["templating"]["list"][1:]:
-        asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
-        assert asked is not None
-        found[f"variable {variable['name']}"] = (filled(asked[1]), f"{{{{{asked[2]}}}}}")
+        match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
+        assert match is not None
+        found[f"variable {variable['name']}"] = (filled(match[1]), f"{{{{{match[2]}}}}}")
     for annotation in DASHBOARD["annotations"]["list"]:
         found[f"annotation {annotation['name']}"] = (filled(annotation["expr"]), annotation["titleFormat"])
     for rule in RULES:
@@ -184,17 +184,17 @@ def test_every_query_has_data_from_a_worker(busy_worker: Worker) -> None:
     recorded = {rule["record"]: named(rule["expr"]).metrics for rule in RULES if "record" in rule}
 
     for name, (expression, shown) in EXPRESSIONS.items():
-        asked = named(expression)
-        metrics = asked.metrics.union(*(recorded[each] for each in asked.recorded))
+        query = named(expression)
+        metrics = query.metrics.union(*(recorded[each] for each in query.recorded))
         assert metrics, f"{name} uses no metric"
         assert metrics - exposed.keys() == set(), name
         for metric in metrics:
-            assert (asked.labels | labels_shown(shown)) - exposed[metric] - TARGET_LABELS == set(), (name, metric)
+            assert (query.labels | labels_shown(shown)) - exposed[metric] - TARGET_LABELS == set(), (name, metric)
 
 
 def test_the_dashboard_shows_every_metric_of_a_worker(busy_worker: Worker) -> None:
-    drawn = {metric for name, (asked, _) in EXPRESSIONS.items() if name.startswith("panel ")
-             for metric in named(asked).metrics}  # fmt: skip
+    drawn = {metric for name, (query, _) in EXPRESSIONS.items() if name.startswith("panel ")
+             for metric in named(query).metrics}  # fmt: skip
     parts = re.compile(r"_(created|sum|count)$")  # parts of metrics that are drawn by another part
     exposed = {name for name in busy_worker.families() if not NOT_DRAWN.match(name) and not parts.search(name)}
 

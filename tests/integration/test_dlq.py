@@ -263,13 +263,13 @@ async def test_on_a_terminal_replay_counts_and_asks_for_confirmation(
     dlq: Dlq, source: str, settings: KafkaSettings
 ) -> None:
     await post(settings, [dead_letter_of(number, topic=source) for number in range(3)])
-    refused, asked = await dlq.typed("replay"), dlq.audit
+    refused, audit_before = await dlq.typed("replay"), dlq.audit
 
     no = await asyncio.to_thread(on_a_terminal, dlq, "replay", answer=b"n\n")
     unchanged = dlq.audit
     yes = await asyncio.to_thread(on_a_terminal, dlq, "replay", "--limit", "2", answer=b"y\n")
 
-    assert (refused.status, asked, unchanged) == (2, [], [])
+    assert (refused.status, audit_before, unchanged) == (2, [], [])
     assert "nothing was changed: no terminal to ask for confirmation. Replay 3 dead letters? Use --yes" in refused.err
     assert "nothing was changed" in no[1]
     assert (no[0], yes[0]) == (1, 0)

@@ -76,7 +76,7 @@ async def test_a_replica_that_has_lost_its_primary_is_found() -> None:
 @pytest.mark.parametrize(("room", "severity"), [(12_000_000, "warning"), (1, "error")])
 async def test_full_memory_is_found(room: int, severity: str) -> None:
     with RedisServer(config=DURABLE) as server:
-        await asyncio.to_thread(server.admin, "SET", "somebody:else", "x" * 10_000_000)
+        await asyncio.to_thread(server.admin, "SET", "other:key", "x" * 10_000_000)
         await asyncio.to_thread(server.admin, "CONFIG", "SET", "maxmemory", room)
         found = await found_in_store(RedisStoreSettings(url=server.url))
 

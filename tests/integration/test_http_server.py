@@ -140,11 +140,11 @@ async def test_a_client_that_disconnects_gets_the_response_when_it_retries() -> 
 
 
 async def test_a_request_aborted_on_disconnect_is_handled_again_on_a_retry() -> None:
-    asked, gone = [], asyncio.Event()
+    runs, gone = [], asyncio.Event()
 
     async def answer(request: Request) -> Response:
-        asked.append(True)
-        if len(asked) == 1:
+        runs.append(True)
+        if len(runs) == 1:
             while not await request.is_disconnected():  # noqa: ASYNC110  # there is no notification
                 await asyncio.sleep(0.01)
             gone.set()
@@ -154,12 +154,12 @@ async def test_a_request_aborted_on_disconnect_is_handled_again_on_a_retry() -> 
     async with serving(_guarded(answer)) as port:
         async with connected(port) as (_, writer):
             writer.write(HEAD + b"Content-Length: 0\r\n\r\n")
-            await eventually(lambda: asked)
+            await eventually(lambda: runs)
         await gone.wait()
         while (status := await _request(port, '"a"'))[0] == "409":  # noqa: ASYNC110  # the server's task ends by itself
             await asyncio.sleep(0.01)
     assert status[::2] == ("200", b"done")
-    assert len(asked) == 2
+    assert len(runs) == 2
 
 
 @pytest.mark.parametrize("status", [200, 204, 304])

@@ -445,37 +445,37 @@ async def test_a_scoped_session_is_accepted(engine: AsyncEngine, manager: Idempo
 async def test_a_session_of_another_kind_of_database_is_a_configuration_error(
     kind: str, engine: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
-    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
+    other_engine = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'other.db'}")
     if kind == "sqlite":
-        await migrate(elsewhere)
+        await migrate(other_engine)
 
-    async with session_of(elsewhere) as session, manager.in_transaction(session):
+    async with session_of(other_engine) as session, manager.in_transaction(session):
         with pytest.raises(StoreConfigurationError, match="in another database than the store"):
             await manager.run("refund:1", Refund(session))
 
-    await elsewhere.dispose()
+    await other_engine.dispose()
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 async def test_a_session_of_a_database_without_the_tables_is_a_configuration_error(
     engine: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
-    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
+    other_engine = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'other.db'}")
 
-    async with session_of(elsewhere) as session, manager.in_transaction(session):
+    async with session_of(other_engine) as session, manager.in_transaction(session):
         with pytest.raises(StoreConfigurationError, match="in another database than the store"):
             await manager.run("refund:1", Refund(session))
 
-    await elsewhere.dispose()
+    await other_engine.dispose()
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 async def test_a_session_accepted_by_one_store_is_refused_by_another(
     engine: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
-    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
-    await migrate(elsewhere)
-    other = IdempotencyManager(repository=SqlIdempotencyRepository(elsewhere), scope="refunds")
+    other_engine = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'other.db'}")
+    await migrate(other_engine)
+    other = IdempotencyManager(repository=SqlIdempotencyRepository(other_engine), scope="refunds")
     same_file = sql_engine(f"sqlite+aiosqlite:///{tmp_path}/./shop.db")
     async with session_of(same_file) as session, manager.in_transaction(session):
         await manager.run("refund:1", Refund(session))
@@ -485,4 +485,4 @@ async def test_a_session_accepted_by_one_store_is_refused_by_another(
             await other.run("refund:2", Refund(session))
 
     await same_file.dispose()
-    await elsewhere.dispose()
+    await other_engine.dispose()

@@ -288,8 +288,8 @@ def _handle_by(monkeypatch: pytest.MonkeyPatch, handle: Callable[[Any], object])
 async def test_a_rebalance_while_a_record_waits_pauses_no_partition(bench: Bench) -> None:
     partitions = 4
     await bench.topic.create(partitions)
-    elsewhere = bench.manager(processing_timeout_seconds=60)
-    held = await elsewhere.reserve(Key.of_entry(EntryPoint.KAFKA_LOOP, "busy", name="busy"), fingerprint=None)
+    other = bench.manager(processing_timeout_seconds=60)
+    held = await other.reserve(Key.of_entry(EntryPoint.KAFKA_LOOP, "busy", name="busy"), fingerprint=None)
     assert isinstance(held, Reserved)
     await bench.topic.put(("busy", "x"))
     first = await bench.loop(config={"wait_timeout_seconds": 60})
@@ -299,7 +299,7 @@ async def test_a_rebalance_while_a_record_waits_pauses_no_partition(bench: Bench
     await eventually(lambda: len(first.assigned) == len(second.assigned) == 2)
     for partition in range(partitions):
         await bench.topic.put((f"later-{partition}", str(partition)), partition=partition)
-    await elsewhere.complete(held, "from elsewhere")
+    await other.complete(held, "from another process")
 
     await bench.committed(2)
     for partition in range(1, partitions):

@@ -166,12 +166,12 @@ async def test_another_redis_type_under_a_key_is_corrupt_and_left_alone(
 async def test_a_record_in_a_newer_format_is_reported_as_corrupt(
     store: RedisIdempotencyRepository, redis_client: Redis
 ) -> None:
-    await redis_client.set("k", b"\4" + b"whatever version 4 writes", px=60_000)
+    await redis_client.set("k", b"\4" + b"data of version 4", px=60_000)
 
     assert await store.reserve([request_for("k")]) == [
         Corrupt(key="k", reason="its format 4 is newer than this version reads (3)")
     ]
-    assert await redis_client.get("k") == b"\4" + b"whatever version 4 writes"
+    assert await redis_client.get("k") == b"\4" + b"data of version 4"
 
 
 async def change(client: Redis, key: str, at: int, new: bytes) -> None:

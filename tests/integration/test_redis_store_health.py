@@ -56,7 +56,7 @@ async def test_settings_that_lose_records_are_reported(config: dict[str, Any], w
 
 async def test_nearly_full_memory_is_reported() -> None:
     with RedisServer(config=DURABLE) as server:
-        await asyncio.to_thread(server.admin, "SET", "somebody:else", "x" * 10_000_000)
+        await asyncio.to_thread(server.admin, "SET", "other:key", "x" * 10_000_000)
         await asyncio.to_thread(server.admin, "CONFIG", "SET", "maxmemory", 12_000_000)
         client = redis_client(RedisStoreSettings(url=server.url))
         (warning,) = (await RedisIdempotencyRepository(client).ping()).warnings

@@ -250,10 +250,10 @@ async def test_workers_are_polled_concurrently() -> None:
 
 
 async def test_a_worker_behind_a_proxy_is_polled_below_its_path() -> None:
-    asked: list[tuple[str, str]] = []
+    requests: list[tuple[str, str]] = []
 
     async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
-        asked.append((scope["path"], dict(scope["headers"])[b"host"].decode()))
+        requests.append((scope["path"], dict(scope["headers"])[b"host"].decode()))
         found = scope["path"] == "/workers/1/metrics"
         await send({"type": "http.response.start", "status": 200 if found else 404, "headers": []})
         await send({"type": "http.response.body", "body": b'idempotency_in_flight{service="a"} 4\n'})
@@ -261,7 +261,7 @@ async def test_a_worker_behind_a_proxy_is_polled_below_its_path() -> None:
     async with serving(application, lifespan="off") as port:
         (row,) = (await only(Fleet([address_of(f"http://127.0.0.1:{port}/workers/1/metrics")]))).rows
 
-    assert asked == [("/workers/1/metrics", f"127.0.0.1:{port}"), ("/workers/1/readyz", f"127.0.0.1:{port}")]
+    assert requests == [("/workers/1/metrics", f"127.0.0.1:{port}"), ("/workers/1/readyz", f"127.0.0.1:{port}")]
     assert (row.service, row.state, row.figures and row.figures.in_flight) == ("a", "running", 4)
 
 
@@ -335,7 +335,7 @@ def test_json_output_is_one_object_with_every_number(worker: Worker) -> None:
     assert ended.stdout.count("\n") == 1
 
 
-def asked(*arguments: str) -> Result:
+def invoke_top(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["top", "--once", "--interval", "0.1", *arguments])
 
 
@@ -346,7 +346,7 @@ def test_the_default_address_is_that_of_the_settings(
     monkeypatch.setenv("COLUMNS", "120")
     Path("settings.toml").write_text(f"[telemetry]\nmetrics_port = {worker.address.partition(':')[2]}\n")
 
-    ended = asked()
+    ended = invoke_top()
 
     assert ended.exit_code == 0, ended.output
     assert re.search(rf"billing +{re.escape(worker.address)} +ready", ended.stdout)
@@ -357,8 +357,8 @@ def test_the_address_is_read_from_the_settings_of_a_platform(worker: Worker, tmp
     file = tmp_path / "settings.toml"
     file.write_text(f"[telemetry]\nmetrics_port = {worker.address.partition(':')[2]}\n[platform]\n")
 
-    assert asked("--settings", str(file)).exit_code == 0
-    assert asked("--settings", str(file), "--app", "providers:platform").exit_code == 0
+    assert invoke_top("--settings", str(file)).exit_code == 0
+    assert invoke_top("--settings", str(file), "--app", "providers:platform").exit_code == 0
 
 
 def test_the_metrics_of_an_embedded_worker_are_found_in_its_folder(
@@ -371,7 +371,7 @@ def test_the_metrics_of_an_embedded_worker_are_found_in_its_folder(
         file.add({"telemetry": {"metrics_port": port}})
 
         monkeypatch.setenv("COLUMNS", "120")
-        ended = asked("--embedded")
+        ended = invoke_top("--embedded")
 
     assert ended.exit_code == 0, ended.output
     assert worker.address in ended.stdout
@@ -381,11 +381,11 @@ def test_a_named_worker_needs_no_settings(worker: Worker, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     Path("settings.toml").write_text("what = is this")
 
-    assert asked(worker.address).exit_code == 0
+    assert invoke_top(worker.address).exit_code == 0
 
 
 def test_the_exit_status_is_1_if_no_worker_answers() -> None:
-    ended = asked("127.0.0.1:1")
+    ended = invoke_top("127.0.0.1:1")
 
     assert ended.exit_code == 1
     assert "127.0.0.1:1 down: connection refused" in ended.stdout

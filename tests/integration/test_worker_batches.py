@@ -82,7 +82,7 @@ async def test_the_handler_gets_duplicates_of_an_event_once(shop: Shop) -> None:
 
 async def test_failed_events_are_retried_and_permanent_failures_dead_lettered(shop: Shop) -> None:
     index, events = Index(), orders(10)
-    index.failures = {"3": [OSError("away"), OSError("away")], "7": [PermanentError("no such product")]}
+    index.failures = {"3": [OSError("down"), OSError("down")], "7": [PermanentError("no such product")]}
     worker = await shop.worker(index.router, service=WIDE)
     await shop.publisher.publish(*events)
 

@@ -40,12 +40,12 @@ class FakeRunner:
         self.discarded: list[str] = []
         self.cannot_discard = False
         self.at_once = True
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         self.may_end = asyncio.Event()
 
     async def run(self, pod_name: str, command: CreatePodCommand, stop: asyncio.Event) -> Run:
         self.runs += 1
-        self.begun.set()
+        self.started.set()
         if command.language != "python":
             raise UnsupportedLanguageError(command.language, ("python",))
         if self.at_once:
@@ -77,7 +77,7 @@ class Worker:
         """Create the pod and return while its script runs."""
         self.runner.at_once = False
         task = asyncio.create_task(self.pods.create(CREATE, attempt))
-        await self.runner.begun.wait()
+        await self.runner.started.wait()
         return task
 
     async def row(self) -> tuple[str, int]:
